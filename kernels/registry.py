@@ -1,0 +1,69 @@
+"""One registry of operations. An operation has a torch implementation and may have faster ones for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_plugin.registry import Registry
+
+
+class Op:
+    """An operation: a torch reference, decent on CPU, and implementations for devices.
+
+    `add(name, why_not)` registers an implementation; `why_not(*args)` returns None where it can take these arguments, else the
+    reason. The implementation added last that can take the arguments is used.
+    """
+
+    def __init__(self, name: str, reference: Callable[..., Any]) -> None:
+        self.name, self.__doc__ = name, reference.__doc__
+        self._implementations: dict[str, tuple[Callable[..., Any], Callable[..., str | None]]] = {
+            "torch": (reference, lambda *args: None)}
+
+    def add(self, name: str, why_not: Callable[..., str | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator that registers another implementation."""
+
+        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+            self._implementations[name] = (fn, why_not)
+            return fn
+
+        return register
+
+    def names(self) -> list[str]:
+        """Implementations, the reference first."""
+        return list(self._implementations)
+
+    def implementation(self, name: str) -> Callable[..., Any]:
+        """One implementation by name."""
+        if name not in self._implementations:
+            raise ValueError(f"kernel {self.name!r} has no implementation {name!r}; it has {', '.join(self.names())}")
+        return self._implementations[name][0]
+
+    def why_not(self, name: str, *args: Any) -> str | None:
+        """Why the implementation `name` cannot take these arguments; None where it can."""
+        self.implementation(name)
+        return self._implementations[name][1](*args)
+
+    def choose(self, *args: Any) -> str:
+        """Name of the implementation that these arguments get."""
+        return next(n for n in reversed(self._implementations) if self._implementations[n][1](*args) is None)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._implementations[self.choose(*args)][0](*args)
+
+
+kernels: Registry[Op] = Registry("kernel")
+
+
+def op(fn: Callable[..., Any]) -> Op:
+    """Decorator: make the torch reference `fn` an operation of its name."""
+    made = Op(fn.__name__, fn)
+    kernels.register(fn.__name__)(made)
+    return made
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums are made in float32, or in float64 for float64 inputs."""
+    return torch.promote_types(dtype, torch.float32)

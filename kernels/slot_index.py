@@ -1,0 +1,33 @@
+"""Running count of each choice inside its expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_plugin.kernels.registry import op
+
+
+@op
+def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(rank_N, count_E), int64: how many earlier choices have the same id (-1 for id -1), and how often each id occurs.
+
+    One stable sort; nothing is E-wide by choice.
+    """
+    key_N = torch.where(ids_N < 0, experts, ids_N)
+    sorted_N, order_N = torch.sort(key_N, stable=True)
+    start_E = torch.searchsorted(sorted_N, torch.arange(experts + 1, device=ids_N.device))
+    place_N = torch.arange(ids_N.numel(), device=ids_N.device) - start_E[sorted_N]
+    rank_N = torch.empty_like(ids_N).index_copy_(0, order_N, place_N)
+    return rank_N.masked_fill_(ids_N < 0, -1), start_E.diff()
+
+
+def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
+    """Slot of each choice inside its expert, int64 [T, K]; -1 where ids_TK is -1.
+
+    slot(t, j) = number of tokens whose choice i < j is the same expert, plus number of tokens before t whose choice j
+    is the same expert (Tutel's "location").
+    """
+    tokens, k = ids_TK.shape
+    ids_N = ids_TK.t().reshape(-1)  # choice-major: all first choices before all second choices
+    return running_count(ids_N, experts)[0].view(k, tokens).t().contiguous()

@@ -1,0 +1,66 @@
+"""Which operations have a Triton implementation, and when it can be used. Triton is imported at the first use, not before."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.registry import kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MODULES = {
+    "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "running_count", "route_top_k": "router",
+    "route_top_k_backward": "router", "transpose_chunks": "layout", "quantize_fp8": "fp8", "dequantize_fp8": "fp8",
+    "expert_product": "expert_products", "expert_first": "expert_products", "expert_second_backward": "expert_products",
+    "expert_weight_grad": "expert_products", "expert_bias_grad": "expert_products",
+}
+
+
+INSTALLED = find_spec("triton") is not None
+
+
+def why_not(*args: Any) -> str | None:
+    """Why Triton cannot take these arguments; None where it can."""
+    if torch.compiler.is_compiling():
+        return "torch.compile fuses the reference itself"
+    if not INSTALLED:
+        return "triton is not installed: pip install moe-plugin[triton]"
+    tensors = [a for a in _flat(args) if isinstance(a, Tensor)]
+    if not any(t.is_cuda for t in tensors) and not (tensors and _interpreted()):
+        return "not on a GPU"
+    wrong = next((t.dtype for t in tensors if t.is_floating_point() and t.dtype not in (*DTYPES, torch.float8_e4m3fn)), None)
+    return None if wrong is None else f"dtype {wrong}"
+
+
+def _interpreted() -> bool:
+    # a process on CPU never imports Triton to learn this: it is known once something has imported the kernels
+    common = sys.modules.get("moe_plugin.kernels.gpu.common")
+    return common is not None and common.INTERPRETED
+
+
+def _flat(args: Iterable[Any]) -> Iterable[Any]:
+    for a in args:
+        yield from (_flat(a) if isinstance(a, (tuple, list)) else (a,))
+
+
+def _late(name: str) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        module = importlib.import_module(f"moe_plugin.kernels.gpu.{MODULES[name]}")
+        return getattr(module, name)(*args)
+
+    call.__name__, call.__doc__ = name, f"{name} in Triton."
+    return call
+
+
+def register() -> None:
+    """Add the Triton implementations to their operations; called once by the package."""
+    for name in MODULES:
+        kernels.get(name).add("triton", why_not)(_late(name))
+    assert {"gelu", "gelu_tanh", "relu", "silu", "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"

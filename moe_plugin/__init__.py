@@ -1,0 +1,28 @@
+"""moe-plugin: Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.
+
+    from moe_plugin import MoEConfig, MoELayer
+    layer = MoELayer(MoEConfig(model_dim=512, num_experts=16))
+    out = layer(x)              # out.output, out.losses, out.stats
+
+Importing this package imports neither a host nor Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+_EXPORTS = {
+    "MoEConfig": "moe_plugin.config", "MoELayer": "moe_plugin.layer", "MoEOutput": "moe_plugin.records",
+    "LayerStats": "moe_plugin.records", "Routing": "moe_plugin.records", "weighted_loss": "moe_plugin.records",
+    "Comm": "moe_plugin.comm", "TorchComm": "moe_plugin.comm", "LocalComm": "moe_plugin.comm",
+}
+__all__ = [*_EXPORTS, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'moe_plugin' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -1,0 +1,179 @@
+"""Measures all-to-all algorithms on the ranks of a group: real ones, or those of an emulated cluster."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, prepare, run_simulated
+from moe_plugin.comm.algorithms.auto import Chooser
+from moe_plugin.config import CommConfig
+from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.planner import COSTS, Cluster, Measurement, predict, wire_floor_s
+
+BURST = 3
+BURST_UP_TO = 1 << 20
+COUNTED_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell: an algorithm at a size.
+
+    bytes: a rank. median_ms, min_ms: of one exchange, the slowest rank's. floor_ms: what the bytes need on the wire. cpu_ms: what the
+    exchange costs this machine's processors, all ranks and the switch together, spread over all cores. messages: leaving one node. chosen: by auto.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    algorithm: str
+    bytes: int
+    median_ms: float
+    min_ms: float
+    floor_ms: float | None
+    cpu_ms: float | None
+    messages: float | None
+    chosen: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    repeats: timed ones of a cell; above `BURST_UP_TO` bytes half as many. settings: of the group, e.g. its topology. helper: process
+    whose processor time counts, too (an emulated cluster's switch).
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    repeats: int = 7
+    settings: CommConfig | None = None
+    helper: int | None = None
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank's part of a cell: seconds an exchange by repeat (already the slowest rank's), own processor seconds an exchange."""
+
+    name: str
+    size: int
+    seconds: list[float]
+    cpu_s: float
+    chosen: str | None
+
+
+def measure_rank(plan: Plan, comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
+    """Run on every rank: (nodes of the group, one entry a cell). Algorithms take turns, in an order that rotates."""
+    comm = comm or TorchComm()
+    prepare(comm, plan.settings or CommConfig())
+    cells = []
+    for size in plan.sizes:
+        x = torch.zeros(comm.size, max(size // comm.size // 4, 1), device=comm.device)
+        for name in plan.names:
+            _settle(comm, name, x)
+        burst, repeats = (BURST, plan.repeats) if size <= BURST_UP_TO else (1, (plan.repeats + 1) // 2)
+        seconds: dict[str, list[float]] = {name: [] for name in plan.names}
+        cpu = dict.fromkeys(plan.names, 0.0)
+        for repeat in range(repeats):
+            for index in range(len(plan.names)):
+                name = plan.names[(index + repeat) % len(plan.names)]
+                taken, used = _burst(comm, name, x, burst, plan.helper)
+                seconds[name].append(taken)
+                cpu[name] += used
+        for name in plan.names:
+            slowest = comm.agree_max(seconds[name])
+            cells.append(RankTimes(name, size, slowest, cpu[name] / repeats, _chosen(comm, name, x)))
+    return comm.topology.nodes, cells
+
+
+def _settle(comm: Comm, name: str, x: torch.Tensor) -> None:
+    """Warm up; auto until it has chosen."""
+    run = algorithms.get(name)
+    run(comm, x)
+    for _ in range(100):
+        if name != "auto" or _chosen(comm, name, x):
+            return
+        run(comm, x)
+
+
+def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
+    if name != "auto":
+        return None
+    chooser, size = Chooser.of(comm), x.numel() * x.element_size()
+    return chooser.by_model(comm, size) if chooser.cluster else chooser.trials(size).chosen
+
+
+def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int, helper: int | None) -> tuple[float, float]:
+    """(seconds, own processor seconds) an exchange; a few in a row, so that the barrier's own spread weighs little."""
+    run = algorithms.get(name)
+    comm.barrier()
+    _wait_for_device(x)
+    start, cpu = time.perf_counter(), _cpu_s(comm, helper)
+    for _ in range(burst):
+        run(comm, x)
+    _wait_for_device(x)
+    return (time.perf_counter() - start) / burst, (_cpu_s(comm, helper) - cpu) / burst
+
+
+def _cpu_s(comm: Comm, helper: int | None) -> float:
+    """Processor seconds of this rank; on rank 0 also those of the helper."""
+    if helper is None or comm.rank:
+        return time.process_time()
+    return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
+
+
+def _wait_for_device(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+
+
+def measure_emulated(cluster: EmulatedCluster, plan: Plan, timeout_s: float = 1800.0) -> list[Row]:
+    """Measure on an emulated cluster that is up."""
+    plan = replace(plan, helper=cluster.switch_pid)
+    answers = cluster.run(measure_rank, plan, timeout_s=timeout_s, group_timeout_s=120.0)
+    cells = answers[0][1]
+    cores = os.cpu_count() or 1
+    rows = []
+    for index, cell in enumerate(cells):
+        cpu_ms = 1e3 * sum(answer[1][index].cpu_s for answer in answers) / cores
+        floor = wire_floor_s(cluster.nodes_wanted, cluster.ranks_per_node, cell.size, cluster.rate_bit_s, cluster.delay_s, cluster.mtu)
+        rows.append(_row(Topology(answers[0][0]), cell, 1e3 * floor, cpu_ms))
+    return rows
+
+
+def rows_of(comm: Comm, cells: Sequence[RankTimes]) -> list[Row]:
+    """Rows of a real group, without a floor (its links are not known)."""
+    return [_row(comm.topology, cell, None, None) for cell in cells]
+
+
+def _row(topology: Topology, cell: RankTimes, floor_ms: float | None, cpu_ms: float | None) -> Row:
+    return Row(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size, 1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds),
+               floor_ms, cpu_ms, messages_out(topology, cell.chosen or cell.name), cell.chosen)
+
+
+def messages_out(topology: Topology, name: str) -> float | None:
+    """Messages that leave one node (the mean of unequal ones): by formula, or counted on simulated ranks; None for large unequal groups."""
+    known = "linear" if name == "native" else name
+    if topology.uniform_nodes and known in COSTS:
+        return predict(Cluster(nodes=len(topology.nodes), ranks_per_node=len(topology.nodes[0])), known, 1.0).inter_messages
+    if topology.size > COUNTED_RANKS:
+        return None
+    traffic = Traffic()
+    run_simulated(topology.size, lambda comm: algorithms.get(name)(comm, torch.zeros(topology.size)), traffic=traffic, topology=topology)
+    return traffic.between(topology) / len(topology.nodes)
+
+
+def measurements_of(rows: Sequence[Row]) -> list[Measurement]:
+    """For the planner's fit: its algorithms only, the least disturbed of the repeats."""
+    return [Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.min_ms / 1e3) for r in rows if r.algorithm in COSTS]
+
+
+def as_dicts(rows: Sequence[Row]) -> list[dict]:
+    """For JSON; milliseconds to a thousandth."""
+    return [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows]

@@ -1,0 +1,140 @@
+"""Each operation beside its reference and its bound: the larger of bytes over copy bandwidth and FLOPs over GEMM rate, same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.bench.measure import Times, interleaved
+from moe_plugin.bench.problem import Data, Problem, make_data
+from moe_plugin.bench.versions import versions
+from moe_plugin.dispatch.ragged import exact_rows
+from moe_plugin.kernels import Groups, kernels
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call: least bytes (each input read once, each output written once) and FLOPs."""
+
+    operation: str
+    args: tuple[Any, ...]
+    bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class KernelResult:
+    """Times in ms; share_of_bound: bound over the median, 1 is perfect. chosen: what this device gets."""
+
+    operation: str
+    implementation: str
+    chosen: bool
+    median_ms: float
+    min_ms: float
+    bound_ms: float
+    share_of_bound: float
+    gbytes_per_s: float
+    tflops: float
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """All operations of one problem. copy_gbytes_per_s counts bytes read and written; gemm_tflops: one large product."""
+
+    problem: Problem
+    copy_gbytes_per_s: float
+    gemm_tflops: float
+    results: list[KernelResult]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "threads": torch.get_num_threads(), "versions": versions(self.problem.device)}
+
+
+def run(problem: Problem, rounds: int = 15) -> KernelReport:
+    """Measure every operation's implementations that can run here."""
+    device = torch.device(problem.device)
+    copy_s, gemm_flops = _ceilings(problem, device, rounds)
+    results = []
+    for work in work_list(problem):
+        kernel = kernels.get(work.operation)
+        names = [n for n in kernel.names() if kernel.why_not(n, *work.args) is None]
+        calls = [_call(kernel.implementation(n), work.args) for n in names]
+        bound = max(work.bytes * copy_s, work.flops / gemm_flops)
+        for name, times in zip(names, interleaved(calls, device, rounds), strict=True):
+            results.append(_result(work, name, name == kernel.choose(*work.args), times, bound))
+    return KernelReport(problem, 1e-9 / copy_s, gemm_flops / 1e12, results)
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+    return lambda: fn(*args)
+
+
+def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> KernelResult:
+    return KernelResult(work.operation, name, chosen, times.median * 1e3, times.best * 1e3, bound * 1e3, bound / times.median,
+                        work.bytes / times.median / 1e9, work.flops / times.median / 1e12)
+
+
+def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[float, float]:
+    """(seconds a byte copied, FLOP/s of one large product) of this device, now."""
+    numel = (1 << 31 if device.type == "cuda" else 1 << 27) // 4
+    source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
+    side = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(side, side, device=device).to(problem.torch_dtype)
+    out = torch.empty_like(a)
+    copy, gemm = interleaved([lambda: target.copy_(source), lambda: torch.mm(a, a, out=out)], device, rounds)
+    return copy.median / (8 * numel), 2 * side**3 / gemm.median
+
+
+def work_list(problem: Problem) -> Iterator[Work]:
+    """Every operation at the sizes of one layer."""
+    data = make_data(problem)
+    logits_TE = data.x_TD.float() @ data.router_ED.float().t()
+    mask_T = torch.ones(problem.tokens, dtype=torch.bool, device=problem.device)
+    routed = kernels.get("route_top_k").implementation("torch")(logits_TE, mask_T, None, problem.top_k, True)
+    plan = exact_rows(routed[0], routed[1], problem.experts)
+    yield from _routing(problem, logits_TE, mask_T, routed)
+    rows_RD = data.x_TD.repeat_interleave(problem.top_k, 0)
+    yield from _rows(problem, data, rows_RD, plan)
+    yield from _products(problem, data, rows_RD, plan)
+
+
+def _size(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _routing(p: Problem, logits_TE: Tensor, mask_T: Tensor, routed: tuple[Tensor, ...]) -> Iterator[Work]:
+    ids, weights, lse, importance, z, _ = routed
+    yield Work("route_top_k", (logits_TE, mask_T, None, p.top_k, True), _size(logits_TE, mask_T, ids, weights, lse))
+    yield Work("route_top_k_backward", (logits_TE, mask_T, ids, weights, lse, weights, importance, z, True),
+               2 * _size(logits_TE) + _size(ids, weights, weights, lse))
+    yield Work("running_count", (ids.reshape(-1), p.experts), 2 * _size(ids))
+
+
+def _rows(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Work]:
+    position, source = plan.position_TK, plan.source_R
+    yield Work("take_rows", (data.x_TD, source, p.top_k, None), _size(data.x_TD, source, rows_RD))
+    yield Work("sum_rows", (rows_RD, position, plan.weights_TK), _size(rows_RD, position, plan.weights_TK, data.x_TD))
+    yield Work("dot_rows", (data.grad_TD, rows_RD, position), _size(data.grad_TD, rows_RD, position, plan.weights_TK))
+    if p.rows % 8 == 0:
+        yield Work("transpose_chunks", (rows_RD, 4, 2), 2 * _size(rows_RD))
+    scales = p.rows * -(-p.model_dim // 128) * 4
+    yield Work("quantize_fp8", (rows_RD, 128), _size(rows_RD) + rows_RD.numel() + scales)
+
+
+def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Work]:
+    groups, token = Groups(plan.counts.host, rows_RD.device), plan.token_R
+    h_RF = torch.randn(p.rows, p.hidden_dim, device=p.device).to(p.torch_dtype)
+    gate, act = (h_RF.flip(0), "silu") if p.gated else (None, "gelu")
+    flops, weights = 2 * p.rows * p.model_dim * p.hidden_dim, _size(data.w_in_LDF)
+    scale = torch.rand(p.rows, device=p.device)
+    yield Work("expert_first", (data.x_TD, groups, data.w_in_LDF, None, token, gate, act), _size(data.x_TD, h_RF, h_RF, gate) + weights, flops)
+    yield Work("expert_product", (h_RF, groups, data.w_out_LFD, None, None, None), _size(h_RF, rows_RD) + weights, flops)
+    yield Work("expert_second_backward", (data.grad_TD, groups, data.w_out_LFD, h_RF, gate, scale, token, act),
+               _size(data.grad_TD, h_RF, h_RF, h_RF, gate, gate) + weights, flops)
+    yield Work("expert_weight_grad", (data.x_TD, h_RF, groups, token, None, None), _size(data.x_TD, h_RF) + weights, flops)
+    yield Work("expert_bias_grad", (h_RF, groups, None, None), _size(h_RF))

@@ -1,0 +1,113 @@
+"""The layer beside its peers: same weights, same input, outputs held to each other, one run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from moe_plugin.bench.bound import GemmBound, step
+from moe_plugin.bench.measure import Times, interleaved, peak_extra_mib
+from moe_plugin.bench.peers import Candidate, ours, peers
+from moe_plugin.bench.problem import Data, Problem, make_data
+from moe_plugin.bench.versions import versions
+
+logger = logging.getLogger(__name__)
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # relative, in the norm of the whole output
+
+
+@dataclass(frozen=True)
+class Result:
+    """One candidate. Times in ms; ratio: median over the bound's median. error: relative distance of its output from ours."""
+
+    name: str
+    median_ms: float
+    min_ms: float
+    ratio_to_bound: float
+    ratio_of_minima: float
+    peak_extra_mib: float | None
+    tflops: float
+    gbytes_per_s: float
+    error: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """All candidates of one problem; the first result is ours. refused: peers that could not run, and why."""
+
+    problem: Problem
+    bound_ms: float
+    bound_min_ms: float
+    results: list[Result]
+    refused: dict[str, str]
+    threads: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Our numbers at the top, peers beside them."""
+        mine = asdict(self.results[0])
+        return {**mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms, **asdict(self.problem), "threads": self.threads,
+                "peers": [asdict(r) for r in self.results[1:]], "refused": self.refused, "versions": versions(self.problem.device)}
+
+
+def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport:
+    """Measure our layer and the named peers.
+
+    Raises:
+        ValueError: unknown peer, or a peer whose output is not ours.
+    """
+    data = make_data(problem)
+    device = torch.device(problem.device)
+    refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
+    with contextlib.ExitStack() as stack:
+        candidates = {"moe-plugin": ours(problem, data)}
+        for name in (n for n in names if n not in refused):
+            candidates[name] = stack.enter_context(peers.get(name)(problem, data))
+        errors = _agreement(candidates, data, problem)
+        steps = {n: step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(), data.grad_TD) for n, c in candidates.items()}
+        _wake(problem)
+        memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
+        bound = GemmBound(problem, data, loads(problem, data))
+        times = interleaved([bound, *steps.values()], device, rounds)
+    results = [_result(problem, name, candidates[name].note, mine, times[0], memory[name], errors[name])
+               for name, mine in zip(steps, times[1:], strict=True)]
+    return LayerReport(problem, times[0].median * 1e3, times[0].best * 1e3, results, refused, torch.get_num_threads())
+
+
+def loads(problem: Problem, data: Data) -> list[int]:
+    """Rows of each expert."""
+    ids_TK = torch.topk(data.x_TD.float() @ data.router_ED.float().t(), problem.top_k, dim=1).indices
+    return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
+
+
+def _wake(problem: Problem) -> None:
+    """Let libraries make their own buffers before memory is counted: a step of a small layer."""
+    small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype, device=problem.device)
+    data = make_data(small)
+    candidate = ours(small, data)
+    step(candidate.forward, candidate.parameters, data.x_TD.requires_grad_(), data.grad_TD)()
+
+
+def _agreement(candidates: dict[str, Candidate], data: Data, problem: Problem) -> dict[str, float | None]:
+    outputs: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, candidate in candidates.items():
+            outputs[name] = candidate.forward(data.x_TD)[0].float()
+    mine, errors = outputs["moe-plugin"], {}
+    for name, y in outputs.items():
+        errors[name] = None if name == "dense" else float((y - mine).norm() / mine.norm())
+        if errors[name] is not None and not errors[name] <= TOLERANCE[problem.dtype]:
+            raise ValueError(f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= {TOLERANCE[problem.dtype]}; "
+                             f"leave it out with --peers and report this for {problem.label()}")
+    return errors
+
+
+def _result(problem: Problem, name: str, note: str, mine: Times, bound: Times, memory: float | None, error: float | None) -> Result:
+    return Result(
+        name=name, median_ms=mine.median * 1e3, min_ms=mine.best * 1e3, ratio_to_bound=mine.median / bound.median,
+        ratio_of_minima=mine.best / bound.best, peak_extra_mib=memory, tflops=problem.flops / mine.median / 1e12,
+        gbytes_per_s=problem.bytes / mine.median / 1e9, error=error, note=note)

@@ -1,0 +1,85 @@
+"""Megatron-core's native layer as a candidate."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_plugin.bench.peers import Candidate, copy
+from moe_plugin.bench.problem import Data, Problem
+
+
+@contextlib.contextmanager
+def build(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """The layer with the problem's weights; a group of one rank is made for its life where there is none."""
+    from moe_plugin.hosts.megatron import cpu
+
+    if problem.device == "cpu":
+        cpu.enable(force=True)
+    with _one_rank(problem.device):
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        layer, note = _layer(problem)
+        _load(layer, data)
+
+        def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            return layer(x[:, None, :])[0][:, 0, :], []
+
+        try:
+            yield Candidate(forward, list(layer.parameters()), note)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def _one_rank(device: str) -> Iterator[None]:
+    if dist.is_initialized():
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _layer(problem: Problem) -> tuple[nn.Module, str]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from moe_plugin.hosts.megatron import compat
+
+    values: dict[str, Any] = {
+        "num_layers": 1, "hidden_size": problem.model_dim, "num_attention_heads": 1, "num_moe_experts": problem.experts,
+        "moe_ffn_hidden_size": problem.hidden_dim, "moe_router_topk": problem.top_k, "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False, "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01,
+        "params_dtype": problem.torch_dtype, "bf16": problem.dtype == "bfloat16", "gated_linear_unit": problem.gated,
+    }
+    if problem.gated:
+        values["activation_func"] = F.silu
+    spec = compat.gpt_moe_layer_spec(problem.device == "cuda" and compat.has_transformer_engine())
+    submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
+    config = TransformerConfig(**values)
+    layer = submodules.mlp(config=config) if hasattr(submodules.mlp, "keywords") else compat.build_module(submodules.mlp, config=config)
+    layer.set_layer_number(1)
+    return layer.to(problem.device), type(layer.experts).__name__
+
+
+def _load(layer: Any, data: Data) -> None:
+    copy(layer.router.weight, data.router_ED)
+    for expert, module in enumerate(layer.experts.local_experts):
+        first = [w[expert].t() for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None]
+        copy(module.linear_fc1.weight, torch.cat(first))
+        copy(module.linear_fc2.weight, data.w_out_LFD[expert].t())

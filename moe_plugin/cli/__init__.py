@@ -1,0 +1,1 @@
+"""The `moe-plugin` command. Nothing in the package imports this."""

@@ -1,0 +1,28 @@
+"""`moe-plugin doctor`: what is installed, what is active and why, what is missing and the command that adds it.
+
+Exit status 0 where the layer works (a tiny forward and backward pass agrees with a dense computation), 1 where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from typing import Any
+
+from moe_plugin.cli.doctor.report import collect, render
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command."""
+    text = "check this installation: versions, devices, what is active and why, what is missing"
+    parser = subparsers.add_parser("doctor", help=text, description=f"{text}. Exit status 0: the layer works; 1: it does not.")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect, print, and say by the exit status whether the layer works."""
+    logging.getLogger("moe_plugin.comm").setLevel(logging.WARNING)  # the self check's simulated groups are no news
+    report = collect()
+    print(json.dumps(report, indent=1) if args.json else render(report))
+    return 0 if report["works"] else 1

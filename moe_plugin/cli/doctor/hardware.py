@@ -1,0 +1,57 @@
+"""Devices and torch.distributed backends."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def devices() -> list[dict[str, str]]:
+    """The CPU and every GPU that torch sees."""
+    threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    rows = [{"name": "cpu", "state": "active" if not torch.cuda.is_available() else "available", "what": f"{_cpu_name()}, {threads}"}]
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        rows.append({"name": f"cuda:{index}", "state": "active",
+                     "what": f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"})
+    if not torch.cuda.is_available():
+        rows.append({"name": "cuda", "state": "not available", "what": _why_no_cuda()})
+    return rows
+
+
+def backends() -> list[dict[str, str]]:
+    """torch.distributed backends; active is the one that the launch scripts choose here."""
+    if not dist.is_available():
+        return [{"name": "torch.distributed", "state": "not available", "what": "this torch is built without it: one process only"}]
+    gpu = torch.cuda.is_available()
+    return [_backend("nccl", dist.is_nccl_available(), "" if gpu else "no GPU", gpu, "GPU tensors"),
+            _backend("gloo", dist.is_gloo_available(), "", not gpu, "CPU tensors"),
+            _backend("mpi", dist.is_mpi_available(), "", False, "CPU tensors")]
+
+
+def _backend(name: str, built: bool, hindered: str, chosen: bool, use: str) -> dict[str, str]:
+    why_not = "this torch is built without it" if not built else hindered
+    if why_not:
+        return {"name": name, "state": "not available", "what": why_not}
+    return {"name": name, "state": "active" if chosen else "available", "what": use}
+
+
+def _why_no_cuda() -> str:
+    return "this torch is built without CUDA" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}, but sees no GPU"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as stream:
+            return next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def environment() -> dict[str, Any]:
+    """Python and platform."""
+    return {"python": platform.python_version(), "platform": platform.platform()}

@@ -1,0 +1,85 @@
+"""Versions of what moe-plugin uses, and the command that adds what is missing."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution that moe-plugin can use. `gpu`: of use on a GPU alone. `command`: how to add it where pip's name is not enough."""
+
+    name: str
+    module: str
+    use: str
+    gpu: bool = False
+    command: str = ""
+
+
+PIP = f"{shlex.quote(sys.executable)} -m pip install"
+FAIRSEQ_NEEDS = ("regex", "sacrebleu", "tqdm", "bitarray", "cffi", "packaging")
+PACKAGES = (
+    Package("torch", "torch", "everything"),
+    Package("numpy", "numpy", "everything"),
+    Package("hydra-core", "hydra", "YAML through Hydra, fairseq"),
+    Package("omegaconf", "omegaconf", "the config tree"),
+    Package("triton", "triton", "fused kernels", gpu=True),
+    Package("fairseq", "fairseq", "the fairseq host", command=f"{PIP} {' '.join(FAIRSEQ_NEEDS)} && {PIP} --no-deps fairseq==0.12.2"),
+    Package("megatron-core", "megatron.core", "the Megatron host"),
+    Package("psutil", "psutil", "checkpoints of the Megatron host"),
+    Package("tensorboard", "tensorboard", "statistics in TensorBoard"),
+    Package("matplotlib", "matplotlib", "plots"),
+    Package("tqdm", "tqdm", "progress bars"),
+    Package("transformer-engine", "transformer_engine", "Megatron's fused layers", gpu=True,
+            command=f"{PIP} --no-build-isolation 'transformer-engine[pytorch]'"),
+    Package("apex", "apex", "fused layer norm and Adam of the hosts", gpu=True,
+            command=f"APEX_CPP_EXT=1 APEX_CUDA_EXT=1 {PIP} --no-build-isolation git+https://github.com/NVIDIA/apex"),
+    Package("pytest", "pytest", "the tests"),
+)
+
+
+def installed_version(package: Package) -> str | None:
+    """Version by metadata; `unknown` where the module is there without metadata; None where it is not there."""
+    try:
+        if find_spec(package.module) is None:
+            return None
+    except (ImportError, ValueError):  # the parent package is missing or broken
+        return None
+    try:
+        return metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def requirement(name: str) -> str:
+    """The requirement as moe-plugin's own metadata states it (`tensorboard>=2.14`), else the bare name."""
+    try:
+        stated = metadata.requires("moe-plugin") or []
+    except metadata.PackageNotFoundError:
+        stated = []
+    for line in stated:
+        text = line.split(";")[0].strip()
+        if re.split(r"[<>=!~\[ (]", text)[0].lower() == name:
+            return text
+    return name
+
+
+def install_command(package: Package) -> str:
+    """A shell command that adds the package to the running environment."""
+    return package.command or f"{PIP} {shlex.quote(requirement(package.name))}"
+
+
+def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
+    """One row a package: name, version, use, state (installed, missing, not needed here), install command where missing."""
+    rows = []
+    for package in PACKAGES:
+        version = installed_version(package)
+        state = "installed" if version else "missing" if has_gpu or not package.gpu else "not needed here (no GPU)"
+        rows.append({"name": package.name, "version": version, "use": package.use, "state": state,
+                     "install": install_command(package) if state == "missing" else None})
+    return rows

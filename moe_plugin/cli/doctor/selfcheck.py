@@ -1,0 +1,107 @@
+"""A tiny forward and backward pass of every dispatcher against a dense computation in float64."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_plugin import MoEConfig, MoELayer
+from moe_plugin.comm import LocalComm, run_simulated
+from moe_plugin.comm.base import Comm
+from moe_plugin.config import DispatchConfig
+from moe_plugin.dispatch import dispatchers
+
+TOKENS, WIDTH, EXPERTS, RANKS = 24, 16, 4, 2
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
+    """One row a device, dtype, dispatcher and number of (simulated) ranks: largest relative errors, and whether they are small."""
+    rows = []
+    for device in kinds:
+        for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16):
+            for entry in dispatchers:
+                if entry.why_not() is None:
+                    rows += [_row(device, dtype, entry.name, ranks) for ranks in (1, RANKS)]
+    return rows
+
+
+def _row(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: int) -> dict[str, Any]:
+    row = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "dispatcher": dispatcher, "ranks": ranks}
+    try:
+        output, gradients = _errors(device, dtype, dispatcher, ranks)
+    except Exception as error:  # noqa: BLE001 - whatever is broken here is what the report is for
+        return {**row, "ok": False, "output_error": None, "gradient_error": None, "reason": f"{type(error).__name__}: {error}"}
+    ok = max(output, gradients) <= TOLERANCE[dtype]
+    return {**row, "ok": ok, "output_error": output, "gradient_error": gradients,
+            "reason": None if ok else f"differs from the dense computation by more than {TOLERANCE[dtype]}"}
+
+
+def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: int) -> tuple[float, float]:
+    # capacity 0 never drops, and every dispatcher takes it; the default one is checked without any capacity
+    factor = None if dispatcher == DispatchConfig().name else 0.0
+    config = MoEConfig(model_dim=WIDTH, num_experts=EXPERTS, dispatch=DispatchConfig(name=dispatcher, capacity_factor=factor))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = MoELayer(config, LocalComm(), dtype=dtype, device=device)
+        x_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
+        target_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
+        # some dispatchers are for ranks that all hold the same tokens
+        same_tokens = getattr(dispatchers.get(dispatcher), "same_tokens", False)
+        piece = _all if same_tokens else _piece
+        shards = run_simulated(ranks, lambda comm: _run(_share(whole, config, comm), piece(x_TD, comm), piece(target_TD, comm)))
+        if same_tokens:
+            shards = [shard if rank == 0 else (shard[0][:0], shard[1][:0], *shard[2:]) for rank, shard in enumerate(shards)]
+        out_TD, *gradients = (torch.cat(parts) for parts in zip(*shards, strict=True))
+        want_TD, *wanted = dense(whole, x_TD, target_TD)
+    return _relative(out_TD, want_TD), max(_relative(g, w) for g, w in zip(gradients, wanted, strict=True))
+
+
+def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
+    """The layer as this rank has it, with the whole layer's weights."""
+    layer = MoELayer(config, comm, dtype=whole.router.weight_ED.dtype, device=whole.router.weight_ED.device)
+    first, local = comm.rank * layer.placement.local, layer.placement.local
+    with torch.no_grad():
+        layer.router.weight_ED.copy_(whole.router.weight_ED)
+        for mine, full in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
+            mine.copy_(full[first : first + local])
+    return layer
+
+
+def _piece(x_TD: Tensor, comm: Comm) -> Tensor:
+    return x_TD.chunk(comm.size)[comm.rank]
+
+
+def _all(x_TD: Tensor, comm: Comm) -> Tensor:
+    return x_TD
+
+
+def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
+    """(output, input gradient, gradient of the first and second expert matrix); the loss is sum(output * target)."""
+    x_TD = x_TD.clone().requires_grad_()
+    out_TD = layer(x_TD).output
+    (out_TD * target_TD).sum().backward()
+    return out_TD.detach(), x_TD.grad, layer.experts.w_in_LDF.grad, layer.experts.w_out_LFD.grad
+
+
+def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
+    """The same in float64, every expert on every token: y = sum_e weight(t, e) FFN_e(x)."""
+    layer, x_TD = deepcopy(layer).double(), x_TD.detach().double().requires_grad_()
+    routing = layer.router(x_TD)
+    weight_TE = torch.zeros(x_TD.shape[0], EXPERTS, dtype=torch.float64, device=x_TD.device)
+    weight_TE = weight_TE.scatter(1, routing.ids_TK, routing.weights_TK)
+    e = layer.experts
+    out_TD = x_TD.new_zeros(x_TD.shape)
+    for i in range(EXPERTS):
+        inner_TF = F.gelu(x_TD @ e.w_in_LDF[i] + e.b_in_LF[i])
+        out_TD = out_TD + weight_TE[:, i, None] * (inner_TF @ e.w_out_LFD[i] + e.b_out_LD[i])
+    (out_TD * target_TD.double()).sum().backward()
+    return out_TD.detach(), x_TD.grad, e.w_in_LDF.grad, e.w_out_LFD.grad
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).abs().max() / want.abs().max())

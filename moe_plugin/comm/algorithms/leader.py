@@ -1,0 +1,125 @@
+"""Leader all-to-all (HetuMoE): one rank of each node talks for all of them. For nodes with one network card.
+
+n ranks, m a node, S bytes a rank: gather the node's buffers on its leader, order them by destination node, exchange
+among leaders (n/m - 1 messages of m^2 * S/n bytes a node), order by destination rank, scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.algorithms.linear import linear
+from moe_plugin.comm.algorithms.registry import algorithms
+from moe_plugin.comm.base import Comm, pieces
+from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, swap_equal
+from moe_plugin.comm.topology import Topology
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What a leader knows: for each rank i of its node, the rows it sends to and gets from every rank of the group."""
+
+    send: dict[int, list[int]]
+    recv: dict[int, list[int]]
+
+
+@algorithms.register("leader")
+def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
+    """Over one rank a node: the fewest and largest messages between nodes, at the price of a gather and a scatter inside.
+
+    Equal and unequal pieces, equal and unequal nodes, ranks in any order. One node, or one rank a node: `linear`.
+    Unequal pieces cost one small message of counts from each rank to its leader.
+    """
+    topology = comm.topology
+    if topology.why_flat():
+        return linear(comm, x, send, recv)
+    comm.ran("leader")
+    even = send is None and recv is None
+    if even and topology.regular:
+        return _even(comm, topology, x)
+    send = pieces(x.shape[0], comm.size, send, "all_to_all send")
+    recv = pieces(x.shape[0], comm.size, recv, "all_to_all receive")
+    node = topology.peers(comm.rank)
+    counts = _counts(comm, node, send, recv, even)
+    out = x.new_empty((sum(recv), *x.shape[1:]))
+    if counts is None:
+        exchange_pieces(comm, [(node[0], x)], [])
+        exchange_pieces(comm, [], [])
+        exchange_pieces(comm, [], [(node[0], out)])
+    else:
+        gathered = _gather(comm, x, counts)
+        _scatter(comm, _among_leaders(comm, topology, gathered, counts), out, topology, counts)
+    return out
+
+
+def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
+    """Equal pieces, equal nodes in rank order: two strided copies on leaders, no lists of lengths."""
+    pieces(x.shape[0], comm.size, None, "all_to_all send")
+    node, out = topology.peers(comm.rank), torch.empty_like(x)
+    if comm.rank != node[0]:
+        exchange_pieces(comm, [(node[0], x)], [])
+        exchange_pieces(comm, [], [])
+        exchange_pieces(comm, [], [(node[0], out)])
+        return out
+    places, nodes = len(node), len(topology.nodes)
+    gathered = x.new_empty((places, *x.shape))
+    exchange_pieces(comm, [(comm.rank, x)], zip(node, gathered, strict=True))
+    shape = (x.shape[0] // comm.size, *x.shape[1:])
+    by_node = gathered.view(places, nodes, places, *shape).transpose(0, 1).contiguous()
+    got = torch.empty_like(by_node)
+    swap_equal(comm, range(0, comm.size, places), by_node, got)
+    by_rank = got.view(comm.size, places, *shape).transpose(0, 1).contiguous().view(gathered.shape)
+    exchange_pieces(comm, zip(node, by_rank, strict=True), [(comm.rank, out)])
+    return out
+
+
+def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int], even: bool) -> _Node | None:
+    """On leaders the node's counts, elsewhere None."""
+    leads = comm.rank == node[0]
+    if even:
+        return _Node(dict.fromkeys(node, send), dict.fromkeys(node, recv)) if leads else None
+    got = comm.exchange_ints({node[0]: send + recv}, dict.fromkeys(node, 2 * comm.size) if leads else {})
+    if not leads:
+        return None
+    return _Node({rank: got[rank][: comm.size] for rank in node}, {rank: got[rank][comm.size :] for rank in node})
+
+
+def _gather(comm: Comm, x: Tensor, counts: _Node) -> Tensor:
+    """Rows by (rank of this node, destination rank)."""
+    lengths = {rank: sum(row) for rank, row in counts.send.items()}
+    gathered = x.new_empty((sum(lengths.values()), *x.shape[1:]))
+    parts = dict(zip(lengths, gathered.split(list(lengths.values())), strict=True))
+    exchange_pieces(comm, [(comm.rank, x)], parts.items())
+    return gathered
+
+
+def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _Node) -> Tensor:
+    """Exchange whole nodes' rows. Returns rows by (source node, source rank on it, destination rank on this node)."""
+    node = list(counts.send)
+    lengths = [length for rank in node for length in counts.send[rank]]
+    order = [i * comm.size + d for other in topology.nodes for i in range(len(node)) for d in other]
+    grouped = reorder(gathered, lengths, order)
+    out_lengths = [sum(counts.send[rank][d] for rank in node for d in other) for other in topology.nodes]
+    in_lengths = [sum(counts.recv[rank][s] for rank in node for s in other) for other in topology.nodes]
+    got = gathered.new_empty((sum(in_lengths), *gathered.shape[1:]))
+    leaders = [other[0] for other in topology.nodes]
+    outgoing = dict(zip(leaders, grouped.split(out_lengths), strict=True))
+    incoming = dict(zip(leaders, got.split(in_lengths), strict=True))
+    peers = ring(leaders, comm.rank)
+    exchange_pieces(comm, [(p, outgoing[p]) for p in peers], [(p, incoming[p]) for p in reversed(peers)])
+    return got
+
+
+def _scatter(comm: Comm, got: Tensor, out: Tensor, topology: Topology, counts: _Node) -> None:
+    """Order rows by (destination rank on this node, source rank) and hand them out."""
+    node = list(counts.recv)
+    sources = [rank for other in topology.nodes for rank in other]
+    lengths = [counts.recv[d][s] for s in sources for d in node]
+    place = {source: index for index, source in enumerate(sources)}
+    order = [place[source] * len(node) + d for d in range(len(node)) for source in range(comm.size)]
+    parts = reorder(got, lengths, order).split([sum(counts.recv[d]) for d in node])
+    exchange_pieces(comm, zip(node, parts, strict=True), [(comm.rank, out)])

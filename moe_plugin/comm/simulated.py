@@ -1,0 +1,197 @@
+"""`Comm` with all ranks in one process: one thread a rank, rendezvous instead of a network.
+
+The algorithms above run on it unchanged, autograd included (on CPU, a thread's `backward()` runs in that thread). It
+counts messages and bytes, so that tests can hold algorithms to their formulas, and charges simulated time where it is
+given a clock. A rank that fails ends all others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.base import Comm, CommError, pieces
+from moe_plugin.comm.clock import Clock
+from moe_plugin.comm.topology import Topology
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Traffic:
+    """Messages and bytes by (source rank, destination rank) of the whole world; pieces of zero bytes count nothing."""
+
+    messages: dict[tuple[int, int], int] = field(default_factory=dict)
+    bytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    collectives: dict[str, int] = field(default_factory=dict)
+
+    def add(self, source: int, target: int, size: int) -> None:
+        """Count one message."""
+        if source != target and size:
+            self.messages[source, target] = self.messages.get((source, target), 0) + 1
+            self.bytes[source, target] = self.bytes.get((source, target), 0) + size
+
+    def between(self, topology: Topology, what: str = "messages") -> int:
+        """Sum of `messages` or `bytes` that went from one node to another."""
+        return sum(n for (s, t), n in getattr(self, what).items() if not topology.same_node(s, t))
+
+    def inside(self, topology: Topology, what: str = "messages") -> int:
+        """Sum of `messages` or `bytes` that stayed on a node."""
+        return sum(n for (s, t), n in getattr(self, what).items() if topology.same_node(s, t))
+
+
+Messages = list[tuple[int, int]]
+
+
+class _Board:
+    """Meeting point of one group: every rank posts a value, all see all values."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.lock = threading.Lock()
+        self.children: dict[tuple[int, ...], _Board] = {}
+
+
+class SimulatedComm(Comm):
+    """One rank of a simulated group. Made by `run_simulated`."""
+
+    def __init__(self, board: _Board, ranks: Sequence[int], rank: int, traffic: Traffic, timeout_s: float, clock: Clock | None = None) -> None:
+        self.board, self.ranks, self.rank, self.size = board, list(ranks), rank, len(ranks)
+        self.traffic, self.timeout_s, self.name, self.clock = traffic, timeout_s, f"simulated ranks {self.ranks}", clock
+
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
+        send = pieces(x.shape[0], self.size, send, "all_to_all send")
+        recv = pieces(x.shape[0], self.size, recv, "all_to_all receive")
+        mine = list(x.detach().split(send))
+        posted = self._meet("all_to_all", mine, self._sent(enumerate(mine)))
+        got = [row[self.rank] for row in posted]
+        if [g.shape[0] for g in got] != recv:
+            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: all_to_all expected {recv} rows, "
+                            f"peers sent {[g.shape[0] for g in got]}")
+        return torch.cat(got)
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        stacked = torch.stack(self._meet("all_reduce", x.detach()))
+        return stacked.sum(0) if op == "sum" else stacked.amax(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._meet("all_gather", x.detach(), self._sent((peer, x) for peer in range(self.size))))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        length = pieces(x.shape[0], self.size, None, "reduce_scatter")[0]
+        mine = list(x.detach().split(length)) if length else [x.detach()] * self.size
+        return torch.stack([row[self.rank] for row in self._meet("reduce_scatter", mine, self._sent(enumerate(mine)))]).sum(0)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        return self._meet("broadcast", x.detach())[root].clone()
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
+        if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
+            raise ValueError("exchange takes contiguous tensors only")
+        mine = [(peer, x.detach().clone()) for peer, x in sends]
+        posted = self._meet("exchange", mine, self._sent(sends), copy=False)
+        queues = {peer: [x for target, x in posted[peer] if target == self.rank] for peer in range(self.size)}
+        for peer, buffer in recvs:
+            sent = queues[peer].pop(0) if queues[peer] else None
+            if sent is None or sent.numel() != buffer.numel() or sent.dtype != buffer.dtype:
+                what = "nothing" if sent is None else f"{sent.dtype} {tuple(sent.shape)}"
+                raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: exchange expected {buffer.dtype} {tuple(buffer.shape)} "
+                                f"from rank {peer}, which sent {what}")
+            buffer.copy_(sent.view(buffer.shape))
+        left = {peer: len(queue) for peer, queue in queues.items() if queue}
+        if left:
+            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: exchange left messages unread, by sender: {left}")
+
+    def subgroup(self, ranks: Sequence[int]) -> SimulatedComm | None:
+        key = tuple(ranks)
+        self._meet("subgroup", None)
+        if self.rank not in key:
+            return None
+        with self.board.lock:
+            board = self.board.children.setdefault(key, _Board(len(key), self.timeout_s))
+        child = SimulatedComm(board, [self.ranks[r] for r in key], key.index(self.rank), self.traffic, self.timeout_s, self.clock)
+        child.topology = self.topology.restrict(key)
+        return child
+
+    def barrier(self) -> None:
+        self._meet("barrier", None)
+
+    def _sent(self, sends: Iterable[tuple[int, Tensor]]) -> Messages:
+        """Count them. Returns (rank of the world, bytes) in the order in which they leave."""
+        messages = [(peer, x.numel() * x.element_size()) for peer, x in sends]
+        real = [(self.ranks[peer], size) for peer, size in messages if peer != self.rank and size]
+        self._count(len(real), sum(size for _, size in real))
+        with self.board.lock:
+            for target, size in real:
+                self.traffic.add(self.ranks[self.rank], target, size)
+        return real
+
+    def _meet(self, what: str, value: Any, messages: Messages = [], copy: bool = True) -> list[Any]:  # noqa: B006 - never changed
+        if copy and isinstance(value, Tensor):
+            value = value.clone()
+        self.board.slots[self.rank] = (what, value, messages)
+        try:
+            self.board.barrier.wait()
+            posted = list(self.board.slots)
+            if self.rank == 0:
+                self._account(what, posted)
+            self.board.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {what} gave up: a peer failed or did "
+                            f"not arrive within {self.timeout_s} s") from None
+        names = [slot[0] for slot in posted]
+        if set(names) != {what}:
+            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: ranks are in different collectives: {names}")
+        return [slot[1] for slot in posted]
+
+    def _account(self, what: str, posted: list[Any]) -> None:
+        """Once a collective, while all ranks wait."""
+        with self.board.lock:
+            self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
+            if self.clock is not None:
+                self.clock.charge({self.ranks[i]: messages for i, (_, _, messages) in enumerate(posted)})
+
+
+def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0, traffic: Traffic | None = None,
+                  topology: Topology | None = None, clock: Clock | None = None) -> list[Result]:
+    """Run `fn(comm)` as `size` ranks, a thread each, and return the results in rank order.
+
+    topology: where the ranks are; None: that of the clock, or all on one node. clock: charged for every message.
+    The first failure is raised; the other ranks are woken and ended. Random numbers: threads share torch's global
+    generator, so ranks that must draw alike need generators of their own.
+    """
+    traffic = traffic or Traffic()
+    topology = topology or (clock.topology if clock else Topology.one_node(size))
+    board = _Board(size, timeout_s)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            comm = SimulatedComm(board, range(size), rank, traffic, timeout_s, clock)
+            comm.topology = topology
+            results[rank] = fn(comm)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            errors.append(error)
+            _abort(board)
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, CommError)), errors[0])
+    return results
+
+
+def _abort(board: _Board) -> None:
+    board.barrier.abort()
+    for child in list(board.children.values()):
+        _abort(child)

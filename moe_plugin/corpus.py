@@ -1,0 +1,168 @@
+"""Real text without a download: the Python standard library's own sources and docstrings, for quick starts and tests.
+
+The text depends on the Python version alone: files in an order given by a hash of their names, tests left out, until
+the wanted size is reached; every tenth file goes to `valid`, another tenth to `test`. Tokens are bytes in every format,
+so that losses in nats a token can be compared between hosts and with the unigram entropy.
+
+| file | for |
+|---|---|
+| `train.txt`, `valid.txt`, `test.txt` | raw text (Megatron's indexed dataset is made from it) |
+| `train.tok`, `valid.tok`, `test.tok`, `dict.txt` | one token a byte, for `fairseq-preprocess --only-source --srcdict dict.txt` |
+| `corpus.json` | `CorpusInfo` |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import sysconfig
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SPLITS = ("train", "valid", "test")
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "encodings", "ensurepip"}
+_LARGEST_FILE = 300_000  # bytes; the few larger ones are generated tables
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusInfo:
+    """What a corpus holds.
+
+    size: bytes asked for. source: folder the text is from, `stdlib` for the standard library. python: its version.
+    files, tokens: by split; a token is a byte. unigram_entropy: of the training text, nats a token: the loss of a model
+    that knows how often each byte occurs and nothing else.
+    """
+
+    size: int
+    source: str
+    python: str
+    files: dict[str, int]
+    tokens: dict[str, int]
+    unigram_entropy: float
+    format: int = _FORMAT
+
+
+def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None) -> CorpusInfo:
+    """Write the corpus to `out`, unless it is there already (same size, source and Python).
+
+    Args:
+        out: folder; made where it is missing.
+        size: bytes of all splits together (a little more: whole files are taken).
+        source: folder of Python files; None: the running interpreter's standard library.
+    Raises:
+        ValueError: a size that leaves a split empty, or no sources where they should be.
+    """
+    if size < 1:
+        raise ValueError(f"corpus size {size} is out of bounds: must be >= 1 byte; use 4000000")
+    root = source if source is not None else Path(sysconfig.get_path("stdlib"))
+    name = "stdlib" if source is None else str(source)
+    there = read_info(out)
+    if there is not None and (there.size, there.source, there.python, there.format) == (size, name, platform.python_version(), _FORMAT):
+        return there
+    texts = _split(_files(root), size, root)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "corpus.json").unlink(missing_ok=True)  # written last: a corpus without it is not complete
+    for split in SPLITS:
+        _write(out, split, texts[split])
+    (out / "dict.txt").write_text("".join(f"{byte_token(b)} 1\n" for b in range(256) if b != ord("\n")), encoding="utf-8")
+    train = b"".join(texts["train"])
+    info = CorpusInfo(
+        size=size, source=name, python=platform.python_version(), files={s: len(texts[s]) for s in SPLITS},
+        tokens={s: sum(map(len, texts[s])) for s in SPLITS}, unigram_entropy=unigram_entropy(train),
+    )
+    (out / "corpus.json").write_text(json.dumps(dataclasses.asdict(info), indent=1) + "\n")
+    return info
+
+
+def read_info(out: Path) -> CorpusInfo | None:
+    """The record of a complete corpus in `out`; None where there is none, or one of another format."""
+    try:
+        values = json.loads((out / "corpus.json").read_text())
+        complete = all((out / f"{split}.{kind}").is_file() for split in SPLITS for kind in ("txt", "tok"))
+        return CorpusInfo(**values) if complete and values.get("format") == _FORMAT else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def unigram_entropy(tokens: Iterable[int]) -> float:
+    """-sum_v p(v) ln p(v) over the tokens' relative frequencies p, in nats a token."""
+    counts = Counter(tokens)
+    total = sum(counts.values())
+    return -sum(n / total * math.log(n / total) for n in counts.values()) if total else 0.0
+
+
+def byte_token(byte: int) -> str:
+    """A byte as one printable token: itself, `▁` for a blank, `<0x0A>`-like where it has no letter of its own."""
+    if byte == ord(" "):
+        return "▁"
+    return chr(byte) if 0x21 <= byte <= 0x7E else f"<0x{byte:02X}>"
+
+
+def token_lines(text: bytes) -> Iterator[str]:
+    """The lines of a text as tokens between blanks. The line break itself is fairseq's end-of-sentence token."""
+    names = [byte_token(b) for b in range(256)]
+    for line in text.splitlines():
+        yield " ".join(names[b] for b in line)
+
+
+def text_from_tokens(line: str) -> bytes:
+    """The inverse of `token_lines` for one line, e.g. of a generated sample."""
+    values = {byte_token(b): b for b in range(256)}
+    return bytes(values[token] for token in line.split())
+
+
+def _files(root: Path) -> list[Path]:
+    """All sources below `root`, in an order that does not depend on the file system and mixes the packages."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith("config-")]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not found:
+        raise ValueError(f"no Python sources below {str(root)!r} (some distributions leave them out); give a folder of "
+                         "Python files with --source")
+    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest())
+
+
+def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
+    texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+    total = index = 0
+    for path in files:
+        text = _read(path)
+        if text:
+            texts[{4: "valid", 8: "test"}.get(index % 10, "train")].append(text)
+            index, total = index + 1, total + len(text)
+        if total >= size:
+            break
+    empty = [split for split in SPLITS if not texts[split]]
+    if empty:
+        raise ValueError(f"corpus size {size} from {str(root)!r} leaves {', '.join(empty)} empty ({index} files); ask for more "
+                         "bytes, e.g. --size 4000000, or give a larger folder")
+    return texts
+
+
+def _read(path: Path) -> bytes:
+    """A file's text as UTF-8, trailing blanks and tabs away, ended by an empty line; nothing where it is not to be used."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            return b""
+        with tokenize.open(path) as stream:
+            lines = [line.rstrip().expandtabs(4) for line in stream.read().splitlines()]
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return b""
+    text = "\n".join(lines).strip("\n")
+    return (text + "\n\n").encode() if text else b""
+
+
+def _write(out: Path, split: str, texts: list[bytes]) -> None:
+    (out / f"{split}.txt").write_bytes(b"".join(texts))
+    with open(out / f"{split}.tok", "w", encoding="utf-8") as stream:
+        for text in texts:
+            stream.writelines(line + "\n" for line in token_lines(text))

@@ -1,0 +1,50 @@
+"""Compiles the switch when it is first needed, into the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("switch.c")
+COMPILERS = ("cc", "gcc", "clang")
+
+
+def compiler() -> str | None:
+    """The C compiler's path, or None."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def build_switch(cache: Path | None = None) -> Path:
+    """The compiled switch, named by its source's digest, so that a new version never runs an old program.
+
+    Raises: ValueError: no compiler, or it fails; with its message.
+    """
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    target = _writable(cache or Path.home() / ".cache" / "moe-plugin") / f"switch-{digest}"
+    if target.exists():
+        return target
+    cc = compiler()
+    if cc is None:
+        raise ValueError(f"no C compiler ({', '.join(COMPILERS)}) for the emulated cluster's switch; on Debian or Ubuntu: sudo apt-get install gcc")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "switch"
+        done = subprocess.run([cc, "-O2", "-o", str(made), str(SOURCE)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ValueError(f"{cc} could not compile {SOURCE}: {done.stderr.strip()}")
+        os.replace(made, target)  # whole or not at all, also when two processes build at once
+    return target
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.gettempdir()) / f"moe-plugin-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} is not writable, so the emulated cluster's switch cannot be compiled there; make it writable")
+    return folder

@@ -1,0 +1,104 @@
+"""Linux namespaces that no name and no file holds: they are gone when the last descriptor and process are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_plugin.emulate.build import compiler
+
+_NEWUTS, _NEWNET = 0x04000000, 0x40000000
+_PR_SET_PDEATHSIG = 1
+_SYSCTL = {
+    # an exchange after a pause must not begin with a small window again, nor remember an earlier run's losses
+    "/proc/sys/net/ipv4/tcp_slow_start_after_idle": "0",
+    "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node's network and host name, held by two descriptors."""
+
+    index: int
+    net: int
+    uts: int
+
+    @property
+    def address(self) -> str:
+        """Its address on the emulated network."""
+        return f"10.77.0.{self.index + 1}"
+
+    @property
+    def hostname(self) -> str:
+        """Its host name."""
+        return f"node{self.index}"
+
+    def enter(self) -> None:
+        """Move the calling thread (in a fresh child: the process) to this node."""
+        _call("setns", self.net, _NEWNET)
+        _call("setns", self.uts, _NEWUTS)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self.net)
+        os.close(self.uts)
+
+
+def make_node(index: int) -> Node:
+    """A new node. A helper thread makes it, so that the calling thread stays where it is."""
+    found: list[Node | BaseException] = []
+
+    def work() -> None:
+        try:
+            _call("unshare", _NEWNET | _NEWUTS)
+            socket.sethostname(f"node{index}")
+            for path, value in _SYSCTL.items():
+                Path(path).write_text(value)
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            found.append(Node(index, os.open("/proc/thread-self/ns/net", flags), os.open("/proc/thread-self/ns/uts", flags)))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the process that made it ends, however that happens."""
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def why_not() -> str | None:
+    """Why no emulated cluster can run here; None where one can."""
+    if sys.platform != "linux":
+        return f"an emulated cluster needs Linux namespaces; this is {sys.platform}"
+    if compiler() is None:
+        return "an emulated cluster needs a C compiler for its switch; on Debian or Ubuntu: sudo apt-get install gcc"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "an emulated cluster needs /dev/net/tun; in a container, start it with --device /dev/net/tun --cap-add NET_ADMIN --cap-add SYS_ADMIN"
+    try:
+        make_node(0).close()
+    except OSError as error:
+        return (f"an emulated cluster needs CAP_SYS_ADMIN and CAP_NET_ADMIN ({error.strerror or error}); run as root, "
+                "or in a user namespace: unshare --user --map-root-user --net COMMAND")
+    return None
+
+
+def _call(name: str, *args: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)

@@ -1,0 +1,251 @@
+/* A switch with shaped ports for an emulated cluster.
+ *
+ * usage: switch CONTROL_FD RATE_BIT_S DELAY_US MESSAGE_US MTU NAMESPACE_FD...
+ *
+ * In each network namespace it makes a TAP interface eth0 with address 10.77.0.(i+1)/24 and carries frames between them.
+ * Time is a virtual clock a port, not a token bucket, so nothing passes faster than the rate:
+ *   up port i    one frame after another at the port's rate; while it is busy the TAP is not read, so that the sender's
+ *                own queue holds the rest and nothing is lost;
+ *   down port j  the same (several senders to one node share it), cut-through;
+ *   then a fixed delay, a random loss a port, ports that swallow everything, interfaces that are down.
+ * MESSAGE_US is charged for every frame that ends a message (TCP push flag, more than 100 bytes): a card's cost a message.
+ * Frames of up to 64 KiB cross as one unit (segmentation offload), their segments' headers are charged.
+ *
+ * Control (SOCK_SEQPACKET): "delay US", "message US", "rate PORT BIT_S", "loss PORT P", "hole PORT 0|1", "link PORT 0|1",
+ * "stats". Each gets one answer. The switch ends when the other end of the control socket is closed.
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/if_tun.h>
+#include <net/if.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { PORTS = 64, FRAME = 70000, VNET = 10, ETH = 14, READ_AHEAD_NS = 30000, BATCH = 64 };
+
+typedef struct Packet {
+    struct Packet *next;
+    int64_t due;
+    int size;
+    uint8_t data[];
+} Packet;
+
+typedef struct {
+    int tap, inet;               /* TAP device; a socket inside the namespace, for ioctls */
+    double rate, loss;
+    int hole;
+    int64_t up_free, down_free;  /* when the port has sent, delivered what it has */
+    Packet *head, *tail;
+    uint64_t frames_in, bytes_in, frames_out, bytes_out, drops, messages;
+} Port;
+
+static Port port[PORTS];
+static int ports;
+static int64_t delay_ns, message_ns, late_max_ns;
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+static void die(const char *what) {
+    printf("error %s: %s\n", what, strerror(errno));
+    fflush(stdout);
+    exit(1);
+}
+
+static void set_address(int inet, struct ifreq *r, unsigned long what, uint32_t address) {
+    struct sockaddr_in *in = (struct sockaddr_in *)&r->ifr_addr;
+    memset(in, 0, sizeof *in);
+    in->sin_family = AF_INET;
+    in->sin_addr.s_addr = htonl(address);
+    if (ioctl(inet, what, r)) die("address");
+}
+
+static int set_up(int inet, const char *name, int up) {
+    struct ifreq r = {0};
+    strcpy(r.ifr_name, name);
+    if (ioctl(inet, SIOCGIFFLAGS, &r)) return -1;
+    r.ifr_flags = up ? r.ifr_flags | IFF_UP | IFF_RUNNING : r.ifr_flags & ~IFF_UP;
+    return ioctl(inet, SIOCSIFFLAGS, &r);
+}
+
+static void open_port(int i, int ns, double rate, int mtu) {
+    struct ifreq r = {0};
+    if (setns(ns, CLONE_NEWNET)) die("setns");
+    if ((port[i].tap = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC)) < 0) die("/dev/net/tun");
+    strcpy(r.ifr_name, "eth0");
+    r.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
+    if (ioctl(port[i].tap, TUNSETIFF, &r)) die("tap interface");
+    if (ioctl(port[i].tap, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)) die("tap offload");
+    if ((port[i].inet = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0)) < 0) die("socket");
+    r.ifr_hwaddr.sa_family = 1; /* ARPHRD_ETHER; the last byte is the port, so forwarding needs no table */
+    memset(r.ifr_hwaddr.sa_data, 0, 6);
+    r.ifr_hwaddr.sa_data[0] = 2;
+    r.ifr_hwaddr.sa_data[5] = (char)(i + 1);
+    if (ioctl(port[i].inet, SIOCSIFHWADDR, &r)) die("hardware address");
+    r.ifr_mtu = mtu;
+    if (ioctl(port[i].inet, SIOCSIFMTU, &r)) die("mtu");
+    set_address(port[i].inet, &r, SIOCSIFADDR, 0x0a4d0001u + (uint32_t)i);
+    set_address(port[i].inet, &r, SIOCSIFNETMASK, 0xffffff00u);
+    if (set_up(port[i].inet, "lo", 1) || set_up(port[i].inet, "eth0", 1)) die("interface up");
+    port[i].rate = rate;
+}
+
+/* bytes on the wire: every segment has its own headers, plus 24 bytes of preamble, checksum and gap */
+static int on_wire(int size, int segment, int header) {
+    int payload = size - header;
+    if (segment <= 0 || payload <= segment) return size + 24;
+    return payload + (payload + segment - 1) / segment * (header + 24);
+}
+
+static int ends_message(const uint8_t *e, int size) {
+    if (size < 54 || e[12] != 8 || e[13] || e[23] != 6) return 0;
+    const int ip = (e[ETH] & 15) * 4;
+    const uint8_t *tcp = e + ETH + ip;
+    return (tcp[13] & 8) && size - ETH - ip - (tcp[12] >> 4) * 4 > 100;
+}
+
+static int lost(const Port *p) { return p->hole || (p->loss > 0 && drand48() < p->loss); }
+
+static void enqueue(Port *to, const uint8_t *frame, int size, int64_t start, int64_t end, int64_t takes) {
+    if (lost(to)) { to->drops++; return; }
+    Packet *p = malloc(sizeof *p + size);
+    if (!p) { to->drops++; return; }
+    int64_t done = (start > to->down_free ? start : to->down_free) + takes;
+    if (done < end) done = end;
+    to->down_free = done;
+    p->next = 0;
+    p->due = done + delay_ns;
+    p->size = size;
+    memcpy(p->data, frame, size);
+    if (to->tail) to->tail->next = p; else to->head = p;
+    to->tail = p;
+}
+
+static void forward(int i, const uint8_t *frame, int size, int64_t t) {
+    Port *from = &port[i];
+    uint16_t header, segment;
+    memcpy(&header, frame + 2, 2);
+    memcpy(&segment, frame + 4, 2);
+    const uint8_t *e = frame + VNET;
+    int wire = on_wire(size - VNET, frame[1] ? segment : 0, header ? header : 66);
+    int last = ends_message(e, size - VNET);
+    int64_t extra = last ? message_ns : 0;
+    from->frames_in++;
+    from->bytes_in += wire;
+    from->messages += last;
+    if (lost(from)) { from->drops++; return; }
+    int64_t start = t > from->up_free ? t : from->up_free;
+    int64_t end = start + (int64_t)(wire * 8e9 / from->rate) + extra;
+    from->up_free = end;
+    int to = e[5] - 1;
+    if (e[0] == 0xff) {
+        for (int j = 0; j < ports; j++) if (j != i) enqueue(&port[j], frame, size, start, end, (int64_t)(wire * 8e9 / port[j].rate));
+    } else if (e[0] == 2 && to >= 0 && to < ports && to != i) {
+        enqueue(&port[to], frame, size, start, end, (int64_t)(wire * 8e9 / port[to].rate) + extra);
+    }
+}
+
+/* delivers what is due; returns when something is due next */
+static int64_t deliver(int64_t t, int64_t next) {
+    for (int j = 0; j < ports; j++) {
+        Port *p = &port[j];
+        while (p->head && p->head->due <= t) {
+            Packet *k = p->head;
+            if (t - k->due > late_max_ns) late_max_ns = t - k->due;
+            if (write(p->tap, k->data, k->size) < 0) p->drops++;
+            else { p->frames_out++; p->bytes_out += k->size; }
+            p->head = k->next;
+            if (!p->head) p->tail = 0;
+            free(k);
+        }
+        if (p->head && p->head->due < next) next = p->head->due;
+    }
+    return next;
+}
+
+static void receive(int i) {
+    static uint8_t frame[FRAME];
+    int64_t t = now_ns();
+    for (int n = 0; n < BATCH && port[i].up_free <= t + READ_AHEAD_NS; n++) {
+        int size = (int)read(port[i].tap, frame, sizeof frame);
+        if (size <= VNET + ETH) return;
+        forward(i, frame, size, t);
+    }
+}
+
+static int stats(char *out, size_t room) {
+    int n = snprintf(out, room, "late_max_us=%.0f", (double)late_max_ns / 1e3);
+    for (int i = 0; i < ports; i++)
+        n += snprintf(out + n, room - n, "\n%lu %lu %lu %lu %lu %lu", port[i].frames_in, port[i].bytes_in, port[i].frames_out,
+                      port[i].bytes_out, port[i].drops, port[i].messages);
+    late_max_ns = 0;
+    return n;
+}
+
+/* returns 0 when the controller is gone */
+static int control(int fd) {
+    static char in[256], out[16384];
+    int i, n = (int)recv(fd, in, sizeof in - 1, 0);
+    double x;
+    if (n <= 0) return 0;
+    in[n] = 0;
+    n = sprintf(out, "ok");
+    if (sscanf(in, "delay %lf", &x) == 1) delay_ns = (int64_t)(x * 1000);
+    else if (sscanf(in, "message %lf", &x) == 1) message_ns = (int64_t)(x * 1000);
+    else if (sscanf(in, "rate %d %lf", &i, &x) == 2 && i >= 0 && i < ports && x > 0) port[i].rate = x;
+    else if (sscanf(in, "loss %d %lf", &i, &x) == 2 && i >= 0 && i < ports) port[i].loss = x;
+    else if (sscanf(in, "hole %d %lf", &i, &x) == 2 && i >= 0 && i < ports) port[i].hole = x != 0;
+    else if (sscanf(in, "link %d %lf", &i, &x) == 2 && i >= 0 && i < ports) { if (set_up(port[i].inet, "eth0", x != 0)) n = sprintf(out, "error %s", strerror(errno)); }
+    else if (!strncmp(in, "stats", 5)) n = stats(out, sizeof out);
+    else n = sprintf(out, "error unknown command or port: %s", in);
+    return send(fd, out, n, MSG_NOSIGNAL) >= 0;
+}
+
+static void carry(int control_fd) {
+    for (;;) {
+        int64_t t = now_ns(), next = deliver(t, t + 1000000000LL);
+        struct pollfd fds[PORTS + 1];
+        int which[PORTS + 1], n = 0;
+        for (int i = 0; i < ports; i++) {
+            if (port[i].up_free <= t + READ_AHEAD_NS) { fds[n] = (struct pollfd){port[i].tap, POLLIN, 0}; which[n++] = i; }
+            else if (port[i].up_free - READ_AHEAD_NS < next) next = port[i].up_free - READ_AHEAD_NS;
+        }
+        fds[n] = (struct pollfd){control_fd, POLLIN, 0};
+        int64_t wait = next - now_ns();
+        if (wait < 0) wait = 0;
+        struct timespec ts = {wait / 1000000000LL, wait % 1000000000LL};
+        if (ppoll(fds, n + 1, &ts, 0) <= 0) continue;
+        for (int k = 0; k < n; k++) if (fds[k].revents & POLLIN) receive(which[k]);
+        if (fds[n].revents && !control(control_fd)) return;
+    }
+}
+
+int main(int argc, char **argv) {
+    if (argc < 7 || argc - 6 > PORTS) { printf("error usage: 1 to %d namespaces\n", PORTS); return 2; }
+    int control_fd = atoi(argv[1]);
+    double rate = atof(argv[2]);
+    delay_ns = (int64_t)(atof(argv[3]) * 1000);
+    message_ns = (int64_t)(atof(argv[4]) * 1000);
+    for (; ports < argc - 6; ports++) open_port(ports, atoi(argv[6 + ports]), rate, atoi(argv[5]));
+    struct sched_param high = {.sched_priority = 20};
+    int realtime = !sched_setscheduler(0, SCHED_FIFO, &high);
+    mlockall(MCL_CURRENT | MCL_FUTURE);
+    printf("ready realtime=%d\n", realtime);
+    fflush(stdout);
+    carry(control_fd);
+    return 0;
+}

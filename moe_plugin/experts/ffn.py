@@ -1,0 +1,170 @@
+"""Feed-forward experts in one fixed storage layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch.base import Placement, RowCounts, RowPlan
+from moe_plugin.experts import fused, kernel_ffn  # noqa: F401  (they register their strategies)
+from moe_plugin.experts.compute import FFNParameters, Strategy, strategies
+from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.registry import Registry
+
+expert_kinds: Registry[Callable[..., nn.Module]] = Registry("experts")
+# axis along which an expert is cut where there are fewer experts than ranks (axis 0 counts experts)
+SHARD_AXIS = {"w_in_LDF": 2, "b_in_LF": 1, "w_gate_LDF": 2, "b_gate_LF": 1, "w_out_LFD": 1, "b_out_LD": 1}
+
+
+def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
+    """Mark a parameter as an expert's: hosts must not reduce it over all data-parallel ranks."""
+    parameter.expert = True  # type: ignore[attr-defined]
+    return parameter
+
+
+class MarkedExperts(nn.Module):
+    """Base of all kinds of experts: its parameters stay marked where torch makes new ones of them (deepcopy, leaving the meta device)."""
+
+    def mark(self) -> None:
+        """Mark every parameter as an expert's."""
+        for parameter in self.parameters():
+            mark_expert(parameter)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MarkedExperts:
+        super()._apply(fn, recurse)
+        self.mark()
+        return self
+
+
+@expert_kinds.register("ffn")
+class FFNExperts(MarkedExperts):
+    """y = act(x w_in + b_in) w_out + b_out, for the experts of this rank.
+
+    Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is cut in S shards (fewer experts than ranks), F here is
+    hidden/S, and b_out holds D/S columns: shard j adds its bias to columns [j*D/S, (j+1)*D/S) alone, so that the sum over shards
+    counts each bias once. Nothing in this layout depends on how rows are exchanged or computed.
+    """
+
+    gated = False
+
+    def __init__(self, config: MoEConfig, placement: Placement, *, dtype: torch.dtype | None = None, device: Any = None) -> None:
+        super().__init__()
+        self.config, self.placement = config.experts, placement
+        self.compute = strategies.get(config.experts.compute)
+        self.memory = Workspace()
+        shards, local, width = placement.shards, placement.local, config.model_dim
+        _check_shards(config, shards)
+        inner = config.hidden_dim // shards
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return mark_expert(nn.Parameter(torch.empty(local, *shape, dtype=dtype, device=device)))
+
+        self.w_in_LDF = parameter(width, inner)
+        self.w_gate_LDF = parameter(width, inner) if self.gated else None
+        self.w_out_LFD = parameter(inner, width)
+        bias = config.experts.bias
+        self.b_in_LF = parameter(inner) if bias else None
+        self.b_gate_LF = parameter(inner) if bias and self.gated else None
+        self.b_out_LD = parameter(width // shards) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier uniform (or normal with `init_std`) for each whole expert, zero biases.
+
+        One draw from torch's generator seeds all experts by their global index, so that values do not depend on the number of
+        ranks, and every rank's generator moves on alike.
+        """
+        base = int(torch.randint(2**31, ()))
+        first = self.placement.comm.rank * self.placement.local
+        with torch.no_grad():
+            for slot in range(self.placement.local):
+                expert, shard = divmod(first + slot, self.placement.shards)
+                generator = torch.Generator().manual_seed(base + expert)
+                for weight, axis in ((self.w_in_LDF, 1), (self.w_gate_LDF, 1), (self.w_out_LFD, 0)):
+                    if weight is not None:
+                        weight[slot].copy_(self._draw(weight[slot], axis, shard, generator))
+            for bias in (self.b_in_LF, self.b_gate_LF, self.b_out_LD):
+                if bias is not None:
+                    bias.zero_()
+
+    def _draw(self, like: Tensor, axis: int, shard: int, generator: torch.Generator) -> Tensor:
+        shape = list(like.shape)
+        shape[axis] *= self.placement.shards
+        whole = torch.empty(shape, dtype=torch.float32)
+        if self.config.init_std is None:
+            bound = (6 / sum(shape)) ** 0.5
+            whole.uniform_(-bound, bound, generator=generator)
+        else:
+            whole.normal_(0.0, self.config.init_std, generator=generator)
+        return whole.chunk(self.placement.shards, axis)[shard]
+
+    def forward(self, rows_RD: Tensor, counts: RowCounts, held: FFNParameters | None = None, compute: Strategy | None = None) -> Tensor:
+        """Rows of expert after expert through their experts; [R, D], a shard's part of the result where experts are cut.
+
+        held: parameters to compute with, see `held`; None: the stored ones. compute: strategy of this call; None: the configured one.
+        """
+        return (compute or self.compute)(rows_RD, counts, held or self.held())
+
+    def tokens(self, x_TD: Tensor, plan: RowPlan, held: FFNParameters | None = None, compute: Strategy | None = None) -> Tensor:
+        """Tokens through their experts and back in one step, where all experts are here; [T, D]. held, compute: see `forward`."""
+        return (compute or self.compute)(x_TD, plan, held or self.held())
+
+    def stored(self) -> dict[str, Tensor]:
+        """The parameters by name, those of `SHARD_AXIS` that this kind of expert has."""
+        return {name: value for name in SHARD_AXIS if (value := getattr(self, name, None)) is not None}
+
+    def held(self, tensors: Mapping[str, Tensor] | None = None, first_shard: int | None = None) -> FFNParameters:
+        """What to compute with. tensors: in the form of `stored`, but of other or more experts, or of several consecutive shards,
+        the first of which is `first_shard` of its expert; None: what is stored here."""
+        tensors = self.stored() if tensors is None else tensors
+        first_shard = self.placement.comm.rank % self.placement.shards if first_shard is None else first_shard
+        bias_LD = tensors.get("b_out_LD")
+        width, own = self.w_in_LDF.shape[1], self.w_in_LDF.shape[1] // self.placement.shards
+        if bias_LD is not None and bias_LD.shape[1] < width:
+            before = first_shard * own
+            bias_LD = F.pad(bias_LD, (before, width - before - bias_LD.shape[1]))
+        return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"), tensors.get("b_gate_LF"),
+                             tensors["w_out_LFD"], bias_LD, self.config.activation, self.memory)
+
+
+@expert_kinds.register("gated_ffn")
+class GatedFFNExperts(FFNExperts):
+    """y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out; with silu this is SwiGLU (Shazeer 2020)."""
+
+    gated = True
+
+
+class CustomExperts(MarkedExperts):
+    """Any modules as experts: `factory(global_index)` makes one that maps [rows, D] to [rows, D].
+
+    They need whole experts on a rank (num_experts >= ranks). Parameters are marked as experts'.
+    """
+
+    def __init__(self, factory: Callable[[int], nn.Module], placement: Placement) -> None:
+        super().__init__()
+        if placement.shards > 1:
+            raise ValueError(f"custom experts cannot be cut: num_experts={placement.experts} must be >= the {placement.comm.size} "
+                             "expert-parallel ranks; use more experts or fewer ranks")
+        first = placement.comm.rank * placement.local
+        self.local_experts = nn.ModuleList(factory(first + slot) for slot in range(placement.local))
+        self.mark()
+
+    def forward(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:
+        """Each expert on its rows, also on zero rows, so that every parameter gets a gradient."""
+        return torch.cat([expert(rows) for expert, rows in zip(self.local_experts, rows_RD.split(counts.host), strict=True)])
+
+
+def _check_shards(config: MoEConfig, shards: int) -> None:
+    for path, value in (("experts.hidden_dim", config.hidden_dim), ("model_dim", config.model_dim)):
+        if value % shards:
+            raise ValueError(f"{path}={value} cannot be cut in {shards} shards: num_experts={config.num_experts} is {shards} times smaller than "
+                             f"the expert-parallel group; use a multiple of {shards}, more experts, or fewer ranks")

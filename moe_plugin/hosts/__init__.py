@@ -1,0 +1,1 @@
+"""Hosts: translations of config, groups, names and losses. No maths here."""

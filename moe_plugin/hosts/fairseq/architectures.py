@@ -1,0 +1,53 @@
+"""Named sizes. Each function fills in what the user did not give, as fairseq's own architecture functions do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# name: (width, layers, heads); the inner width is four times the width, positions are learned, embeddings shared (GPT-like)
+LANGUAGE_MODELS = {
+    "moe_lm_tiny": (64, 2, 2),
+    "moe_lm_mini": (256, 4, 4),
+    "moe_lm_small": (768, 12, 12),
+    "moe_lm_medium": (1024, 24, 16),
+    "moe_lm_large": (1536, 24, 16),
+    "moe_lm_xl": (2048, 24, 32),
+}
+TRANSLATION_MODELS = {
+    "moe_transformer_tiny": (64, 2, 2),
+    "moe_transformer_base": (512, 6, 8),
+    "moe_transformer_big": (1024, 6, 16),
+}
+
+
+def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
+    """GPT-like decoder with an MoE layer every second layer and 8 experts, unless told otherwise."""
+
+    def architecture(args: Any) -> None:
+        from fairseq.models.transformer_lm import base_gpt3_architecture
+
+        for name, value in (("decoder_embed_dim", width), ("decoder_layers", layers), ("decoder_attention_heads", heads),
+                            ("moe_freq", 2), ("moe_expert_count", 8)):
+            setattr(args, name, getattr(args, name, value))
+        base_gpt3_architecture(args)
+
+    return architecture
+
+
+def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
+    """Encoder-decoder with pre-norm layers, an MoE layer every second layer and 8 experts, unless told otherwise."""
+
+    def architecture(args: Any) -> None:
+        from fairseq.models.transformer.transformer_legacy import base_architecture
+
+        for stack in ("encoder", "decoder"):
+            for name, value in ((f"{stack}_embed_dim", width), (f"{stack}_ffn_embed_dim", 4 * width), (f"{stack}_layers", layers),
+                                (f"{stack}_attention_heads", heads), (f"{stack}_normalize_before", True)):
+                setattr(args, name, getattr(args, name, value))
+        if not any(hasattr(args, name) for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")):
+            args.moe_freq = 2
+        args.moe_expert_count = getattr(args, "moe_expert_count", 8)
+        base_architecture(args)
+
+    return architecture

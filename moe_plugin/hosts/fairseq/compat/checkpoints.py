@@ -1,0 +1,76 @@
+"""Checkpoint shims: whole files whatever happens, and evaluation from the files of several ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+
+
+def whole_copies() -> None:
+    """fairseq <= 0.12.3 copies `checkpoint_last.pt` in place: a kill during the copy leaves a truncated file."""
+    from fairseq import checkpoint_utils
+
+    from moe_plugin.hosts.fairseq import checkpoint_files as files
+
+    original = checkpoint_utils.PathManager
+
+    def copy(source: str, target: str, overwrite: bool = False) -> bool:
+        if original.path_requires_pathmanager(source) or original.path_requires_pathmanager(target):
+            return bool(original.copy(source, target, overwrite=overwrite))
+        files.copy(source, target)
+        return True
+
+    checkpoint_utils.PathManager = Overlay(original, copy=copy)
+
+
+def evaluation_from_rank_files() -> None:
+    """fairseq <= 0.12.3 evaluates from one file. `--path X.pt` here also stands for `X-rank-0.pt`, `X-rank-1.pt`, ...; the process gets
+    all experts, so that generation, whose steps differ from rank to rank, needs no collective.
+    """
+    from fairseq import checkpoint_utils
+
+    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.hosts.fairseq.groups import holds_whole_model, whole_model
+
+    build, name_of, load = (checkpoint_utils.load_model_ensemble_and_task, checkpoint_utils.get_maybe_sharded_checkpoint_filename,
+                            checkpoint_utils.load_checkpoint_to_cpu)
+
+    def load_model_ensemble_and_task(*args: Any, **kwargs: Any) -> Any:
+        with whole_model():
+            return build(*args, **kwargs)
+
+    def get_maybe_sharded_checkpoint_filename(filename: str, *args: Any, **kwargs: Any) -> str:
+        name = name_of(filename, *args, **kwargs)
+        first = files.with_rank(name, 0)
+        return first if not os.path.exists(name) and os.path.exists(first) else name
+
+    def load_checkpoint_to_cpu(path: str, *args: Any, **kwargs: Any) -> Any:
+        if os.path.exists(path):
+            files.read(path)  # its error names the file and the remedy
+        state = load(path, *args, **kwargs)
+        if holds_whole_model() and files.MANIFEST in state:
+            state["model"] = files.whole_state(path)["model"]
+        return state
+
+    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+    checkpoint_utils.get_maybe_sharded_checkpoint_filename = get_maybe_sharded_checkpoint_filename
+    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
+
+
+def is_moe_flag() -> None:
+    """Launch scripts of fairseq's `moe` branch pass `--is-moe` to evaluation; files say it themselves here."""
+    from fairseq import options
+
+    original = options.add_common_eval_args
+
+    def add_common_eval_args(group: Any) -> None:
+        original(group)
+        group.add_argument("--is-moe", action="store_true", help="accepted, not needed: the checkpoint says whether it holds experts")
+
+    options.add_common_eval_args = add_common_eval_args
+
+
+SHIMS: tuple[Callable[[], None], ...] = (whole_copies, evaluation_from_rank_files, is_moe_flag)

@@ -1,0 +1,98 @@
+"""Starting several processes without CUDA: joins torchrun, or spawns."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+
+
+def call_main_without_cuda() -> None:
+    """fairseq <= 0.12.3 counts processes by CUDA devices and speaks NCCL; on CPU it asserts, or spawns nothing and trains nothing."""
+    from fairseq.distributed import utils
+
+    original = utils.call_main
+
+    def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
+        settings = cfg.distributed_training
+        if cfg.common.tpu or (torch.cuda.is_available() and not cfg.common.cpu):
+            return original(cfg, main, **kwargs)
+        if settings.distributed_backend == "nccl":
+            settings.distributed_backend = "gloo"
+        if all(name in os.environ for name in _TORCHRUN) or settings.distributed_no_spawn:
+            return original(cfg, main, **kwargs)
+        if settings.distributed_world_size <= 1 and settings.distributed_init_method is None:
+            return original(cfg, main, **kwargs)
+        return _spawn(cfg, main, kwargs)
+
+    utils.call_main = call_main
+
+
+def moe_without_sharding() -> None:
+    """Launch scripts of fairseq's `moe` branch say `--ddp-backend fully_sharded`, which shards dense parameters over ranks. With experts
+    that becomes `legacy_ddp` here: the same numbers, every rank holding all dense parameters. fairseq <= 0.12.3 asks for the backend's
+    package before it builds the model, so this cannot wait for the trainer.
+    """
+    from fairseq.distributed import utils
+
+    original = utils.call_main
+
+    def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
+        frequencies = [getattr(cfg.model, name, 0) for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")]
+        if cfg.distributed_training.ddp_backend == "fully_sharded" and any(frequencies):
+            logger.warning("--ddp-backend fully_sharded becomes legacy_ddp with MoE layers: every rank holds all dense parameters and their optimizer state")
+            cfg.distributed_training.ddp_backend = "legacy_ddp"
+        return original(cfg, main, **kwargs)
+
+    utils.call_main = call_main
+
+
+def close_groups_at_the_end() -> None:
+    """fairseq <= 0.12.3 never destroys its process groups; their threads abort a process that ends before they do (seen: gloo, torch 2.13)."""
+    from fairseq.distributed import utils
+
+    original = utils.distributed_main
+
+    def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
+        original(index, main, cfg, kwargs)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    utils.distributed_main = distributed_main
+
+
+def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    settings = cfg.distributed_training
+    processes = settings.distributed_num_procs or 1
+    if settings.distributed_init_method is None:  # this machine alone
+        settings.distributed_init_method = f"tcp://127.0.0.1:{_free_port()}"
+        processes = settings.distributed_num_procs = settings.distributed_world_size
+    kwargs["start_rank"] = settings.distributed_rank
+    settings.distributed_rank = None  # each process takes start_rank + its index
+    torch.multiprocessing.spawn(spawned, args=(main, cfg, kwargs), nprocs=processes, join=True)
+
+
+def spawned(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
+    """Entry of a spawned process (importable by name, so that it pickles)."""
+    from fairseq import utils
+    from fairseq.distributed import utils as distributed
+
+    utils.import_user_module(cfg.common)
+    distributed.distributed_main(index, main, cfg, kwargs)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+SHIMS: tuple[Callable[[], None], ...] = (call_main_without_cuda, moe_without_sharding, close_groups_at_the_end)

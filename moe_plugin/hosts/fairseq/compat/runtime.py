@@ -1,0 +1,162 @@
+"""Shims for numpy, torch and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+
+# parameters of fairseq's encoder layers that only torch's fused inference path reads
+FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+
+def numpy_names() -> None:
+    """numpy >= 1.24 has no `np.int`/`np.float`, numpy >= 2 no `np.compat`; fairseq <= 0.12.3 uses all three in these modules."""
+    import numpy
+    from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
+    from fairseq.modules import dynamic_crf_layer
+
+    old = Overlay(numpy, compat=SimpleNamespace(long=numpy.int64), int=int, float=float)
+    for module in (data_utils, language_pair_dataset, token_block_dataset):
+        module.np = old
+    dynamic_crf_layer.np = old
+
+
+def full_checkpoints() -> None:
+    """torch >= 2.6 loads weights only; fairseq's checkpoints and broadcasts hold its config objects."""
+    from fairseq import checkpoint_utils
+    from fairseq.distributed import utils
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        return torch.load(*args, **{"weights_only": False, **kwargs})
+
+    utils.torch = Overlay(torch, load=load)
+    checkpoint_utils.torch = Overlay(torch, load=load)
+
+
+def gather_lists_without_cuda() -> None:
+    """fairseq <= 0.12.3 gathers Python objects through `torch.cuda.ByteTensor`, which a machine without CUDA refuses."""
+    from fairseq.distributed import utils
+
+    original = utils.all_gather_list
+
+    def all_gather_list(data: Any, group: Any = None, max_size: int = 16384) -> list[Any]:
+        if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
+            return original(data, group, max_size)
+        group = utils.get_global_group() if group is None else group
+        gathered: list[Any] = [None] * utils.get_world_size(group)
+        dist.all_gather_object(gathered, data, group=group)
+        return gathered
+
+    utils.all_gather_list = all_gather_list
+
+
+def ddp_wrapping() -> None:
+    """torch's DDP refuses `device_ids` for CPU parameters; fairseq always passes them. And it waits for gradients of the copies of
+    its weights that fairseq 0.12.2 - 0.12.3 keeps in each encoder layer for torch's fused inference path, which never get one.
+    """
+    from fairseq.models import distributed_fairseq_model as module
+
+    original = module.DistributedDataParallel
+
+    def distributed_data_parallel(module: torch.nn.Module, device_ids: Any = None, output_device: Any = None, **options: Any) -> Any:
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            device_ids = output_device = None
+        ignored = [*getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_fused_path_copies(module)]
+        module._ddp_params_and_buffers_to_ignore = ignored  # what torch's DDP reads
+        return original(module, device_ids=device_ids, output_device=output_device, **options)
+
+    module.DistributedDataParallel = distributed_data_parallel
+
+
+def bf16_without_tpu() -> None:
+    """fairseq <= 0.12.3 takes `--bf16` for a TPU (options.py); without torch_xla that ends in an import error."""
+    import importlib.util
+
+    from fairseq import options
+
+    if importlib.util.find_spec("torch_xla") is not None:
+        return
+    original = options.parse_args_and_arch
+
+    def parse_args_and_arch(*args: Any, **kwargs: Any) -> Any:
+        parsed = original(*args, **kwargs)
+        namespace = parsed[0] if isinstance(parsed, tuple) else parsed
+        if getattr(namespace, "tpu", False):
+            namespace.tpu = False
+        return parsed
+
+    options.parse_args_and_arch = parse_args_and_arch
+
+
+def _fused_path_copies(model: torch.nn.Module) -> list[str]:
+    from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+
+    return [f"{path}.{name}" for path, layer in model.named_modules() if isinstance(layer, TransformerEncoderLayerBase)
+            for name in FUSED_PATH_COPIES if hasattr(layer, name)]
+
+
+class _HostScalar(torch.Tensor):
+    def cuda(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self
+
+
+def skipped_steps_without_cuda() -> None:
+    """fairseq <= 0.12.3 answers a gradient overflow with `torch.tensor(0.0).cuda()`, also on a machine without CUDA."""
+    from fairseq import trainer
+
+    if not torch.cuda.is_available():
+        trainer.torch = Overlay(torch, tensor=lambda *a, **k: torch.tensor(*a, **k).as_subclass(_HostScalar))
+
+
+def separate_fp32_copies() -> None:
+    """fairseq <= 0.12.3 packs all fp32 master weights in one tensor (on the current CUDA device), which loses the mark of expert
+    parameters: `--fp16-no-flatten-grads` is therefore implied for models with experts, and on CPU.
+    """
+    import logging
+
+    from fairseq import optim
+    from omegaconf import open_dict
+
+    original = optim.FP16Optimizer.build_optimizer.__func__
+
+    def build_optimizer(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
+        params = list(params)
+        needed = any(hasattr(p, "expert") or p.device.type == "cpu" for p in params)
+        if needed and not cfg.common.bf16 and not cfg.common.fp16_no_flatten_grads:
+            logging.getLogger(__name__).info("--fp16-no-flatten-grads is implied by expert parameters and by CPU training")
+            with open_dict(cfg):
+                cfg.common.fp16_no_flatten_grads = True
+        return original(cls, cfg, params, **kwargs)
+
+    optim.FP16Optimizer.build_optimizer = classmethod(build_optimizer)
+
+
+def empty_validation_batches() -> None:
+    """fairseq <= 0.12.3: `fairseq-validate` on several ranks gives a rank without data an empty batch and dies of `KeyError`.
+
+    Such a rank runs one sentence and counts it as nothing, so that collectives inside the model stay aligned.
+    """
+    from fairseq.tasks import FairseqTask
+
+    original = FairseqTask.valid_step
+
+    def valid_step(self: Any, sample: Any, model: Any, criterion: Any, **kwargs: Any) -> Any:
+        if sample:
+            return original(self, sample, model, criterion, **kwargs)
+        dataset = next(iter(self.datasets.values()))
+        loss, _, logged = original(self, dataset.collater([dataset[0]]), model, criterion, **kwargs)
+        return loss * 0, 0, {key: value * 0 for key, value in logged.items()}
+
+    FairseqTask.valid_step = valid_step
+
+
+SHIMS: tuple[Callable[[], None], ...] = (
+    numpy_names, full_checkpoints, gather_lists_without_cuda, ddp_wrapping, bf16_without_tpu, skipped_steps_without_cuda,
+    separate_fp32_copies, empty_validation_batches,
+)

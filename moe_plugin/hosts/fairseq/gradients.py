@@ -1,0 +1,34 @@
+"""Gradients of experts over ranks: sum over replicas, norm over all experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def sum_over_replicas(parameters: list[torch.nn.Parameter], group: Any) -> None:
+    """Sum the gradients of experts over the ranks that hold the same experts, in place. None: there are no replicas.
+
+    Each replica's gradient is already divided by the number of all data-parallel ranks (`layers.ExpertFFN`).
+    """
+    if group is not None:
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def expert_norm_squared(parameters: list[torch.nn.Parameter], group: Any, device: torch.device) -> Tensor:
+    """Sum over all experts of all ranks of squared gradient entries, float64, equal on every rank.
+
+    An expert held by R ranks (`expert_replicas`) is counted once: its sum is divided by R before ranks are added up. A NaN or Inf
+    of any rank reaches every rank this way.
+    """
+    squared = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double()
+        squared += norm.to(device) ** 2 / getattr(parameter, "expert_replicas", 1)
+    if group is not None:
+        dist.all_reduce(squared, group=group)
+    return squared

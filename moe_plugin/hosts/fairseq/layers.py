@@ -1,0 +1,163 @@
+"""fairseq's transformer layers with their feed-forward network replaced by an MoE layer.
+
+Shapes: T positions, B sentences, D model width (fairseq's order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor, nn
+
+from moe_plugin.comm import default_comm
+from moe_plugin.config import MoEConfig
+from moe_plugin.hosts.fairseq.compat.runtime import FUSED_PATH_COPIES
+from moe_plugin.hosts.fairseq.groups import Groups
+from moe_plugin.hosts.fairseq.tokens import token_info
+from moe_plugin.layer import MoELayer
+from moe_plugin.records import LayerStats, weighted_loss
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What an MoE transformer layer needs beside fairseq's own config.
+
+    gradient_factor: see `translate.gradient_factor`. replay: activations are recomputed, so routing must be repeated.
+    """
+
+    config: MoEConfig
+    groups: Groups
+    mask_padding: bool
+    gradient_factor: float
+    replay: bool
+
+
+class ExpertFFN(nn.Module):
+    """`MoELayer` as fairseq wants it: gate loss summed by weight, statistics kept until the criterion reads them.
+
+    stats: of the last forward pass. needs: of the router; tokens_BT: see `tokens.give_token_ids`. observer: where set, called with the statistics of every training pass. Expert parameters
+    have their gradient scaled by `gradient_factor` and carry `expert_replicas`.
+    """
+
+    def __init__(self, settings: LayerSettings) -> None:
+        super().__init__()
+        self.moe = MoELayer(settings.config, settings.groups.expert)
+        self.moe.router.replay = settings.replay
+        if settings.groups.replicas > 1 and settings.groups.world > 1:
+            self.moe.router.batch_comm = default_comm(settings.config.comm.timeout_s)
+        self.needs: frozenset[str] = getattr(self.moe.router, "needs", frozenset())
+        self.tokens_BT: Tensor | None = None
+        self.mask_padding = settings.mask_padding
+        self.stats: LayerStats | None = None
+        self.observer: Callable[[LayerStats], None] | None = None
+        for parameter in self.moe.parameters():
+            if getattr(parameter, "expert", False):
+                parameter.expert_replicas = settings.groups.replicas  # type: ignore[attr-defined]
+                if settings.gradient_factor != 1.0:
+                    parameter.register_hook(_scale(settings.gradient_factor))
+
+    def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output [T, B, D] and gate loss (a float32 scalar).
+
+        padding_BT: bool, True = padding, as fairseq has it; more columns than T (incremental decoding): the last ones count.
+        """
+        mask_TB = None
+        if padding_BT is not None and self.mask_padding:
+            mask_TB = ~padding_BT[:, -x_TBD.shape[0]:].t().bool()
+        out = self.moe(x_TBD, mask_TB, info=token_info(x_TBD, self.tokens_BT, self.needs))
+        self.stats = out.stats
+        if self.training and self.observer is not None and out.stats is not None:
+            self.observer(out.stats)
+        return out.output, weighted_loss(out.losses, self.moe.config.losses).to(x_TBD.device)
+
+
+class _MoEMixin:
+    """Routes fairseq's inline feed-forward code (`fc2(dropout(act(fc1(x))))`) through the experts.
+
+    The gate loss leaves as the last output of `forward`, so that it has a gradient under activation checkpointing too; a hook takes
+    it off before fairseq sees it and keeps it as `gate_loss` until the criterion reads it.
+    """
+
+    def _become_moe(self: Any, settings: LayerSettings) -> None:
+        del self.fc1, self.fc2
+        self.moe_layer = ExpertFFN(settings)
+        self.fc1, self.fc2, self.activation_fn = self._experts, _identity, _identity
+        self.activation_dropout_module = nn.Identity()
+        self.gate_loss: Tensor | None = None
+        self._padding_BT: Tensor | None = None
+        self._new_gate_loss: Tensor | None = None
+        self.register_forward_hook(_keep_gate_loss)
+
+    def _experts(self: Any, x_TBD: Tensor) -> Tensor:
+        y_TBD, self._new_gate_loss = self.moe_layer(x_TBD, self._padding_BT)
+        return y_TBD
+
+    def _with_gate_loss(self: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        loss, self._new_gate_loss, self._padding_BT = self._new_gate_loss, None, None
+        return (*outputs, loss)
+
+
+class MoEDecoderLayer(_MoEMixin, TransformerDecoderLayerBase):
+    """fairseq's decoder layer with experts."""
+
+    def __init__(self, cfg: Any, no_encoder_attn: bool, settings: LayerSettings) -> None:
+        super().__init__(cfg, no_encoder_attn)
+        self._become_moe(settings)
+
+    def forward(self, x_TBD: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As fairseq's, plus the gate loss as last output."""
+        self._padding_BT = kwargs.get("self_attn_padding_mask")
+        return self._with_gate_loss(super().forward(x_TBD, *args, **kwargs))
+
+
+class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
+    """fairseq's encoder layer with experts; torch's fused inference path is off, it knows of no experts."""
+
+    def __init__(self, cfg: Any, return_fc: bool, settings: LayerSettings) -> None:
+        super().__init__(cfg, return_fc)
+        for name in FUSED_PATH_COPIES:
+            if hasattr(self, name):
+                delattr(self, name)
+        self.BT_version = self.can_use_fastpath = False
+        self._become_moe(settings)
+
+    def forward(self, x_TBD: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> tuple[Any, ...]:
+        """As fairseq's, plus the gate loss as last output."""
+        self._padding_BT = encoder_padding_mask
+        output = super().forward(x_TBD, encoder_padding_mask, attn_mask)
+        return self._with_gate_loss(output if isinstance(output, tuple) else (output,))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # fairseq's version copies fc1 and fc2 for the fused path
+        nn.Module._load_from_state_dict(self, *args)
+
+
+def _keep_gate_loss(layer: Any, _: Any, outputs: tuple[Any, ...]) -> Any:
+    layer.gate_loss = outputs[-1]
+    outputs = outputs[:-1]
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+def _scale(factor: float) -> Any:
+    def scale(gradient: Tensor) -> Tensor:
+        return gradient * factor
+
+    return scale
+
+
+def moe_layers(model: nn.Module) -> list[Any]:
+    """The MoE transformer layers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, _MoEMixin)]
+
+
+def expert_parameters(model: nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Expert parameters by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if getattr(parameter, "expert", False)}

@@ -1,0 +1,132 @@
+"""MoE language model and MoE translation model: fairseq's own, with some layers exchanged after they were built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from torch import nn
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.hosts.fairseq.groups import Groups, holds_whole_model, make_groups
+from moe_plugin.hosts.fairseq.layers import LayerSettings, MoEDecoderLayer, MoEEncoderLayer, expert_parameters
+from moe_plugin.hosts.fairseq.options import MoETransformerFlags
+from moe_plugin.hosts.fairseq.tokens import give_token_ids
+from moe_plugin.hosts.fairseq.translate import (
+    check_experts_given,
+    gradient_factor,
+    layer_config,
+    masks_padding,
+    setting,
+)
+
+
+class MoETransformerLanguageModel(TransformerLanguageModel):
+    """fairseq's `transformer_lm` with MoE layers; without `--moe-freq` it is exactly fairseq's."""
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> MoETransformerLanguageModel:
+        """Build the dense model, then exchange layer i where (i + 1) % moe_freq == 0."""
+        freq = setting(args, "moe_freq", 0) or 0
+        _check(args, [freq])
+        model = super().build_model(args, task)
+        if freq:
+            if setting(args, "alternate_decoder_ffn_embed_dim", 0):
+                _widen_dense_layers(model.decoder, freq, int(args.alternate_decoder_ffn_embed_dim))
+            else:
+                _add_experts(model, args, {"decoder": freq})
+        return model
+
+
+class MoETransformerModel(TransformerModel):
+    """fairseq's `transformer` with MoE layers in encoder, decoder or both."""
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """fairseq's arguments and ours."""
+        super().add_args(parser)
+        gen_parser_from_dataclass(parser, MoETransformerFlags(), delete_default=True)
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> MoETransformerModel:
+        """Build the dense model, then exchange layer i where (i + 1) % freq == 0."""
+        both = setting(args, "moe_freq", 0) or 0
+        freqs = {stack: setting(args, f"{stack}_moe_freq", 0) or both for stack in ("encoder", "decoder")}
+        _check(args, list(freqs.values()))
+        model = super().build_model(args, task)
+        if any(freqs.values()):
+            _add_experts(model, args, freqs)
+        return model
+
+
+def _check(args: Any, freqs: list[int]) -> None:
+    for freq in freqs:
+        check_experts_given(args, freq)
+    if any(freqs):
+        _refuse_unsupported(args)
+
+
+def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
+    groups: Groups | None = None
+    for stack, freq in freqs.items():
+        if not freq:
+            continue
+        module = getattr(model, stack)
+        config = _stack_config(module, stack, args)
+        groups = groups or make_groups(
+            setting(args, "moe_expert_parallel_size", 0), config.comm.timeout_s,
+            measured=bool(setting(args, "record_a2a_perf_stats", False)), dummy=bool(setting(args, "dummy_a2a", False)))
+        settings = LayerSettings(config, groups, masks_padding(args, config), gradient_factor(args, groups.world),
+                                 replay=bool(module.cfg.checkpoint_activations))
+        _exchange_layers(module, stack, freq, settings)
+    if dist.is_initialized() and not holds_whole_model():
+        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # torch's DDP must not average experts
+
+
+def _stack_config(module: Any, stack: str, args: Any) -> MoEConfig:
+    part = getattr(module.cfg, stack)
+    return layer_config(args, model_dim=part.embed_dim, ffn_dim=part.ffn_embed_dim, activation=str(setting(module.cfg, "activation_fn")))
+
+
+def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings) -> None:
+    if len(module.layers) < freq:
+        raise ValueError(f"--moe-freq {freq} leaves no MoE layer in the {len(module.layers)} {stack} layers; "
+                         f"must be <= {len(module.layers)}")
+    for index in range(freq - 1, len(module.layers), freq):
+        old = module.layers[index]
+        layer = (MoEDecoderLayer(module.cfg, old.encoder_attn is None, settings) if stack == "decoder"
+                 else MoEEncoderLayer(module.cfg, module.return_fc, settings))
+        if module.cfg.checkpoint_activations:
+            layer = checkpoint_wrapper(layer, offload_to_cpu=module.cfg.offload_activations)
+        module.layers[index] = layer
+    give_token_ids(module, [module.layers[index].moe_layer for index in range(freq - 1, len(module.layers), freq)])
+    if stack == "encoder":
+        for layer in module.layers:
+            layer.can_use_fastpath = False  # the fused path changes the order of axes for all layers together
+
+
+def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
+    """`--alternate-decoder-ffn-embed-dim`: dense layers of another width where the MoE layers would be."""
+    for index in range(freq - 1, len(decoder.layers), freq):
+        layer = decoder.layers[index]
+        layer.fc1 = layer.build_fc1(layer.embed_dim, width, layer.quant_noise, layer.quant_noise_block_size)
+        layer.fc2 = layer.build_fc2(width, layer.embed_dim, layer.quant_noise, layer.quant_noise_block_size)
+
+
+def _refuse_unsupported(args: Any) -> None:
+    """fairseq settings that cannot hold together with experts."""
+    reasons = {
+        "encoder_layerdrop": "ranks would skip different layers and wait for each other",
+        "decoder_layerdrop": "ranks would skip different layers and wait for each other",
+        "quant_noise_pq": "quantisation noise acts on nn.Linear, which experts are not",
+        "scale_fc": "its layer norm lies inside the feed-forward network",
+        "base_layers": "BASE layers have experts of their own",
+    }
+    for name, reason in reasons.items():
+        value = setting(args, name, 0)
+        if value:
+            raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used with MoE layers: {reason}; must be 0")

@@ -1,0 +1,122 @@
+# ruff: noqa: UP045, RUF009  (fairseq reads typing.Optional; field() through a helper is a plain default)
+"""fairseq dataclasses with our flags: those of fairseq's `moe` branch by the same names, and the generated ones.
+
+Annotations are real types here (no `from __future__ import annotations`): fairseq builds argparse arguments from them.
+"""
+
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Optional
+
+from fairseq.criterions.cross_entropy import CrossEntropyCriterionConfig
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterionConfig
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+
+from moe_plugin.flags import FlagSpec, flag_specs
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _generated_field(spec: FlagSpec) -> tuple[str, Any, Any]:
+    metadata = {"help": spec.help.replace("%", "%%")}
+    if spec.kind is bool:
+        metadata["argparse_const"] = "true"
+    return spec.dest, Optional[str], field(default=None, metadata=metadata)
+
+
+GeneratedFlags = make_dataclass("GeneratedFlags", [_generated_field(spec) for spec in flag_specs()], bases=(FairseqDataclass,))
+GeneratedFlags.__doc__ = "One field for each flag of `moe_plugin.flags`; None: not given. Values are text, as on a command line."
+
+
+@dataclass
+class BranchFlags(FairseqDataclass):
+    """Flags of fairseq's `moe` branch that every MoE model takes."""
+
+    moe_expert_count: int = _option(0, "number of experts in each MoE layer (fairseq moe)")
+    moe_gating_use_fp32: bool = _option(False, "route in fp32 (fairseq moe); always so here")
+    moe_second_expert_policy: ChoiceEnum(["sampling", "all", "random"]) = _option(
+        "sampling", "top-2, training: how the second expert is chosen (fairseq moe)")
+    moe_normalize_gate_prob_before_dropping: bool = _option(
+        False, "normalise gate weights before tokens are dropped, not after (fairseq moe)")
+    moe_expert_ffn_dim: Optional[int] = _option(None, "accepted and not read, as in fairseq moe; see --moe-expert-hidden-dim")
+    moe_top1_expert: bool = _option(False, "one expert a token instead of two (fairseq moe)")
+    moe_eval_capacity_token_fraction: float = _option(
+        0.25, "slots of an expert when not training, as a fraction of the batch's tokens; <= 0: as in training (fairseq moe)")
+    moe_normalize_expert_grad: ChoiceEnum(["world_size", "sqrt_world_size"]) = _option(
+        "world_size", "divide expert gradients by the world size, or by its square root (fairseq moe)")
+    use_moe_pad_mask: bool = _option(False, "do not route padding tokens (fairseq moe)")
+    moe_batch_prioritized_routing: bool = _option(False, "drop the least confident tokens first (fairseq moe)")
+    record_a2a_perf_stats: bool = _option(False, "log the time spent in all-to-all (fairseq moe)")
+    dummy_a2a: bool = _option(False, "profiling only: skip the exchange, results are wrong (fairseq moe)")
+    moe_expert_parallel_size: int = _option(
+        0, "ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller groups hold replicas")
+
+
+@dataclass
+class DecoderFlags(FairseqDataclass):
+    """Flags of the decoder language model."""
+
+    moe_freq: int = _option(0, "every moe_freq-th layer is an MoE layer; 0: none (fairseq moe)")
+    alternate_decoder_ffn_embed_dim: int = _option(
+        0, "> 0: the MoE layers become dense layers of this inner width (fairseq moe)")
+
+
+@dataclass
+class EncoderDecoderFlags(FairseqDataclass):
+    """Flags of the encoder-decoder model."""
+
+    moe_freq: int = _option(0, "every moe_freq-th encoder and decoder layer is an MoE layer; 0: none (fairseq moe)")
+    encoder_moe_freq: int = _option(0, "the same for the encoder alone (fairseq moe)")
+    decoder_moe_freq: int = _option(0, "the same for the decoder alone (fairseq moe)")
+
+
+@dataclass
+class MoELanguageModelConfig(DecoderFlags, BranchFlags, GeneratedFlags, TransformerLanguageModelConfig):
+    """`transformer_lm` with MoE layers."""
+
+
+@dataclass
+class MoETransformerFlags(EncoderDecoderFlags, BranchFlags, GeneratedFlags):
+    """What the MoE translation model adds to `transformer`."""
+
+
+@dataclass
+class GateLossFlags(FairseqDataclass):
+    """Flags of the MoE criteria."""
+
+    moe_gate_loss_wt: float = _option(1.0, "weight of the gate loss (fairseq moe)")
+    moe_gate_loss_combine_method: ChoiceEnum(["average", "sum"]) = _option(
+        "average", "gate losses of the MoE layers: their mean or their sum (fairseq moe)")
+    moe_gate_loss_transform: ChoiceEnum(["none", "neg_log"]) = _option(
+        "none", "transformation of the combined gate loss (fairseq moe)")
+
+
+@dataclass
+class MoECrossEntropyConfig(GateLossFlags, CrossEntropyCriterionConfig):
+    """Cross entropy plus gate loss."""
+
+
+@dataclass
+class MoELabelSmoothedConfig(GateLossFlags, LabelSmoothedCrossEntropyCriterionConfig):
+    """Label-smoothed cross entropy plus gate loss."""
+
+
+@dataclass
+class MoEEnsembleConfig(MoELanguageModelConfig):
+    """A language model with several output heads."""
+
+    ensemble_heads: int = _option(5, "output heads")
+    ensemble_hidden: int = _option(0, "width of each head's own layer; 0: none")
+    ensemble_sharing: float = _option(0.0, "probability that a feature of one head's layer is added to another's; 0: none, CMCL: 0.7")
+
+
+@dataclass
+class ConfidentOracleConfig(GateLossFlags, CrossEntropyCriterionConfig):
+    """Confident oracle loss plus gate loss."""
+
+    oracle_k: int = _option(1, "heads responsible for a sentence or token")
+    oracle_beta: float = _option(0.75, "weight of the other heads' pull to the uniform distribution")
+    oracle_labels: ChoiceEnum(["exact", "stochastic"]) = _option("exact", "that pull: its exact gradient, or cross entropy to random labels")
+    oracle_unit: ChoiceEnum(["sentence", "token"]) = _option("sentence", "what has responsible heads of its own")

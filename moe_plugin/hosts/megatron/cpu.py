@@ -1,0 +1,235 @@
+"""Opt-in: run Megatron-core without CUDA, on CPU tensors and gloo. Does nothing where CUDA exists.
+
+Megatron-core asks CUDA for the current device, streams and random states, and writes `device="cuda"` in places. Each
+patch below names what it replaces, the Megatron-core versions it was needed in, and why. `enable()` applies them once,
+for the life of the process, before any Megatron object is built. Our own layer needs none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One group of replacements: what is replaced, in which versions of Megatron-core it is needed, and why."""
+
+    target: str
+    versions: str
+    reason: str
+    apply: Callable[[], None]
+
+
+PATCHES: list[Patch] = []
+
+
+def _patch(target: str, versions: str, reason: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def add(apply: Callable[[], None]) -> Callable[[], None]:
+        PATCHES.append(Patch(target, versions, reason, apply))
+        return apply
+
+    return add
+
+
+def enable(force: bool = False) -> bool:
+    """Make Megatron-core run on CPU. Returns True where patches are in force, False where CUDA exists (nothing done).
+
+    force: also where CUDA exists, for a process that is to stay on CPU.
+    """
+    if torch.cuda.is_available() and not force:
+        return False
+    if not getattr(torch.cuda, "_moe_plugin_cpu", False):
+        for patch in PATCHES:
+            patch.apply()
+        torch.cuda._moe_plugin_cpu = True  # type: ignore[attr-defined]
+    return True
+
+
+class _Stream:
+    """A stream or event on which everything has already happened."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_exc: object) -> bool:
+        return False
+
+    def wait(self, *_args: Any) -> None:
+        """Nothing to wait for; also stands for record, synchronize and the other calls that only order work."""
+
+    wait_stream = wait_event = synchronize = record = wait
+
+    def record_event(self, *_args: Any) -> _Stream:
+        """An event that has already happened."""
+        return self
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def elapsed_time(self, _other: Any) -> float:
+        """Milliseconds between two events; none pass."""
+        return 0.0
+
+
+def _always(result: Any) -> Callable[..., Any]:
+    # a new function each time: torch.compile refuses one object under two names of torch
+    return lambda *_args, **_kwargs: result
+
+
+@_patch("torch.cuda streams, events, synchronize, nvtx", "0.12 to 0.19",
+        "token_dispatcher, schedules and timers make streams and wait for them unconditionally")
+def _streams() -> None:
+    cuda: Any = torch.cuda
+    the_stream = _Stream()
+    cuda.Stream = cuda.Event = _Stream
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, _always(the_stream))
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(cuda, name, _always(None))
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _always(None), _always(None)
+
+    @contextlib.contextmanager
+    def stream(_stream: Any) -> Iterator[None]:
+        yield
+
+    cuda.stream = stream
+
+
+@_patch("torch.cuda.current_device", "0.12 to 0.19", "used as the device of new tensors in router, layers, mappings, "
+        "param_and_grad_buffer, p2p_communication")
+def _device() -> None:
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+
+
+@_patch("torch.cuda random states; tensor_parallel.random", "0.12 to 0.19",
+        "the random-number tracker keeps CUDA generator states; on CPU the one generator is torch's")
+def _random() -> None:
+    cuda: Any = torch.cuda
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    for module, getter, setter in ((cuda, "get_rng_state", "set_rng_state"), (cuda.random, "get_rng_state", "set_rng_state"),
+                                   (random, "_get_cuda_rng_state", "_set_cuda_rng_state")):
+        setattr(module, getter, lambda *_a, **_k: torch.get_rng_state())
+        setattr(module, setter, lambda state, *_a, **_k: torch.set_rng_state(state))
+    # on CPU the tracker's generator is the CPU's, which it warns of at every fork
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+
+
+def _on_cpu(device: Any) -> Any:
+    kind = device.type if isinstance(device, torch.device) else device
+    return "cpu" if isinstance(kind, str) and kind.startswith("cuda") else device
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Reads "cuda" as "cpu" in every torch call made from Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func is Tensor.cuda:
+            return args[0]
+        if name == "record_stream":
+            return None
+        if name == "type" and len(args) == 1 and not kwargs:
+            return _tensor_type(func(*args), sys._getframe(1).f_code.co_filename)
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)
+        if name == "to":
+            args = tuple(_on_cpu(a) for a in args)
+        return func(*args, **kwargs)
+
+
+def _tensor_type(kind: str, caller: str) -> str:
+    # the optimizer compares with 'torch.cuda.FloatTensor'; everyone else sees the truth
+    return kind.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller.replace("\\", "/") else kind
+
+
+@_patch("device='cuda' literals, Tensor.cuda(), Tensor.type() in the optimizer", "0.12 to 0.19",
+        "schedules, optimizer, clip_grads, moe_utils name the device and the tensor type in so many words")
+def _literals() -> None:
+    _CudaMeansCpu().__enter__()
+
+
+@_patch("transformer.torch_norm.WrappedTorchNorm", "0.12 to 0.19", "it refuses sequence parallelism; without Apex and "
+        "Transformer Engine there is no other norm")
+def _norm() -> None:
+    from moe_plugin.hosts.megatron.norm import TorchNorm
+
+    module = importlib.import_module("megatron.core.transformer.torch_norm")
+    module.WrappedTorchNorm.__new__ = lambda _cls, *args, **kwargs: TorchNorm(*args, **kwargs)
+
+
+@_patch("transformer.moe.moe_utils.te_general_gemm", "0.14 to 0.16", "the native router reads this name, which exists only "
+        "with Transformer Engine")
+def _te_gemm() -> None:
+    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+@_patch("moe_utils.maybe_move_tensor_to_cpu", "0.13 to 0.19", "split sizes stay tensors when they are on CPU already; "
+        "all-to-all wants a list")
+def _splits() -> None:
+    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    original = utils.maybe_move_tensor_to_cpu
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if torch.is_tensor(tensor) and as_numpy:
+            return tensor.numpy()
+        return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+    for name in ("moe_utils", "token_dispatcher"):
+        module = importlib.import_module(f"megatron.core.transformer.moe.{name}")
+        module.maybe_move_tensor_to_cpu = move  # type: ignore[attr-defined]
+
+
+@_patch("tensor_parallel.mappings._gather_along_first_dim, _reduce_scatter_along_first_dim", "0.12 to 0.19",
+        "gloo has no all-gather and reduce-scatter of unequal pieces")
+def _uneven() -> None:
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(x: Tensor, group: Any, splits: Any = None, use_global_buffer: bool = False) -> Tensor:
+        if splits is None or group.size() == 1:
+            return even_gather(x, group, splits, use_global_buffer)
+        lengths = [int(n) for n in splits]
+        padded = x.new_zeros((max(lengths), *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])
+
+    def scatter(x: Tensor, group: Any, splits: Any = None, use_global_buffer: bool = False) -> Tensor:
+        if splits is None or group.size() == 1:
+            return even_scatter(x, group, splits, use_global_buffer)
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total.split([int(n) for n in splits])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = _by_any_keyword(gather)
+    mappings._reduce_scatter_along_first_dim = _by_any_keyword(scatter)
+
+
+def _by_any_keyword(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # the split argument is called output_split_sizes in one function and input_split_sizes in the other
+    def call(x: Tensor, group: Any, splits: Any = None, use_global_buffer: bool = False, *,
+             output_split_sizes: Any = None, input_split_sizes: Any = None) -> Tensor:
+        return fn(x, group, splits or output_split_sizes or input_split_sizes, use_global_buffer)
+
+    return call

@@ -1,0 +1,234 @@
+"""Our MoE layer as Megatron's `MoELayer`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.comm.base import Comm
+from moe_plugin.hosts.megatron import compat, parameters
+from moe_plugin.hosts.megatron.native_router import NativeRouter
+from moe_plugin.hosts.megatron.tokens import StepClock, token_info
+from moe_plugin.hosts.megatron.translate import LOSS_NAMES, Translation, settings_from_flags, translate
+from moe_plugin.layer import MoELayer
+from moe_plugin.parallel.recompute import inside_backward
+from moe_plugin.records import LayerStats, MoEOutput
+from moe_plugin.routing import finish_step
+
+logger = logging.getLogger(__name__)
+_ONE_STEP = ("route", "preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute", "combine", "postprocess",
+             "router_and_preprocess", "backward_dw")
+
+
+class PluginMoELayer(compat.MoELayer):
+    """A drop-in for Megatron's `MoELayer`: its arguments, its groups, its losses and log; our routing, dispatch and experts.
+
+    It is a subclass so that Megatron's `isinstance` checks hold, and builds nothing of its parent. Attributes: `router` (ours, or
+    Megatron's where a native setting needs it), `experts`, `shared_experts` (Megatron's), `last_stats` (`LayerStats` of the latest
+    forward pass), `observer` (called with the `LayerStats` of each pass, once where activations are recomputed; None: nobody).
+
+    Args:
+        config: `TransformerConfig`.
+        submodules: `MoESubmodules` of the native spec; its shared experts and an injected router are used, its experts are not.
+        layer_number: 1-based number of the transformer layer.
+        pg_collection: Megatron's process groups; None: from its global state.
+        settings: our settings, dotted paths (see `moe_plugin.config`); None: those among the arguments of Megatron's training
+            script, which has them when the launcher started it, else defaults.
+    Raises:
+        ValueError: settings that neither side can honour; it names value, bound and remedy.
+    """
+
+    def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None,
+                 settings: Mapping[str, Any] | None = None, **extra: Any) -> None:
+        compat.check_version()
+        settings = settings_from_flags(compat.script_arguments()) if settings is None else settings
+        plan = translate(config, settings, injected_router=compat.injects_router(submodules))
+        groups = compat.groups(pg_collection)
+        compat.init_base(self, config, layer_number, groups.collection, extra)
+        self.submodules, self.groups, self.plan = submodules, groups, plan
+        self.tp_group = groups.tensor
+        native = compat.native_router(config, submodules, groups, extra.get("is_mtp_layer", False)) if plan.native_router else None
+        moe = self._build(config, plan, native)
+        # Not registered: its parts are, one by one, so that parameter names are Megatron's (`router`, `experts`) and no
+        # per-rank extra state stands in the way of loading at another expert-parallel size.
+        object.__setattr__(self, "_moe", moe)
+        self.router = moe.router if native is None else native
+        self.experts = moe.experts
+        self.shared_experts = compat.shared_experts(config, submodules, groups) if self.use_shared_expert else None
+        self.recompute = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or [])
+        self._prepare_parameters(native)
+        self.needs_of_router: frozenset[str] = getattr(moe.router, "needs", frozenset())
+        self.tokens_BS: Tensor | None = None  # see `tokens.give_token_ids`
+        self._clock = StepClock()
+        self.last_stats: LayerStats | None = None
+        self.observer: Callable[[LayerStats], None] | None = None
+
+    def _build(self, config: Any, plan: Translation, native: nn.Module | None) -> MoELayer:
+        device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
+        router = None if native is None else NativeRouter(native, config.moe_router_topk)
+        moe = MoELayer(plan.config, comm_of(self.groups.experts, plan), router=router, dtype=config.params_dtype, device=device)
+        if native is None:
+            moe.router.loss_comm = comm_of(self.groups.tokens, plan) if self.groups.tokens.size() > 1 else None
+            moe.router.replay = config.recompute_granularity is not None
+            whole = compat.all_data_group(self.groups.collection)
+            moe.router.batch_comm = comm_of(whole, plan) if whole.size() > 1 else None
+        if config.perform_initialization:
+            if native is None:
+                _initialise_router(moe.router, config)
+            parameters.initialise(moe.experts, moe.placement, config.init_method, config.output_layer_init_method)
+        return moe
+
+    def _prepare_parameters(self, native: nn.Module | None) -> None:
+        parameters.mark(self.experts)
+        split = self.groups.tensor.size() > 1
+        for parameter in self.router.parameters():
+            parameter.sequence_parallel = self.config.sequence_parallel
+            if split and not self.config.sequence_parallel:
+                # tokens are split over the tensor-parallel ranks here, so the router's gradient is a part on each; Megatron
+                # sums such parts only under sequence parallelism
+                parameter.register_hook(self._sum_over_tensor_ranks)
+
+    def _sum_over_tensor_ranks(self, grad: Tensor) -> Tensor:
+        return TorchComm(self.groups.tensor).all_reduce(grad)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Called by Megatron; the number goes into the log's rows."""
+        self.layer_number = layer_number
+        if layer_number == _first_moe_layer(self.config):
+            _announce(self.plan)
+        if hasattr(self.router, "set_layer_number"):
+            self.router.set_layer_number(layer_number)
+
+    def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None,
+                **_unused: Any) -> tuple[Tensor, None]:
+        """Send every token through its experts.
+
+        Args:
+            hidden_states: [s, b, h]; under sequence parallelism this rank's part of the sequence.
+            intermediate_tensors: of partial CUDA graphs; refused.
+            padding_mask: [b, s] bool, True = padding, as Megatron's code reads it. Padding is not routed and gives zeros.
+        Returns: ([s, b, h], None): there is no separate bias.
+        """
+        if intermediate_tensors is not None:
+            raise ValueError("partial CUDA graphs of the MoE layer are not supported; set cuda_graph_impl='none' or scope 'attn'")
+        real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
+        if self.recompute and self.training:
+            from megatron.core import tensor_parallel
+
+            return tensor_parallel.checkpoint(self._run, False, hidden_states, real_SB), None
+        return self._run(hidden_states, real_SB), None
+
+    def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
+        ranks = self.groups.tensor.size()
+        if ranks > 1 and not self.config.sequence_parallel:
+            output = self._run_split(x_SBD, real_SB, ranks)
+        else:
+            output = self._routed(x_SBD, real_SB)
+        return output if self.shared_experts is None else output + self.shared_experts(x_SBD)
+
+    def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int) -> Tensor:
+        # every tensor-parallel rank holds all tokens: each routes its own part of the sequence, as under sequence parallelism
+        from megatron.core.tensor_parallel import mappings
+
+        length = x_SBD.shape[0]
+        missing = -length % ranks
+        if missing:
+            real_SB = real_SB if real_SB is not None else x_SBD.new_ones(x_SBD.shape[:2], dtype=torch.bool)
+            real_SB = torch.cat([real_SB, real_SB.new_zeros(missing, real_SB.shape[1])])
+            x_SBD = torch.cat([x_SBD, x_SBD.new_zeros(missing, *x_SBD.shape[1:])])
+        group = self.groups.tensor
+        part_SBD = mappings.scatter_to_sequence_parallel_region(x_SBD, group=group)
+        real_SB = None if real_SB is None else real_SB.chunk(ranks)[group.rank()]
+        output = self._routed(part_SBD, real_SB)
+        return mappings.gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=group)[:length]
+
+    def _routed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
+        moe = self._moe
+        moe.training = self.training  # the rest of it is registered here and switched by Megatron
+        if self.plan.native_router:
+            moe.router.batch_size = x_SBD.shape[1]
+        if self.training and not inside_backward() and self._clock.new_step(compat.microbatches_a_step()):
+            finish_step(self.router)
+        out = moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS, self.needs_of_router, self.groups.tensor.rank()))
+        if torch.is_grad_enabled() or not self.training:  # else the first pass of a recomputation
+            self.last_stats = out.stats
+            if self.observer is not None and out.stats is not None:
+                self.observer(out.stats)
+        return self._with_losses(out)
+
+    def _with_losses(self, out: MoEOutput) -> Tensor:
+        if not (self.training and torch.is_grad_enabled()):  # once a micro-batch: not in a recomputation's first pass
+            return out.output
+        y = out.output
+        group = self.groups.tokens if self.groups.tokens.size() > 1 else None
+        for name, weight in self.plan.config.losses.items():
+            if weight and name in out.losses:
+                loss = out.losses[name]
+                # by tokens: Megatron then divides every gradient by the number of tokens
+                tokens = out.stats.tokens if self.config.calculate_per_token_loss else 1
+                y = compat.attach_loss(y, weight * loss * tokens)
+                compat.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number, self.config, group)
+        return y
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Sharded tensors for Megatron's distributed checkpoint: experts by global index, loadable at any expert-parallel size."""
+        groups = self.groups
+        found: dict[str, Any] = parameters.expert_shards(self.experts, self._moe.placement, groups, f"{prefix}experts.", sharded_offsets)
+        if self.plan.native_router:
+            found.update(compat.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
+        else:  # saved under the native router's name, so that either router loads it
+            if self._clock.ended():
+                finish_step(self.router)
+            for name, tensor in self.router.state_dict(keep_vars=True).items():
+                saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)
+                found.update(parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups, sharded_offsets))
+        if self.shared_experts is not None:
+            found.update(self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets, metadata))
+        return found
+
+
+def _refused(name: str) -> Any:
+    def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
+        raise ValueError(f"MoELayer.{name} is a step of Megatron's overlapped schedules; moe-plugin's layer runs as one step: set "
+                         "overlap_moe_expert_parallel_comm=False and delay_wgrad_compute=False")
+
+    call.__name__, call.__doc__ = name, "Not offered: a `ValueError` that names the setting to change."
+    return call
+
+
+for _name in _ONE_STEP:
+    setattr(PluginMoELayer, _name, _refused(_name))
+
+
+def comm_of(group: Any, plan: Translation) -> Comm:
+    """Our `Comm` over one of Megatron's groups."""
+    return LocalComm() if group.size() == 1 else TorchComm(group, plan.config.comm.timeout_s)
+
+
+def _initialise_router(router: nn.Module, config: Any) -> None:
+    with torch.no_grad():
+        for parameter in router.parameters():
+            if getattr(parameter, "own_init", False):
+                continue
+            values = torch.empty(parameter.shape, dtype=torch.float32)
+            config.init_method(values)
+            parameter.copy_(values)
+
+
+def _first_moe_layer(config: Any) -> int:
+    pattern = config.moe_layer_freq  # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry a layer
+    return 1 + list(pattern).index(1) if isinstance(pattern, (list, tuple)) and 1 in pattern else 1
+
+
+def _announce(plan: Translation) -> None:
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
+    if plan.native_router:
+        logger.info("MoE layers use Megatron's own router, because of %s", ", ".join(plan.native_router))
+    for notice in plan.notices:
+        logger.info("Megatron settings that %s" if notice.startswith("choose") else "%s", notice)

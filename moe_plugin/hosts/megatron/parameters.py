@@ -1,0 +1,87 @@
+"""Expert parameters in Megatron's terms: marks for its gradient buffers and clipping, initial values, checkpoint shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor, nn
+
+from moe_plugin.dispatch import Placement
+from moe_plugin.hosts.megatron.compat import Groups
+
+# axis along which an expert is cut where it lies on several ranks
+SHARD_AXIS = {"w_in_LDF": 2, "w_gate_LDF": 2, "w_out_LFD": 1, "b_in_LF": 1, "b_gate_LF": 1, "b_out_LD": 1}
+
+
+def mark(experts: nn.Module) -> None:
+    """Set the attributes by which Megatron treats a parameter as an expert's.
+
+    `allreduce = False`: the gradient goes to the expert buffers, summed over the ranks that hold the same experts and divided by
+    the data-parallel size. Megatron's own layer uses the dense buffers where there is no expert parallelism; ours never does:
+    the numbers are the same, replicas are right also where experts are cut otherwise than dense layers, and the optimizer
+    has the same parts at every expert-parallel size, so that its checkpoint loads at another.
+    `tensor_model_parallel = True`: the gradient norm counts the parameter on every rank of its model-parallel group, each of
+    which holds other experts (or other slices).
+    """
+    for parameter in experts.parameters():
+        parameter.allreduce = False
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim, parameter.partition_stride = 0, 1
+
+
+def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any], output_init: Callable[[Tensor], Any]) -> None:
+    """Fill expert weights by Megatron's init methods, expert by expert, so that values do not depend on the number of ranks.
+
+    One draw from torch's generator seeds all experts by their global index. Biases become zero.
+    """
+    base = int(torch.randint(2**31, ()))
+    first = place.comm.rank * place.local
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for slot in range(place.local):
+            expert, shard = divmod(first + slot, place.shards)
+            torch.manual_seed(base + expert)
+            for name, parameter in experts.named_parameters():
+                if parameter.dim() < 3:
+                    parameter[slot].zero_()
+                    continue
+                method = output_init if name.startswith("w_out") else weight_init
+                parameter[slot].copy_(_whole(parameter[slot], SHARD_AXIS[name] - 1, place.shards, method)[shard])
+
+
+def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor], Any]) -> tuple[Tensor, ...]:
+    shape = list(like.shape)
+    shape[axis] *= shards
+    whole = torch.empty(shape, dtype=torch.float32).t()  # Megatron's weights are [out, in]
+    method(whole)
+    return whole.t().chunk(shards, axis)
+
+
+def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
+    """Megatron sharded tensors of the expert parameters: global shape [E, ...] whatever the number of ranks.
+
+    Args:
+        prefix: of the state-dict keys, with a trailing dot.
+        offsets: axes that Megatron puts before ours (layers).
+    """
+    ahead = len(offsets)
+    rank = place.comm.rank
+    replica = (0, 0, dist.get_rank(groups.expert_replicas))
+    found: dict[str, ShardedTensor] = {}
+    for name, parameter in experts.named_parameters():
+        where = [(ahead, rank, place.comm.size)]
+        if place.shards > 1:
+            expert, shard = divmod(rank, place.shards)
+            where = [(ahead, expert, place.experts), (ahead + SHARD_AXIS[name], shard, place.shards)]
+        found[prefix + name] = ShardedTensor.from_rank_offsets(
+            prefix + name, parameter, *offsets, *where, replica_id=replica, prepend_axis_num=ahead)
+    return found
+
+
+def replicated_shard(key: str, name: str, parameter: Tensor, groups: Groups, offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
+    """A parameter that every rank of a pipeline stage holds, under the state-dict key `key`, saved as `name`."""
+    replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
+    return {key: ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica, prepend_axis_num=len(offsets))}

@@ -1,0 +1,124 @@
+"""What a training run tells: a progress bar on a terminal, lines in the log, one JSON object a logged iteration."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.config import ObserveConfig
+from moe_plugin.hosts.megatron import compat
+from moe_plugin.hosts.megatron.model import Training
+from moe_plugin.observe import StatsRecorder
+from moe_plugin.observe.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+
+def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
+    """Megatron's log of auxiliary losses by name and layer, reduced over ranks, the mean over micro-batches; empties the log.
+
+    A collective call: all ranks agree on the names first, because a pipeline stage may have none.
+    """
+    from megatron.core import parallel_state as ps
+
+    here = compat.logged_losses()
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, {name: entry.values.numel() for name, entry in here.items()})
+    sizes = {name: size for each in names for name, size in each.items()}
+    found = {}
+    for name in sorted(sizes):
+        entry = here.get(name)
+        values = entry.values.clone() if entry else torch.zeros(sizes[name], device=_device())
+        if entry and entry.reduce_group is not None:
+            dist.all_reduce(values, group=entry.reduce_group)
+        dist.all_reduce(values, group=ps.get_pipeline_model_parallel_group())
+        data = ps.get_data_parallel_group()
+        dist.all_reduce(values, group=data)
+        found[name] = (values / (data.size() * microbatches)).tolist()
+    compat.clear_logged_losses()
+    return found
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+class Observer:
+    """Collects `LayerStats` from every layer of this pipeline stage and makes records of them.
+
+    Args:
+        training: the model; its layers are connected.
+        config: our `observe` settings: further files for the same records.
+    """
+
+    def __init__(self, training: Training, config: ObserveConfig) -> None:
+        from megatron.core import parallel_state as ps
+
+        self.layers = training.moe_layers()
+        group = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        stage = ps.get_pipeline_model_parallel_rank()
+        if stage:  # one writer a file: later stages write their own
+            config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}")
+        self.recorder = StatsRecorder(config, TorchComm(group) if group.size() > 1 else LocalComm())
+        self.timeline = Timeline(config, {f"layer{layer.layer_number}": layer for layer in self.layers}, self.recorder.comm, dist.get_rank())
+        for layer in self.layers:
+            layer.observer = functools.partial(self.recorder.add, f"layer{layer.layer_number}")
+
+    def records(self, iteration: int) -> dict[str, Any]:
+        """Records by layer of all pipeline stages since the last call; a collective call."""
+        from megatron.core import parallel_state as ps
+
+        mine = self.recorder.reduce()
+        for layer, record in mine.items():
+            for sink in self.recorder.sinks:
+                sink.write({"step": iteration, "time": time.time(), "layer": layer, **record})
+        pipeline = ps.get_pipeline_model_parallel_group()
+        found: list[Any] = [None] * pipeline.size()
+        dist.all_gather_object(found, mine, group=pipeline)
+        return {layer: record for stage in found for layer, record in stage.items()}
+
+
+class RunLog:
+    """Rank 0's JSONL file; other ranks have none. settings: written beside it as `settings.json`, for the report."""
+
+    def __init__(self, path: str | None, settings: dict[str, Any] | None = None) -> None:
+        self._stream = None
+        if path and dist.get_rank() == 0:
+            folder = os.path.dirname(os.path.abspath(path))
+            os.makedirs(folder, exist_ok=True)
+            self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until `close`
+            if settings is not None:
+                with open(os.path.join(folder, "settings.json"), "w", encoding="utf-8") as stream:
+                    stream.write(json.dumps({"host": "megatron", "settings": settings}, default=str) + "\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line, on disk when this returns."""
+        if self._stream is not None:
+            self._stream.write(json.dumps(record) + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
+
+
+def line(record: dict[str, Any], total: int) -> str:
+    """One record for people."""
+    text = f"iteration {record['iteration']}/{total} | lm loss {record['lm_loss']:.4f} | {record['tokens_per_s']:.0f} tokens/s | lr {record['lr']:.3e}"
+    if record.get("grad_norm") is not None:
+        text += f" | grad norm {record['grad_norm']:.3f}"
+    for name, values in record["aux_losses"].items():
+        text += f" | {name} {sum(values) / max(1, sum(v != 0 for v in values)):.4f}"
+    if record["balance"]:
+        text += f" | expert max/mean {max(row['max_over_mean'] for row in record['balance'].values()):.2f}"
+    return text

@@ -1,0 +1,6 @@
+"""A finished or running job as its files tell it: `read_run(folder)` gives a `Run`."""
+
+from moe_plugin.observe.history.reader import read_run
+from moe_plugin.observe.history.records import Decision, LayerRecord, Run, Span, StepRecord
+
+__all__ = ["Decision", "LayerRecord", "Run", "Span", "StepRecord", "read_run"]

@@ -1,0 +1,40 @@
+"""A progress bar where a person waits, nothing where a file listens."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+
+class _Silent:
+    """Has the few methods of a tqdm bar that we use, and shows nothing."""
+
+    def update(self, n: float = 1) -> None:
+        """Ignore."""
+
+    def set_postfix_str(self, s: str) -> None:
+        """Ignore."""
+
+    def close(self) -> None:
+        """Ignore."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def progress(total: int | None, description: str, *, unit: str = "step", stream: TextIO | None = None) -> Any:
+    """A bar with `update(n)`, `set_postfix_str(text)` and `close()`, also a context manager.
+
+    A tqdm bar where `stream` (default: standard error) is a terminal and tqdm is installed; else one that shows nothing.
+    """
+    stream = stream if stream is not None else sys.stderr
+    if not stream.isatty():
+        return _Silent()
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Silent()
+    return tqdm(total=total, desc=description, unit=unit, file=stream, dynamic_ncols=True, leave=False)

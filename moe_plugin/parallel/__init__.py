@@ -1,0 +1,1 @@
+"""Fitting the layer to groups of ranks, and recomputation."""

@@ -1,0 +1,84 @@
+"""Parm: which schedule for tensor x expert x expert-tensor parallelism (Pan et al. 2024).
+
+B L tokens a rank, M width, T = k f B L / E slots an expert, N_MP ranks with the same tokens, N_ESP shards of an expert.
+
+| schedule | forward |
+|---|---|
+| baseline (DeepSpeed-MoE) | AG(BLM N_ESP) + AR(ETM N_ESP) + 2 A2A(ETM N_ESP) |
+| s1: tokens split before the gate | 2 A2A(ETM N_ESP / N_MP) + AG(BLM) |
+| s2: slots split after the gate | A2A(ETM N_ESP / N_MP) + max(A2A(ETM N_ESP / N_MP), AG(ETM)) where they overlap, else their sum |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_plugin.planner.cluster import Cluster
+from moe_plugin.planner.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s
+from moe_plugin.planner.events import Task, simulate
+
+SCHEDULES = ("baseline", "s1", "s2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParmShape:
+    """tokens: BL of a rank; model_dim: M; rows_factor: k f; element_bytes; replicas: N_MP; shards: N_ESP."""
+
+    tokens: int
+    model_dim: int
+    rows_factor: float
+    element_bytes: int = 4
+    replicas: int = 1
+    shards: int = 1
+
+    @property
+    def bytes_in(self) -> float:
+        """BLM."""
+        return self.tokens * self.model_dim * self.element_bytes
+
+    @property
+    def bytes_rows(self) -> float:
+        """ETM."""
+        return self.rows_factor * self.bytes_in
+
+
+def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False, pieces: int = 1) -> list[Task]:
+    """Exchanges of one forward pass. overlap: S2's gather runs beside the all-to-all, which goes in steps anyway: `pieces` of them."""
+    world, mp, esp = Group(cluster.ranks), Group(shape.replicas), Group(shape.shards)
+    if schedule == "baseline":
+        volume = shape.bytes_rows * shape.shards
+        parallel = Group(max(1, cluster.ranks // shape.shards), shape.shards)
+        return [Task("esp gather", "network", all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
+                Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume), ("esp gather",)),
+                Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
+                Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume), ("esp reduce",))]
+    volume = shape.bytes_rows * shape.shards / shape.replicas
+    out = Task("out", "network", all_to_all_s(cluster, world, "linear", volume))
+    gathered = shape.bytes_in if schedule == "s1" else shape.bytes_rows
+    pieces = pieces if schedule == "s2" and overlap else 1
+    gather = all_gather_s(cluster, mp, gathered / shape.replicas) if shape.replicas > 1 else 0.0
+    tasks = [out]
+    for i in range(pieces):
+        tasks.append(Task(f"back{i}", "network", out.seconds / pieces, ("out",)))
+        tasks.append(Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces, (f"back{i}",)))
+    return tasks
+
+
+def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
+    """Seconds of the closed form."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
+    times = {t.name: t.seconds for t in schedule_tasks(shape, cluster, schedule)}
+    if schedule == "s2" and overlap:
+        return times["out"] + max(times["back0"], times["gather0"])
+    return sum(times.values())
+
+
+def choose_schedule(shape: ParmShape, cluster: Cluster, overlap: bool = False) -> str:
+    """`s1` or `s2`, whichever the model says is faster; equal: s1, which also splits the gate's work."""
+    return min(("s1", "s2"), key=lambda s: schedule_s(shape, cluster, s, overlap))
+
+
+def simulated_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False, pieces: int = 16) -> float:
+    """Seconds of the event timeline, in which S2's gather is pipelined behind the all-to-all."""
+    return simulate(schedule_tasks(shape, cluster, schedule, overlap, pieces)).seconds

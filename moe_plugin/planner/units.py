@@ -1,0 +1,48 @@
+"""Sizes, rates and times as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_SIZES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_size(text: str) -> int:
+    """Bytes: `64KiB`, `1MiB`, `100kB`, `512`."""
+    return int(_parse(text, _SIZES, "b", "a size such as 64KiB or 1MiB"))
+
+
+def parse_rate(text: str) -> float:
+    """Bits a second: `200mbit`, `1gbit`."""
+    return _parse(text, _RATES, "bit", "a rate such as 200mbit or 1gbit")
+
+
+def parse_time(text: str) -> float:
+    """Seconds: `1ms`, `500us`, `2s`."""
+    return _parse(text, _TIMES, "s", "a time such as 1ms or 500us")
+
+
+def parse_grid(text: str) -> tuple[int, int]:
+    """Nodes and ranks a node: `8x4`."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is no grid; write nodes x ranks a node, e.g. 8x4")
+    return int(match[1]), int(match[2])
+
+
+def show_size(size: float) -> str:
+    """`64 KiB`, `1 MiB`."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:g} {unit}"
+    return f"{size:g} B"
+
+
+def _parse(text: str, units: dict[str, float], default: str, what: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = (match[2].lower() or default) if match else ""
+    if unit not in units:
+        raise ValueError(f"{text!r} is not {what}")
+    return float(match[1]) * units[unit]

@@ -1,0 +1,72 @@
+"""One registry a kind: names map to implementations, an unknown name lists the known ones.
+
+A kind is created once (`routers = Registry("router")`); anything registered in it is found by config, listed by
+`moe-plugin doctor` and picked up by the exactness tests, without another line anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+KINDS: dict[str, "Registry"] = {}
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """One registered implementation. `why_not` returns None where it can run here, else the reason."""
+
+    name: str
+    value: T
+    why_not: Callable[[], str | None]
+
+    @property
+    def summary(self) -> str:
+        """First line of the implementation's docstring."""
+        return (getattr(self.value, "__doc__", None) or "").strip().split("\n")[0]
+
+
+def _always() -> str | None:
+    return None
+
+
+class Registry(Generic[T]):
+    """Named implementations of one kind (router, loss, dispatcher, all-to-all algorithm, kernel, ...)."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry[T]] = {}
+        KINDS[kind] = self
+
+    def register(self, name: str, *, why_not: Callable[[], str | None] = _always) -> Callable[[T], T]:
+        """Decorator: `@routers.register("topk")`. A name already taken is a `ValueError`."""
+
+        def add(value: T) -> T:
+            if name in self._entries:
+                raise ValueError(f"{self.kind} {name!r} is already registered; choose another name")
+            self._entries[name] = Entry(name, value, why_not)
+            return value
+
+        return add
+
+    def get(self, name: str) -> T:
+        """The implementation called `name`; `ValueError` naming the known ones where there is none."""
+        return self.entry(name).value
+
+    def entry(self, name: str) -> Entry[T]:
+        """The whole entry called `name`."""
+        if name not in self._entries:
+            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names()) or 'none'}")
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        """All registered names, sorted."""
+        return sorted(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        return iter([self._entries[name] for name in self.names()])

@@ -1,0 +1,108 @@
+"""Capacity: how many rows an expert takes from one rank, and which choices get them.
+
+T tokens of a rank, E experts, k choices, f capacity factor, s = ceil(T / E). Source: Tutel (`fast_dispatch`).
+
+| f | slots C an expert and source rank |
+|---|---|
+| none | no limit |
+| f > 0 | k * int(f * s) |
+| f = 0 | the largest number of tokens that any expert got from any rank: never drops |
+| f < 0 | min(the f = 0 value, k * int(-f * s)) |
+
+Worked example: T = 10, E = 4, k = 2 gives s = 3. f = 1: C = 6. f = 1.25: C = 2 * int(3.75) = 6. f = -1 with a largest load of 5: C = 5.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.config import DispatchConfig
+from moe_plugin.kernels import slot_index
+from moe_plugin.records import Routing
+
+
+def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
+    """k * int(|f| * ceil(T / E)), the part of the table that needs no load."""
+    return top_k * int(abs(factor) * math.ceil(tokens / experts))
+
+
+def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm, training: bool) -> int | None:
+    """Slots an expert and source rank, the same number on every rank; None where nothing is ever dropped.
+
+    Unless `equal_tokens` is promised, T is the largest number of real tokens of any rank: one all-reduce of two integers
+    (T and, where f <= 0, the largest load) and one device-to-host copy. With the promise and f > 0 there is neither, except in a
+    call whose T differs from the last call's: there the promise is checked.
+
+    Raises:
+        ValueError: the promise is broken. Where T changed on some ranks only, these wait for the others in vain: a `CommError` after
+            the group's time-out.
+    """
+    factor = config.capacity_factor
+    fraction = 0.0 if training else config.eval_token_fraction
+    if not training and config.eval_capacity_factor is not None:
+        factor = config.eval_capacity_factor
+    if factor is None and not fraction:
+        return None
+    top_k = routing.ids_TK.shape[1]
+    if config.equal_tokens and (fraction or factor > 0):
+        tokens, load = _promised(routing, comm), 0
+    else:
+        tokens, load = _agree(routing, experts, comm)
+    if fraction:
+        return math.ceil(fraction * tokens)
+    slots = fixed_slots(tokens, experts, top_k, factor)
+    if factor > 0:
+        return slots
+    return load if factor == 0 else min(load, slots)
+
+
+def _promised(routing: Routing, comm: Comm) -> int:
+    tokens = routing.ids_TK.shape[0]
+    if comm.size > 1 and comm.memo.get("equal_tokens") != tokens:
+        seen_2 = torch.tensor([tokens, -tokens], device=routing.ids_TK.device)
+        most, least = comm.all_reduce(seen_2, "max").tolist()
+        if most != -least:
+            raise ValueError(f"dispatch.equal_tokens=True is a promise that was broken: rank {comm.rank} of {comm.size} has {tokens} tokens, must be "
+                             f"the same on all ranks, which have {-least} to {most}; pad the batch (token_mask), or set dispatch.equal_tokens to False")
+        comm.memo["equal_tokens"] = tokens
+    return tokens
+
+
+def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
+    load_E = torch.zeros(experts + 1, dtype=torch.int64, device=routing.ids_TK.device)
+    ids_N = routing.ids_TK.reshape(-1)
+    load_E.index_add_(0, ids_N % (experts + 1), torch.ones_like(ids_N))  # -1 falls in the last, unread bin
+    seen_2 = comm.all_reduce(torch.stack([routing.tokens, load_E[:experts].max()]), "max")
+    tokens, load = seen_2.tolist()
+    return tokens, load
+
+
+def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
+    """Slot of each choice inside its expert, int64 [T, K]; -1 where there is no expert.
+
+    First choices of all tokens come before second choices, and so on; within one choice, tokens come in sequence order,
+    or by decreasing `priority_T` (stable) under batch-prioritised routing.
+    """
+    if not prioritized:
+        return slot_index(routing.ids_TK, experts)
+    order_T = torch.argsort(routing.priority_T, descending=True, stable=True)
+    sorted_TK = slot_index(routing.ids_TK[order_T], experts)
+    return torch.empty_like(sorted_TK).index_copy_(0, order_T, sorted_TK)
+
+
+def drop(routing: Routing, slots_TK: Tensor, limit: int | None, normalize_after: bool) -> Routing:
+    """Remove the choices whose slot is past the capacity; optionally divide what is left by its sum."""
+    keep_TK = routing.ids_TK >= 0
+    if limit is not None:
+        keep_TK = keep_TK & (slots_TK < limit)
+    elif not normalize_after:
+        return routing
+    weights_TK = routing.weights_TK * keep_TK
+    if normalize_after and weights_TK.shape[1] > 1:
+        tiny = torch.finfo(weights_TK.dtype).eps
+        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True).clamp(min=tiny)
+    return routing.with_kept(keep_TK, weights_TK)

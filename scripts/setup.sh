@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Set up moe-plugin in a virtual environment. The second run takes a second unless something changed.
+#
+#   bash scripts/setup.sh [options]
+#
+#   --venv DIR      the environment (default: .venv in the repository)
+#   --python EXE    interpreter to make it with (default: the first of python3, python3.13 ... python3.10 that is 3.10 or newer)
+#   --torch SPEC    requirement for torch (default: torch==2.13.0; a torch that EXE already has is used as it is)
+#   --hosts LIST    fairseq,megatron (default), one of them, or none
+#   --fresh         do all the steps again
+set -euo pipefail
+. "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+VENV="$ROOT/.venv" PYTHON="" TORCH="" HOSTS="fairseq,megatron" FRESH=0
+FAIRSEQ="fairseq==0.12.2"
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --venv) VENV=$2; shift 2 ;;
+        --python) PYTHON=$2; shift 2 ;;
+        --torch) TORCH=$2; shift 2 ;;
+        --hosts) HOSTS=$2; shift 2 ;;
+        --fresh) FRESH=1; shift ;;
+        -h | --help) usage "$0"; exit 0 ;;
+        *) die "unknown option $1; see bash scripts/setup.sh --help" ;;
+    esac
+done
+case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
+LOG="$ROOT/runs/setup.log"
+mkdir -p "$ROOT/runs"
+
+recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+
+find_python() {
+    local name
+    for name in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10; do
+        if recent "$name"; then PYTHON=$(command -v "$name"); return; fi
+        [ -z "$PYTHON" ] || die "--python $PYTHON is no Python 3.10 or newer; give another interpreter"
+    done
+    die "no Python 3.10 or newer found; on Debian or Ubuntu: sudo apt-get install python3 python3-venv python3-dev"
+}
+
+has_module() { "$1" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$2') is None)" 2>/dev/null; }
+
+make_venv() {
+    [ -x "$VENV/bin/python" ] && return
+    local site=()
+    # a container's own torch was built for its GPUs: use it rather than download another
+    if [ -z "$TORCH" ] && has_module "$PYTHON" torch; then site=(--system-site-packages); fi
+    step "virtual environment" "$LOG" "$PYTHON" -m venv ${site[@]+"${site[@]}"} "$VENV" ||
+        die "cannot make a virtual environment in $VENV; on Debian or Ubuntu: sudo apt-get install python3-venv"
+}
+
+pip_step() { # LABEL ARGUMENTS...
+    local label=$1
+    shift
+    (cd "$ROOT" && step "$label" "$LOG" "$VENV/bin/python" -m pip install "$@") ||
+        die "pip could not install this. Check the network and the message above, then run the same command again: it goes on where it stopped"
+}
+
+check_compiler() {
+    local header
+    header=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include") + "/Python.h")')
+    command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
+        die "fairseq is built from source and needs a C++ compiler; on Debian or Ubuntu: sudo apt-get install g++ (or leave fairseq out: --hosts megatron)"
+    [ -f "$header" ] ||
+        die "fairseq is built from source and needs $header; on Debian or Ubuntu: sudo apt-get install python3-dev (or leave fairseq out: --hosts megatron)"
+}
+
+install_fairseq() {
+    if [ "$FRESH" -eq 0 ] && "$VENV/bin/python" -c "from importlib.metadata import version as v; raise SystemExit('fairseq==' + v('fairseq') != '$FAIRSEQ')" 2>/dev/null; then return; fi
+    check_compiler
+    # --no-deps: its metadata pins hydra and omegaconf versions that pip refuses; what it needs is in the fairseq extra
+    pip_step "fairseq (builds from source, about 2 minutes)" --no-deps "$FAIRSEQ"
+}
+
+stamp() {
+    # the compat module is copied into the environment, so a change of it needs an installation, too
+    { cat "$ROOT/pyproject.toml" "$ROOT/scripts/setup.sh" "$ROOT"/moe_plugin_*; printf '%s\n' "$ROOT" "$TORCH" "$HOSTS"; "$VENV/bin/python" -VV; } | cksum
+}
+
+STAMP="$VENV/.moe-plugin-setup"
+if [ "$FRESH" -eq 0 ] && [ -f "$STAMP" ] && [ "$(stamp 2>/dev/null)" = "$(cat "$STAMP")" ]; then
+    say "environment $VENV is up to date (--fresh sets it up again)"
+    exit 0
+fi
+find_python
+: >"$LOG"
+say "setting up $VENV with $("$PYTHON" -V); log: $LOG"
+make_venv
+rm -f "$STAMP"
+EXTRAS=dev
+case ",$HOSTS," in *,megatron,*) EXTRAS="dev,megatron" ;; esac
+pip_step "pip" --upgrade pip
+if [ -n "$TORCH" ] || ! has_module "$VENV/bin/python" torch; then pip_step "torch (${TORCH:-torch==2.13.0})" "${TORCH:-torch==2.13.0}"; fi
+pip_step "moe-plugin with its extras ($EXTRAS)" -e ".[$EXTRAS]"
+case ",$HOSTS," in *,fairseq,*) install_fairseq ;; esac
+stamp >"$STAMP"
+say "done. Activate it with: . '$VENV/bin/activate'; then look around with: moe-plugin doctor"

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Train an MoE language model through stock fairseq-train and this plugin.
+#
+#   bash scripts/train_fairseq.sh DATA SAVE [RANKS] [fairseq flags ...]
+#
+#   DATA   folder written by fairseq-preprocess --only-source
+#   SAVE   folder for checkpoints; a second call resumes from them
+#   RANKS  processes that share the experts (default 2): one a GPU, or on the CPU where there is none
+#
+# Flags given after RANKS win over the ones below, e.g. --max-update 100 --moe-expert-count 16 --arch moe_lm_small.
+set -euo pipefail
+
+if [ $# -lt 2 ]; then
+    sed -n '2,11s/^# \{0,1\}//p' "$0"
+    exit 2
+fi
+DATA="$1" SAVE="$2" RANKS="${3:-2}"
+shift "$(($# < 3 ? $# : 3))"
+ROOT="$(cd "$(dirname "$0")/.." && pwd)"
+BIN="$ROOT/.venv/bin"
+[ -x "$BIN/fairseq-train" ] || BIN="$(dirname "$(command -v fairseq-train || true)")"
+[ -x "$BIN/fairseq-train" ] || { echo "fairseq-train is not installed: run bash scripts/setup.sh first" >&2; exit 1; }
+[ -f "$DATA/dict.txt" ] || { echo "no preprocessed data in $DATA (dict.txt is missing): run fairseq-preprocess --only-source first" >&2; exit 1; }
+
+DEVICES="$("$BIN/python" -c 'import torch; print(torch.cuda.device_count())')"
+WHERE=()
+if [ "$DEVICES" -lt "$RANKS" ]; then
+    WHERE=(--cpu --distributed-backend gloo)
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+
+exec "$BIN/python" -m torch.distributed.run --standalone --nproc_per_node "$RANKS" "$BIN/fairseq-train" "$DATA" \
+    --user-dir moe_plugin --task language_modeling --arch moe_lm_tiny \
+    --moe-freq 2 --moe-expert-count 8 --moe-second-expert-policy all --moe-dispatch ragged --moe-capacity-factor none \
+    --criterion moe_cross_entropy --moe-gate-loss-wt 0.01 \
+    --tokens-per-sample 128 --batch-size 8 --dropout 0 --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0 \
+    --lr 0.003 --lr-scheduler inverse_sqrt --warmup-updates 20 --max-update 200 --save-interval-updates 50 --keep-interval-updates 1 \
+    --no-epoch-checkpoints --log-format json --log-interval 10 --ddp-backend legacy_ddp --save-dir "$SAVE" ${WHERE[@]+"${WHERE[@]}"} "$@"

@@ -1,0 +1,162 @@
+"""Any number of ranks to any other, atomic writes, and a clear error for what cannot be read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from moe_plugin import MoELayer
+from moe_plugin.checkpoint import CheckpointError, load, merge, save, split
+from moe_plugin.comm import Comm, run_simulated
+from moe_plugin.config import from_dict
+from moe_plugin.parallel.gradients import sync_gradients
+
+LOCK = threading.Lock()
+SIZES = [1, 2, 4, 8]
+
+
+class Model(nn.Module):
+    """Two MoE layers (more and fewer experts than ranks) around a linear one."""
+
+    def __init__(self, comm: Comm, experts: int = 4, seed: int = 0) -> None:
+        super().__init__()
+        with LOCK:  # simulated ranks share torch's generator
+            torch.manual_seed(seed)
+            self.first = MoELayer(from_dict({"model_dim": 8, "num_experts": 8, "experts": {"kind": "gated_ffn", "hidden_dim": 16}}), comm)
+            self.middle = nn.Linear(8, 8)
+            self.second = MoELayer(from_dict({"model_dim": 8, "num_experts": experts, "experts": {"hidden_dim": 16}}), comm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.middle(self.first(x).output)).output
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, comm: Comm, start: int, steps: int) -> list[float]:
+    """Steps on a batch that does not depend on the number of ranks."""
+    curve = []
+    for step in range(start, start + steps):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).chunk(comm.size)[comm.rank]
+        loss = (model(x) - x.flip(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        sync_gradients(model, comm)
+        optimizer.step()
+        curve.append(comm.all_reduce(loss.detach()).item() / comm.size)
+    return curve
+
+
+@pytest.mark.parametrize("old,new", list(itertools.product(SIZES, SIZES)))
+def test_resume_at_any_size_continues_the_curve(tmp_path: Path, old: int, new: int) -> None:
+    def before(comm: Comm) -> None:
+        model = Model(comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train(model, optimizer, comm, 0, 3)
+        save(tmp_path / "ckpt", model, optimizer, comm, {"step": 3})
+
+    def after(comm: Comm) -> list[float]:
+        model = Model(comm, seed=99)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        extra = load(tmp_path / "ckpt", model, optimizer, comm)
+        return train(model, optimizer, comm, extra["step"], 3)
+
+    def whole(comm: Comm) -> list[float]:
+        model = Model(comm)
+        return train(model, torch.optim.AdamW(model.parameters(), lr=0.01), comm, 0, 6)[3:]
+
+    run_simulated(old, before)
+    got = run_simulated(new, after)[0]
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(run_simulated(1, whole)[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_merge_and_split_are_inverse_also_for_custom_experts() -> None:
+    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 4}), experts=lambda index: nn.Linear(4, 4))
+    whole = layer.state_dict()
+    for size in (1, 2, 4):
+        back = merge([split(whole, rank, size) for rank in range(size)])
+        assert back.keys() == whole.keys()
+        assert all(torch.equal(back[k], v) if isinstance(v, torch.Tensor) else back[k] == v for k, v in whole.items())
+    with pytest.raises(ValueError, match="does not fit 3 ranks"):
+        split(whole, 0, 3)
+    with pytest.raises(ValueError, match="pass the states of all ranks"):
+        merge([split(whole, rank, 4) for rank in (1, 0, 2, 3)])
+
+
+def saved(tmp_path: Path) -> Path:
+    run_simulated(2, lambda comm: save(tmp_path / "ckpt", Model(comm), None, comm))
+    return tmp_path / "ckpt"
+
+
+def load_here(path: Path, experts: int = 4, optimizer: bool = False) -> None:
+    def rank(comm: Comm) -> None:
+        model = Model(comm, experts)
+        before = {k: v.clone() for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+        try:
+            load(path, model, torch.optim.SGD(model.parameters(), 0.1) if optimizer else None, comm)
+        finally:
+            assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items() if k in before), "a failed load changed the model"
+
+    run_simulated(1, rank)
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        load_here(tmp_path / "nothing")
+
+
+def test_truncated_part(tmp_path: Path) -> None:
+    part = saved(tmp_path) / "part-00001-of-00002.pt"
+    os.truncate(part, part.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="part-00001-of-00002.pt.*truncated"):
+        load_here(tmp_path / "ckpt")
+
+
+def test_damaged_part_of_the_right_size(tmp_path: Path) -> None:
+    part = saved(tmp_path) / "part-00000-of-00002.pt"
+    part.write_bytes(b"x" * part.stat().st_size)
+    with pytest.raises(CheckpointError, match="part-00000-of-00002.pt.*cannot be read"):
+        load_here(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("content", [b'{"version": 1,', b"\xff\xfe\x00\x01", b"[1, 2]", b""])
+def test_damaged_index(tmp_path: Path, content: bytes) -> None:
+    (saved(tmp_path) / "index.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="index.json is damaged"):
+        load_here(tmp_path / "ckpt")
+
+
+def test_other_version(tmp_path: Path) -> None:
+    index = saved(tmp_path) / "index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "version": 9}))
+    with pytest.raises(CheckpointError, match="version 9"):
+        load_here(tmp_path / "ckpt")
+
+
+def test_other_expert_count(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="num_experts=4 in layer 'second.', the model has 8"):
+        load_here(saved(tmp_path), experts=8)
+
+
+def test_no_optimizer_state(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no optimizer state"):
+        load_here(saved(tmp_path), optimizer=True)
+
+
+def test_a_failed_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    monkeypatch.setattr(torch, "save", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        run_simulated(2, lambda comm: save(path, Model(comm, seed=5), None, comm))
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_killed_between_the_two_renames(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    path.rename(path.with_name("ckpt.old"))
+    run_simulated(1, lambda comm: load(path, Model(comm), None, comm))

@@ -1,0 +1,201 @@
+"""Exchanges in the background, several tensors in one exchange, fewer bits on the wire: same rows, same gradients."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, run_simulated
+from moe_plugin.comm.coalesce import pack, unpack
+from moe_plugin.comm.functional import all_to_all, all_to_all_many, start_all_to_all
+from moe_plugin.comm.handles import start
+from moe_plugin.comm.wire import FORMATS, decode, encode, with_wire
+from tests.comm.exchanges import column, expected_of, random_counts, rows_of
+from tests.distributed import run_gloo
+
+WORLD = 4
+PAIRS = Topology.uniform(WORLD, 2)
+
+
+def _gradient(comm: Comm, name: str, background: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = random_counts(WORLD, 5)
+    x = rows_of(comm.rank, counts, torch.float64).requires_grad_()
+    args = (comm, algorithms.get(name), counts[comm.rank], column(counts, comm.rank))
+    out = start_all_to_all(x, *args).wait() if background else all_to_all(x, *args)
+    (out.square().sum() * (2.0 + comm.rank)).backward()
+    return out.detach(), x.grad
+
+
+def _equal_in_background(comm: Comm) -> bool:
+    return all(torch.equal(a, b) for name in algorithms.names()
+               for a, b in zip(_gradient(comm, name, True), _gradient(comm, name, False), strict=True))
+
+
+def test_background_equals_foreground_simulated() -> None:
+    assert all(run_simulated(WORLD, _equal_in_background, topology=PAIRS))
+
+
+def _gloo_background() -> bool:
+    comm = TorchComm(timeout_s=30)
+    comm.topology = PAIRS
+    return _equal_in_background(comm)
+
+
+@pytest.mark.distributed
+def test_background_equals_foreground_gloo() -> None:
+    assert all(run_gloo(WORLD, _gloo_background))
+
+
+def _many_at_once() -> bool:
+    """Ten exchanges under way, by all algorithms, while this thread runs collectives and exchanges of its own, waits in another order."""
+    comm = TorchComm(timeout_s=30)
+    comm.topology = PAIRS
+    handles = []
+    for index in range(10):
+        name = ("linear", "2dh", "leader", "native")[index % 4]
+        counts = random_counts(WORLD, index)
+        handles.append((counts, start(comm, algorithms.get(name), rows_of(comm.rank, counts), counts[comm.rank], column(counts, comm.rank))))
+        if index % 3 == comm.rank % 3:
+            time.sleep(0.005)  # ranks are not in step
+        assert comm.all_reduce(torch.tensor(1.0)).item() == WORLD
+        assert torch.equal(algorithms.get("2dh")(comm, rows_of(comm.rank, counts), counts[comm.rank], column(counts, comm.rank)), expected_of(comm.rank, counts))
+    return all(torch.equal(handle.wait(), expected_of(comm.rank, counts)) for counts, handle in reversed(handles))
+
+
+@pytest.mark.distributed
+def test_many_exchanges_at_once_do_not_mix() -> None:
+    assert all(run_gloo(WORLD, _many_at_once))
+
+
+def _overlap() -> bool:
+    """Rank 1 begins only when rank 0 says that its `start` has returned: it would never, did it wait for rank 1."""
+    comm = TorchComm(timeout_s=20)
+    comm.topology = Topology.one_node(2)
+    x, word = torch.full((2, 1), float(comm.rank)), torch.ones(1)
+    if comm.rank == 0:
+        handle = start(comm, algorithms.get("linear"), x)
+        comm.exchange([(1, word)], [])
+    else:
+        comm.exchange([], [(0, word)])
+        handle = start(comm, algorithms.get("linear"), x)
+    return handle.wait().flatten().tolist() == [0.0, 1.0]
+
+
+@pytest.mark.distributed
+def test_start_does_not_wait_for_peers() -> None:
+    assert all(run_gloo(2, _overlap))
+
+
+def test_errors_come_out_of_wait() -> None:
+    def rank(comm: Comm) -> None:
+        start(comm, algorithms.get("linear"), torch.zeros(3, 1)).wait()
+
+    with pytest.raises(ValueError, match="cannot be cut"):
+        run_simulated(2, rank)
+
+
+@given(rows=st.integers(0, 4), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=30)
+def test_pack_is_undone_by_unpack(rows: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(rows, 3, generator=g), torch.randint(0, 9, (rows,), generator=g), torch.randn(rows, 2, 0, generator=g),
+               torch.randn(rows, 1, generator=g).bfloat16(), torch.randint(0, 2, (rows, 5), generator=g).bool(), torch.randn(rows, generator=g).double()]
+    for got, want in zip(unpack(*pack(tensors)), tensors, strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_tensors_of_different_lengths_cannot_travel_together() -> None:
+    with pytest.raises(ValueError, match=r"lengths \[2, 3\]"):
+        pack([torch.zeros(2), torch.zeros(3)])
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_several_tensors_in_the_messages_of_one(name: str) -> None:
+    counts, traffic = random_counts(WORLD, 9), Traffic()
+
+    def rank(comm: Comm) -> bool:
+        x = rows_of(comm.rank, counts, torch.float64).requires_grad_()
+        weights = x.detach()[:, 2].float().requires_grad_()
+        ids = x.detach()[:, 0].long()
+        args = (comm, algorithms.get(name), counts[comm.rank], column(counts, comm.rank))
+        rows, w, i = all_to_all_many([x, weights, ids], *args)
+        want = expected_of(comm.rank, counts, torch.float64)
+        assert torch.equal(rows, want) and torch.equal(w, want[:, 2].float()) and torch.equal(i, want[:, 0].long())
+        assert not i.requires_grad
+        (rows.sum() * 3 + w.sum() * (1.0 + comm.rank)).backward()
+        return bool((x.grad == 3).all() and torch.equal(weights.grad, 1 + x.detach()[:, 1].float()))
+
+    assert all(run_simulated(WORLD, rank, topology=PAIRS, traffic=traffic))
+    if name in ("linear", "native"):
+        nonzero = sum(n > 0 for i, row in enumerate(counts) for j, n in enumerate(row) if i != j)
+        assert sum(traffic.messages.values()) == 2 * nonzero  # once there, once back
+
+
+BOUNDS = {"bf16": (2**-8, 0.0), "fp16": (2**-11, 2**-39), "fp8": (2**-4, 2**-17)}
+
+
+def test_every_wire_format_has_a_bound() -> None:
+    assert set(BOUNDS) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8"])
+@given(exponents=st.lists(st.integers(-100, 100), min_size=1, max_size=5), seed=st.integers(0, 999))
+@settings(deadline=None, max_examples=60)
+def test_error_bound_of_scaled_formats(name: str, exponents: list[int], seed: int) -> None:
+    """Rows of very different sizes, elements within a row as well."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(exponents), 16, generator=g) * 2.0 ** (-torch.rand(len(exponents), 16, generator=g) * 30) * 2.0 ** torch.tensor(exponents)[:, None]
+    relative, absolute = BOUNDS[name]
+    dtype, exponent = FORMATS[name]
+    error = (decode(*encode(x, dtype, exponent), x.dtype).double() - x.double()).abs()
+    assert (error <= relative * x.double().abs() + absolute * x.double().abs().amax(1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("wire", sorted(FORMATS))
+@pytest.mark.parametrize("name", ["linear", "2dh"])
+def test_rows_through_a_wire_format(name: str, wire: str) -> None:
+    counts, traffic = random_counts(WORLD, 3, zeros=0.0), Traffic()
+    relative, absolute = BOUNDS[wire]
+
+    def rank(comm: Comm) -> float:
+        g = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(sum(counts[comm.rank]), 64, generator=g).requires_grad_()
+        args = (counts[comm.rank], column(counts, comm.rank))
+        got = all_to_all(x, comm, with_wire(algorithms.get(name), wire), *args)
+        want = algorithms.get("native")(comm, x.detach(), *args)
+        assert ((got - want).abs() <= relative * want.abs() + absolute * want.abs().amax(1, keepdim=True)).all()
+        got.sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))  # ones pass exactly, back through the same wire
+        ints = torch.arange(WORLD)
+        assert torch.equal(with_wire(algorithms.get(name), wire)(comm, ints), algorithms.get("native")(comm, ints))
+        return 0.0
+
+    run_simulated(WORLD, rank, topology=PAIRS, traffic=traffic)
+
+
+def test_bytes_on_the_wire() -> None:
+    """64 floats of 4 bytes become 2 bytes each, or 1; and a scale of one byte a row."""
+    for wire, per_row in [("none", 256), ("bf16", 128), ("fp16", 129), ("fp8", 65)]:
+        traffic = Traffic()
+        run_simulated(2, lambda comm: with_wire(algorithms.get("linear"), wire)(comm, torch.ones(6, 64)), traffic=traffic)  # noqa: B023
+        assert sum(traffic.bytes.values()) == 2 * 3 * per_row
+
+
+@pytest.mark.parametrize("wire", sorted(FORMATS))
+def test_what_is_not_finite_stays_so(wire: str) -> None:
+    def rank(comm: Comm) -> torch.Tensor:
+        x = torch.ones(2, 4)
+        x[0, 1], x[1, 2] = float("inf"), float("nan")
+        return with_wire(algorithms.get("linear"), wire)(comm, x)
+
+    for rows in run_simulated(2, rank):
+        assert not torch.isfinite(rows).all(1).any()
+
+
+def test_unknown_wire_format() -> None:
+    with pytest.raises(ValueError, match="unknown wire format 'int4'; known: none, bf16, fp16, fp8"):
+        with_wire(algorithms.get("linear"), "int4")

@@ -1,0 +1,75 @@
+"""Run a function on several gloo processes and get the results back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, group_timeout_s: float = 60.0) -> list[Any]:
+    """`fn(*args)` on `world` forked processes with an initialised gloo world; results in rank order.
+
+    The first error of a rank is raised here with its traceback; a rank that dies or stalls is an error, too.
+    """
+    context = multiprocessing.get_context("fork")
+    store = os.path.join(tempfile.mkdtemp(), "store")
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(target=_work, args=(rank, world, store, pipes[rank][1], group_timeout_s, fn, args), daemon=True)
+        for rank in range(world)
+    ]
+    for process, (_, child) in zip(processes, pipes, strict=True):
+        process.start()
+        child.close()
+    try:
+        answers = [_receive(rank, parent, timeout_s) for rank, (parent, _) in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failed = [answer for ok, answer in answers if not ok]
+    assert not failed, "\n".join(failed)
+    return [answer for _, answer in answers]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _receive(rank: int, pipe: Any, timeout_s: float) -> tuple[bool, Any]:
+    if not pipe.poll(timeout_s):
+        return False, f"rank {rank} gave no answer within {timeout_s} s"
+    try:
+        return pickle.loads(pipe.recv_bytes())  # by value: a rank may be gone before its answer is read
+    except EOFError:
+        return False, f"rank {rank} died"
+
+
+def _work(rank: int, world: int, store: str, pipe: Any, group_timeout_s: float, fn: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout_s))
+        torch.manual_seed(0)
+        answer = (True, fn(*args))
+        if dist.is_initialized():  # unless `fn` took the group down itself
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - sent to the parent
+        answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+    pipe.send_bytes(pickle.dumps(answer))
+    pipe.close()

@@ -1,0 +1,114 @@
+"""Runs one case of the matrix through `MoELayer` on a `Comm` and holds it to the dense reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm import Comm
+from moe_plugin.config import MoEConfig, from_dict
+from moe_plugin.layer import MoELayer
+from tests.oracle import Answer, Case, dense, make_inputs, make_parameters, objective
+
+NAMES = {"w_in": ("w_in_LDF", 1), "w_gate": ("w_gate_LDF", 1), "w_out": ("w_out_LFD", 0),
+         "b_in": ("b_in_LF", 0), "b_gate": ("b_gate_LF", 0), "b_out": ("b_out_LD", 0)}
+
+
+@dataclass
+class RankResult:
+    """What one rank saw."""
+
+    output: Tensor
+    losses: dict[str, Tensor]
+    input_grad: Tensor
+    grads: dict[str, Tensor]
+    stats: dict[str, Any]
+
+
+def config_of(case: Case, **changes: Any) -> MoEConfig:
+    """The layer's config for a case; changes: dotted paths as keyword `section__name`."""
+    tree: dict[str, Any] = {
+        "model_dim": case.width, "num_experts": case.experts, "losses": {"gshard": 1.0, "switch": 1.0, "z": 1.0},
+        "router": {"top_k": case.top_k, "score": case.score, "normalize": case.normalize, "scaling": case.scaling,
+                   "batch_prioritized": case.prioritized},
+        "dispatch": {"capacity_factor": case.factor},
+        "experts": {"kind": case.kind, "hidden_dim": case.hidden, "activation": case.activation, "bias": case.bias},
+        "comm": {},
+    }
+    for path, value in changes.items():
+        section, name = path.split("__")
+        tree[section][name] = value
+    return from_dict(tree)
+
+
+def slice_of(name: str, whole: Tensor, case: Case, rank: int) -> Tensor:
+    """The part of a whole parameter that a rank stores: whole experts, or one slice of one expert."""
+    if case.experts >= case.world:
+        per_rank = case.experts // case.world
+        return whole[rank * per_rank : (rank + 1) * per_rank]
+    shards = case.world // case.experts
+    expert, shard = divmod(rank, shards)
+    return whole[expert].chunk(shards, NAMES[name][1])[shard][None]
+
+
+def load(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> None:
+    """Give a rank's layer its part of the whole parameters."""
+    with torch.no_grad():
+        layer.router.weight_ED.copy_(parameters["router"])
+    load_experts(layer, parameters, case)
+
+
+def load_experts(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> None:
+    """The same without the router."""
+    with torch.no_grad():
+        for name, (attribute, _) in NAMES.items():
+            target = getattr(layer.experts, attribute, None)
+            if target is not None:
+                target.copy_(slice_of(name, parameters[name], case, layer.comm.rank))
+
+
+def run_rank(case: Case, comm: Comm, config: MoEConfig, dtype: torch.dtype = torch.float64) -> RankResult:
+    """One rank: build, load, forward, backward."""
+    layer = MoELayer(config, comm, dtype=dtype)
+    load(layer, make_parameters(case, dtype), case)
+    xs, masks = make_inputs(case, dtype)
+    x = xs[comm.rank].clone().requires_grad_()
+    out = layer(x, masks[comm.rank])
+    objective(out.output, out.losses, comm.rank).backward()
+    grads = {"router": layer.router.weight_ED.grad}
+    for name, (attribute, _) in NAMES.items():
+        parameter = getattr(layer.experts, attribute, None)
+        if parameter is not None:
+            assert parameter.grad is not None, f"{attribute} got no gradient"
+            grads[name] = parameter.grad
+    return RankResult(out.output.detach(), {n: v.detach() for n, v in out.losses.items()}, x.grad, grads, out.stats.as_dict())
+
+
+def reference(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
+    """The dense answer for the same (rounded) parameters and inputs."""
+    return dense(case, make_parameters(case, dtype), *make_inputs(case, dtype))
+
+
+def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float = 1e-9, atol: float = 1e-10) -> None:
+    """Outputs, losses, input gradients, router and expert gradients, drops.
+
+    atol is relative to the largest element of what is compared: rounding in a sum is of the size of its largest terms.
+    """
+
+    def same(got: Tensor, want: Tensor, what: str) -> None:
+        scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
+        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol * scale, msg=lambda m: f"{what}: {m}")
+
+    for rank, result in enumerate(results):
+        same(result.output, answer.outputs[rank], f"output of rank {rank}")
+        same(result.input_grad, answer.input_grads[rank], f"input gradient of rank {rank}")
+        for name, loss in result.losses.items():
+            same(loss, answer.losses[rank][name], f"loss {name} of rank {rank}")
+        assert result.stats["dropped"] == answer.dropped[rank]
+        for name, grad in result.grads.items():
+            if name != "router":
+                same(grad, slice_of(name, answer.grads[name], case, rank), f"gradient of {name} on rank {rank}")
+    same(sum(r.grads["router"].double() for r in results), answer.grads["router"], "router gradient")

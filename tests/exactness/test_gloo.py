@@ -1,0 +1,146 @@
+"""The same cells over real processes, and a training run that must not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_plugin import MoELayer, TorchComm, weighted_loss
+from moe_plugin.comm import LocalComm, Topology, algorithms
+from moe_plugin.config import from_dict
+from moe_plugin.parallel.gradients import exclude_experts, sync_gradients
+from tests.distributed import run_gloo
+from tests.exactness.harness import RankResult, compare, config_of, reference, run_rank
+from tests.oracle import Case
+
+pytestmark = pytest.mark.distributed
+
+
+def cells(world: int) -> list[tuple[Case, dict]]:
+    """What is worth a real network: uneven, empty, padded, sharded; every algorithm."""
+    found = []
+    for algorithm in algorithms.names():
+        for experts, tokens, masked in [(1, [3, 4, 0, 2], None), (world, [5, 0, 3, 9], None), (8, [6, 6, 6, 6], [0, 6, 2, 1])]:
+            for dispatch, factor in [("ragged", None), ("ragged", 1.0), ("padded", 0.0), ("padded", -1.0)]:
+                case = Case(world, experts, min(2, experts), tokens[:world], masked and masked[:world], factor)
+                found.append((case, {"dispatch__name": dispatch, "comm__all_to_all": algorithm}))
+    return found
+
+
+def _run_cells(world: int) -> list[RankResult]:
+    comm = TorchComm()
+    comm.topology = Topology.uniform(world, 2)  # as if on two nodes
+    return [run_rank(case, comm, config_of(case, **changes)) for case, changes in cells(world)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_cells(world: int) -> None:
+    by_rank = run_gloo(world, _run_cells, world)
+    for cell, (case, _) in enumerate(cells(world)):
+        compare(case, [results[cell] for results in by_rank], reference(case))
+
+
+def _train(expert_parallel: bool, optimizer: str, steps: int = 12) -> list[float]:
+    """A small regression under data parallelism; experts over all ranks, or replicated on each."""
+    torch.manual_seed(7)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = from_dict({"model_dim": 8, "num_experts": 4, "experts": {"hidden_dim": 16}, "losses": {"switch": 0.05}})
+    layer = MoELayer(config, TorchComm() if expert_parallel else LocalComm())
+    optim = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}[optimizer](layer.parameters(), lr={"sgd": 0.5, "adam": 0.05}[optimizer])
+    curve = []
+    for step in range(steps):
+        g = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(16, 8, generator=g)
+        out = layer(x)
+        loss = (out.output - x.roll(1, 1)).square().mean() + weighted_loss(out.losses, config.losses)
+        optim.zero_grad()
+        loss.backward()
+        sync_gradients(layer, TorchComm(), expert_group=layer.comm)
+        optim.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        curve.append(float(total) / world)
+    return curve
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_training_does_not_depend_on_expert_parallelism(optimizer: str) -> None:
+    one = run_gloo(2, _train, False, optimizer)[0]
+    two = run_gloo(2, _train, True, optimizer)[0]
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-4, atol=1e-5)
+    assert two[-1] < 0.9 * two[0]
+
+
+def _under_ddp(excluded: bool) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+    """What happened, and the gradients with and without DDP."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    seen = []
+    for wrapped in (False, True):
+        torch.manual_seed(1)
+        layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 4}), TorchComm())
+        if wrapped and excluded:
+            exclude_experts(layer)
+        try:
+            (DistributedDataParallel(layer) if wrapped else layer)(x).output.square().sum().backward()
+        except ValueError as error:
+            return str(error), [], []
+        sync_gradients(layer, TorchComm(), layer.comm)
+        seen.append([p.grad for p in layer.parameters()])
+    return "fine", *seen
+
+
+def test_torch_ddp_leaves_experts_alone_or_is_refused() -> None:
+    for said, _, _ in run_gloo(2, _under_ddp, False):
+        assert "DistributedDataParallel averages 'experts." in said and "exclude_experts(model)" in said
+    for said, plain, wrapped in run_gloo(2, _under_ddp, True):
+        assert said == "fine"
+        torch.testing.assert_close(wrapped, plain)
+
+
+def _break_the_promise(dispatch: str, tokens: list[list[int]]) -> list[str]:
+    comm = TorchComm()
+    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 2, "dispatch": {"name": dispatch, "capacity_factor": 1.0, "equal_tokens": True}}), comm)
+    seen = []
+    for tokens_W in tokens:
+        try:
+            layer(torch.randn(tokens_W[comm.rank], 4))
+            seen.append("fine")
+        except (ValueError, RuntimeError) as error:
+            seen.append(f"{type(error).__name__}: {error}")
+    if any("CommError" in line for line in seen):
+        dist.destroy_process_group()
+    return seen
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "padded"])
+def test_a_broken_promise_of_equal_tokens_is_an_error(dispatch: str) -> None:
+    for seen in run_gloo(2, _break_the_promise, dispatch, [[6, 6], [3, 3], [6, 2], [6, 6]]):
+        assert seen[:2] == ["fine", "fine"] and seen[3] == "fine"
+        assert "ValueError: dispatch.equal_tokens=True" in seen[2] and "which have 2 to 6" in seen[2]
+
+
+def test_a_promise_broken_by_one_rank_alone_ends_in_an_error_on_all() -> None:
+    for seen in run_gloo(2, _break_the_promise, "padded", [[6, 6], [6, 2]], group_timeout_s=4):
+        assert seen[0] == "fine" and "CommError" in seen[1]
+
+
+def _forward_with_a_missing_peer() -> str:
+    comm = TorchComm()
+    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 2}), comm)
+    if comm.rank == 1:
+        dist.destroy_process_group()
+        return "left"
+    try:
+        layer(torch.randn(3, 4))
+    except RuntimeError as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+def test_a_missing_peer_is_an_error_that_says_what_waited() -> None:
+    stayed, left = run_gloo(2, _forward_with_a_missing_peer, group_timeout_s=5)
+    assert left == "left"
+    assert "CommError: rank 0 of 2" in stayed and "all_to_all" in stayed and "send [1, 1]" in stayed

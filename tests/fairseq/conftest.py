@@ -1,0 +1,131 @@
+"""A tiny synthetic corpus through the real `fairseq-preprocess`, and ways to start the real command lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
+pytestmark = pytest.mark.fairseq
+
+BIN = Path(sys.executable).parent
+LANGUAGE_MODEL = ("--task language_modeling --arch transformer_lm --decoder-embed-dim 32 --decoder-ffn-embed-dim 64 --decoder-layers 2 "
+                  "--decoder-attention-heads 2 --decoder-input-dim 32 --decoder-output-dim 32 --dropout 0 --optimizer sgd --momentum 0.9 --lr 0.1 "
+                  "--lr-scheduler fixed --tokens-per-sample 32 --batch-size 4 --log-format json --log-interval 1 --no-progress-bar --cpu "
+                  "--num-workers 0 --seed 3 --clip-norm 0.5")
+MOE = "--user-dir moe_plugin --moe-freq 2 --moe-expert-count 4 --criterion moe_cross_entropy --moe-gate-loss-wt 0.01"
+DROPLESS = "--moe-dispatch ragged --moe-capacity-factor none --moe-second-expert-policy all"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.fairseq)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Preprocessed data: `lm` for language modelling, `mt` for translation (the target is the source reversed)."""
+
+    lm: Path
+    mt: Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left: exit code and everything it printed."""
+
+    code: int
+    log: str
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """One entry a training step: the numbers of fairseq's log line."""
+        found = [json.loads(m.group(1)) for m in re.finditer(r"train_inner(?: \||\]\[INFO\] -) (\{.*\})", self.log)]
+        return [{key: float(value) for key, value in entry.items()} for entry in found]
+
+    @property
+    def losses(self) -> list[float]:
+        return [entry["loss"] for entry in self.steps]
+
+    def ok(self) -> Result:
+        assert self.code == 0, self.log[-6000:]
+        return self
+
+    def failed_with(self, *texts: str) -> None:
+        assert self.code != 0, "the command succeeded:\n" + self.log[-3000:]
+        for text in texts:
+            assert text in self.log, f"{text!r} is not in:\n{self.log[-6000:]}"
+
+
+def environment() -> dict[str, str]:
+    quiet = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    return {**quiet, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+def command(tool: str, arguments: str, ranks: int = 1) -> list[str]:
+    """`fairseq-...` as a user starts it: by itself, or by torchrun on several ranks."""
+    program = tool if tool.endswith(".py") else str(BIN / tool)
+    start = [sys.executable] if tool.endswith(".py") else []
+    if ranks > 1:
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+    return [*start, program, *arguments.split()]
+
+
+def run(tool: str, arguments: str, ranks: int = 1, cwd: Path | None = None) -> Result:
+    done = subprocess.run(command(tool, arguments, ranks), cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, timeout=240, check=False)
+    return Result(done.returncode, done.stdout)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _sentence(generator: random.Random) -> str:
+    word, words = generator.randint(0, 20), []
+    for _ in range(generator.randint(4, 14)):
+        words.append(f"w{word}")
+        word = (word * 3 + generator.randint(0, 2)) % 40
+    return " ".join(words)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    home, generator = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    for name, size in (("train", 300), ("valid", 40), ("test", 20)):
+        sentences = [_sentence(generator) for _ in range(size)]
+        (home / f"{name}.src").write_text("\n".join(sentences) + "\n")
+        (home / f"{name}.tgt").write_text("\n".join(" ".join(reversed(s.split())) for s in sentences) + "\n")
+    run("fairseq-preprocess", "--only-source --trainpref train.src --validpref valid.src --testpref test.src --destdir lm", cwd=home).ok()
+    run("fairseq-preprocess", "-s src -t tgt --trainpref train --validpref valid --testpref test --destdir mt --joined-dictionary", cwd=home).ok()
+    return Corpus(home / "lm", home / "mt")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registered() -> None:
+    """The user dir as fairseq itself imports it."""
+    import argparse
+
+    from fairseq import utils
+
+    utils.import_user_module(argparse.Namespace(user_dir="moe_plugin"))
+
+
+@pytest.fixture(scope="session")
+def ep2(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A 2-rank run of 12 steps, with its checkpoints; several tests read it."""
+    home = tmp_path_factory.mktemp("ep2")
+    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --save-interval-updates 4 --save-dir {home}", ranks=2)
+    return home, result.ok()

@@ -1,0 +1,118 @@
+"""Flags to `MoEConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.hosts.fairseq import translate
+
+
+def parse(text: str) -> argparse.Namespace:
+    from fairseq.dataclass.utils import gen_parser_from_dataclass
+
+    from moe_plugin.hosts.fairseq.options import MoELanguageModelConfig
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    gen_parser_from_dataclass(parser, MoELanguageModelConfig())
+    return parser.parse_args(text.split())
+
+
+def config(text: str, activation: str = "gelu") -> MoEConfig:
+    return translate.layer_config(parse(text), model_dim=8, ffn_dim=24, activation=activation)
+
+
+def value(tree: Any, path: str) -> Any:
+    for name in path.split("."):
+        tree = getattr(tree, name)
+    return tree
+
+
+BRANCH = "--moe-freq 2 --moe-expert-count 4 "
+
+
+@pytest.mark.parametrize(("flags", "path", "expected"), [
+    ("", "num_experts", 4),
+    ("", "experts.hidden_dim", 24),
+    ("", "router.top_k", 2),
+    ("", "router.second_expert_policy", "sampling"),
+    ("", "router.normalize", "after_drop"),
+    ("", "dispatch.name", "padded"),
+    ("", "dispatch.capacity_factor", 1.0),
+    ("", "dispatch.eval_token_fraction", 0.25),
+    ("", "losses", {"gshard": 1.0}),
+    ("--moe-top1-expert", "router.top_k", 1),
+    ("--moe-top1-expert", "router.normalize", "none"),
+    ("--moe-top1-expert", "router.second_expert_policy", "all"),
+    ("--moe-normalize-gate-prob-before-dropping", "router.normalize", "before_drop"),
+    ("--moe-batch-prioritized-routing", "router.batch_prioritized", True),
+    ("--moe-eval-capacity-token-fraction -1", "dispatch.eval_token_fraction", 0.0),
+    ("--moe-second-expert-policy random", "router.second_expert_policy", "random"),
+    ("--moe-expert-ffn-dim 99", "experts.hidden_dim", 24),
+    ("--moe-expert-hidden-dim 99", "experts.hidden_dim", 99),
+    ("--moe-dispatch ragged --moe-capacity-factor none", "dispatch.capacity_factor", None),
+    ("--moe-dispatch ragged --moe-capacity-factor none", "dispatch.eval_token_fraction", 0.0),
+    ("--moe-dispatch ragged", "dispatch.name", "ragged"),
+    ("--moe-top-k 3", "router.second_expert_policy", "all"),
+    ("--moe-losses gshard=0.5,z=0.001", "losses", {"gshard": 0.5, "z": 0.001}),
+])
+def test_flags_set_their_path(flags: str, path: str, expected: Any) -> None:
+    assert value(config(BRANCH + flags), path) == expected
+
+
+@pytest.mark.parametrize(("fairseq_name", "ours"), [("relu", "relu"), ("gelu", "gelu"), ("gelu_accurate", "gelu_tanh"), ("relu_squared", "squared_relu")])
+def test_activation(fairseq_name: str, ours: str) -> None:
+    assert config(BRANCH, activation=fairseq_name).experts.activation == ours
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ("--moe-top1-expert --moe-top-k 2", ("--moe-top1-expert", "--moe-top-k")),
+    ("--moe-num-experts 8", ("--moe-expert-count", "--moe-num-experts")),
+    ("--moe-batch-prioritized-routing --moe-batch-prioritized false", ("--moe-batch-prioritized",)),
+    ("--moe-normalize-gate-prob-before-dropping --moe-router-normalize none", ("--moe-router-normalize",)),
+    ("--moe-top-k 9", ("top_k", "num_experts=4")),
+    ("--moe-capacity-factor many", ("--moe-capacity-factor", "many")),
+    ("--moe-config /no/such.yaml", ("/no/such.yaml",)),
+])
+def test_contradictions_and_bad_values_are_refused(flags: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        config(BRANCH + flags)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_activation_without_counterpart_is_refused() -> None:
+    with pytest.raises(ValueError, match="tanh"):
+        config(BRANCH, activation="tanh")
+
+
+def test_yaml_lies_above_fairseq_and_below_flags(tmp_path: Path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("num_experts: 16\nrouter: {top_k: 3, normalize: before_drop}\nexperts: {hidden_dim: 40}\n")
+    seen = config(f"--moe-freq 2 --moe-config {path} --moe-router-normalize none")
+    assert (seen.num_experts, seen.router.top_k, seen.experts.hidden_dim) == (16, 3, 40)
+    assert seen.router.normalize == "none"
+    assert seen.dispatch.name == "ragged"
+    assert seen.dispatch.capacity_factor is None
+
+
+def test_experts_must_be_counted() -> None:
+    with pytest.raises(ValueError, match="--moe-expert-count"):
+        translate.check_experts_given(parse("--moe-freq 2"), 2)
+    with pytest.raises(ValueError, match="--moe-freq -1"):
+        translate.check_experts_given(parse("--moe-freq -1 --moe-expert-count 2"), -1)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("world_size", 0.25), ("sqrt_world_size", 0.5)])
+def test_gradient_factor(rule: str, factor: float) -> None:
+    assert translate.gradient_factor(parse(f"--moe-normalize-expert-grad {rule}"), 4) == factor
+
+
+def test_padding_is_masked_on_request_and_when_dropless() -> None:
+    for flags, masked in (("", False), ("--use-moe-pad-mask", True), ("--moe-capacity-factor none", True), ("--moe-capacity-factor 1.25", False)):
+        args = parse(BRANCH + flags)
+        assert translate.masks_padding(args, config(BRANCH + flags)) is masked

@@ -1,0 +1,83 @@
+"""Run in a process of its own with TRITON_INTERPRET=1: every Triton kernel against its float64 reference, on CPU tensors.
+
+    TRITON_INTERPRET=1 python -m tests.kernels.interpreted [operation ...]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.kernels import kernels
+from tests.kernels.problems import SHAPES, arguments
+
+# the interpreter truncates when it rounds to bfloat16, so a value may be one step off
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def widened(value: Any) -> Any:
+    """Floating-point tensors in float64; fp8 codes stay codes."""
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float8_e4m3fn:
+        return value.double()
+    return value
+
+
+
+
+def compare(name: str, got: Any, want: Any, dtype: torch.dtype, what: str) -> None:
+    """Every output; tensors in the norm of the reference, integers exactly."""
+    if isinstance(want, tuple):
+        for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            compare(name, mine, theirs, dtype, f"{what}, output {number}")
+    elif want is None:
+        assert got is None, what
+    elif want.dtype == torch.float8_e4m3fn:
+        off = (got.float() - want.float()).abs()
+        assert bool((off <= want.float().abs() * 0.126 + 2**-8).all()), f"{what}: codes off by up to {off.max()}"
+    elif not want.is_floating_point():
+        assert torch.equal(got, want), f"{what}: {got} != {want}"
+    else:
+        scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
+        torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale, msg=lambda m: f"{what}: {m}")
+
+
+def check(name: str) -> int:
+    """All shapes and dtypes of one operation; returns the number of comparisons."""
+    kernel, done = kernels.get(name), 0
+    fixed = name.startswith("route_") or name in ("running_count",)
+    for label, shape in SHAPES.items():
+        for dtype in (torch.float32,) if fixed else (torch.float32, torch.bfloat16, torch.float16):
+            if dtype != torch.float32 and label != "plain":
+                continue
+            for number, args in enumerate(arguments(name, shape, dtype)):
+                what = f"{name}, {label}, {dtype}, arguments {number}"
+                assert kernel.choose(*args) == "triton", f"{what}: {kernel.why_not('triton', *args)}"
+                want = kernel.implementation("torch")(*[widened(a) if name != "dequantize_fp8" else a for a in args])
+                got = kernel(*args)
+                again = kernel(*args)
+                compare(name, got, widened(want) if not isinstance(want, tuple) else tuple(map(widened, want)), dtype, what)
+                for mine, other in zip(*[v if isinstance(v, tuple) else (v,) for v in (got, again)], strict=True):
+                    assert mine is None or torch.equal(mine.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), f"{what}: not the same twice"
+                done += 1
+    return done
+
+
+def main(names: list[str]) -> None:
+    """Check the named operations, or all that have a Triton implementation."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    import moe_plugin.kernels.gpu.common as common
+
+    assert common.INTERPRETED
+    torch.set_num_threads(1)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN: an element that is not written shows
+    for name in names or [e.name for e in kernels if "triton" in e.value.names()]:
+        print(name, check(name), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

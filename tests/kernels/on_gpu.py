@@ -1,0 +1,108 @@
+"""Run on a machine with a GPU: every Triton kernel against its float64 reference there, the layer, and its capture in a CUDA graph.
+
+    python -m tests.kernels.on_gpu
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm import LocalComm
+from moe_plugin.config import from_dict
+from moe_plugin.kernels import Groups, kernels
+from moe_plugin.layer import MoELayer
+from tests.kernels.interpreted import TOLERANCE, compare, widened
+from tests.kernels.problems import SHAPES, Shape, arguments
+
+GPU = torch.device("cuda")
+LARGE = Shape(4099, 1000, 61, 6, 712, skew=2.0, dropped=0.05)
+
+
+def moved(value: Any) -> Any:
+    """Arguments on the GPU."""
+    if isinstance(value, Groups):
+        return dataclasses.replace(value, device=GPU)
+    return value.to(GPU) if isinstance(value, Tensor) else value
+
+
+def check_kernels() -> None:
+    """Forward kernels and gradients' kernels, awkward shapes and one large one; the same twice, bitwise."""
+    for name in (e.name for e in kernels if "triton" in e.value.names()):
+        kernel, done = kernels.get(name), 0
+        for label, shape in {**SHAPES, "large": LARGE}.items():
+            for dtype in (torch.float32,) if name.startswith("route_") else TOLERANCE:
+                for number, args in enumerate(arguments(name, shape, dtype)):
+                    on_gpu = [moved(a) for a in args]
+                    assert kernel.choose(*on_gpu) == "triton", kernel.why_not("triton", *on_gpu)
+                    want = kernel.implementation("torch")(*[widened(a) if name != "dequantize_fp8" else a for a in on_gpu])
+                    got, again = kernel(*on_gpu), kernel(*on_gpu)
+                    want = tuple(map(widened, want)) if isinstance(want, tuple) else widened(want)
+                    compare(name, got, want, dtype, f"{name}, {label}, {dtype}, arguments {number}")
+                    for mine, other in zip(*[v if isinstance(v, tuple) else (v,) for v in (got, again)], strict=True):
+                        assert mine is None or torch.equal(mine.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
+                    done += 1
+        print(name, done, flush=True)
+
+
+def make_layer(**config: Any) -> MoELayer:
+    """A bfloat16 layer on the GPU."""
+    tree = {"model_dim": 256, "num_experts": 16, "experts": {"hidden_dim": 512}, **config}
+    return MoELayer(from_dict(tree), LocalComm(), dtype=torch.bfloat16, device=GPU)
+
+
+def check_graph() -> None:
+    """Forward and backward of the padded layer captured once and replayed on new inputs give what eager gives."""
+    layer = make_layer(dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
+    x = torch.randn(1024, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> tuple[Tensor, ...]:
+        y = layer(x).output
+        return (y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()]))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        for mine, eager in zip(captured, step(), strict=True):
+            assert torch.equal(mine, eager), "a replay differs from eager"
+    print("CUDA graph: the same as eager, bitwise")
+
+
+def check_syncs() -> None:
+    """No host synchronisation in the padded layer; one in the dropless layer."""
+    padded = make_layer(dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
+    x = torch.randn(512, 256, device=GPU, dtype=torch.bfloat16)
+    padded(x).output.sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        padded(x).output.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    print("padded: no host synchronisation")
+
+
+def check_compile() -> None:
+    """torch.compile with inductor, one graph."""
+    layer = make_layer(dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
+    compiled = torch.compile(lambda v: layer(v).output, fullgraph=True)
+    x = torch.randn(512, 256, device=GPU, dtype=torch.bfloat16)
+    torch.testing.assert_close(compiled(x), layer(x).output, rtol=2e-2, atol=2e-2)
+    print("torch.compile: one graph, agrees")
+
+
+if __name__ == "__main__":
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for check in (check_kernels, check_syncs, check_graph, check_compile):
+        check()

@@ -1,0 +1,198 @@
+"""Arguments for every operation over awkward shapes, and references to hold implementations to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.kernels import Groups
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """T tokens, D width, E experts, K choices, F inner width; skew: added to the first expert's logits; dropped: share of choices."""
+
+    tokens: int
+    width: int
+    experts: int
+    top_k: int
+    inner: int
+    skew: float = 0.0
+    dropped: float = 0.0
+
+
+SHAPES = {
+    "plain": Shape(37, 48, 5, 2, 40),
+    "tiles": Shape(128, 64, 4, 2, 128),
+    "one token": Shape(1, 33, 3, 1, 7),
+    "no tokens": Shape(0, 16, 4, 2, 16),
+    "one expert": Shape(19, 17, 1, 1, 31),
+    "all experts": Shape(11, 24, 4, 4, 20),
+    "starving experts": Shape(40, 20, 16, 1, 12, skew=6.0),
+    "dropped choices": Shape(33, 40, 6, 3, 24, dropped=0.4),
+    "everything dropped": Shape(9, 8, 3, 2, 8, dropped=1.0),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where rows lie: see `moe_plugin.kernels.rows`."""
+
+    ids_TK: Tensor
+    source_R: Tensor
+    position_TK: Tensor
+    groups: Groups
+
+    @property
+    def token_R(self) -> Tensor:
+        """Token of each row, -1 for none."""
+        return torch.where(self.source_R < 0, -1, self.source_R // self.position_TK.shape[1])
+
+
+def make_plan(s: Shape, g: torch.Generator, empty_slots: bool = False) -> Plan:
+    """Random routing; with empty_slots every expert has one row more than it needs, which holds nothing."""
+    logits_TE = torch.randn(s.tokens, s.experts, generator=g)
+    logits_TE[:, 0] += s.skew
+    ids_TK = logits_TE.topk(s.top_k, 1).indices
+    ids_TK = ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=g) < s.dropped, -1)
+    sources: list[int] = []
+    counts = []
+    for e in range(s.experts):
+        mine = (ids_TK.reshape(-1) == e).nonzero()[:, 0].tolist() + [-1] * empty_slots
+        sources += mine
+        counts.append(len(mine))
+    source_R = torch.tensor(sources, dtype=torch.int64)
+    position_N = torch.full((ids_TK.numel(),), -1)
+    for row, choice in enumerate(sources):
+        if choice >= 0:
+            position_N[choice] = row
+    return Plan(ids_TK, source_R, position_N.view(ids_TK.shape), Groups(counts, CPU))
+
+
+def arguments(op: str, s: Shape, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[Any, ...]]:
+    """Argument tuples for an operation; floating-point tensors in float64 hold values of `dtype` exactly."""
+    g = torch.Generator().manual_seed(seed)
+    plan, slotted = make_plan(s, g), make_plan(s, g, empty_slots=True)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    yield from _MAKERS[op](s, plan, slotted, draw, g)
+
+
+def _take(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for p in (plan, slotted):
+        yield draw(s.tokens, s.width), p.source_R, s.top_k, None
+        yield draw(s.tokens, s.width), p.source_R, s.top_k, torch.rand(s.tokens, s.top_k, generator=g)
+    yield draw(s.width, s.tokens).t(), plan.source_R, s.top_k, None  # another stride
+
+
+def _sum(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for p in (plan, slotted):
+        rows = p.source_R.numel()
+        yield draw(rows, s.width), p.position_TK, None
+        yield draw(rows, s.width), p.position_TK, torch.rand(s.tokens, s.top_k, generator=g)
+        yield draw(rows, s.width), p.position_TK, torch.rand(s.top_k, s.tokens, generator=g).t()
+
+
+def _dot(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for p in (plan, slotted):
+        yield draw(s.tokens, s.width), draw(p.source_R.numel(), s.width), p.position_TK
+
+
+def _count(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    yield plan.ids_TK.reshape(-1), s.experts
+    yield plan.ids_TK.t().reshape(-1), s.experts
+    yield torch.randint(-1, s.experts, (2100 if s.experts == 5 else 3,), generator=g), s.experts
+
+
+def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    mask_T = torch.rand(s.tokens, generator=g) < 0.8
+    logits_TE = torch.randn(s.tokens, s.experts, generator=g) * 2
+    for normalize in (False, True):
+        yield logits_TE, mask_T, None, s.top_k, normalize
+        yield logits_TE.round(), mask_T, None, s.top_k, normalize  # many ties
+    if s.tokens:
+        given = torch.stack([torch.randperm(s.experts, generator=g)[: s.top_k] for _ in range(s.tokens)])
+        yield logits_TE, mask_T, given, s.top_k, True
+
+
+def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    from moe_plugin.kernels import kernels
+
+    for args in _top(s, plan, slotted, draw, g):
+        ids, weights, lse, *_ = kernels.get("route_top_k").implementation("torch")(*args)
+        grads = torch.randn(weights.shape, generator=g), torch.randn(s.experts, generator=g), torch.randn((), generator=g)
+        yield args[0], args[1], ids, weights, lse, *grads, args[4]
+
+
+def _chunks(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for outer, inner in ((1, 1), (2, 3), (4, 2)):
+        yield draw(outer * inner * s.tokens, s.width), outer, inner
+
+
+def _quantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    x = draw(s.tokens, s.width) * torch.logspace(-3, 3, max(1, s.tokens))[: s.tokens, None].to(draw(1).dtype)
+    yield x, 16
+    yield torch.cat([x, torch.zeros_like(x)]), 128
+
+
+def _dequantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    blocks = -(-s.width // 16)
+    yield draw(s.tokens, s.width).to(torch.float8_e4m3fn), torch.rand(s.tokens, blocks, generator=g), 16, draw(1).dtype
+
+
+def _product(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    w, b = draw(s.experts, s.width, s.inner), draw(s.experts, s.inner)
+    for p in (plan, slotted):
+        yield draw(s.tokens, s.width), p.groups, w, b, p.token_R, None
+        rows = p.groups.total
+        yield draw(rows, s.inner), p.groups, w.transpose(1, 2), None, None, draw(rows, s.width)
+
+
+def _activations(s: Shape) -> tuple[str, ...]:
+    # all of them on one shape; on the others the two most used (the interpreter is slow)
+    return ("gelu", "gelu_tanh", "relu", "silu", "squared_relu") if s == SHAPES["dropped choices"] else ("gelu", "silu")
+
+
+def _first(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for number, act in enumerate(_activations(s)):
+        p = (plan, slotted)[number % 2]
+        w, b = draw(s.experts, s.width, s.inner) * 0.3, draw(s.experts, s.inner)
+        yield draw(s.tokens, s.width), p.groups, w, b, p.token_R, None, act
+        yield draw(s.tokens, s.width), p.groups, w, None, p.token_R, draw(p.groups.total, s.inner), act
+
+
+def _second_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for number, act in enumerate(_activations(s)):
+        p = (plan, slotted)[number % 2]
+        w, rows = draw(s.experts, s.inner, s.width) * 0.3, p.groups.total
+        yield draw(s.tokens, s.width), p.groups, w, draw(rows, s.inner), None, torch.rand(rows, generator=g), p.token_R, act
+        yield draw(rows, s.width), p.groups, w, draw(rows, s.inner), draw(rows, s.inner), None, None, act
+
+
+def _weight_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for p in (plan, slotted):
+        rows = p.groups.total
+        yield draw(s.tokens, s.width), draw(rows, s.inner), p.groups, p.token_R, None, None
+        yield draw(rows, s.inner), draw(s.tokens, s.width), p.groups, None, p.token_R, torch.rand(rows, generator=g)
+
+
+def _bias_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for p in (plan, slotted):
+        yield draw(p.groups.total, s.inner), p.groups, None, None
+        yield draw(s.tokens, s.width), p.groups, p.token_R, torch.rand(p.groups.total, generator=g)
+
+
+_MAKERS = {
+    "take_rows": _take, "sum_rows": _sum, "dot_rows": _dot, "running_count": _count, "route_top_k": _top,
+    "route_top_k_backward": _top_backward, "transpose_chunks": _chunks, "quantize_fp8": _quantize, "dequantize_fp8": _dequantize,
+    "expert_product": _product, "expert_first": _first, "expert_second_backward": _second_backward,
+    "expert_weight_grad": _weight_grad, "expert_bias_grad": _bias_grad,
+}

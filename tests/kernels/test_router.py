@@ -1,0 +1,48 @@
+"""The router's one pass: gradients in float64, ties, and the same answers as scores taken one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_plugin.kernels import route, running_count, slot_index, top_k_stable
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("tokens,experts,k", [(5, 4, 2), (3, 1, 1), (4, 3, 3), (1, 7, 5)])
+def test_gradcheck(tokens: int, experts: int, k: int, normalize: bool) -> None:
+    logits = torch.randn(tokens, experts, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(tokens) < 0.7
+
+    def outputs(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        routed = route(logits, mask, k, normalize)
+        return routed.weights_TK, routed.importance_E, routed.z
+
+    assert torch.autograd.gradcheck(outputs, logits)
+
+
+@given(st.integers(0, 20), st.integers(1, 12), st.integers(1, 12), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_best_scores_and_ties(tokens: int, experts: int, k: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 4, (tokens, experts), generator=g).float()
+    k = min(k, experts)
+    chosen = top_k_stable(scores, k)
+    for row, ids in zip(scores.tolist(), chosen.tolist(), strict=True):
+        assert ids == sorted(range(experts), key=lambda e: (-row[e], e))[:k]
+    assert torch.equal(route(scores.log1p(), torch.ones(tokens, dtype=torch.bool), k, True).ids_TK, chosen)
+
+
+@given(st.lists(st.integers(-1, 5), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_running_count(ids: list[int]) -> None:
+    ranks, counts = running_count(torch.tensor(ids, dtype=torch.int64), 6)
+    assert ranks.tolist() == [-1 if e < 0 else ids[:n].count(e) for n, e in enumerate(ids)]
+    assert counts.tolist() == [ids.count(e) for e in range(6)]
+
+
+def test_first_choices_come_before_second_choices() -> None:
+    ids = torch.tensor([[0, 1], [1, 0], [0, -1]])
+    assert slot_index(ids, 2).tolist() == [[0, 1], [0, 2], [1, -1]]

@@ -1,0 +1,206 @@
+"""A native MoE layer and ours with the same weights, and their results over the whole world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+D, HIDDEN, EXPERTS, SEQUENCE, BATCH = 16, 24, 4, 8, 3
+
+
+@dataclass
+class Case:
+    """One comparison: parallel sizes and native settings."""
+
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    gated: bool = False
+    native: dict[str, Any] = field(default_factory=dict)
+    padding: bool = False
+    training: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def config(self) -> Any:
+        """The case as a TransformerConfig."""
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        values = {
+            "num_layers": 1, "hidden_size": D, "num_attention_heads": 2, "num_moe_experts": EXPERTS, "moe_ffn_hidden_size": HIDDEN,
+            "moe_router_topk": 2, "moe_router_dtype": "fp32", "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False,
+            "tensor_model_parallel_size": self.tp, "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.etp,
+            "sequence_parallel": self.sequence_parallel, "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
+            "moe_router_load_balancing_type": "none", "gated_linear_unit": self.gated, "params_dtype": self.dtype,
+            "bf16": self.dtype == torch.bfloat16,
+        }
+        if self.gated:
+            values["activation_func"] = F.silu
+        return TransformerConfig(**{**values, **self.native})
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Whole weights: router [E, D], first maps [E, D, F], gates or None, second maps [E, F, D]."""
+
+    router: Tensor
+    w_in: Tensor
+    w_gate: Tensor | None
+    w_out: Tensor
+
+
+def draw(case: Case, seed: int = 3) -> Weights:
+    """The same weights on every rank."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = case.config().moe_ffn_hidden_size
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g) * 0.3
+
+    experts = case.config().num_moe_experts
+    return Weights(normal(experts, D) * 3, normal(experts, D, hidden), normal(experts, D, hidden) if case.gated else None, normal(experts, hidden, D))
+
+
+def initialise_parallel(case: Case, pp: int = 1) -> None:
+    """Megatron's groups for the case."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(case.tp, pp, expert_model_parallel_size=case.ep, expert_tensor_parallel_size=case.etp)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+
+
+def build(case: Case, ours: bool, settings: dict[str, Any] | None = None) -> torch.nn.Module:
+    """Megatron's layer, or ours, with the case's weights."""
+    from moe_plugin.hosts.megatron import compat
+    from moe_plugin.hosts.megatron.layer import PluginMoELayer
+    from moe_plugin.hosts.megatron.spec import swap_moe
+
+    spec = compat.gpt_moe_layer_spec(False)
+    if ours:
+        spec = swap_moe(spec, settings)
+    submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
+    mlp = submodules.mlp
+    config = case.config()
+    layer = mlp(config=config) if hasattr(mlp, "keywords") else compat.build_module(mlp, config=config)
+    assert isinstance(layer, PluginMoELayer) == ours
+    layer.set_layer_number(1)
+    load(layer, case, draw(case))
+    return layer.train(case.training)
+
+
+def _ranges(layer: Any, case: Case) -> tuple[list[int], int]:
+    # native: this rank's experts (whole or a slice of the hidden dimension)
+    from megatron.core import parallel_state as ps
+
+    return layer.local_expert_indices, ps.get_expert_tensor_parallel_rank()
+
+
+def load(layer: Any, case: Case, weights: Weights) -> None:
+    """Copy whole weights into either layer."""
+    with torch.no_grad():
+        router = layer.router.weight if hasattr(layer.router, "weight") else layer.router.weight_ED
+        router.copy_(weights.router)
+        for part, whole in _parts(layer, case):
+            part.copy_(whole(weights))
+
+
+def _parts(layer: Any, case: Case) -> list[tuple[Tensor, Any]]:
+    """(parameter, function from whole weights to its value) for every expert parameter of this rank."""
+    if hasattr(layer, "_moe"):
+        return _our_parts(layer)
+    found = []
+    indices, tp_rank = _ranges(layer, case)
+    for e, expert in zip(indices, layer.experts.local_experts, strict=True):
+        def first(w: Weights, e: int = e) -> Tensor:
+            cut = [m[e].chunk(case.etp, 1)[tp_rank].t() for m in ((w.w_gate, w.w_in) if case.gated else (w.w_in,))]
+            return torch.cat(cut)
+
+        found.append((expert.linear_fc1.weight, first))
+        found.append((expert.linear_fc2.weight, lambda w, e=e: w.w_out[e].chunk(case.etp, 0)[tp_rank].t()))
+    return found
+
+
+def _our_parts(layer: Any) -> list[tuple[Tensor, Any]]:
+    place, experts = layer._moe.placement, layer.experts
+    expert, shard = divmod(place.comm.rank * place.local, place.shards)
+    here = slice(expert, expert + place.local)
+    found = [(experts.w_in_LDF, lambda w: w.w_in[here].chunk(place.shards, 2)[shard]),
+             (experts.w_out_LFD, lambda w: w.w_out[here].chunk(place.shards, 1)[shard])]
+    if experts.w_gate_LDF is not None:
+        found.append((experts.w_gate_LDF, lambda w: w.w_gate[here].chunk(place.shards, 2)[shard]))
+    return found
+
+
+def whole_gradients(layer: Any, case: Case, of: Any = lambda p: p.grad) -> Weights:
+    """Gradients of the whole weights, summed over the world (replicas hold parts)."""
+    like = draw(case)
+    total = Weights(*(torch.zeros_like(t) if t is not None else None for t in (like.router, like.w_in, like.w_gate, like.w_out)))
+    probe = Weights(*(t.clone().requires_grad_() if t is not None else None for t in (like.router, like.w_in, like.w_gate, like.w_out)))
+    # the transpose of "whole to part" puts a part's gradient in its place
+    value = sum((whole(probe) * of(part).float()).sum() for part, whole in _parts(layer, case))
+    names = [n for n in ("w_in", "w_gate", "w_out") if getattr(probe, n) is not None]
+    for name, grad in zip(names, torch.autograd.grad(value, [getattr(probe, n) for n in names]), strict=True):
+        getattr(total, name).copy_(grad)
+    router = layer.router.weight if hasattr(layer.router, "weight") else layer.router.weight_ED
+    total.router.copy_(of(router).float())
+    if case.tp > 1 and not case.sequence_parallel:
+        total.router.div_(case.tp)  # whole on every tensor-parallel rank
+    for tensor in (total.router, total.w_in, total.w_gate, total.w_out):
+        if tensor is not None:
+            dist.all_reduce(tensor)
+    return total
+
+
+def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(input [s, b, D], weights of the outputs, padding mask [b, s] or None) of this rank: whole sequences by data-parallel
+    rank, under sequence parallelism cut by tensor-parallel rank."""
+    from megatron.core import parallel_state as ps
+
+    g = torch.Generator().manual_seed(100 + ps.get_data_parallel_rank())
+    x, weigh = (torch.randn(SEQUENCE, BATCH, D, generator=g) for _ in range(2))
+    padding = torch.zeros(SEQUENCE, BATCH, dtype=torch.bool)
+    if case.padding:
+        padding[-3:, 1] = True
+        padding[2:, 2] = True
+        weigh = weigh * ~padding[..., None]
+    if case.sequence_parallel:
+        x, weigh, padding = (t.chunk(case.tp)[ps.get_tensor_model_parallel_rank()].contiguous() for t in (x, weigh, padding))
+    return x.to(case.dtype), weigh, padding.t().contiguous() if case.padding else None
+
+
+def run(layer: Any, case: Case) -> dict[str, Any]:
+    """Forward and backward once: output, input gradient, whole gradients, logged losses."""
+    from moe_plugin.hosts.megatron import compat
+
+    compat.clear_logged_losses()
+    x, weigh, padding = batch(case)
+    x.requires_grad_()
+    y, bias = layer(x, padding_mask=padding) if padding is not None else layer(x)
+    assert bias is None
+    (y.float() * weigh).sum().backward()
+    grads = whole_gradients(layer, case)
+    logged = {name: entry.values.clone() for name, entry in compat.logged_losses().items()}
+    for name, entry in compat.logged_losses().items():
+        if entry.reduce_group is not None:
+            dist.all_reduce(logged[name], group=entry.reduce_group)
+    real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()
+    return {"output": (y.detach() * real[..., None]).float(), "input gradient": x.grad.float(), "router gradient": grads.router,
+            "w_in gradient": grads.w_in, "w_gate gradient": grads.w_gate, "w_out gradient": grads.w_out,
+            **{f"logged {name}": value for name, value in logged.items()}}
+
+
+def compare(case: Case) -> dict[str, float]:
+    """On one rank: the largest difference of every result between Megatron's layer and ours, relative to its size."""
+    initialise_parallel(case)
+    native, ours = (run(build(case, flag), case) for flag in (False, True))
+    assert set(native) <= set(ours), (set(native), set(ours))
+    return {name: float((native[name] - ours[name]).abs().max() / native[name].abs().max().clamp(min=1e-6))
+            for name in native if native[name] is not None}

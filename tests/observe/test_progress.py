@@ -1,0 +1,28 @@
+"""The progress bar shows itself to a terminal only."""
+
+from __future__ import annotations
+
+import io
+
+from moe_plugin.observe import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_file_gets_nothing() -> None:
+    stream = io.StringIO()
+    with progress(3, "waiting", stream=stream) as bar:
+        bar.update(1)
+        bar.set_postfix_str("loss 1")
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_sees_count_and_text() -> None:
+    stream = Terminal()
+    with progress(3, "waiting", stream=stream) as bar:
+        bar.update(2)
+        bar.set_postfix_str("loss 1.5")
+    assert "waiting" in stream.getvalue() and "2/3" in stream.getvalue() and "loss 1.5" in stream.getvalue()

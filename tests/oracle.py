@@ -1,0 +1,189 @@
+"""The dense reference: one process, every token through its experts one at a time. Slow and obvious on purpose.
+
+It shares no code with the package. A case is the tokens of every rank; routing, capacity and losses are computed for each rank on
+its own tokens, experts are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = {
+    "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu,
+    "squared_relu": lambda x: F.relu(x) ** 2,
+}
+
+
+@dataclass
+class Case:
+    """One cell of the matrix. tokens: number of tokens of each rank; masked: how many of them (the last) are padding."""
+
+    world: int
+    experts: int
+    top_k: int
+    tokens: list[int]
+    masked: list[int] | None = None
+    factor: float | None = None
+    kind: str = "ffn"
+    activation: str = "gelu"
+    bias: bool = True
+    score: str = "softmax"
+    normalize: str = "before_drop"
+    scaling: float = 1.0
+    prioritized: bool = False
+    skew: float = 0.0
+    width: int = 8
+    hidden: int = 16
+    seed: int = 0
+
+
+def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Whole parameters of all experts and the router."""
+    g = torch.Generator().manual_seed(case.seed)
+    e, d, f = case.experts, case.width, case.hidden
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=g, dtype=torch.float64) * 0.5).to(dtype)
+
+    p = {"router": draw(e, d), "w_in": draw(e, d, f), "w_gate": draw(e, d, f), "w_out": draw(e, f, d),
+         "b_in": draw(e, f), "b_gate": draw(e, f), "b_out": draw(e, d)}
+    if case.skew:  # pull all tokens to expert 0: the others starve
+        p["router"][0] += case.skew
+    return p
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Tokens and masks of every rank."""
+    g = torch.Generator().manual_seed(case.seed + 1)
+    xs = [torch.randn(n, case.width, generator=g, dtype=torch.float64) for n in case.tokens]
+    if case.skew:
+        xs = [x.abs() for x in xs]
+    masks = [None] * case.world if case.masked is None else [
+        torch.arange(n) < n - m for n, m in zip(case.tokens, case.masked, strict=True)]
+    return [x.to(dtype) for x in xs], masks
+
+
+def route(case: Case, p: dict[str, Tensor], x: Tensor, mask: Tensor) -> tuple[list, list, Tensor, Tensor]:
+    """For each token: experts by decreasing score (ties to the lower index) and their weights."""
+    logits = x @ p["router"].T
+    scores = logits.softmax(1) if case.score == "softmax" else logits.sigmoid()
+    chosen, weights = [], []
+    for t in range(x.shape[0]):
+        if not mask[t]:
+            chosen.append([])
+            weights.append([])
+            continue
+        order = sorted(range(case.experts), key=lambda e: (-scores[t, e].item(), e))[: case.top_k]
+        w = [scores[t, e] for e in order]
+        if case.top_k > 1 and case.normalize == "before_drop":
+            total = sum(w)
+            w = [v / total for v in w]
+        chosen.append(order)
+        weights.append([v * case.scaling for v in w])
+    return chosen, weights, logits, scores
+
+
+def slots_limit(case: Case, loads: list[list[int]], real: list[int]) -> int | None:
+    """The capacity table; loads: tokens by expert for each rank."""
+    if case.factor is None:
+        return None
+    s = math.ceil(max(real) / case.experts)
+    largest = max(max(load) for load in loads)
+    if case.factor > 0:
+        return case.top_k * int(case.factor * s)
+    return largest if case.factor == 0 else min(largest, case.top_k * int(-case.factor * s))
+
+
+def drop(case: Case, chosen: list[list[int]], weights: list[list[Tensor]], scores: Tensor,
+         limit: int | None) -> list[list[tuple[int, Tensor]]]:
+    """Hand out slots: choice by choice, token by token (or most confident first); what finds none is dropped."""
+    order = list(range(len(chosen)))
+    if case.prioritized:
+        order.sort(key=lambda t: -scores[t].max().item())
+    used = [0] * case.experts
+    kept: list[list[tuple[int, Tensor]]] = [[] for _ in chosen]
+    for j in range(case.top_k):
+        for t in order:
+            if j < len(chosen[t]):
+                e = chosen[t][j]
+                if limit is None or used[e] < limit:
+                    kept[t].append((e, weights[t][j]))
+                used[e] += 1
+    if case.normalize == "after_drop" and case.top_k > 1:
+        kept = [[(e, w / sum(v for _, v in row)) for e, w in row] for row in kept]
+    return kept
+
+
+def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
+    """One whole expert on one token."""
+    act = ACTIVATIONS[case.activation]
+
+    def linear(v: Tensor, w: str, b: str) -> Tensor:
+        return v @ p[w][e] + (p[b][e] if case.bias else 0)
+
+    inner = linear(x, "w_in", "b_in")
+    inner = act(inner) if case.kind == "ffn" else act(linear(x, "w_gate", "b_gate")) * inner
+    return linear(inner, "w_out", "b_out")
+
+
+def losses(case: Case, chosen: list[list[int]], logits: Tensor, scores: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """gshard, switch and z over real tokens, term by term."""
+    real = [t for t in range(len(chosen)) if mask[t]]
+    zero = logits.sum() * 0
+    if not real:
+        return {"gshard": zero, "switch": zero, "z": zero}
+    n, e = len(real), case.experts
+    p = scores / scores.sum(1, keepdim=True)
+    first, every = zero, zero
+    for i in range(e):
+        mass = sum(p[t, i] for t in real)
+        first = first + mass * sum(chosen[t][0] == i for t in real)
+        every = every + mass * sum(chosen[t].count(i) for t in real)
+    z = sum(logits[t].exp().sum().log() ** 2 for t in real) / n
+    return {"gshard": first * e / n**2, "switch": every * e / (case.top_k * n**2), "z": z}
+
+
+@dataclass
+class Answer:
+    """What the layer must return on each rank, and all gradients."""
+
+    outputs: list[Tensor]
+    losses: list[dict[str, Tensor]]
+    input_grads: list[Tensor]
+    grads: dict[str, Tensor]
+    dropped: list[int]
+
+
+def objective(output: Tensor, loss: dict[str, Tensor], seed: int) -> Tensor:
+    """A scalar with a different gradient for every element, plus the losses with different weights."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    direction = torch.randn(output.shape, generator=g, dtype=torch.float64).to(output.dtype)
+    total = (output * direction).sum() + (output.float() ** 2 if output.dtype != torch.float64 else output**2).sum() / 2
+    return total + sum(0.1 * (i + 1) * loss[name] for i, name in enumerate(sorted(loss)))
+
+
+def dense(case: Case, parameters: dict[str, Tensor], xs: list[Tensor], masks: list[Tensor | None]) -> Answer:
+    """The whole reference in float64."""
+    p = {name: value.double().clone().requires_grad_() for name, value in parameters.items()}
+    xs = [x.double().clone().requires_grad_() for x in xs]
+    real = [torch.ones(len(x), dtype=torch.bool) if m is None else m for x, m in zip(xs, masks, strict=True)]
+    routed = [route(case, p, x, m) for x, m in zip(xs, real, strict=True)]
+    loads = [[sum(row.count(e) for row in chosen) for e in range(case.experts)] for chosen, *_ in routed]
+    limit = slots_limit(case, loads, [int(m.sum()) for m in real])
+    outputs, all_losses, dropped, total = [], [], [], 0
+    for rank, (x, m, (chosen, weights, logits, scores)) in enumerate(zip(xs, real, routed, strict=True)):
+        kept = drop(case, chosen, weights, scores, limit)
+        rows = [sum((w * expert(case, p, e, x[t]) for e, w in kept[t]), torch.zeros(case.width, dtype=torch.float64)) for t in range(len(x))]
+        outputs.append(torch.stack(rows) if rows else x * 0)
+        all_losses.append(losses(case, chosen, logits, scores, m))
+        dropped.append(sum(map(len, chosen)) - sum(map(len, kept)))
+        total = total + objective(outputs[-1], all_losses[-1], rank)
+    total.backward()
+    grads = {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in p.items()}
+    return Answer([o.detach() for o in outputs], [{n: v.detach() for n, v in one.items()} for one in all_losses],
+                  [torch.zeros_like(x) if x.grad is None else x.grad for x in xs], grads, dropped)

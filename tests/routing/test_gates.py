@@ -1,0 +1,284 @@
+"""What is particular to single routers: noise, temperature, bias, tables, groups; several routers in one layer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_plugin import MoELayer
+from moe_plugin.comm import run_simulated
+from moe_plugin.config import from_dict
+from moe_plugin.records import TokenInfo
+from moe_plugin.routing import Router, build_router, finish_step, routers
+from moe_plugin.routing.hashing import balanced_table
+
+
+def make(name: str, experts: int = 8, k: int = 2, comm=None, losses: dict | None = None, dim: int = 6, **router):
+    config = from_dict({"model_dim": dim, "num_experts": experts, "losses": losses or {}, "router": {"name": name, "top_k": k, **router}})
+    return build_router(config, comm, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name,k", [("switch", 1), ("gshard", 2), ("base", 1), ("hash", 1)])
+def test_a_fixed_number_of_experts(name: str, k: int) -> None:
+    router = make(name, k=4, hash={"vocabulary": 9})
+    info = TokenInfo(torch.arange(5))
+    assert router(torch.randn(5, 6), None, None, info).ids_TK.shape == (5, k)
+    with pytest.raises(ValueError, match=f"top_k=3 is out of bounds: must be {k}"):
+        router(torch.randn(5, 6), None, 3, info)
+
+
+@given(st.sampled_from([2, 4]), st.integers(1, 2), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_all_experts_of_a_token_lie_in_its_groups(groups: int, k: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(20, 6, dtype=torch.float64)
+    sam = make("sam", groups=groups, k=k, losses={"sam_alignment": 1.0})
+    got = sam(x)
+    group_TK = got.ids_TK // (8 // groups)
+    assert (group_TK == group_TK[:, :1]).all()
+    p = (x @ sam.weight_ED.T).softmax(1)
+    best = p.view(20, groups, -1).sum(2).argmax(1)
+    assert torch.equal(group_TK[:, 0], best)
+    outside = p.masked_fill(torch.arange(8) // (8 // groups) == best[:, None], -1.0)
+    excess = (outside - p.gather(1, got.ids_TK[:, -1:])).clamp(min=0)
+    torch.testing.assert_close(got.losses["sam_alignment"], excess.sum(1).mean())
+    assert (got.losses["sam_alignment"] == 0) == bool((excess == 0).all())
+    limited = make("group_limited", groups=4, group_top_k=2, k=3)(x).ids_TK // 2
+    assert all(len(set(row)) <= 2 for row in limited.tolist())
+
+
+def test_groups_are_checked() -> None:
+    with pytest.raises(ValueError, match="router.groups=0 does not fit router sam"):
+        make("sam")
+    with pytest.raises(ValueError, match="router.groups=3 does not fit"):
+        make("group_limited", groups=3)
+    with pytest.raises(ValueError, match="router.top_k=5 does not fit router sam: must be <= 4"):
+        make("sam", groups=2)(torch.randn(3, 6), None, 5)
+    with pytest.raises(ValueError, match="router.top_k=3 does not fit num_experts=8: ktop1 needs a divisor; use 2"):
+        make("ktop1", k=3)(torch.randn(3, 6))
+
+
+def test_prototype_losses_are_the_mean_over_prototypes() -> None:
+    names = {"gshard": 1.0, "switch": 1.0, "z": 1.0}
+    router = make("ktop1", losses=names)
+    x = torch.randn(30, 6, dtype=torch.float64)
+    got = router(x).losses
+    want = dict.fromkeys(names, 0.0)
+    for part in router.weight_ED.split(4):
+        alone = make("switch", experts=4, losses=names)
+        with torch.no_grad():
+            alone.weight_ED.copy_(part)
+        for name, value in alone(x).losses.items():
+            want[name] = want[name] + value.detach() / 2
+    for name in names:
+        torch.testing.assert_close(got[name].detach(), want[name])
+
+
+def test_noisy_topk_is_shazeers_formula() -> None:
+    router = make("noisy_topk", experts=5, losses={"importance": 1.0, "noisy_load": 1.0})
+    with torch.no_grad():
+        router.noise_ED.copy_(torch.randn(5, 6))
+    x, mask = torch.randn(12, 6, dtype=torch.float64), torch.arange(12) < 9
+    torch.manual_seed(3)
+    got = router(x, mask)
+    torch.manual_seed(3)
+    clean, deviation = x * mask[:, None] @ router.weight_ED.T, torch.log1p((x * mask[:, None] @ router.noise_ED.T).exp())
+    h = clean + torch.randn(12, 5, dtype=torch.float64) * deviation
+    load, importance = torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    phi = torch.distributions.Normal(0.0, 1.0).cdf
+    for t in range(9):
+        top = h[t].topk(2)
+        assert got.ids_TK[t].tolist() == top.indices.tolist()
+        torch.testing.assert_close(got.weights_TK[t], top.values.softmax(0))
+        for e in range(5):
+            others = torch.cat([h[t, :e], h[t, e + 1 :]]).topk(2).values[-1]
+            load[e] += phi((clean[t, e] - others) / deviation[t, e]).detach()
+        for j in range(2):
+            importance[top.indices[j]] += top.values.softmax(0)[j].detach()
+    torch.testing.assert_close(got.losses["noisy_load"].detach(), load.var() / load.mean() ** 2)
+    torch.testing.assert_close(got.losses["importance"].detach(), importance.var() / importance.mean() ** 2)
+    got.losses["noisy_load"].backward()
+    assert router.noise_ED.grad.abs().sum() > 0
+    assert set(router.eval()(x).losses) == {"importance"}
+    with pytest.raises(ValueError, match="losses.noisy_load cannot be used with this router"):
+        make("topk", losses={"noisy_load": 1.0})
+
+
+def test_cosine_ignores_length() -> None:
+    router = make("cosine", cosine_dim=16).eval()
+    x = torch.randn(20, 6, dtype=torch.float64)
+    a, b = router(x), router(1000 * x)
+    assert torch.equal(a.ids_TK, b.ids_TK)
+    torch.testing.assert_close(a.weights_TK, b.weights_TK)
+    with torch.no_grad():
+        router.temperature.fill_(50.0)  # clamped: at most 100
+        assert router.clean_logits(x).abs().max() <= 100 + 1e-9
+
+
+def test_dense_to_sparse_ends_as_top_one_of_the_noisy_logits() -> None:
+    rules = {"start": 5.0, "end": 1e-3, "steps": 4, "threshold": 0.05}
+    router = make("dense_to_sparse", sparsity=rules)
+    x = torch.randn(200, 6, dtype=torch.float64)
+    active, temperatures = [], []
+    for _ in range(6):
+        torch.manual_seed(0)
+        got = router(x)
+        active.append(int((got.ids_TK >= 0).sum()))
+        temperatures.append(float(router.temperature()))
+        finish_step(router)
+    assert temperatures == pytest.approx([5.0 * (1e-3 / 5.0) ** min(1, i / 4) for i in range(6)])
+    assert active == sorted(active, reverse=True) and active[0] > 1500 and active[-1] < 204
+    torch.manual_seed(0)
+    noisy = x @ router.weight_ED.T - torch.empty(200, 8, dtype=torch.float64).exponential_().log()
+    assert torch.equal(got.ids_TK[:, 0], noisy.argmax(1)) and got.weights_TK[:, 0].min() > 0.5
+    again = make("dense_to_sparse", sparsity=rules)
+    again.load_state_dict(router.state_dict())
+    assert again.temperature() == router.temperature()
+    assert torch.equal(router.eval()(x).ids_TK, router(x).ids_TK)
+
+
+def test_expert_choice_is_balanced_and_keeps_the_best() -> None:
+    router = make("expert_choice", experts=4, k=2)
+    x, mask = torch.randn(30, 6, dtype=torch.float64), torch.arange(30) < 21
+    got = router(x, mask)
+    load = torch.bincount(got.ids_TK[got.ids_TK >= 0], minlength=4)
+    assert load.tolist() == [math.ceil(21 * 2 / 4)] * 4 and (got.ids_TK[21:] == -1).all()
+
+
+def test_sinkhorn_balances() -> None:
+    torch.manual_seed(1)
+    router = make("sinkhorn", experts=4, k=1, sinkhorn_rounds=50)
+    x = torch.randn(400, 6, dtype=torch.float64) + torch.randn(6)
+    balanced = torch.bincount(router(x).ids_TK[:, 0], minlength=4)
+    greedy = torch.bincount(router.eval()(x).ids_TK[:, 0], minlength=4)
+    assert balanced.max() < 125 and greedy.max() > balanced.max() + 20
+
+
+def test_bias_moves_against_the_load_of_all_ranks_and_micro_batches() -> None:
+    torch.manual_seed(2)
+    xs = torch.randn(2, 3, 40, 6, dtype=torch.float64) + torch.randn(6)
+    weight = torch.randn(4, 6, dtype=torch.float64)
+
+    def rank(comm):
+        router = make("sigmoid_bias", experts=4, k=1, comm=comm, bias_rate=0.01)
+        with torch.no_grad():
+            router.weight_ED.copy_(weight)
+        chosen = [router(x).ids_TK for x in xs[comm.rank]]
+        router.eval()
+        router(xs[0, 0])  # evaluation does not count
+        router.train()
+        finish_step(router)
+        first = router.bias_E.clone()
+        finish_step(router)  # nothing came: nothing moves
+        assert torch.equal(first, router.bias_E) and router.load_E.sum() == 0
+        return torch.bincount(torch.cat(chosen).flatten(), minlength=4), first
+
+    results = run_simulated(2, rank)
+    load = sum(r[0] for r in results).double()
+    for _, bias in results:
+        torch.testing.assert_close(bias, (0.01 * torch.sign(load.mean() - load)).float())
+
+
+def test_bias_balances_without_a_loss_and_stays_float32() -> None:
+    torch.manual_seed(0)
+    router = make("sigmoid_bias", experts=4, k=1, bias_rate=0.02).to(torch.bfloat16)
+    assert router.bias_E.dtype == torch.float32
+    x = torch.randn(800, 6) + torch.randn(6)
+    shares = []
+    for _ in range(80):
+        load = torch.bincount(router(x).ids_TK[:, 0], minlength=4)
+        shares.append(float(load.max()) / 200)
+        finish_step(router)
+    assert shares[0] > 1.25 and shares[-1] < 1.12
+    weights = router.eval()(x).weights_TK
+    torch.testing.assert_close(weights.max(), torch.sigmoid(x @ router.weight_ED.float().T).gather(1, router(x).ids_TK).max())
+    assert "bias_E" in router.state_dict() and router.double().bias_E.dtype == torch.float32
+
+
+@given(st.integers(1, 50), st.integers(1, 7), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_balanced_tables(vocabulary: int, experts: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    equal = torch.bincount(balanced_table(torch.ones(vocabulary, dtype=torch.int64), experts, g), minlength=experts)
+    assert equal.max() - equal.min() <= 1
+    counts = torch.randint(0, 100, (vocabulary,), generator=g)
+    load = torch.zeros(experts, dtype=torch.int64).index_add_(0, balanced_table(counts, experts, g), counts)
+    assert load.max() - load.min() <= counts.max()
+
+
+def test_hash_tables_from_settings(tmp_path) -> None:
+    path = tmp_path / "table.txt"
+    path.write_text("3 0\n1 2 7")
+    x, info = torch.randn(5, 6), TokenInfo(torch.arange(5))
+    assert make("hash", hash={"kind": "file", "path": str(path)})(x, None, None, info).ids_TK[:, 0].tolist() == [3, 0, 1, 2, 7]
+    with pytest.raises(ValueError, match=r"names experts 0..7: must be in 0..3"):
+        make("hash", experts=4, hash={"kind": "file", "path": str(path)})
+    with pytest.raises(ValueError, match="router.hash.vocabulary=0 does not fit"):
+        make("hash")
+    with pytest.raises(ValueError, match="vocabulary=6 does not fit.*5 entries"):
+        make("hash", hash={"kind": "file", "path": str(path), "vocabulary": 6})
+    with pytest.raises(ValueError, match="cannot be read"):
+        make("hash", hash={"kind": "file", "path": str(tmp_path / "none")})
+    one, two = (make("hash", hash={"kind": "random", "vocabulary": 40, "seed": 5}).table_V for _ in range(2))
+    assert torch.equal(one, two) and not torch.equal(one, make("hash", hash={"kind": "random", "vocabulary": 40, "seed": 6}).table_V)
+    router = make("hash", hash={"vocabulary": 4})
+    with pytest.raises(ValueError, match=r"token ids 0..4 are out of bounds: must be in 0..3"):
+        router(x, None, None, info)
+    with pytest.raises(ValueError, match="token_ids_T=None does not fit HashRouter"):
+        router(x)
+    with pytest.raises(ValueError, match="does not fit: must be .5,., one for each token"):
+        router(x, None, None, TokenInfo(torch.arange(4)))
+    # padding may carry any id
+    assert router(x, torch.arange(5) < 4, None, info).ids_TK[:, 0].tolist()[4] == -1
+
+
+def test_token_ids_reach_the_router_through_the_layer() -> None:
+    config = from_dict({"model_dim": 6, "num_experts": 4, "losses": {"sequence": 1.0}, "router": {"name": "hash", "hash": {"vocabulary": 12}}})
+    layer = MoELayer(config)
+    assert layer.router.needs == {"token_ids", "sequences"}
+    ids = torch.arange(12).view(3, 4)
+    info = TokenInfo(ids, torch.arange(3)[:, None].expand(3, 4), 3)
+    out = layer(torch.randn(3, 4, 6), info=info)
+    assert torch.equal(out.stats.load_KE[0], torch.bincount(layer.router.table_V, minlength=4))
+    with pytest.raises(ValueError, match="sequence_T=None does not fit losses.sequence"):
+        layer(torch.randn(3, 4, 6), info=TokenInfo(ids))
+
+
+def test_several_gates_one_chosen_a_call() -> None:
+    config = from_dict({"model_dim": 6, "num_experts": 4, "losses": {"gshard": 1.0}, "router": {"name": "switch, sigmoid_bias,expert_choice"}})
+    layer = MoELayer(config)
+    layer.router.replay, layer.router.batch_comm = True, layer.comm
+    assert all(gate.replay and gate.batch_comm is layer.comm for gate in layer.router.gates) and layer.router.replay
+    x = torch.randn(8, 6)
+    shapes = [layer(x, info=TokenInfo(gate_index=i)).stats.load_KE.shape[0] for i in range(3)]
+    assert shapes == [1, 2, 4] and layer(x).stats.load_KE.shape[0] == 1
+    with pytest.raises(ValueError, match=r"gate_index=3 is out of bounds: must be in 0..2"):
+        layer(x, info=TokenInfo(gate_index=3))
+    finish_step(layer)
+    assert layer.router.gates[1].load_E.sum() == 0
+
+
+def test_a_router_of_ones_own() -> None:
+    @routers.register("test_first_two")
+    class FirstTwo(Router):
+        """Always experts 0 and 1."""
+
+        fixed_k = 2
+
+        def make_parameters(self, dtype, device) -> None:
+            """None."""
+
+        def route(self, x_TD, mask_T, k, info):
+            ids = torch.tensor([[0, 1]]).expand(len(x_TD), 2)
+            probs = torch.full((len(x_TD), self.num_experts), 1 / self.num_experts)
+            return self.finish(self.seen(ids, mask_T, info, logits_TE=probs, probs_TE=probs), ids, torch.full(ids.shape, 0.5), probs[:, 0])
+
+    try:
+        out = MoELayer(from_dict({"model_dim": 6, "num_experts": 4, "router": {"name": "test_first_two"}}))(torch.randn(7, 6))
+        assert out.stats.as_dict()["load"] == [7, 7, 0, 0]
+    finally:
+        del routers._entries["test_first_two"]

@@ -1,0 +1,160 @@
+"""TA-MoE's shares against the linear program; penalties, pairwise capacity, quota over nodes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from moe_plugin.comm import Topology, run_simulated
+from moe_plugin.config import from_dict
+from moe_plugin.routing import build_router
+from moe_plugin.routing.links import expert_shares, penalties, target_shares
+from tests.routing.references import REFERENCES, Call, namespace, tensors_of
+
+
+def tree(nodes: int, ranks: int, far: float, own: float = 1.0) -> torch.Tensor:
+    node = torch.arange(nodes * ranks) // ranks
+    beta = torch.where(node[:, None] == node, 1.0, far).double()
+    return beta + (own - 1.0) * torch.eye(nodes * ranks, dtype=torch.float64)
+
+
+def bottleneck(beta: torch.Tensor, shares: torch.Tensor) -> float:
+    return float((beta * shares).max())
+
+
+def optimum(beta: torch.Tensor) -> float:
+    """min M with beta_ij c_ij <= M, rows and columns of c summing to 1."""
+    n = len(beta)
+    pairs = [(i, j) for i in range(n) for j in range(n)]
+    above = np.zeros((n * n, n * n + 1))
+    sums = np.zeros((2 * n, n * n + 1))
+    for at, (i, j) in enumerate(pairs):
+        above[at, at], above[at, -1] = float(beta[i, j]), -1
+        sums[i, at] = sums[n + j, at] = 1
+    cost = np.zeros(n * n + 1)
+    cost[-1] = 1
+    return linprog(cost, A_ub=above, b_ub=np.zeros(n * n), A_eq=sums, b_eq=np.ones(2 * n)).fun
+
+
+@pytest.mark.parametrize("nodes,ranks", [(2, 2), (2, 4), (4, 2), (1, 4)])
+@pytest.mark.parametrize("far,own", [(8.0, 1.0), (16.0, 0.5), (1.0, 1.0)])
+def test_closed_form_is_the_optimum_of_the_linear_program(nodes: int, ranks: int, far: float, own: float) -> None:
+    beta = tree(nodes, ranks, far, own)
+    shares = target_shares(beta)
+    torch.testing.assert_close(shares, (1 / beta) / (1 / beta).sum(1, keepdim=True))
+    assert bottleneck(beta, shares) == pytest.approx(optimum(beta), rel=1e-6)
+
+
+@given(st.integers(1, 6), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_shares_are_feasible_and_never_worse_than_even_ones_on_average(ranks: int, seed: int) -> None:
+    beta = 0.1 + torch.rand(ranks, ranks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    shares = target_shares(beta)
+    assert (shares > 0).all()
+    torch.testing.assert_close(shares.sum(1), torch.ones(ranks, dtype=torch.float64))
+    torch.testing.assert_close(shares.sum(0), torch.ones(ranks, dtype=torch.float64), atol=1e-6, rtol=0)
+    assert (beta * shares).sum() <= (beta / ranks).sum() + 1e-9
+    assert bottleneck(beta, shares) >= optimum(beta) - 1e-9
+
+
+@pytest.mark.parametrize("experts,ranks", [(8, 4), (4, 4), (2, 4)])
+def test_expert_shares_and_penalties(experts: int, ranks: int) -> None:
+    shares = expert_shares(tree(2, ranks // 2, 8.0), 1, experts)
+    assert shares.sum().item() == pytest.approx(1) and len(shares) == experts
+    near, far = shares[0], shares[-1]
+    assert (near / far).item() == pytest.approx(8.0)
+    q = penalties(shares, 1.0)
+    assert q.mean().item() == pytest.approx(1) and (q[-1] / q[0]).item() == pytest.approx(8.0)
+    torch.testing.assert_close(penalties(shares, 0.0), torch.ones(experts, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("text", ["no numbers", "[[1, 2], [3]]", "[[1, 2, 3], [1, 2, 3]]", "[[1, 0], [1, 1]]"])
+def test_bad_cost_files(text: str, tmp_path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    config = from_dict({"model_dim": 4, "num_experts": 2, "router": {"name": "ta_moe", "links": {"costs": str(path)}}})
+    with pytest.raises(ValueError, match="link costs|router.links.costs"):
+        run_simulated(2, lambda comm: build_router(config, comm))
+
+
+def built(name: str, comm, links: dict, k: int = 2, losses: dict | None = None):
+    config = from_dict({"model_dim": 6, "num_experts": 8, "losses": losses or {}, "router": {"name": name, "top_k": k, "links": links}})
+    router = build_router(config, comm, dtype=torch.float64)
+    with torch.no_grad():
+        router.weight_ED.copy_(torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    return router
+
+
+def call_of(router, x, mask, near, shares) -> Call:
+    import dataclasses
+
+    return Call(x, mask, tensors_of(router), namespace(dataclasses.asdict(router.config) | {"experts": 8, "training": True}), near=near, shares=shares)
+
+
+@given(st.sampled_from([0.0, 0.14, 0.5, 1.0]), st.integers(1, 5), st.integers(0, 40), st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+def test_quota_holds_on_every_rank_and_choices_are_the_references(quota: float, k: int, tokens: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    xs = [torch.randn(tokens, 6, generator=g, dtype=torch.float64) for _ in range(4)]
+    mask = torch.arange(tokens) < tokens - tokens // 4
+
+    def rank(comm):
+        router = built("topology_quota", comm, {"quota": quota}, k)
+        got = router(xs[comm.rank], mask)
+        near = [comm.rank // 2 == e // 4 for e in range(8)]
+        want = REFERENCES["topology_quota"].choose(call_of(router, xs[comm.rank], mask, near, []))
+        assert got.ids_TK[: int(mask.sum())].tolist() == want[: int(mask.sum())]
+        far = (got.ids_TK >= 0) & (got.ids_TK // 4 != comm.rank // 2)
+        assert far.sum() <= quota * k * mask.sum()
+        real = got.ids_TK[mask]
+        assert all(len({e for e in row if e >= 0}) == sum(e >= 0 for e in row) for row in real.tolist())
+        return True
+
+    assert all(run_simulated(4, rank, topology=Topology.uniform(4, 2)))
+
+
+def test_pairwise_capacity_follows_the_links() -> None:
+    xs = [torch.randn(40, 6, dtype=torch.float64) for _ in range(4)]
+    mask = torch.arange(40) < 33
+
+    def rank(comm):
+        router = built("ta_moe", comm, {"pair_capacity": 1.2, "far": 4.0})
+        shares = expert_shares(tree(2, 2, 4.0), comm.rank, 8)
+        got = router(xs[comm.rank], mask)
+        want = REFERENCES["ta_moe"].choose(call_of(router, xs[comm.rank], mask, [], shares.tolist()))
+        assert got.ids_TK[:33].tolist() == want[:33] and (got.ids_TK[:33] == -1).any()
+        load = torch.bincount(got.ids_TK[got.ids_TK >= 0], minlength=8)
+        assert (load <= (1.2 * 2 * 33 * shares).ceil()).all()
+        return True
+
+    assert all(run_simulated(4, rank, topology=Topology.uniform(4, 2)))
+
+
+def test_costs_from_a_file_and_the_loss_pulls_tokens_to_near_experts(tmp_path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(tree(2, 2, 8.0).tolist()))
+    torch.manual_seed(0)
+    xs = [torch.randn(256, 6, dtype=torch.float64) + 0.5 * torch.randn(6, dtype=torch.float64) for _ in range(4)]
+
+    def far_share(blend: float) -> float:
+        def rank(comm):
+            router = built("ta_moe", comm, {"costs": str(path), "blend": blend}, 1, {"ta_moe": 1.0})
+            optimizer = torch.optim.SGD(router.parameters(), lr=0.5)
+            for _ in range(60):
+                optimizer.zero_grad()
+                router(xs[comm.rank]).losses["ta_moe"].backward()
+                optimizer.step()
+            ids = router(xs[comm.rank]).ids_TK
+            return float((ids // 4 != comm.rank // 2).double().mean())
+
+        shares = run_simulated(4, rank, topology=Topology.uniform(4, 2))
+        return sum(shares) / 4
+
+    # each rank trains a router of its own here: with the penalty most tokens stay, without it about half do
+    assert far_share(1.0) < 0.25 < 0.35 < far_share(0.0)
