@@ -52,6 +52,20 @@ def test_other_packages_are_left_alone() -> None:
     assert type(torch.tensor(1.0)) is torch.Tensor
 
 
+def test_settings_are_composed_beside_an_application_of_a_newer_hydra() -> None:
+    """Whoever started hydra before, with whatever `version_base`, finds it as it was."""
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from hydra import compose, initialize, version
+
+    with initialize(version_base="1.3", config_path=None):
+        compose(overrides=["+a=1"])
+    arguments = ["data", "--task", "language_modeling", "--arch", "transformer_lm", "--max-update", "7"]
+    config = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), arguments))
+    assert config.optimization.max_update == 7
+    assert str(version.getbase()) == "1.3"
+
+
 def test_interpreter_start_imports_nothing_heavy() -> None:
     code = "import sys; print(sorted({'torch', 'numpy', 'fairseq', 'moe_plugin'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from moe_plugin.cli.doctor.report import collect, render
@@ -22,7 +24,19 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Collect, print, and say by the exit status whether the layer works."""
-    logging.getLogger("moe_plugin.comm").setLevel(logging.WARNING)  # the self check's simulated groups are no news
-    report = collect()
+    with _quiet("moe_plugin.comm"):  # the self check's simulated groups are no news
+        report = collect()
     print(json.dumps(report, indent=1) if args.json else render(report))
     return 0 if report["works"] else 1
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Only warnings of this logger, for the time of the block."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,8 +1,10 @@
-"""Shims for numpy, torch and devices."""
+"""Shims for numpy, torch, hydra and devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,28 @@ def full_checkpoints() -> None:
 
     utils.torch = Overlay(torch, load=load)
     checkpoint_utils.torch = Overlay(torch, load=load)
+
+
+def hydra_of_its_time() -> None:
+    """fairseq <= 0.12.3 composes its settings through `hydra.experimental`, which hydra >= 1.2 refuses once anybody in the process has
+    started hydra with a `version_base` of 1.2 or more. fairseq gets base 1.1 while it composes; what was set before returns afterwards.
+    """
+    from fairseq.dataclass import utils
+    from hydra import initialize_config_dir
+    from hydra.version import VersionBase
+
+    here = os.path.dirname(utils.__file__)
+
+    @contextmanager
+    def initialize(config_path: str) -> Iterator[None]:
+        before = VersionBase.instance().version_base
+        try:
+            with initialize_config_dir(os.path.normpath(os.path.join(here, config_path)), version_base="1.1"):
+                yield
+        finally:
+            VersionBase.instance().version_base = before
+
+    utils.initialize = initialize
 
 
 def gather_lists_without_cuda() -> None:
@@ -157,6 +181,6 @@ def empty_validation_batches() -> None:
 
 
 SHIMS: tuple[Callable[[], None], ...] = (
-    numpy_names, full_checkpoints, gather_lists_without_cuda, ddp_wrapping, bf16_without_tpu, skipped_steps_without_cuda,
+    numpy_names, full_checkpoints, hydra_of_its_time, gather_lists_without_cuda, ddp_wrapping, bf16_without_tpu, skipped_steps_without_cuda,
     separate_fp32_copies, empty_validation_batches,
 )
