@@ -76,7 +76,7 @@ class LayerStats:
     kept_KE: int64, the same after dropping.
     entropy, tokens: as in `Routing`.
     losses: detached raw losses by name.
-    bytes_sent: bytes this rank sent to other ranks in the forward pass (rows out, rows back and counts).
+    bytes_sent: bytes this rank sent to other ranks in the forward pass: rows out, rows back, counts, and parameters where the layout gathers them.
     rows: rows computed by this rank's experts.
     capacity: slots an expert and source rank, None when dropless.
     layout: the layout it ran in, e.g. `r=1 d=2 linear auto`. decisions: of the tuner, since the last call (plain values).

@@ -11,7 +11,6 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 
 from moe_plugin import __version__
 
@@ -47,8 +46,6 @@ def _parser(modules: Iterable[str]) -> tuple[argparse.ArgumentParser, dict]:
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands (each has its own --help)")
     runs = {}
     for name in modules:
-        if find_spec(f"moe_plugin.cli.{name}") is None:
-            continue  # a command that this installation does not have
         module = importlib.import_module(f"moe_plugin.cli.{name}")
         before = set(commands.choices)
         module.add_parser(commands)

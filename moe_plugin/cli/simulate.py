@@ -1,23 +1,15 @@
-"""`moe-plugin simulate <what>`: one command; each module `simulate_<what>` adds its sub-command to it."""
+"""`moe-plugin simulate <what>`: the modules `simulate_<what>` in one command."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from importlib.util import find_spec
 
-PARTS = ("simulate_all_to_all",)
+from moe_plugin.cli.parts import add_parts
+from moe_plugin.cli.parts import run_part as run  # noqa: F401 - the command's
+
+PARTS = ("all-to-all",)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `simulate` with the parts that this installation has."""
-    parser = commands.add_parser("simulate", help="predict times on clusters that you do not have")
-    group = parser.add_subparsers(dest="simulate", metavar="what", required=True, title="what to predict (each has its own --help)")
-    for name in PARTS:
-        if find_spec(f"moe_plugin.cli.{name}") is not None:
-            importlib.import_module(f"moe_plugin.cli.{name}").add_parser(group)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen part."""
-    return importlib.import_module(f"moe_plugin.cli.simulate_{args.simulate.replace('-', '_')}").run(args)
+    """Add `simulate` with its parts."""
+    add_parts(commands, "simulate", PARTS, "predict times on clusters that you do not have", "what to predict")

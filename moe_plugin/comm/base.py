@@ -92,6 +92,18 @@ class Comm(ABC):
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
         """The `Comm` of these ranks (indices in this group); None on ranks outside. All ranks must call it, in one order."""
 
+    def run_of(self, size: int) -> Comm:
+        """The subgroup of this rank's run of `size` consecutive ranks; `size` divides the group's. Made once; the first use is collective.
+
+        What is sent in it counts as sent in this group.
+        """
+        runs: dict[int, Comm] = self.memo.setdefault("runs", {})
+        if size not in runs:
+            made = [self.subgroup(range(start, start + size)) for start in range(0, self.size, size)]
+            runs[size] = made[self.rank // size]
+            runs[size]._counters = self.counters
+        return runs[size]
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -111,7 +111,6 @@ class Layouts:
         self.whole = whole and not hasattr(self.make, "run") and not hasattr(self.make, "splits_slots")
         self.shadows = self._shadows(whole) if config.parallel.shadow else None
         self._made: dict[LayoutChoice, Layout] = {}
-        self._groups: dict[int, Comm] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
 
@@ -158,22 +157,13 @@ class Layouts:
         here = dataclasses.replace(place, algorithm=algorithm, copies=choice.r)
         run = here.spread
         first = place.comm.rank % place.shards // run * run
-        gather = self._group(run) if run > 1 else None
+        gather = place.comm.run_of(run) if run > 1 else None
         cut = choice.d > 1 or choice.backward_d > 1
         dispatcher = make(here)
         if cut and not hasattr(dispatcher, "pieces"):
             raise ValueError(f"parallel.d={choice.d} does not fit dispatch.name={self.config.dispatch.name!r}, which cannot cut its rows; use 1, or "
                              "'ragged' or 'padded'")
         return Layout(choice, dispatcher, compute, gather, run, first, cut)
-
-    def _group(self, run: int) -> Comm:
-        """This rank's run of `run` consecutive ranks."""
-        if run not in self._groups:
-            comm = self.place.comm
-            made = [comm.subgroup(range(start, start + run)) for start in range(0, comm.size, run)]
-            self._groups[run] = made[comm.rank // run]
-            self._groups[run].memo["counters"] = comm.counters  # what is sent for the layer counts as the layer's
-        return self._groups[run]
 
     def _shadows(self, whole: bool) -> Shadows:
         c = self.config

@@ -67,9 +67,7 @@ class Replicas:
         if comm.size % size:
             raise ValueError(f"parallel.replicas={size} does not fit {comm.size} expert-parallel ranks: must be a divisor; the nearest is "
                              f"{max(d for d in range(1, size + 1) if comm.size % d == 0)}")
-        made = [comm.subgroup(range(start, start + size)) for start in range(0, comm.size, size)]
-        self.comm = made[comm.rank // size]
-        self.comm.memo["counters"] = comm.counters
+        self.comm = comm.run_of(size)
 
     def adopt(self, layer: nn.Module) -> None:
         """S1: gradients of parameters that are no expert's are summed over the ranks, and so are the router's losses, of which each

@@ -130,8 +130,11 @@ def test_switching_every_step_gives_the_curve_of_a_fixed_layout(world: int) -> N
         assert curve[-1] < 0.9 * curve[0]
 
 
-def traffic_of(world: int, experts: int, choice: LayoutChoice, tokens: int = 8, backward: bool = True) -> Traffic:
-    """What one call of a layer sends; padded, one expert a token, no bias, 8 x 16 experts in float64."""
+def traffic_of(world: int, experts: int, choice: LayoutChoice, tokens: int = 8, reported: list[int] | None = None) -> Traffic:
+    """What one call of a layer sends; padded, one expert a token, no bias, 8 x 16 experts in float64.
+
+    Forward and backward; the forward pass alone with `reported`, which takes what each rank's stats say of it.
+    """
     case = Case(world, experts, 1, [tokens] * world, None, 1.0, bias=False)
     config = with_layout(config_of(case, dispatch__name="padded", dispatch__equal_tokens=True), choice)
     traffic = Traffic()
@@ -142,9 +145,11 @@ def traffic_of(world: int, experts: int, choice: LayoutChoice, tokens: int = 8, 
         traffic.messages.clear()
         traffic.collectives.clear()
         comm.barrier()
-        y = layer(torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True)).output
-        if backward:
-            y.sum().backward()
+        out = layer(torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True))
+        if reported is None:
+            out.output.sum().backward()
+        else:
+            reported.append(out.stats.bytes_sent)
 
     run_simulated(world, rank, traffic=traffic)
     traffic.collectives.pop("barrier", None)
@@ -164,6 +169,14 @@ def test_bytes_follow_the_formulas(world: int, experts: int) -> None:
         rows = 0 if choice.r == 0 else 4 * choice.r * experts * capacity * row * (world - 1) / world
         assert sum(traffic.bytes.values()) == world * (parameters + rows), choice.label
         assert ("all_to_all" in traffic.collectives) == (choice.r > 0)
+
+
+@pytest.mark.parametrize("world,experts", [(2, 1), (4, 2), (8, 2), (4, 8)])
+def test_stats_report_the_bytes_that_were_sent(world: int, experts: int) -> None:
+    for choice in legal_choices(experts, world, degrees=(1, 2)):
+        reported: list[int] = []
+        traffic = traffic_of(world, experts, choice, reported=reported)
+        assert sum(reported) == sum(traffic.bytes.values()) > 0, choice.label
 
 
 def test_pieces_change_messages_and_no_bytes() -> None:
