@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
+from moe_plugin.options import build, check_leaves, hints_of, option
 from moe_plugin.options import check as _check
-from moe_plugin.options import check_choices as _check_choices
-from moe_plugin.options import option
 from moe_plugin.router_config import RouterConfig
 from moe_plugin.yaml_file import read_yaml
 
@@ -38,6 +37,7 @@ class DispatchConfig:
         "and counts padding as tokens in the capacity", flag="equal-tokens")
 
     def __post_init__(self) -> None:
+        check_leaves(self, "dispatch.")
         _check(0 <= self.eval_token_fraction <= 1, "dispatch.eval_token_fraction", self.eval_token_fraction,
                "in [0, 1]", "use 0 to take the capacity factor")
 
@@ -55,7 +55,7 @@ class ExpertsConfig:
     init_std: float | None = option(None, "standard deviation of initial weights; none: Xavier uniform", flag="expert-init-std")
 
     def __post_init__(self) -> None:
-        _check_choices(self, "experts.")
+        check_leaves(self, "experts.")
         for name in ("hidden_dim", "shared_hidden_dim"):
             _check(getattr(self, name) >= 0, f"experts.{name}", getattr(self, name), ">= 0", "use 0 for the default")
         _check(self.init_std is None or self.init_std > 0, "experts.init_std", self.init_std, "> 0 or none", "use none")
@@ -76,7 +76,7 @@ class CommConfig:
     timeout_s: float = option(1800.0, "seconds after which a collective that waits for a peer ends in an error", flag="timeout")
 
     def __post_init__(self) -> None:
-        _check_choices(self, "comm.")
+        check_leaves(self, "comm.")
         _check(self.watchdog_s >= 0, "comm.watchdog_s", self.watchdog_s, ">= 0", "use 0 for no watchdog")
         _check(self.timeout_s > 0, "comm.timeout_s", self.timeout_s, "> 0", "use 1800")
 
@@ -108,7 +108,7 @@ class ParallelConfig:
     device: str | None = option(None, "auto: device file for the cost model (see configs/devices); none: guessed", flag="parallel-device")
 
     def __post_init__(self) -> None:
-        _check_choices(self, "parallel.")
+        check_leaves(self, "parallel.")
         for name, least in (("d", 1), ("d_backward", 0), ("max_d", 1), ("tries", 1), ("samples", 1), ("replicas", 1), ("shadow", 0)):
             _check(getattr(self, name) >= least, f"parallel.{name}", getattr(self, name), f">= {least}", f"use {max(1, least)}")
         _check(self.r is None or self.r >= 0, "parallel.r", self.r, ">= 0 or none", "use none")
@@ -126,6 +126,7 @@ class ObserveConfig:
     timeline: int = option(0, "training step of which rank 0 writes a timeline to the JSONL file (slows that step down); 0: none", flag="stats-timeline")
 
     def __post_init__(self) -> None:
+        check_leaves(self, "observe.")
         _check(self.interval >= 1, "observe.interval", self.interval, ">= 1", "use 100")
         _check(self.timeline >= 0, "observe.timeline", self.timeline, ">= 0", "use 0 for none, or the number of a step")
         _check(not self.timeline or self.jsonl is not None, "observe.timeline", self.timeline, "0 without observe.jsonl",
@@ -150,7 +151,7 @@ class MoEConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
-        _check_types(self, "")
+        check_leaves(self, "")
         _check(self.model_dim >= 0, "model_dim", self.model_dim, ">= 0", "let the host fill it in")
         _check(self.num_experts >= 1, "num_experts", self.num_experts, ">= 1", "use 8")
         _check(self.router.top_k <= self.num_experts, "router.top_k", self.router.top_k,
@@ -172,7 +173,7 @@ def from_dict(values: Mapping[str, Any]) -> MoEConfig:
 
     Unknown keys, wrong types and bad values are a `ValueError` that names the key, what was expected and the remedy.
     """
-    return _build(MoEConfig, values, "")
+    return build(MoEConfig, values, "")
 
 
 def from_yaml(path: str) -> MoEConfig:
@@ -189,69 +190,11 @@ def with_overrides(config: MoEConfig, overrides: Mapping[str, Any]) -> MoEConfig
     """A new config with dotted-path values replaced: `{"router.top_k": 1}`."""
     tree = OmegaConf.create(to_dict(config))
     for path, value in overrides.items():
-        section = _hints(MoEConfig).get(path)
+        section = hints_of(MoEConfig).get(path)
         if isinstance(value, str) and hasattr(section, "SHORTHAND"):  # else it would wipe out the section's other overrides
             path = f"{path}.{section.SHORTHAND}"
         OmegaConf.update(tree, path, value, merge=False, force_add=True)
     return from_dict(OmegaConf.to_container(tree))  # type: ignore[arg-type]
-
-
-def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(str(key) for key in set(values) - set(fields))
-    if unknown:
-        raise ValueError(f"unknown key {prefix + unknown[0]!r}; known keys here: {', '.join(sorted(fields))}")
-    hints = _hints(cls)
-    built = {name: _convert(hints[name], value, prefix + name) for name, value in values.items()}
-    return cls(**built)
-
-
-def _check_types(config: Any, prefix: str) -> None:
-    """`ValueError` for a value of the wrong type in a tree that was built in code."""
-    hints = _hints(type(config))
-    for name in (f.name for f in dataclasses.fields(config)):
-        value = getattr(config, name)
-        if not dataclasses.is_dataclass(hints[name]):
-            _convert(hints[name], value, prefix + name)
-        elif isinstance(value, hints[name]):
-            _check_types(value, f"{prefix}{name}.")
-        else:
-            raise ValueError(f"{prefix}{name}={value!r} is a {type(value).__name__}; must be {hints[name].__name__}(...)")
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    import typing
-
-    return typing.get_type_hints(cls)
-
-
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    import typing
-
-    if dataclasses.is_dataclass(hint):
-        if isinstance(value, str) and hasattr(hint, "SHORTHAND"):
-            value = {hint.SHORTHAND: value}
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={value!r} must be a mapping with keys {', '.join(_hints(hint))}")
-        return _build(hint, value, path + ".")
-    if typing.get_origin(hint) is dict:
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={value!r} must be a mapping of name to number, e.g. {{gshard: 0.01}}")
-        return {str(key): _scalar(float, item, f"{path}.{key}") for key, item in value.items()}
-    options = typing.get_args(hint)
-    if type(None) in options:
-        return None if value is None else _scalar(options[0], value, path)
-    return _scalar(hint, value, path)
-
-
-def _scalar(kind: type, value: Any, path: str) -> Any:
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value != value or value in (float("inf"), float("-inf")):
-            raise ValueError(f"{path}={value!r} must be a finite number")
-        return float(value)
-    if kind is not float and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
-    raise ValueError(f"{path}={value!r} is a {type(value).__name__}; must be {kind.__name__}")
 
 
 def register_hydra() -> None:

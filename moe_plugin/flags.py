@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict, with_overrides
+from moe_plugin.options import hints_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def _leaf_kind(hint: Any) -> type:
 
 
 def _walk(cls: type, prefix: str) -> Iterator[FlagSpec]:
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     for f in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _walk(hints[f.name], f"{prefix}{f.name}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_plugin.options import check, check_choices, option
+from moe_plugin.options import check, check_leaves, option
 
 
 @dataclass(kw_only=True)
@@ -18,7 +18,7 @@ class HashConfig:
     seed: int = option(0, "seed of a random table, and of the order among equally frequent tokens", flag="hash-seed")
 
     def __post_init__(self) -> None:
-        check_choices(self, "router.hash.")
+        check_leaves(self, "router.hash.")
         check(self.vocabulary >= 0, "router.hash.vocabulary", self.vocabulary, ">= 0", "set it to the size of the vocabulary")
         check(self.kind != "file" or bool(self.path), "router.hash.path", self.path, "a file where router.hash.kind=file", "name the table")
 
@@ -33,6 +33,7 @@ class SparsityConfig:
     threshold: float = option(0.1, "experts below this share are skipped; a token's best expert never is", flag="gate-threshold")
 
     def __post_init__(self) -> None:
+        check_leaves(self, "router.sparsity.")
         for name in ("start", "end"):
             check(getattr(self, name) > 0, f"router.sparsity.{name}", getattr(self, name), "> 0", "use 2.0 for start, 0.1 for end")
         check(self.steps >= 1, "router.sparsity.steps", self.steps, ">= 1", "use 10000")
@@ -53,6 +54,7 @@ class LinksConfig:
         0.0, "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are dropped; 0: none are", flag="pair-capacity")
 
     def __post_init__(self) -> None:
+        check_leaves(self, "router.links.")
         check(self.far > 0, "router.links.far", self.far, "> 0", "use 8")
         check(0 <= self.quota <= 1, "router.links.quota", self.quota, "in [0, 1]", "use 0.14")
         check(0 <= self.blend <= 1, "router.links.blend", self.blend, "in [0, 1]", "use 1")
@@ -90,7 +92,7 @@ class RouterConfig:
     links: LinksConfig = field(default_factory=LinksConfig)
 
     def __post_init__(self) -> None:
-        check_choices(self, "router.")
+        check_leaves(self, "router.")
         check(bool(self.names) and all(self.names), "router.name", self.name, "a registered name, or several with commas", "use topk")
         check(self.top_k >= 1, "router.top_k", self.top_k, ">= 1", "use 1 (Switch) or 2 (GShard)")
         check(self.noise >= 0, "router.noise", self.noise, ">= 0", "use 0 for no noise")

@@ -10,7 +10,8 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,41 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
 
     Args:
         extra: JSON values of the caller (step, seed, ...), equal on all ranks.
+    Raises:
+        CheckpointError: a rank could not write; on every rank.
     """
     comm = comm or LocalComm()
     target = Path(directory)
     scratch = target.with_name(target.name + ".writing")
-    if comm.rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    comm.barrier()
-    state = {"model": model.state_dict(), "optimizer": _optimizer_state(model, optimizer)}
-    _write(scratch / _part(comm.rank, comm.size), lambda path: torch.save(state, path))
-    comm.barrier()
-    if comm.rank == 0:
-        sizes = [(scratch / _part(rank, comm.size)).stat().st_size for rank in range(comm.size)]
-        index = {"version": VERSION, "parts": comm.size, "bytes": sizes, "extra": dict(extra or {})}
-        _write(scratch / "index.json", lambda path: path.write_text(json.dumps(index)))
-        _move_into_place(scratch, target)
-    comm.barrier()
+    with _together(comm, target):
+        if comm.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+    with _together(comm, target):
+        state = {"model": model.state_dict(), "optimizer": _optimizer_state(model, optimizer)}
+        _write(scratch / _part(comm.rank, comm.size), lambda path: torch.save(state, path))
+    with _together(comm, target):
+        if comm.rank == 0:
+            sizes = [(scratch / _part(rank, comm.size)).stat().st_size for rank in range(comm.size)]
+            index = {"version": VERSION, "parts": comm.size, "bytes": sizes, "extra": dict(extra or {})}
+            _write(scratch / "index.json", lambda path: path.write_text(json.dumps(index)))
+            _move_into_place(scratch, target)
+
+
+@contextmanager
+def _together(comm: Comm, target: Path) -> Iterator[None]:
+    """A step that ends on all ranks alike: where it failed on one, it is an error on every rank, at once, that names the rank."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    failed = [rank for rank, bad in enumerate(comm.agree_max([float(error is not None and rank == comm.rank) for rank in range(comm.size)])) if bad]
+    if error is not None:
+        raise CheckpointError(f"checkpoint {str(target)!r}: rank {comm.rank} could not write its part: {type(error).__name__}: {error}; an older "
+                              "checkpoint there is untouched. Free space or choose another directory") from error
+    if failed:
+        raise CheckpointError(f"checkpoint {str(target)!r}: not written, because of an error on rank(s) {', '.join(map(str, failed))}; see there")
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None,

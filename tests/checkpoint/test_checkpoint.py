@@ -147,13 +147,36 @@ def test_no_optimizer_state(tmp_path: Path) -> None:
         load_here(saved(tmp_path), optimizer=True)
 
 
-def test_a_failed_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(tmp_path)
+def errors_of_saves(path: Path, size: int) -> list[str]:
+    """What `save` says on each rank."""
+    def rank(comm: Comm) -> str:
+        with pytest.raises(CheckpointError) as error:
+            save(path, Model(comm, seed=5), None, comm)
+        return str(error.value)
+
+    return run_simulated(size, rank)
+
+
+def test_a_rank_that_cannot_write_ends_the_save_on_all_and_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = saved(tmp_path), torch.save
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    monkeypatch.setattr(torch, "save", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        run_simulated(2, lambda comm: save(path, Model(comm, seed=5), None, comm))
+
+    def full(state: object, file: Path) -> None:
+        if "part-00001" in file.name:
+            raise OSError("disk full")
+        write(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    first, second, *others = errors_of_saves(path, 4)
+    assert "disk full" in second and "rank 1 could not write" in second
+    assert all("error on rank(s) 1;" in text for text in (first, *others))
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    first, second = errors_of_saves(tmp_path / "file" / "ckpt", 2)
+    assert "rank 0 could not write" in first and "choose another directory" in first and "error on rank(s) 0;" in second
 
 
 def test_killed_between_the_two_renames(tmp_path: Path) -> None:

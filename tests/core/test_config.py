@@ -7,7 +7,17 @@ import re
 
 import pytest
 
-from moe_plugin.config import MoEConfig, RouterConfig, from_dict, from_yaml, to_dict, with_overrides
+from moe_plugin.config import (
+    DispatchConfig,
+    ExpertsConfig,
+    MoEConfig,
+    ObserveConfig,
+    RouterConfig,
+    from_dict,
+    from_yaml,
+    to_dict,
+    with_overrides,
+)
 from moe_plugin.flags import add_arguments, config_from_flags, flag_specs, flag_values
 
 
@@ -67,8 +77,18 @@ def test_numbers_without_a_point(tmp_path) -> None:
     assert config.losses == {"z": 0.001, "gshard": 2.0} and config.router.noise == 1.0 and config.observe.jsonl == "1e-3.jsonl"
 
 
+@pytest.mark.parametrize("section,settings,words", [
+    (RouterConfig, {"top_k": "2"}, "router.top_k='2' is a str; must be int"), (RouterConfig, {"top_k": 2.5}, "router.top_k=2.5 is a float; must be int"),
+    (RouterConfig, {"hash": "random"}, "router.hash='random' is a str; must be HashConfig"), (ExpertsConfig, {"bias": 1}, "experts.bias=1 is a int"),
+    (DispatchConfig, {"equal_tokens": "yes"}, "dispatch.equal_tokens='yes'"), (ObserveConfig, {"interval": None}, "observe.interval=None"),
+])
+def test_wrong_types_of_a_section_in_code(section: type, settings: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        section(**settings)
+
+
 @pytest.mark.parametrize("settings,words", [
-    ({"num_experts": "8"}, "num_experts='8' is a str; must be int"), ({"router": RouterConfig(top_k=2.5)}, "router.top_k=2.5 is a float; must be int"),
+    ({"num_experts": "8"}, "num_experts='8' is a str; must be int"),
     ({"router": {"top_k": 2}}, "router={'top_k': 2} is a dict; must be RouterConfig"), ({"losses": {"z": None}}, "losses.z=None"),
 ])
 def test_wrong_types_in_code(settings: dict, words: str) -> None:

@@ -86,7 +86,7 @@ def translate(native: Any, settings: Mapping[str, Any], *, injected_router: bool
     for path, value in known.items():
         _check_agreement(path, settings, value)
     _check_agreement("experts.init_std", settings, getattr(native, "init_method_std", None))  # Megatron's init methods fill the weights
-    known["losses"] = _losses(native, settings.get("losses", {}), bool(reasons))
+    known["losses"] = _losses(native, settings.get("losses"), bool(reasons))
     config = with_overrides(from_dict({"losses": {}}), {**settings, **known})
     if reasons:
         _check_native_router_settings(settings, reasons)
@@ -118,13 +118,16 @@ def _check_agreement(path: str, settings: Mapping[str, Any], native_value: Any) 
                          f"set it by {argument} and leave it out of the moe-plugin settings")
 
 
-def _losses(native: Any, extra: Mapping[str, float], native_router: bool) -> dict[str, float]:
+def _losses(native: Any, given: Mapping[str, float] | None, native_router: bool) -> dict[str, float]:
+    extra = given or {}
     if native_router:  # Megatron's router attaches its own losses
         if extra:
             raise ValueError(f"losses={dict(extra)!r} cannot be used with Megatron's own router; use moe_aux_loss_coeff and moe_z_loss_coeff")
         return {}
     weights = {"switch": _aux_coefficient(native), "z": float(native.moe_z_loss_coeff or 0.0)}
     weights = {name: weight for name, weight in weights.items() if weight}
+    if weights and given is not None and not given:
+        raise ValueError(f"losses=none contradicts {weights} from moe_aux_loss_coeff/moe_z_loss_coeff; set these to 0, or leave losses out")
     both = sorted(set(weights) & set(extra))
     if both:
         raise ValueError(f"losses.{both[0]}={extra[both[0]]!r} contradicts {weights[both[0]]!r} from moe_aux_loss_coeff/moe_z_loss_coeff; "
