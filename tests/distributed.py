@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import traceback
@@ -14,6 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def heeds_ctrl_c() -> None:
+    """For `preexec_fn`: a shell's background job ignores SIGINT, and so would all that is started from it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, group_timeout_s: float = 60.0) -> list[Any]:

@@ -36,6 +36,21 @@ def tile_at(columns, rows_of_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.constexpr):
+    """Of row tile pm: its group, first row and rows; which lie in the group; the rows of x that they take, and which of these exist."""
+    group = tl.load(tile_group + pm)
+    first = tl.load(tile_row + pm)
+    r = first + tl.arange(0, BM)
+    inside = r < tl.load(ends + group)
+    at = r.to(tl.int64)
+    live = inside
+    if GATHER:
+        at = tl.load(token + r, mask=inside, other=-1).to(tl.int64)
+        live = at >= 0
+    return group, first, r, inside, at, live
+
+
+@triton.jit
 def accumulate(x, at, live, w, n, wide, K: tl.constexpr, stride_k, stride_n, UPCAST: tl.constexpr, BM: tl.constexpr,
                BN: tl.constexpr, BK: tl.constexpr):
     """float32 [BM, BN]: rows `at` of x [., K] times w [K, N], rows that are not live being zero."""
@@ -57,30 +72,24 @@ def product_kernel(x, token, w, bias, base, gate, out, after, tile_group, tile_r
                    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """out = base + x[token] w + bias; with ACT also after = act(out), or act(gate) * out."""
     pm, pn = tile_at(tl.cdiv(wide, BN), tiles, 8)
-    group = tl.load(tile_group + pm)
-    r = tl.load(tile_row + pm) + tl.arange(0, BM)
+    group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     n = pn * BN + tl.arange(0, BN)
-    inside = r < tl.load(ends + group)
-    at = r.to(tl.int64)
-    live = inside
-    if GATHER:
-        at = tl.load(token + r, mask=inside, other=-1).to(tl.int64)
-        live = at >= 0
     total = accumulate(x, at, live, w + group.to(tl.int64) * stride_group, n, wide, K, stride_k, stride_n, UPCAST, BM, BN, BK)
     if BIAS:
         total += tl.load(bias + group * wide + n, mask=n < wide, other=0.0).to(tl.float32)[None, :]
-    where = r.to(tl.int64)[:, None] * wide + n[None, :]
+    tile = first.to(tl.int64) * wide
+    where = tl.arange(0, BM)[:, None] * wide + n[None, :]  # from the tile on: 32 bits an element, where 64 would spill
     written = (inside[:, None] & (n < wide)[None, :]) != 0
     if BASE:
-        total += tl.load(base + where, mask=written, other=0.0).to(tl.float32)
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=written)
+        total += tl.load(base + tile + where, mask=written, other=0.0).to(tl.float32)
+    tl.store(out + tile + where, total.to(out.dtype.element_ty), mask=written)
     if ACT != "none":
         total = total.to(out.dtype.element_ty).to(tl.float32)  # what is kept is what backward will see
         if GATED:
-            total = total * activate(tl.load(gate + where, mask=written, other=0.0).to(tl.float32), ACT)
+            total = total * activate(tl.load(gate + tile + where, mask=written, other=0.0).to(tl.float32), ACT)
         else:
             total = activate(total, ACT)
-        tl.store(after + where, total.to(after.dtype.element_ty), mask=written)
+        tl.store(after + tile + where, total.to(after.dtype.element_ty), mask=written)
 
 
 @_tuned(BACKWARD_SPACE, ("BN", "BK"), ["wide", "K", "GATED"], ("dots",))
@@ -91,32 +100,27 @@ def second_backward_kernel(grad, token, scale, w, h, gate, grad_h, grad_gate, af
                            BK: tl.constexpr):
     """See expert_second_backward. dots: [column tiles, R], one partial sum a tile, added up outside in one order."""
     pm, pn = tile_at(tl.cdiv(wide, BN), tiles, 8)
-    group = tl.load(tile_group + pm)
-    r = tl.load(tile_row + pm) + tl.arange(0, BM)
+    group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     n = pn * BN + tl.arange(0, BN)
-    inside = r < tl.load(ends + group)
-    at = r.to(tl.int64)
-    live = inside
-    if GATHER:
-        at = tl.load(token + r, mask=inside, other=-1).to(tl.int64)
-        live = at >= 0
     u = accumulate(grad, at, live, w + group.to(tl.int64) * stride_group, n, wide, K, stride_k, stride_n, UPCAST, BM, BN, BK)
-    where = r.to(tl.int64)[:, None] * wide + n[None, :]
+    tile = first.to(tl.int64) * wide
+    where = tl.arange(0, BM)[:, None] * wide + n[None, :]  # from the tile on: 32 bits an element, where 64 would spill
     written = (inside[:, None] & (n < wide)[None, :]) != 0
-    mine = tl.load(h + where, mask=written, other=0.0).to(tl.float32)
     s = u
     if SCALED:
         s = u * tl.load(scale + r, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        before = tl.load(gate + where, mask=written, other=0.0).to(tl.float32)
+        before = tl.load(gate + tile + where, mask=written, other=0.0).to(tl.float32)
         open_ = activate(before, ACT)
-        tl.store(grad_h + where, (s * open_).to(grad_h.dtype.element_ty), mask=written)
-        tl.store(grad_gate + where, (s * mine * slope(before, ACT)).to(grad_gate.dtype.element_ty), mask=written)
+        tl.store(grad_h + tile + where, (s * open_).to(grad_h.dtype.element_ty), mask=written)
+        mine = tl.load(h + tile + where, mask=written, other=0.0).to(tl.float32)
+        tl.store(grad_gate + tile + where, (s * mine * slope(before, ACT)).to(grad_gate.dtype.element_ty), mask=written)
         value = open_ * mine
     else:
+        mine = tl.load(h + tile + where, mask=written, other=0.0).to(tl.float32)
         value = activate(mine, ACT)
-        tl.store(grad_h + where, (s * slope(mine, ACT)).to(grad_h.dtype.element_ty), mask=written)
-    tl.store(after + where, value.to(after.dtype.element_ty), mask=written)
+        tl.store(grad_h + tile + where, (s * slope(mine, ACT)).to(grad_h.dtype.element_ty), mask=written)
+    tl.store(after + tile + where, value.to(after.dtype.element_ty), mask=written)
     tl.store(dots + pn.to(tl.int64) * rows + r, tl.sum(tl.where(written, u * value, 0.0), 1), mask=inside)
 
 

@@ -103,19 +103,26 @@ def _fp8_of(target: str, types: dict[str, str]) -> dict[str, str]:
 
 
 def _nvidia(case: Case, target: str, made: Any) -> Resources:
-    import triton
-
     ptx = made.asm["ptx"]
     arch = re.search(r"\.target (sm_\w+)", ptx).group(1)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx, encoding="utf-8")
-        said = subprocess.run([str(tool), "-v", "--gpu-name", arch, str(path), "-o", f"{folder}/kernel.cubin"],
+        said = subprocess.run([_ptxas(TARGETS[target][1]), "-v", "--gpu-name", arch, str(path), "-o", f"{folder}/kernel.cubin"],
                               capture_output=True, text=True, check=True).stderr
     registers = int(re.search(r"Used (\d+) registers", said).group(1))
     spilled = sum(map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said).groups()))
     return Resources(case.kernel, target, registers, spilled, made.metadata.shared, "wgmma" in ptx or "mma.sync" in ptx)
+
+
+def _ptxas(capability: int) -> str:
+    """The assembler that Triton itself takes: from 3.5 on it ships two, of which only one reads its PTX."""
+    from triton.backends.nvidia import compiler
+
+    try:
+        return compiler.get_ptxas(capability).path
+    except (AttributeError, TypeError):  # before 3.5
+        return str(Path(compiler.__file__).parent / "bin/ptxas")
 
 
 def _amd(case: Case, target: str, made: Any) -> Resources:

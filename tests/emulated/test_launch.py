@@ -13,6 +13,7 @@ import pytest
 
 from moe_plugin.emulate import EmulatedCluster, why_not
 from moe_plugin.emulate.launch import start_torchrun, wait
+from tests.distributed import heeds_ctrl_c
 
 pytestmark = pytest.mark.distributed
 EMULATE = [sys.executable, "-m", "moe_plugin.cli.main", "emulate"]
@@ -28,7 +29,7 @@ mark = Path(sys.argv[1], f"died{comm.rank}")
 if comm.rank == int(sys.argv[2]) and not mark.exists():
     mark.touch()
     os.kill(os.getpid(), 9)
-print(f"rank {comm.rank} sum {total.item()} nodes {comm.topology.nodes} {os.uname().nodename}", flush=True)
+os.write(1, f"rank {comm.rank} sum {total.item()} nodes {comm.topology.nodes} {os.uname().nodename}\\n".encode())  # lines whole, also where unbuffered
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -82,21 +83,32 @@ def test_the_others_are_not_waited_for_without_end() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_command_leaves_nothing(number: signal.Signals) -> None:
-    command = subprocess.Popen([*EMULATE, "2x1", "--plain", "--", "sh", "-c", "echo up; exec sleep 86421"], stdout=subprocess.PIPE, text=True)
-    assert [command.stdout.readline(), command.stdout.readline()] == ["up\n", "up\n"]
-    os.kill(command.pid, number)
-    assert command.wait(20) in (128 + number, -number)
+    nap = ["sleep", f"8642.{os.getpid()}{number:02d}"]  # nobody else's
+    command = subprocess.Popen([*EMULATE, "2x1", "--plain", "--", "sh", "-c", f"echo up; exec {' '.join(nap)}"], stdout=subprocess.PIPE, text=True,
+                               preexec_fn=heeds_ctrl_c)
+    try:
+        assert [command.stdout.readline(), command.stdout.readline()] == ["up\n", "up\n"] and soon_running(nap, 2)
+        os.kill(command.pid, number)
+        assert command.wait(20) in (128 + number, -number)
+        assert soon_running(nap, 0)
+    finally:
+        command.kill()
+        command.wait()
+
+
+def soon_running(words: list[str], count: int) -> bool:
     deadline = time.monotonic() + 20
-    while sleeping() and time.monotonic() < deadline:
+    while len(running(words)) != count and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not sleeping()
+    return len(running(words)) == count
 
 
-def sleeping() -> list[str]:
+def running(words: list[str]) -> list[str]:
+    """Processes that were started by just these words."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if entry.read_bytes() == b"sleep\x0086421\x00":
+            if entry.read_bytes() == "".join(f"{word}\0" for word in words).encode():
                 found.append(entry.parent.name)
         except OSError:
             continue

@@ -107,9 +107,10 @@ def test_a_launch_script_of_the_branch(corpus: Corpus, tmp_path: Path) -> None:
               "--moe-expert-count 8 --moe-freq 2 --moe-gating-use-fp32 --moe-second-expert-policy all --moe-normalize-expert-grad sqrt_world_size "
               "--moe-eval-capacity-token-fraction -1.0 --max-sentences-valid 1 --criterion moe_cross_entropy --moe-gate-loss-wt 0.01 "
               "--moe-gate-loss-combine-method sum --optimizer adam --clip-norm 0.0 --lr 0.0005 --dropout 0.1 --attention-dropout 0.1 --batch-size 4 "
-              "--update-freq 1 --max-update 3 --disable-validation --log-format json --log-interval 1 --num-workers 0")
+              "--update-freq 1 --max-update 3 --disable-validation --log-format json --log-interval 1 --num-workers 0 "
+              "--num-workers-valid 0 --adam-betas (0.9,0.98) --record-a2a-perf-stats --use-moe-pad-mask")
     result = run("fairseq-train", f"{corpus.lm} {script} --user-dir moe_plugin --cpu --no-save --save-dir {tmp_path}", ranks=2).ok()
-    assert len(result.losses) == 3 and "fully_sharded becomes legacy_ddp" in result.log
+    assert len(result.losses) == 3 and "fully_sharded becomes legacy_ddp" in result.log and "--num-workers-valid has no effect" in result.log
 
 
 def test_a_criterion_that_leaves_the_gate_loss_out_is_told(corpus: Corpus, tmp_path: Path) -> None:

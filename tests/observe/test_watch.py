@@ -20,6 +20,7 @@ import pytest
 from moe_plugin.cli.main import main
 from moe_plugin.observe.history import LayerRecord, Run, StepRecord, read_run
 from moe_plugin.observe.watch import BARS, Style, Watch, load_bars, screen, spark
+from tests.distributed import heeds_ctrl_c
 
 DATA = Path(__file__).parent / "data"
 
@@ -97,7 +98,7 @@ def test_in_a_terminal_it_draws_in_place_grows_with_the_file_and_ends_on_ctrl_c(
     master, slave = pty.openpty()
     os.set_blocking(master, False)
     process = subprocess.Popen([sys.executable, "-m", "moe_plugin.cli.main", "watch", str(tmp_path), "--interval", "0.2"], stdin=slave, stdout=slave, stderr=slave,
-                               env={**os.environ, "COLUMNS": "90", "LINES": "30", "PYTHONIOENCODING": "utf-8"})
+                               env={**os.environ, "COLUMNS": "90", "LINES": "30", "PYTHONIOENCODING": "utf-8"}, preexec_fn=heeds_ctrl_c)
     os.close(slave)
     try:
         assert "\x1b[H" in read_until(master, "step 24")

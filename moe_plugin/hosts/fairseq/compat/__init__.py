@@ -15,8 +15,8 @@ def install() -> None:
     if getattr(fairseq, "_moe_plugin_compat", False) or not fairseq.__version__.startswith("0.12."):
         return
     fairseq._moe_plugin_compat = True
-    from moe_plugin.hosts.fairseq.compat import checkpoints, launch, runtime, userdir
+    from moe_plugin.hosts.fairseq.compat import branch_flags, checkpoints, launch, runtime, userdir
 
-    for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, checkpoints.SHIMS):
+    for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, checkpoints.SHIMS, branch_flags.SHIMS):
         for shim in shims:
             shim()

@@ -60,17 +60,4 @@ def evaluation_from_rank_files() -> None:
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
 
 
-def is_moe_flag() -> None:
-    """Launch scripts of fairseq's `moe` branch pass `--is-moe` to evaluation; files say it themselves here."""
-    from fairseq import options
-
-    original = options.add_common_eval_args
-
-    def add_common_eval_args(group: Any) -> None:
-        original(group)
-        group.add_argument("--is-moe", action="store_true", help="accepted, not needed: the checkpoint says whether it holds experts")
-
-    options.add_common_eval_args = add_common_eval_args
-
-
-SHIMS: tuple[Callable[[], None], ...] = (whole_copies, evaluation_from_rank_files, is_moe_flag)
+SHIMS: tuple[Callable[[], None], ...] = (whole_copies, evaluation_from_rank_files)
