@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Train the quick start's model with every router through both hosts, and write what came out (about a quarter of an hour).
+
+    python scripts/benchmark_gates.py [--steps 100] [--gates topk,hash] [--hosts fairseq,megatron] [--out docs/benchmarks]
+
+Writes gates.md and gates.json. Run `bash scripts/setup.sh` first. Exit status 1 where a loss does not fall or a gate does not keep the
+balance that it promises. A second run trains only what is missing (runs/gates; --fresh starts again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import quickstart
+import torch
+import yaml
+
+from moe_plugin.bench.report import table
+from moe_plugin.corpus import build_corpus
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY = 512  # more than any of the hosts' ids
+SWITCH = {"switch": 0.01}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a router is trained here.
+
+    most: the largest load of an expert over the mean load that it must keep at the end. capacity: of the padded dispatcher; None: dropless.
+    """
+
+    most: float
+    router: dict[str, Any] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    capacity: float | None = 1.25
+    top_k: int = 2
+
+
+GATES = {
+    "topk": Gate(2.0, losses=SWITCH), "switch": Gate(2.0, losses=SWITCH, top_k=1), "gshard": Gate(2.0, losses={"gshard": 0.01}),
+    "ktop1": Gate(2.0, losses=SWITCH), "sam": Gate(2.5, {"groups": 2}, {"switch": 0.01, "sam_alignment": 0.01}),
+    "group_limited": Gate(2.5, {"groups": 4, "group_top_k": 2}, SWITCH), "sigmoid_bias": Gate(2.5, {"score": "sigmoid", "bias_rate": 0.01}),
+    "base": Gate(1.02, top_k=1), "hash": Gate(1.6, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}}, top_k=1),
+    "dense_to_sparse": Gate(2.5, {"sparsity": {"steps": 100}}, SWITCH, None), "cosine": Gate(2.0, losses=SWITCH),
+    "noisy_topk": Gate(2.5, losses={"importance": 0.01, "noisy_load": 0.01}), "expert_choice": Gate(1.0, capacity=None),
+    "sinkhorn": Gate(1.6), "topology_quota": Gate(2.0, {"links": {"quota": 0.3}}, SWITCH), "ta_moe": Gate(2.5, losses={"ta_moe": 0.01}),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one run left. Losses in nats a byte; busiest: largest load of an expert over the mean in the worst layer, of the last record;
+    drops: share of choices without a slot, there; step_ms: median."""
+
+    gate: str
+    host: str
+    steps: int
+    first_loss: float
+    last_loss: float
+    valid_loss: float | None
+    busiest: float
+    most: float
+    drops: float
+    step_ms: float
+
+    @property
+    def faults(self) -> list[str]:
+        """What it promised and did not keep."""
+        found = [] if self.last_loss < 0.8 * self.first_loss else [f"loss {self.first_loss:.3f} -> {self.last_loss:.3f}"]
+        return found + ([] if self.busiest <= self.most else [f"busiest expert {self.busiest:.2f} times the mean, promised {self.most}"])
+
+
+def counts(host: str, corpus: Path) -> list[int]:
+    """How often each token id of a host occurs in the training text."""
+    found = [0] * VOCABULARY
+    if host == "megatron":
+        for byte in (corpus / "train.txt").read_bytes():
+            found[byte] += 1
+        return found
+    words = [line.rsplit(" ", 1) for line in (corpus / "dict.txt").read_text(encoding="utf-8").splitlines()]
+    for i, (_, count) in enumerate(words):
+        found[i + 4] = int(count)  # after fairseq's own four symbols
+    return found
+
+
+def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
+    """The gate's settings as YAML, in a folder beside the run's."""
+    gate, home = GATES[name], folder.with_name(f"{folder.name}.settings")
+    home.mkdir(parents=True, exist_ok=True)
+    router = {"name": name, "top_k": gate.top_k, **gate.router}
+    if name == "hash":
+        path = home / "counts.txt"
+        path.write_text("".join(f"{n}\n" for n in counts(host, corpus)), encoding="utf-8")
+        router["hash"] = {**router["hash"], "path": str(path)}
+    dispatch = {"name": "ragged"} if gate.capacity is None else {"name": "padded", "capacity_factor": gate.capacity}
+    path = home / "moe.yaml"
+    path.write_text(yaml.safe_dump({"router": router, "losses": dict(gate.losses), "dispatch": dispatch}), encoding="utf-8")
+    return path
+
+
+def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folder: Path) -> Row:
+    """Train one gate in one host."""
+    extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
+    if host == "fairseq":
+        command = quickstart.fairseq_command(s, data, folder, False)
+        for flag in ("--moe-capacity-factor", "--moe-second-expert-policy"):
+            i = command.index(flag)
+            del command[i : i + 2]
+        command += [*extra, "--moe-gate-loss-wt", "1", "--moe-gate-loss-combine-method", "sum", "--moe-second-expert-policy", "all"]
+    else:
+        command = [*quickstart.megatron_command(s, data, folder, False), *extra, "--moe-aux-loss-coeff", "0", "--moe-router-topk", str(GATES[name].top_k)]
+        if name == "sigmoid_bias":
+            command += ["--moe-router-score-function", "sigmoid"]
+        if GATES[name].top_k == 1:
+            command += ["--moe-router-pre-softmax"]  # Megatron demands it
+    read = quickstart.read_fairseq if host == "fairseq" else quickstart.read_megatron
+    result, _ = quickstart.train(quickstart.Run(host, folder, command, s["steps"], read))
+    last = last_records(folder)
+    return Row(
+        gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"], last_loss=result["last_loss"], valid_loss=result["valid_loss"],
+        busiest=max(row["max_over_mean"] for row in last), most=GATES[name].most, drops=max(row["drop_fraction"] for row in last),
+        step_ms=1e3 * s["ranks"] * s["batch"] * s["length"] / result["tokens_per_s"])
+
+
+def last_records(folder: Path) -> list[dict[str, Any]]:
+    """The statistics of the last step that has some, a row a layer."""
+    rows = [json.loads(line) for line in (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if "load" in row]
+    return [row for row in rows if row["step"] == max(r["step"] for r in rows)]
+
+
+def markdown(rows: list[Row], s: dict[str, Any], entropy: float) -> str:
+    """The page."""
+    cells = [(r.gate, r.host, f"{r.first_loss:.3f}", f"{r.last_loss:.3f}", "-" if r.valid_loss is None else f"{r.valid_loss:.3f}",
+              f"{r.busiest:.2f}", f"{r.most:g}", f"{r.drops:.1%}", f"{r.step_ms:.0f}") for r in rows]
+    head = ("gate", "host", "first loss", "last loss", "valid loss", "busiest expert / mean", "bound", "drops", "ms a step")
+    how = [(name, g.top_k, "dropless" if g.capacity is None else f"{g.capacity:g}", ", ".join(f"{k} {v:g}" for k, v in g.losses.items()) or "-",
+            json.dumps(g.router) if g.router else "-") for name, g in GATES.items()]
+    return "\n".join([
+        "# Every gate, trained", "",
+        f"Made by `python scripts/benchmark_gates.py`; numbers in `docs/benchmarks/gates.json`. {s['steps']} steps of the quick start's model "
+        f"({s['layers']} layers, every second with {s['experts']} experts, width {s['width']}) on its corpus, {s['ranks']} ranks on CPU, torch {torch.__version__}.",
+        f"Losses are nats a byte without the balance loss; the corpus' unigram entropy is {entropy:.3f}. Balance and drops are the worst layer's in the last record "
+        "(both steps of it); *bound* is what the run must keep. So few steps rank no gates: they show that each learns and keeps its balance.", "",
+        table(head, cells), "", "How each was set:", "", table(("gate", "top_k", "capacity factor", "losses", "other settings"), how), ""])
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--gates", type=lambda text: text.split(","), default=list(GATES))
+    parser.add_argument("--hosts", type=lambda text: text.split(","), default=list(quickstart.HOSTS))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the table")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gates", help="folder of corpus and runs")
+    parser.add_argument("--fresh", action="store_true", help="train again what is there")
+    args = parser.parse_args()
+    for given, known in ((args.gates, GATES), (args.hosts, quickstart.HOSTS)):
+        if set(given) - set(known):
+            parser.error(f"{','.join(sorted(set(given) - set(known)))} is unknown; known: {', '.join(known)}")
+    if args.fresh:
+        shutil.rmtree(args.runs, ignore_errors=True)
+    s = quickstart.settings(ROOT / "configs" / "quickstart.yaml", args.steps)
+    corpus = args.runs.resolve() / "corpus"
+    info = build_corpus(corpus, size=s["corpus_bytes"])
+    data = {"fairseq": quickstart.prepare_fairseq, "megatron": quickstart.prepare_megatron}
+    rows = []
+    for host in args.hosts:
+        made = data[host](corpus)
+        for name in args.gates:
+            rows.append(run(name, host, s, made, corpus, args.runs.resolve() / f"{name}-{host}"))
+            r = rows[-1]
+            print(f"{name:<16} {host:<9} loss {r.first_loss:.3f} -> {r.last_loss:.3f}, busiest {r.busiest:.2f}, drops {r.drops:.1%}, {r.step_ms:.0f} ms a step"
+                  + "".join(f"; FAULT: {fault}" for fault in r.faults), flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    about = {"python": platform.python_version(), "torch": torch.__version__, "unigram_entropy": info.unigram_entropy}
+    rows.sort(key=lambda r: list(GATES).index(r.gate))
+    (args.out / "gates.json").write_text(json.dumps({**about, "rows": [asdict(r) for r in rows]}, indent=1) + "\n", encoding="utf-8")
+    (args.out / "gates.md").write_text(markdown(rows, s, info.unigram_entropy), encoding="utf-8")
+    return 1 if any(r.faults for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
