@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_plugin.bench.one_rank import one_rank
 from moe_plugin.bench.peers import Candidate, copy
 from moe_plugin.bench.problem import Data, Problem
 
@@ -23,7 +22,7 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
     if problem.device == "cpu":
         cpu.enable(force=True)
-    with _one_rank(problem.device):
+    with one_rank(problem.device):
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -39,20 +38,6 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
             yield Candidate(forward, list(layer.parameters()), note)
         finally:
             parallel_state.destroy_model_parallel()
-
-
-@contextlib.contextmanager
-def _one_rank(device: str) -> Iterator[None]:
-    if dist.is_initialized():
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def _layer(problem: Problem) -> tuple[nn.Module, str]:

@@ -37,7 +37,7 @@ def ours(problem: Problem, data: Data, compute: str = "auto") -> Candidate:
 
     config = from_dict({
         "model_dim": problem.model_dim, "num_experts": problem.experts, "router": {"top_k": problem.top_k},
-        "experts": {"hidden_dim": problem.hidden_dim, "compute": compute,
+        "experts": {"hidden_dim": problem.hidden_dim, "compute": compute, "bias": False,  # as the peers
                     **({"kind": "gated_ffn", "activation": "silu"} if problem.gated else {})}})
     layer = MoELayer(config, LocalComm(), dtype=problem.torch_dtype, device=problem.device)
     copy(layer.router.weight_ED, data.router_ED)
@@ -105,6 +105,16 @@ def _no_megatron() -> str | None:
 def megatron(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Megatron-core's own MoE layer: all-to-all dispatcher, grouped GEMM where its version has it for the device."""
     from moe_plugin.bench.megatron_peer import build
+
+    with build(problem, data) as candidate:
+        yield candidate
+
+
+@peers.register("deepspeed", why_not=lambda: None if find_spec("deepspeed") is not None else "deepspeed is not installed")
+@contextlib.contextmanager
+def deepspeed(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load."""
+    from moe_plugin.bench.deepspeed_peer import build
 
     with build(problem, data) as candidate:
         yield candidate

@@ -34,6 +34,13 @@ def test_trials_settle_on_the_fastest(seconds: list[float], noise: int) -> None:
     assert cost[trials.chosen] <= best * (1 + 2 * MARGIN) and trials.next() == trials.chosen
 
 
+def test_a_candidate_that_is_fast_now_and_then_is_not_taken() -> None:
+    trials = Trials(["steady", "scattered"])
+    for turn in range(2 * (WARM_UP + TRIALS)):
+        trials.record({"steady": 1.0, "scattered": 0.5 if turn % 6 == 1 else 1.6}[trials.next()], lambda values: values)
+    assert trials.chosen == "steady" and any(turn % 6 == 1 and turn % 2 for turn in range(2, 2 * (WARM_UP + TRIALS)))
+
+
 def test_a_later_candidate_must_be_clearly_faster() -> None:
     trials = Trials(["linear", "2dh"])
     trials.settle([1.0, 0.99])

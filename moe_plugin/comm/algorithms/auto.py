@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,8 +47,8 @@ class Trials:
         self.seconds.setdefault(self.next(), []).append(seconds)
         self.done += 1
         if self.done == len(self.names) * (WARM_UP + TRIALS):
-            # the fastest of a few: what else runs on a machine only ever adds
-            self.settle(agree([min(self.seconds[name][WARM_UP:]) for name in self.names]))
+            # the median: the fastest of a few favours an algorithm whose times scatter
+            self.settle(agree([statistics.median(self.seconds[name][WARM_UP:]) for name in self.names]))
 
     def settle(self, times: Sequence[float]) -> None:
         """Choose by the slowest rank's time of each candidate."""
