@@ -122,6 +122,18 @@ def same_parameters(one: Path, other: Path, world: int, atol: float = 0.0) -> No
         assert not [name for name in names if not torch.allclose(first[name], second[name], rtol=0, atol=atol)], rank
 
 
+def settled_on_a_layout(folder: Path, layers: int) -> None:
+    """`stats.jsonl` of a run with `--moe-parallel auto`: every layer tried several layouts and settled on one of them."""
+    rows = [json.loads(line) for line in (folder / "stats.jsonl").read_text().splitlines()]
+    names = {row["layer"] for row in rows}
+    assert len(names) == layers
+    for name in names:
+        mine = [row for row in rows if row["layer"] == name]
+        settled = [d["choice"] for row in mine for d in row["decisions"] if d["event"] == "settle"]
+        ran = {layout for row in mine for layout in row["layouts"]}
+        assert settled and len(ran) > 1 and set(settled) <= ran, (name, settled, ran)
+
+
 @dataclass(frozen=True)
 class Group:
     """One rank's expert-parallel group: its ranks in the world, their nodes (indices in the group), all-to-alls that ran, losses."""

@@ -81,6 +81,16 @@ def test_every_algorithm_trains_the_same_model(cluster: Make, data: Path, one_ma
         assert job.exchanges == {name: every}
 
 
+def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: Make, data: Path, tmp_path: Path) -> None:
+    """Two experts on four ranks, so r is 0, 1 or 2; each layer explores, settles, and says so; gradients are summed in other orders."""
+    made, flags = cluster(2, 2, **LINKS), "--moe-expert-count 2"
+    wanted = train(made, data, tmp_path / "fixed", f"{flags} --moe-parallel-r 1")
+    job = train(made, data, tmp_path / "auto", f"{flags} --moe-parallel auto --moe-overlap-max 2 --moe-parallel-samples 1")
+    assert job.losses == pytest.approx(wanted.losses, abs=2.1e-3)
+    jobs.same_parameters(tmp_path / "fixed", tmp_path / "auto", 4, atol=2e-3)
+    jobs.settled_on_a_layout(tmp_path / "auto", layers=2)
+
+
 @SLOW
 def test_groups_inside_nodes_say_that_linear_runs(cluster: Make, data: Path, one_machine: tuple[Path, jobs.Job], tmp_path: Path) -> None:
     """Two copies of the experts, one a node: the same curve but for rounding, since gradients are summed in another order."""

@@ -75,6 +75,12 @@ def test_every_algorithm_gives_the_same_losses(cluster: Make, data: str, one_mac
         assert job.exchanges == {name: every}
 
 
+def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: Make, data: str, one_machine: jobs.Job, tmp_path: Path) -> None:
+    job = train(cluster(2, 2, **LINKS), data, tmp_path / "run", [*EP4, "--moe-parallel", "auto", "--moe-overlap-max", "2", "--moe-parallel-samples", "1"])
+    assert job.losses == pytest.approx(one_machine.losses, abs=1e-3)
+    jobs.settled_on_a_layout(tmp_path / "run", layers=2)
+
+
 @pytest.mark.parametrize(("nodes", "said", "ran"), [
     ("[[0, 2], [1, 3]]", "2 node(s) of 2 rank(s), not in rank order", "2dh"),
     pytest.param("[[0, 1, 2], [3]]", "2 node(s) of 1 to 3 rank(s)", "2dh", marks=SLOW),
