@@ -1,4 +1,4 @@
-"""`parallel: auto` against every fixed layout on an emulated cluster, and what overlap hides (root, Linux; about ten minutes).
+"""`parallel: auto` against every fixed layout on an emulated cluster, and what overlap hides (root, Linux; about twenty minutes).
 
     python scripts/benchmark_adaptive.py [--out docs/benchmarks] [--steps 120] [--rate 200e6]
 
@@ -25,11 +25,13 @@ from moe_plugin.parallel import overlap
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 
 ROOT = Path(__file__).resolve().parents[1]
-NODES, EXPERTS, WIDTH, EVERY = 4, 2, 256, 3
+NODES, EXPERTS, WIDTH = 4, 2, 256
+EVERY = 3  # steps from one measurement of the fixed layouts to the next
 REGIMES: dict[str, dict[str, Any]] = {
     "few tokens, big experts": {"hidden": 2048, "tokens": [64]},
     "many tokens, small experts": {"hidden": 64, "tokens": [2048]},
     "load drifts": {"hidden": 256, "tokens": [64, 2048]},
+    "load drifts, 2,000 steps": {"hidden": 256, "tokens": [64, 2048], "steps": 2000, "every": 100},
 }
 OVERLAP = {"hidden": 1024, "tokens": 1024}
 
@@ -40,8 +42,8 @@ def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
     return loads[step * 2 * len(loads) // steps % len(loads)]
 
 
-def run_regime(hidden: int, loads: list[int], steps: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rank: forward and backward, step by step with `auto`, every third step in each fixed layout as well, so that all see the same machine."""
+def run_regime(hidden: int, loads: list[int], steps: int, every: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """One rank: forward and backward, step by step with `auto`, now and then in each fixed layout as well, so that all see the same machine."""
     torch.set_num_threads(1)
     tree: dict[str, Any] = {"model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1}, "experts": {"hidden_dim": hidden}, "losses": {"switch": 0.01}}
     comm = TorchComm()
@@ -53,7 +55,7 @@ def run_regime(hidden: int, loads: list[int], steps: int, choices: list[dict[str
         found, label = one_step(auto, tokens, None)
         seconds.setdefault("auto", []).append(found)
         labels.append(label)
-        for values in choices if step % EVERY == 0 else ():
+        for values in choices if step % every == 0 else ():
             choice = LayoutChoice.from_dict(values)
             seconds.setdefault(choice.label, []).append(one_step(fixed, tokens, choice)[0])
     return {"seconds": seconds, "labels": labels, "explored": auto.auto.tuner.explored, "decisions": [d.as_dict() for d in auto.auto.tuner.log]}
@@ -112,16 +114,19 @@ def slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def measure_regimes(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Every fixed layout and auto. Means over the same steps: every third; for auto also over all, and over those outside exploration."""
+    """Every fixed layout and auto. Means over the same steps; for auto also over those of them outside exploration."""
     choices = [c.as_dict() for c in legal_choices(EXPERTS, NODES, degrees=(1, 2))]
     for name, regime in REGIMES.items():
+        steps, every = regime.get("steps", args.steps), regime.get("every", EVERY)
+        if steps > args.most_steps:
+            continue
         with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
-            ranks = cluster.run(run_regime, regime["hidden"], regime["tokens"], args.steps, choices, timeout_s=900)
+            ranks = cluster.run(run_regime, regime["hidden"], regime["tokens"], steps, every, choices, timeout_s=3000)
         rows = {label: statistics.fmean(slowest(ranks, label)[1:]) for label in ranks[0]["seconds"] if label != "auto"}
-        seconds, settled = slowest(ranks, "auto"), _settled(ranks[0], args.steps)
-        warm = [s for step, (s, ok) in enumerate(zip(seconds, settled, strict=True)) if ok and step % EVERY == 0 and step]
-        report[name] = {"fixed": rows, "best": min(rows, key=rows.get), "auto": statistics.fmean(seconds[EVERY::EVERY]), "auto_settled": statistics.fmean(warm),
-                        "explored": ranks[0]["explored"], "steps": args.steps, "decisions": ranks[0]["decisions"],
+        seconds, settled = slowest(ranks, "auto"), _settled(ranks[0], steps)
+        warm = [s for step, (s, ok) in enumerate(zip(seconds, settled, strict=True)) if ok and step % every == 0 and step]
+        report[name] = {"fixed": rows, "best": min(rows, key=rows.get), "auto": statistics.fmean(seconds[every::every]), "auto_settled": statistics.fmean(warm),
+                        "explored": ranks[0]["explored"], "steps": steps, "decisions": ranks[0]["decisions"],
                         "layouts": {label: ranks[0]["labels"].count(label) for label in sorted(set(ranks[0]["labels"]))}}
 
 
@@ -176,7 +181,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines += [f"## {name}", "", "| layout | ms a step |", "|---|---|"]
         lines += [f"| {label} | {1e3 * s:.1f} |" for label, s in sorted(found["fixed"].items(), key=lambda item: item[1])]
         lines += [f"| auto, exploring included | {1e3 * found['auto']:.1f} |", f"| auto, after exploring | {1e3 * found['auto_settled']:.1f} |", "",
-                  f"Explored {found['explored']} of {found['steps']} steps.", ""]
+                  f"Explored {found['explored']} of {found['steps']} steps ({found['explored'] / found['steps']:.1%}).", ""]
     found = report["overlap"]
     lines += ["## Overlap, forward", "", f"Exchange {1e3 * found['exchange']:.1f} ms, products {1e3 * found['experts']:.1f} ms without overlap.", "",
               "| d | ms, median of 9 | share of the smaller one that goes on beside the other (last run) |", "|---|---|---|"]
@@ -189,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder to write to")
     parser.add_argument("--steps", type=int, default=120, help="steps of each run with auto (default: %(default)s)")
+    parser.add_argument("--most-steps", type=int, default=2000, help="leave out runs that are longer (default: %(default)s, none)")
     parser.add_argument("--rate", type=float, default=200e6, help="bit/s of a node's link (default: %(default)s)")
     parser.add_argument("--overlap-only", action="store_true", help="leave the regimes out")
     args = parser.parse_args()

@@ -35,6 +35,7 @@ class Gate:
     """How a router is trained here.
 
     most: the largest load of an expert over the mean load that it must keep at the end. capacity: of the padded dispatcher; None: dropless.
+    apart: every rank is called a node.
     """
 
     most: float
@@ -42,16 +43,20 @@ class Gate:
     losses: dict[str, float] = field(default_factory=dict)
     capacity: float | None = 1.25
     top_k: int = 2
+    apart: bool = False
 
 
+# A bound of 3: where tokens that are alike choose alike, and the text's commonest byte, the space, is a third of it.
+# topology_quota, ta_moe: each rank counts as a node of its own, else there is nothing for them to do.
 GATES = {
     "topk": Gate(2.0, losses=SWITCH), "switch": Gate(2.0, losses=SWITCH, top_k=1), "gshard": Gate(2.0, losses={"gshard": 0.01}),
     "ktop1": Gate(2.0, losses=SWITCH), "sam": Gate(2.5, {"groups": 2}, {"switch": 0.01, "sam_alignment": 0.01}),
     "group_limited": Gate(2.5, {"groups": 4, "group_top_k": 2}, SWITCH), "sigmoid_bias": Gate(2.5, {"score": "sigmoid", "bias_rate": 0.01}),
-    "base": Gate(1.02, top_k=1), "hash": Gate(1.6, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}}, top_k=1),
+    "base": Gate(1.02, top_k=1), "hash": Gate(3.0, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}}, top_k=1),
     "dense_to_sparse": Gate(2.5, {"sparsity": {"steps": 100}}, SWITCH, None), "cosine": Gate(2.0, losses=SWITCH),
     "noisy_topk": Gate(2.5, losses={"importance": 0.01, "noisy_load": 0.01}), "expert_choice": Gate(1.0, capacity=None),
-    "sinkhorn": Gate(1.6), "topology_quota": Gate(2.0, {"links": {"quota": 0.3}}, SWITCH), "ta_moe": Gate(2.5, losses={"ta_moe": 0.01}),
+    "sinkhorn": Gate(3.0),
+    "topology_quota": Gate(2.0, {"links": {"quota": 0.3}}, SWITCH, apart=True), "ta_moe": Gate(2.5, losses={"ta_moe": 0.01}, apart=True),
 }
 
 
@@ -101,8 +106,12 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
         path.write_text("".join(f"{n}\n" for n in counts(host, corpus)), encoding="utf-8")
         router["hash"] = {**router["hash"], "path": str(path)}
     dispatch = {"name": "ragged"} if gate.capacity is None else {"name": "padded", "capacity_factor": gate.capacity}
+    tree: dict[str, Any] = {"router": router, "losses": dict(gate.losses), "dispatch": dispatch}
+    if gate.apart:
+        (home / "nodes.yaml").write_text("nodes: [[0], [1]]\n", encoding="utf-8")
+        tree["comm"] = {"topology": str(home / "nodes.yaml")}
     path = home / "moe.yaml"
-    path.write_text(yaml.safe_dump({"router": router, "losses": dict(gate.losses), "dispatch": dispatch}), encoding="utf-8")
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return path
 
 
