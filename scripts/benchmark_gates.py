@@ -51,7 +51,7 @@ class Gate:
 GATES = {
     "topk": Gate(2.0, losses=SWITCH), "switch": Gate(2.0, losses=SWITCH, top_k=1), "gshard": Gate(2.0, losses={"gshard": 0.01}),
     "ktop1": Gate(2.0, losses=SWITCH), "sam": Gate(2.5, {"groups": 2}, {"switch": 0.01, "sam_alignment": 0.01}),
-    "group_limited": Gate(2.5, {"groups": 4, "group_top_k": 2}, SWITCH), "sigmoid_bias": Gate(2.5, {"score": "sigmoid", "bias_rate": 0.01}),
+    "group_limited": Gate(2.5, {"groups": 4, "group_top_k": 2}, SWITCH, top_k=4), "sigmoid_bias": Gate(2.5, {"score": "sigmoid", "bias_rate": 0.01}),
     "base": Gate(1.02, top_k=1), "hash": Gate(3.0, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}}, top_k=1),
     "dense_to_sparse": Gate(2.5, {"sparsity": {"steps": 100}}, SWITCH, None), "cosine": Gate(2.0, losses=SWITCH),
     "noisy_topk": Gate(2.5, losses={"importance": 0.01, "noisy_load": 0.01}), "expert_choice": Gate(1.0, capacity=None),
@@ -151,7 +151,7 @@ def markdown(rows: list[Row], s: dict[str, Any], entropy: float) -> str:
     cells = [(r.gate, r.host, f"{r.first_loss:.3f}", f"{r.last_loss:.3f}", "-" if r.valid_loss is None else f"{r.valid_loss:.3f}",
               f"{r.busiest:.2f}", f"{r.most:g}", f"{r.drops:.1%}", f"{r.step_ms:.0f}") for r in rows]
     head = ("gate", "host", "first loss", "last loss", "valid loss", "busiest expert / mean", "bound", "drops", "ms a step")
-    how = [(name, g.top_k, "dropless" if g.capacity is None else f"{g.capacity:g}", ", ".join(f"{k} {v:g}" for k, v in g.losses.items()) or "-",
+    how = [(name, str(g.top_k), "dropless" if g.capacity is None else f"{g.capacity:g}", ", ".join(f"{k} {v:g}" for k, v in g.losses.items()) or "-",
             json.dumps(g.router) if g.router else "-") for name, g in GATES.items()]
     return "\n".join([
         "# Every gate, trained", "",
