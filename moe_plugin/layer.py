@@ -130,6 +130,9 @@ class MoELayer(nn.Module):
             raise ValueError(f"input of shape {tuple(x.shape)} does not fit: must be [..., {self.config.model_dim}] (model_dim)")
         if not x.is_floating_point():
             raise ValueError(f"input of dtype {x.dtype} does not fit: must be a floating-point tensor")
+        if x.is_meta:
+            raise ValueError("input on the meta device does not fit: which experts a token visits depends on its values; build the layer there, "
+                             "then move it with to_empty() before the first forward pass")
         own = getattr(self.experts, "w_in_LDF", x).dtype
         if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"input of dtype {x.dtype} does not fit: must be {own}, the experts' dtype; convert one of the two, or use torch.autocast")

@@ -37,7 +37,7 @@ def test_top_k_of_a_call() -> None:
 
 @pytest.mark.parametrize("x,mask,words", [
     (torch.randn(4, 7), None, "model_dim"), (torch.randn(8), None, "model_dim"), (torch.ones(4, 8, dtype=torch.int64), None, "floating"),
-    (torch.randn(4, 8), torch.ones(4), "token_mask"), (torch.randn(4, 8), torch.ones(5, dtype=torch.bool), "token_mask"),
+    (torch.randn(4, 8, device="meta"), None, "meta device"), (torch.randn(4, 8), torch.ones(4), "token_mask"), (torch.randn(4, 8), torch.ones(5, dtype=torch.bool), "token_mask"),
 ])
 def test_wrong_inputs(x: torch.Tensor, mask: torch.Tensor | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
