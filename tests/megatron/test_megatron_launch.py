@@ -41,6 +41,7 @@ def checkout(tmp_path: Path) -> Path:
     """A directory like a source checkout: a script, and `megatron.training` beside it with the seam that Megatron's has."""
     package = tmp_path / "a checkout" / "megatron" / "training"
     package.mkdir(parents=True)
+    (package / "__init__.py").touch()  # as the real one has: a folder without would lose to the installed package of megatron-core >= 0.19
     (package / "arguments.py").write_text(ARGUMENTS)
     (package / "initialize.py").write_text("from megatron.training.arguments import parse_args\n")
     (package / "global_vars.py").write_text("_GLOBAL_ARGS = None\n")
