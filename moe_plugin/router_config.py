@@ -45,8 +45,8 @@ class LinksConfig:
     """How routers see the network (topology_quota, ta_moe, and the loss ta_moe)."""
 
     costs: str | None = option(
-        None, "YAML or JSON file with a square list of lists: seconds a byte from rank i to rank j of the expert-parallel group; none: 1 on a "
-        "node, `far` between nodes", flag="link-costs")
+        None, "YAML or JSON file with a square list of lists: seconds a byte from rank i to rank j of the expert-parallel group; none: by "
+        "comm.cluster where it is set, else 1 on a node and `far` between nodes", flag="link-costs")
     far: float = option(8.0, "cost of a byte to another node, where one on a node costs 1", flag="link-far-cost")
     quota: float = option(0.14, "topology_quota: the largest share of choices that may leave the node", flag="off-node-quota")
     blend: float = option(1.0, "loss ta_moe: 1: penalties by link cost alone; 0: none, the switch loss", flag="topology-blend")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.planner.cluster import load_cluster
 
 ROUNDS = 1000
 
@@ -59,15 +60,28 @@ def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
     return penalties(shares_E, config.router.links.blend).float()
 
 
-def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
-    """beta_WW, float64: from the file that settings name, else 1 on a node and `far` between nodes of the group's topology.
+def calibrated_costs(path: str) -> tuple[float, float]:
+    """Seconds a byte (on a node, to another node) by a cluster file; `ValueError` where it has none for one of them."""
+    cluster = load_cluster(path)
+    near, far = cluster.intra.beta_s, cluster.inter.beta_s * cluster.ranks_per_node / min(cluster.nics, cluster.ranks_per_node)
+    if not (near > 0 and far > 0):
+        raise ValueError(f"cluster file {path!r} has intra.beta_s={near}, inter.beta_s={far}: both must be > 0 for a router that weighs links; calibrate "
+                         "with more sizes, or name the costs in router.links.costs")
+    return near, far
 
+
+def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
+    """beta_WW, float64: from the file that settings name, else by the nodes of the group's topology.
+
+    On a node and between nodes a byte costs what `comm.cluster` was calibrated to, the ranks of a node sharing its cards; without such a
+    file 1 and `far`.
     Raises: ValueError: a file that cannot be read, or costs of another number of ranks.
     """
     links = config.router.links
     if links.costs is None:
+        near, far = (1.0, links.far) if config.comm.cluster is None else calibrated_costs(config.comm.cluster)
         node_W = torch.tensor(comm.topology.node_of)
-        return torch.where(node_W[:, None] == node_W, 1.0, links.far).double()
+        return torch.where(node_W[:, None] == node_W, torch.tensor(near, dtype=torch.float64), torch.tensor(far, dtype=torch.float64))
     import yaml
 
     try:

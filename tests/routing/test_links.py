@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from scipy.optimize import linprog
 
 from moe_plugin.comm import Topology, run_simulated
 from moe_plugin.config import from_dict
+from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.routing import build_router
-from moe_plugin.routing.links import expert_shares, penalties, target_shares
+from moe_plugin.routing.links import expert_shares, link_costs, penalties, target_shares
 from tests.routing.references import REFERENCES, Call, namespace, tensors_of
 
 
@@ -72,6 +74,22 @@ def test_expert_shares_and_penalties(experts: int, ranks: int) -> None:
     q = penalties(shares, 1.0)
     assert q.mean().item() == pytest.approx(1) and (q[-1] / q[0]).item() == pytest.approx(8.0)
     torch.testing.assert_close(penalties(shares, 0.0), torch.ones(experts, dtype=torch.float64))
+
+
+def costs_of(cluster: str) -> list[list[float]]:
+    config = from_dict({"model_dim": 8, "num_experts": 4, "comm": {"cluster": cluster}})
+    return run_simulated(4, lambda comm: link_costs(config, comm), topology=Topology.uniform(4, 2))[0].tolist()
+
+
+def test_costs_of_a_calibrated_cluster(tmp_path: Path) -> None:
+    """Two ranks a node share one card, so a byte to another node costs twice the card's time."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(dump_cluster(Cluster(nodes=2, ranks_per_node=2, nics=1, intra=Link(beta_s=1e-10), inter=Link(beta_s=4e-9))))
+    near, far = 1e-10, 8e-9
+    assert costs_of(str(path)) == [[near, near, far, far], [near, near, far, far], [far, far, near, near], [far, far, near, near]]
+    path.write_text(dump_cluster(Cluster(nodes=2, ranks_per_node=2, inter=Link(beta_s=4e-9))))
+    with pytest.raises(ValueError, match=r"intra.beta_s=0.0.*router.links.costs"):
+        costs_of(str(path))
 
 
 @pytest.mark.parametrize("text", ["no numbers", "[[1, 2], [3]]", "[[1, 2, 3], [1, 2, 3]]", "[[1, 0], [1, 1]]"])
