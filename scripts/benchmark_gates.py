@@ -120,10 +120,9 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":
         command = quickstart.fairseq_command(s, data, folder, False)
-        for flag in ("--moe-capacity-factor", "--moe-second-expert-policy"):
-            i = command.index(flag)
-            del command[i : i + 2]
-        command += [*extra, "--moe-gate-loss-wt", "1", "--moe-gate-loss-combine-method", "sum", "--moe-second-expert-policy", "all"]
+        i = command.index("--moe-capacity-factor")
+        del command[i : i + 2]  # it would win over the file
+        command += [*extra, "--moe-gate-loss-wt", "1", "--moe-gate-loss-combine-method", "sum"]
     else:
         command = [*quickstart.megatron_command(s, data, folder, False), *extra, "--moe-aux-loss-coeff", "0", "--moe-router-topk", str(GATES[name].top_k)]
         if name == "sigmoid_bias":

@@ -113,7 +113,7 @@ def second_backward_kernel(grad, token, scale, w, h, gate, grad_h, grad_gate, af
         before = tl.load(gate + tile + where, mask=written, other=0.0).to(tl.float32)
         open_ = activate(before, ACT)
         tl.store(grad_h + tile + where, (s * open_).to(grad_h.dtype.element_ty), mask=written)
-        mine = tl.load(h + tile + where, mask=written, other=0.0).to(tl.float32)
+        mine = tl.load(h + tile + where, mask=written, other=0.0).to(tl.float32)  # not before: one tile more at a time would spill
         tl.store(grad_gate + tile + where, (s * mine * slope(before, ACT)).to(grad_gate.dtype.element_ty), mask=written)
         value = open_ * mine
     else:
