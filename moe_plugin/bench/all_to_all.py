@@ -26,7 +26,7 @@ COUNTED_RANKS = 64
 class Row:
     """One cell: an algorithm at a size.
 
-    bytes: a rank. median_ms, min_ms: of one exchange, the slowest rank's. floor_ms: what the bytes need on the wire. cpu_ms: what the
+    bytes: a rank. median_ms, min_ms: of one exchange, of all ranks together. floor_ms: what the bytes need on the wire. cpu_ms: what the
     exchange costs this machine's processors, all ranks and the switch together, spread over all cores. messages: leaving one node. chosen: by auto.
     """
 
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's part of a cell: seconds an exchange by repeat (already the slowest rank's), own processor seconds an exchange."""
+    """One rank's part of a cell: seconds an exchange by repeat (all ranks' already), own processor seconds an exchange."""
 
     name: str
     size: int
@@ -78,17 +78,17 @@ def measure_rank(plan: Plan, comm: Comm | None = None) -> tuple[tuple[tuple[int,
         for name in plan.names:
             _settle(comm, name, x)
         burst, repeats = (BURST, plan.repeats) if size <= BURST_UP_TO else (1, (plan.repeats + 1) // 2)
-        seconds: dict[str, list[float]] = {name: [] for name in plan.names}
+        spans: dict[str, list[tuple[float, float]]] = {name: [] for name in plan.names}
         cpu = dict.fromkeys(plan.names, 0.0)
         for repeat in range(repeats):
             for index in range(len(plan.names)):
                 name = plan.names[(index + repeat) % len(plan.names)]
-                taken, used = _burst(comm, name, x, burst, plan.helper)
-                seconds[name].append(taken)
-                cpu[name] += used
+                begin, end, used = _burst(comm, name, x, burst, plan.helper)
+                spans[name].append((begin, end))
+                cpu[name] += used / burst
         for name in plan.names:
-            slowest = comm.agree_max(seconds[name])
-            cells.append(RankTimes(name, size, slowest, cpu[name] / repeats, _chosen(comm, name, x)))
+            seconds = [taken / burst for taken in _agreed(comm, spans[name], one_clock=plan.helper is not None)]
+            cells.append(RankTimes(name, size, seconds, cpu[name] / repeats, _chosen(comm, name, x)))
     return comm.topology.nodes, cells
 
 
@@ -109,16 +109,23 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
     return chooser.by_model(comm, size) if chooser.cluster else chooser.trials(size).chosen
 
 
-def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int, helper: int | None) -> tuple[float, float]:
-    """(seconds, own processor seconds) an exchange; a few in a row, so that the barrier's own spread weighs little."""
+def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
+    """How long each repeat took all ranks: from the first that began to the last that ended where they share a clock, else the slowest rank's."""
+    if not one_clock:
+        return comm.agree_max([end - begin for begin, end in spans])
+    return [end + begin for end, begin in zip(comm.agree_max([end for _, end in spans]), comm.agree_max([-begin for begin, _ in spans]), strict=True)]
+
+
+def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int, helper: int | None) -> tuple[float, float, float]:
+    """(begin, end, own processor seconds) of a few in a row, so that the barrier's own spread weighs little."""
     run = algorithms.get(name)
     comm.barrier()
     _wait_for_device(x)
-    start, cpu = time.perf_counter(), _cpu_s(comm, helper)
+    begin, cpu = time.perf_counter(), _cpu_s(comm, helper)
     for _ in range(burst):
         run(comm, x)
     _wait_for_device(x)
-    return (time.perf_counter() - start) / burst, (_cpu_s(comm, helper) - cpu) / burst
+    return begin, time.perf_counter(), _cpu_s(comm, helper) - cpu
 
 
 def _cpu_s(comm: Comm, helper: int | None) -> float:
@@ -170,8 +177,9 @@ def messages_out(topology: Topology, name: str) -> float | None:
 
 
 def measurements_of(rows: Sequence[Row]) -> list[Measurement]:
-    """For the planner's fit: its algorithms only, the least disturbed of the repeats."""
-    return [Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.min_ms / 1e3) for r in rows if r.algorithm in COSTS]
+    """For the planner's fit: its algorithms only. Medians: the fastest repeat of many ranks on few cores is a lucky one."""
+    return [Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.median_ms / 1e3, None if r.cpu_ms is None else r.cpu_ms / 1e3)
+            for r in rows if r.algorithm in COSTS]
 
 
 def as_dicts(rows: Sequence[Row]) -> list[dict]:

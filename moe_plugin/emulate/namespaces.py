@@ -19,6 +19,10 @@ _SYSCTL = {
     # an exchange after a pause must not begin with a small window again, nor remember an earlier run's losses
     "/proc/sys/net/ipv4/tcp_slow_start_after_idle": "0",
     "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
+    # the same on every machine; BBR, some machines' default, paces itself to 80 % of a link that many flows share
+    "/proc/sys/net/ipv4/tcp_congestion_control": "reno",
+    # frames of up to 46 KB cross the switch as one unit: pacing would cut them to two segments, for four times the processor time
+    "/proc/sys/net/ipv4/tcp_min_tso_segs": "32",
 }
 
 

@@ -4,9 +4,11 @@
  *
  * In each network namespace it makes a TAP interface eth0 with address 10.77.0.(i+1)/24 and carries frames between them.
  * Time is a virtual clock a port, not a token bucket, so nothing passes faster than the rate:
- *   up port i    one frame after another at the port's rate; while it is busy the TAP is not read, so that the sender's
- *                own queue holds the rest and nothing is lost;
- *   down port j  the same (several senders to one node share it), cut-through;
+ *   up port i    one frame after another at the port's rate, from a queue for each destination in turn (as a card with fair
+ *                queues or queue pairs has), so that a busy receiver does not hold up frames for others; at most AHEAD bytes
+ *                are read from the TAP before they are sent: the sender's own queue holds the rest and nothing is lost;
+ *   down port j  the same (several senders to one node share it), cut-through; a frame starts when the port is free or
+ *                nearly (SLACK_NS), so that nothing piles up in the switch, as under a lossless fabric's credits;
  *   then a fixed delay, a random loss a port, ports that swallow everything, interfaces that are down.
  * MESSAGE_US is charged for every frame that ends a message (TCP push flag, more than 100 bytes): a card's cost a message.
  * Frames of up to 64 KiB cross as one unit (segmentation offload), their segments' headers are charged.
@@ -32,21 +34,24 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PORTS = 64, FRAME = 70000, VNET = 10, ETH = 14, READ_AHEAD_NS = 30000, BATCH = 64 };
+enum { PORTS = 64, FRAME = 70000, VNET = 10, ETH = 14, READ_AHEAD_NS = 30000, SLACK_NS = 1000000, AHEAD = 1 << 26, BATCH = 64 };
 
 typedef struct Packet {
     struct Packet *next;
     int64_t due;
-    int size;
+    int size, wire, last; /* bytes, bytes on the wire, ends a message */
     uint8_t data[];
 } Packet;
+
+typedef struct { Packet *head, *tail; } Queue;
 
 typedef struct {
     int tap, inet;               /* TAP device; a socket inside the namespace, for ioctls */
     double rate, loss;
     int hole;
     int64_t up_free, down_free;  /* when the port has sent, delivered what it has */
-    Packet *head, *tail;
+    Queue to[PORTS], out;        /* waiting to be sent, by destination; on the way to the node */
+    int waiting, turn;           /* bytes in `to`; the destination served next */
     uint64_t frames_in, bytes_in, frames_out, bytes_out, drops, messages;
 } Port;
 
@@ -120,70 +125,107 @@ static int ends_message(const uint8_t *e, int size) {
 
 static int lost(const Port *p) { return p->hole || (p->loss > 0 && drand48() < p->loss); }
 
-static void enqueue(Port *to, const uint8_t *frame, int size, int64_t start, int64_t end, int64_t takes) {
-    if (lost(to)) { to->drops++; return; }
-    Packet *p = malloc(sizeof *p + size);
-    if (!p) { to->drops++; return; }
-    int64_t done = (start > to->down_free ? start : to->down_free) + takes;
-    if (done < end) done = end;
-    to->down_free = done;
+static void push(Queue *q, Packet *p) {
     p->next = 0;
-    p->due = done + delay_ns;
-    p->size = size;
-    memcpy(p->data, frame, size);
-    if (to->tail) to->tail->next = p; else to->head = p;
-    to->tail = p;
+    if (q->tail) q->tail->next = p; else q->head = p;
+    q->tail = p;
 }
 
-static void forward(int i, const uint8_t *frame, int size, int64_t t) {
+static Packet *pop(Queue *q) {
+    Packet *p = q->head;
+    if (!(q->head = p->next)) q->tail = 0;
+    return p;
+}
+
+/* a frame from port i's node: into the queue of its destination */
+static void accept_frame(int i, const uint8_t *frame, int size) {
     Port *from = &port[i];
     uint16_t header, segment;
     memcpy(&header, frame + 2, 2);
     memcpy(&segment, frame + 4, 2);
     const uint8_t *e = frame + VNET;
-    int wire = on_wire(size - VNET, frame[1] ? segment : 0, header ? header : 66);
-    int last = ends_message(e, size - VNET);
-    int64_t extra = last ? message_ns : 0;
+    int wire = on_wire(size - VNET, frame[1] ? segment : 0, header ? header : 66), last = ends_message(e, size - VNET);
     from->frames_in++;
     from->bytes_in += wire;
     from->messages += last;
     if (lost(from)) { from->drops++; return; }
-    int64_t start = t > from->up_free ? t : from->up_free;
-    int64_t end = start + (int64_t)(wire * 8e9 / from->rate) + extra;
-    from->up_free = end;
-    int to = e[5] - 1;
-    if (e[0] == 0xff) {
-        for (int j = 0; j < ports; j++) if (j != i) enqueue(&port[j], frame, size, start, end, (int64_t)(wire * 8e9 / port[j].rate));
-    } else if (e[0] == 2 && to >= 0 && to < ports && to != i) {
-        enqueue(&port[to], frame, size, start, end, (int64_t)(wire * 8e9 / port[to].rate) + extra);
+    for (int j = 0; j < ports; j++) {
+        if (j == i || (e[0] != 0xff && (e[0] != 2 || e[5] - 1 != j))) continue;
+        Packet *p = malloc(sizeof *p + size);
+        if (!p) { from->drops++; return; }
+        p->size = size;
+        p->wire = wire;
+        p->last = last;
+        memcpy(p->data, frame, size);
+        push(&from->to[j], p);
+        from->waiting += size;
     }
+}
+
+/* port i sends the head of its queue for j */
+static void send_frame(int i, int j, int64_t t) {
+    Port *from = &port[i], *to = &port[j];
+    Packet *p = pop(&from->to[j]);
+    from->waiting -= p->size;
+    int64_t extra = p->last ? message_ns : 0, start = t > from->up_free ? t : from->up_free;
+    from->up_free = start + (int64_t)(p->wire * 8e9 / from->rate) + extra;
+    if (lost(to)) { to->drops++; free(p); return; }
+    int64_t done = (start > to->down_free ? start : to->down_free) + (int64_t)(p->wire * 8e9 / to->rate) + extra;
+    to->down_free = done > from->up_free ? done : from->up_free;
+    p->due = to->down_free + delay_ns;
+    push(&to->out, p);
+}
+
+/* every port sends what it can now; returns when one can go on, at the latest `next` */
+static int64_t forward(int64_t t, int64_t next) {
+    static int first;
+    first = (first + 1) % ports; /* nobody is always first at a receiver that many want */
+    for (int k = 0; k < ports; k++) {
+        int i = (first + k) % ports;
+        Port *from = &port[i];
+        while (from->waiting && from->up_free <= t + READ_AHEAD_NS) {
+            int64_t soonest = INT64_MAX;
+            int found = -1;
+            for (int n = 0; n < ports && found < 0; n++) {
+                int j = (from->turn + n) % ports;
+                if (!from->to[j].head) continue;
+                if (port[j].down_free <= t + SLACK_NS) found = j;
+                else if (port[j].down_free < soonest) soonest = port[j].down_free;
+            }
+            if (found < 0) {
+                if (soonest - SLACK_NS < next) next = soonest - SLACK_NS;
+                break;
+            }
+            from->turn = (found + 1) % ports;
+            send_frame(i, found, t);
+        }
+        if (from->waiting && from->up_free > t + READ_AHEAD_NS && from->up_free - READ_AHEAD_NS < next) next = from->up_free - READ_AHEAD_NS;
+    }
+    return next;
 }
 
 /* delivers what is due; returns when something is due next */
 static int64_t deliver(int64_t t, int64_t next) {
     for (int j = 0; j < ports; j++) {
         Port *p = &port[j];
-        while (p->head && p->head->due <= t) {
-            Packet *k = p->head;
+        while (p->out.head && p->out.head->due <= t) {
+            Packet *k = pop(&p->out);
             if (t - k->due > late_max_ns) late_max_ns = t - k->due;
             if (write(p->tap, k->data, k->size) < 0) p->drops++;
             else { p->frames_out++; p->bytes_out += k->size; }
-            p->head = k->next;
-            if (!p->head) p->tail = 0;
             free(k);
         }
-        if (p->head && p->head->due < next) next = p->head->due;
+        if (p->out.head && p->out.head->due < next) next = p->out.head->due;
     }
     return next;
 }
 
 static void receive(int i) {
     static uint8_t frame[FRAME];
-    int64_t t = now_ns();
-    for (int n = 0; n < BATCH && port[i].up_free <= t + READ_AHEAD_NS; n++) {
+    for (int n = 0; n < BATCH && port[i].waiting < AHEAD; n++) {
         int size = (int)read(port[i].tap, frame, sizeof frame);
         if (size <= VNET + ETH) return;
-        forward(i, frame, size, t);
+        accept_frame(i, frame, size);
     }
 }
 
@@ -217,12 +259,11 @@ static int control(int fd) {
 
 static void carry(int control_fd) {
     for (;;) {
-        int64_t t = now_ns(), next = deliver(t, t + 1000000000LL);
+        int64_t t = now_ns(), next = forward(t, deliver(t, t + 1000000000LL));
         struct pollfd fds[PORTS + 1];
         int which[PORTS + 1], n = 0;
         for (int i = 0; i < ports; i++) {
-            if (port[i].up_free <= t + READ_AHEAD_NS) { fds[n] = (struct pollfd){port[i].tap, POLLIN, 0}; which[n++] = i; }
-            else if (port[i].up_free - READ_AHEAD_NS < next) next = port[i].up_free - READ_AHEAD_NS;
+            if (port[i].waiting < AHEAD) { fds[n] = (struct pollfd){port[i].tap, POLLIN, 0}; which[n++] = i; }
         }
         fds[n] = (struct pollfd){control_fd, POLLIN, 0};
         int64_t wait = next - now_ns();

@@ -7,24 +7,61 @@ card carries the messages of s = P / min(nics, P) ranks. Per rank, or per card w
     2dh      4 S b_copy + (P-1) (a_intra + S/P b_intra) + s (N-1) (a_inter + S P/W b_inter)
     leader   4 P S b_copy + 2 (P-1) (a_intra + S b_intra) + (N-1) (a_inter + P P S/W b_inter)
 
-plus `phase_s` a phase, plus what every message costs the machine that emulates a cluster (`host`). The first two are the
-forms of the Tutel paper's analysis with m = P, n = W; for s = 1, phase_s = 0 and no host cost they are exactly those.
+plus `phase_s` a phase. The first two are the forms of the Tutel paper's analysis with m = P, n = W; for s = 1 and phase_s = 0
+they are exactly those.
+
+Where a machine emulates the cluster, a phase also costs that machine's processors: `wake_s` k^(2/3) for a rank that sends and gets k
+messages (those that come together are handled together; the exponent is an observation), `host` for each message and byte of all ranks. Wire and processors work
+at the same time, so a phase takes (wire^4 + machine^4)^(1/4), near the larger of the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_plugin.planner.cluster import Cluster
+
+TOGETHER = 4
+WAKES = 2 / 3
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One round of messages.
+
+    inter: (messages, bytes) of the busiest card; intra: of the busiest rank. machine: of all ranks together, (sum over ranks of k^WAKES for the k
+    messages that it sends and gets, messages, bytes). copied: bytes that the busiest rank reads and writes. side_by_side: the
+    bytes of the two links move at the same time.
+    """
+
+    inter: tuple[float, float]
+    intra: tuple[float, float]
+    machine: tuple[float, int, float]
+    copied: float = 0.0
+    side_by_side: bool = False
+
+    def wire_s(self, cluster: Cluster) -> float:
+        """Time of the links."""
+        bandwidth = self.inter[1] * cluster.inter.beta_s, self.intra[1] * cluster.intra.beta_s
+        return self.inter[0] * cluster.inter.alpha_s + self.intra[0] * cluster.intra.alpha_s + (max(bandwidth) if self.side_by_side else sum(bandwidth))
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Time of the round."""
+        return self.copied * cluster.copy_s + cluster.phase_s + together(self.wire_s(cluster), cluster.machine_s(*self.machine))
+
+
+def together(wire: float, machine: float) -> float:
+    """Time of two that work side by side and sometimes wait for each other."""
+    less, more = sorted((wire, machine))
+    return more * (1 + (less / more) ** TOGETHER) ** (1 / TOGETHER) if less else more
 
 
 @dataclass(frozen=True)
 class Cost:
     """One exchange.
 
-    seconds: predicted time. inter_messages, inter_bytes: leaving one node. intra_messages, intra_bytes: inside one node.
-    features: the factors of each of the model's constants, in the order of `FEATURES`, where the two links do not overlap.
+    seconds: predicted time. inter_messages, inter_bytes: leaving one node. intra_messages, intra_bytes: inside one node. phases: its rounds.
     """
 
     seconds: float
@@ -32,26 +69,16 @@ class Cost:
     inter_bytes: float
     intra_messages: int
     intra_bytes: float
-    features: tuple[float, ...]
+    phases: tuple[Phase, ...]
 
 
-FEATURES = ("inter.alpha_s", "inter.beta_s", "intra.alpha_s", "intra.beta_s", "phase_s", "host.alpha_s", "host.beta_s", "copy_s")
+def _cost(cluster: Cluster, node: tuple[int, float, int, float], phases: Sequence[Phase]) -> Cost:
+    """node: (messages, bytes) out of, inside one node."""
+    return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
 
 
 def _sharing(cluster: Cluster) -> float:
     return cluster.ranks_per_node / min(cluster.nics, cluster.ranks_per_node)
-
-
-def _cost(cluster: Cluster, inter: tuple[float, float], intra: tuple[float, float], phases: int, copied: float,
-          node: tuple[int, float, int, float], overlap: bool = False) -> Cost:
-    """inter: (messages, bytes) of the busiest card; intra: of the busiest rank; node: (messages, bytes) out of, inside one node."""
-    out_messages, out_bytes, in_messages, in_bytes = node
-    host = (cluster.nodes * (out_messages + in_messages), cluster.nodes * (out_bytes + in_bytes))
-    values = (*inter, *intra, phases, *host, copied)
-    bandwidth = [inter[1] * cluster.inter.beta_s, intra[1] * cluster.intra.beta_s]
-    seconds = (inter[0] * cluster.inter.alpha_s + intra[0] * cluster.intra.alpha_s + (max(bandwidth) if overlap else sum(bandwidth))
-               + phases * cluster.phase_s + cluster.host.seconds(*host) + copied * cluster.copy_s)
-    return Cost(seconds, *node, features=tuple(float(v) for v in values))
 
 
 def linear_cost(cluster: Cluster, size: float) -> Cost:
@@ -60,8 +87,9 @@ def linear_cost(cluster: Cluster, size: float) -> Cost:
     inter, intra = w - p, p - 1
     share = _sharing(cluster)
     node = (p * inter, p * inter * size / w, p * intra, p * intra * size / w)
-    return _cost(cluster, (share * inter, share * inter * size / w), (intra, intra * size / w), 1 if w > 1 else 0, 0.0, node,
-                 overlap=n > 1)
+    phase = Phase((share * inter, share * inter * size / w), (intra, intra * size / w), (w * (w - 1) ** WAKES, w * (w - 1), (w - 1) * size),
+                  side_by_side=n > 1)
+    return _cost(cluster, node, [phase] if w > 1 else [])
 
 
 def two_d_cost(cluster: Cluster, size: float) -> Cost:
@@ -71,7 +99,9 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
         return linear_cost(cluster, size)
     share = _sharing(cluster)
     node = (p * (n - 1), p * (n - 1) * size * p / w, p * (p - 1), (p - 1) * size)
-    return _cost(cluster, (share * (n - 1), share * (n - 1) * size * p / w), (p - 1, (p - 1) * size / p), 2, 4 * size, node)
+    inside = Phase((0, 0), (p - 1, (p - 1) * size / p), (w * (p - 1) ** WAKES, w * (p - 1), n * node[3]), 2 * size)
+    between = Phase((share * (n - 1), share * node[1] / p), (0, 0), (w * (n - 1) ** WAKES, w * (n - 1), n * node[1]), 2 * size)
+    return _cost(cluster, node, [inside, between])
 
 
 def leader_cost(cluster: Cluster, size: float) -> Cost:
@@ -81,7 +111,11 @@ def leader_cost(cluster: Cluster, size: float) -> Cost:
         return linear_cost(cluster, size)
     out = (n - 1) * p * p * size / w
     node = (n - 1, out, 2 * (p - 1), 2 * (p - 1) * size)
-    return _cost(cluster, (n - 1, out), (2 * (p - 1), 2 * (p - 1) * size), 3, 4 * p * size, node)
+    # a message one way: half of what `machine` counts for one each way
+    wakes = ((p - 1) / 2) ** WAKES + (p - 1) * 0.5**WAKES
+    inside = Phase((0, 0), (p - 1, (p - 1) * size), (n * wakes, n * (p - 1), n * (p - 1) * size))
+    between = Phase((n - 1, out), (0, 0), (n * (n - 1) ** WAKES, n * (n - 1), n * out), 4 * p * size)
+    return _cost(cluster, node, [inside, between, inside])
 
 
 COSTS: dict[str, Callable[[Cluster, float], Cost]] = {"linear": linear_cost, "2dh": two_d_cost, "leader": leader_cost}

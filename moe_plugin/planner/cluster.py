@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_SECONDS = ("copy_s", "phase_s", "wake_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -33,7 +35,8 @@ class Cluster:
     nodes, ranks_per_node: N, P. nics: network cards a node; the ranks of a node share them evenly.
     intra: between ranks of a node. inter: a network card. copy_s: seconds a byte to copy in memory (read or write).
     phase_s: fixed cost of one round of messages (propagation delay, synchronisation).
-    host: for clusters emulated on one machine, what every message of every rank costs its processors; zero elsewhere.
+    host, wake_s: for clusters emulated on one machine, what every message of every rank, and waking a rank, costs its processors;
+        zero elsewhere. See `planner.all_to_all`.
     """
 
     name: str = "cluster"
@@ -45,12 +48,13 @@ class Cluster:
     copy_s: float = 0.0
     phase_s: float = 0.0
     host: Link = field(default_factory=Link)
+    wake_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "nics"):
             if getattr(self, name) < 1:
                 raise ValueError(f"cluster {name}={getattr(self, name)} must be >= 1; correct the file")
-        for name in ("copy_s", "phase_s"):
+        for name in _SECONDS:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"cluster {name}={getattr(self, name)} must be a finite number >= 0; correct the file")
 
@@ -58,6 +62,10 @@ class Cluster:
     def ranks(self) -> int:
         """All ranks."""
         return self.nodes * self.ranks_per_node
+
+    def machine_s(self, wakes: float, messages: float, size: float) -> float:
+        """What an emulated cluster's ranks together cost the machine under it: `wakes` wakings, `messages` of `size` bytes together."""
+        return wakes * self.wake_s + self.host.seconds(messages, size)
 
     def resized(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
         """The same links with another number of nodes (and ranks a node)."""
@@ -84,7 +92,7 @@ def _link(value: Any, where: str) -> Link:
 def _plain(key: str, value: Any, where: str) -> Any:
     if key == "name":
         return str(value)
-    if key in ("copy_s", "phase_s"):
+    if key in _SECONDS:
         return _number(value, f"{where}: {key}")
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{where}: {key}={value!r} must be a whole number")  # noqa: TRY004 - bad input is a ValueError

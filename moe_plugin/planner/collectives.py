@@ -31,7 +31,7 @@ class Group:
         here = self.per_node(cluster)
         together = max(1, cluster.ranks_per_node // here)
         return Cluster(name=cluster.name, nodes=-(-self.size // here), ranks_per_node=here, nics=max(1, cluster.nics // together),
-                       intra=cluster.intra, inter=cluster.inter, copy_s=cluster.copy_s, phase_s=cluster.phase_s, host=cluster.host)
+                       intra=cluster.intra, inter=cluster.inter, copy_s=cluster.copy_s, phase_s=cluster.phase_s, host=cluster.host, wake_s=cluster.wake_s)
 
 
 def all_to_all_s(cluster: Cluster, group: Group, algorithm: str, size: float) -> float:
@@ -49,7 +49,7 @@ def _ring_steps_s(cluster: Cluster, group: Group, piece: float) -> float:
     here = group.shape(cluster)
     steps = group.size - 1
     host = cluster.nodes * cluster.ranks_per_node
-    emulated = cluster.host.seconds(steps * host, steps * host * piece)
+    emulated = cluster.machine_s(steps * host, steps * host, steps * host * piece)
     if here.nodes == 1:
         return steps * (cluster.intra.alpha_s + piece * cluster.intra.beta_s) + cluster.phase_s + emulated
     # each node's ranks run rings of their own, one a card: a card carries 1/min(nics, ranks) of the bytes

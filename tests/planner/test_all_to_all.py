@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from moe_plugin.planner import (
     relative_errors,
     wire_floor_s,
 )
+from moe_plugin.planner.all_to_all import together
 from moe_plugin.planner.simulate import shape_for, simulate
 from moe_plugin.planner.units import parse_grid, parse_rate, parse_size, parse_time, show_size
 
@@ -83,9 +85,41 @@ def test_a_fit_finds_back_what_made_the_times(cluster: Cluster) -> None:
     assert max(relative_errors(result.cluster, times(8))) < 0.2
 
 
+EMULATED = Cluster(nodes=4, ranks_per_node=4, inter=Link(beta_s=4e-8), intra=Link(alpha_s=5e-5, beta_s=1e-9), phase_s=1e-3, copy_s=2e-10,
+                   host=Link(alpha_s=6e-5, beta_s=1e-9), wake_s=2e-4)
+
+
+def emulated_times(*grids: tuple[int, int], machine: bool = True) -> list[Measurement]:
+    found = []
+    for grid in grids:
+        for name in COSTS:
+            for size in (16e3, 64e3, 256e3, 1e6, 4e6):
+                cost = predict(EMULATED.resized(*grid), name, size)
+                machine_s = sum(EMULATED.machine_s(*phase.machine) for phase in cost.phases)
+                found.append(Measurement(*grid, name, size, cost.seconds, machine_s if machine else None))
+    return found
+
+
+def test_a_fit_finds_back_the_machine_under_an_emulated_cluster() -> None:
+    """Fitted to at most 16 ranks, held against 32, where the processors and not the wire are the limit of small messages."""
+    result = fit(emulated_times((2, 2), (2, 4), (4, 2), (4, 4)), Cluster(), emulated=True)
+    assert result.mean_error < 0.02
+    assert max(relative_errors(result.cluster, emulated_times((8, 4)))) < 0.05
+    without = dataclasses.replace(result.cluster, host=Link(), wake_s=0.0)
+    assert max(relative_errors(without, emulated_times((8, 4)))) > 0.5
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_wire_and_machine_work_at_the_same_time(wire: float, machine: float) -> None:
+    both = together(wire, machine)
+    assert max(wire, machine) * (1 - 1e-9) <= both <= min(wire + machine, 1.19 * max(wire, machine)) + 1e-12
+
+
 def test_a_fit_needs_enough() -> None:
     with pytest.raises(ValueError, match="1 measurements cannot fit"):
         fit([Measurement(4, 4, "linear", 1.0, 1.0)], Cluster())
+    with pytest.raises(ValueError, match="give machine_s with every measurement"):
+        fit(emulated_times((2, 2), machine=False), Cluster(), emulated=True)
 
 
 @given(st.integers(0, 10_000))
