@@ -152,7 +152,7 @@ class MoELayer(nn.Module):
                 raise ValueError(f"checkpoint has {key}={state.get(key)}, this layer has {key}={mine}; load it with the same number of experts "
                                  "and expert-parallel ranks, or reshard it with moe_plugin.checkpoint.reshard")
         if self.auto is not None and state.get("tuner") is not None:
-            self.auto.tuner.load_state(state["tuner"])
+            self.auto.load_state(state["tuner"])
 
     def extra_repr(self) -> str:
         c = self.config

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class AutoLayout:
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.runs: deque[tuple[Bucket, LayoutChoice, Stopwatch]] = deque()
         self.since = self.reported = 0
+        self.due = False  # whether the next call looks at its load, however short ago that was
         self.watch: Stopwatch | None = None
         self.replay = self.training = False  # as the router's: see parallel.recompute
 
@@ -62,14 +64,19 @@ class AutoLayout:
 
     def _choose(self, routing: Routing) -> LayoutChoice:
         self.since += 1
-        if self.since < EVERY and self.tuner.calls and not self.tuner.exploring(self.bucket):
+        if self.since < EVERY and not self.due and self.tuner.calls and not self.tuner.exploring(self.bucket):
             return self.current
-        self.bucket = self._agree(routing)
+        self.bucket, self.due = self._agree(routing), False
         self.current, self.since = self.tuner.choose(self.bucket, self.since), 0
         if self.tuner.wants_time(self.bucket):
             self.watch = self.measure(self.probe.device)
             self.runs.append((self.bucket, self.current, self.watch))
         return self.current
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what the tuner of an earlier run has learned; the next call looks at its load at once. All ranks alike."""
+        self.tuner.load_state(state)
+        self.due = True
 
     def news(self) -> tuple[Decision, ...]:
         """Decisions since the last time this was called; rank 0 logs them."""

@@ -25,19 +25,6 @@ MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4
 EP2, TP2, PP2 = ["--expert-model-parallel-size", "2"], ["--tensor-model-parallel-size", "2", "--sequence-parallel"], ["--pipeline-model-parallel-size", "2"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An indexed dataset of this project's own source, in a path with a space."""
-    from moe_plugin.hosts.megatron.data import documents, write_indexed
-
-    folder = tmp_path_factory.mktemp("some data")
-    text = "\n\n".join(path.read_text() for path in sorted(Path(ROOT, "moe_plugin").rglob("*.py")))
-    (folder / "corpus.txt").write_text(text)
-    tokens = write_indexed(documents(str(folder / "corpus.txt")), str(folder / "corpus"))
-    assert tokens > 50_000
-    return str(folder / "corpus")
-
-
 def _train(argv: list[str]) -> dict[str, Any]:
     from moe_plugin.hosts.megatron import arguments, train
 

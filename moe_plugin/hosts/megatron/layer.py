@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
-from moe_plugin.hosts.megatron import compat, parameters
+from moe_plugin.hosts.megatron import compat, parameters, tuning
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.tokens import StepClock, token_info
 from moe_plugin.hosts.megatron.translate import LOSS_NAMES, Translation, settings_from_flags, translate
@@ -152,6 +152,7 @@ class PluginMoELayer(compat.MoELayer):
         moe.training = self.training  # the rest of it is registered here and switched by Megatron
         if self.plan.native_router:
             moe.router.batch_size = x_SBD.shape[1]
+        parameters.wait_for(self.experts)
         if self.training and not inside_backward() and self._clock.new_step(compat.microbatches_a_step()):
             finish_step(self.router)
         out = moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS, self.needs_of_router, self.groups.tensor.rank()))
@@ -189,7 +190,21 @@ class PluginMoELayer(compat.MoELayer):
                 found.update(parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups, sharded_offsets))
         if self.shared_experts is not None:
             found.update(self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets, metadata))
+        if self._moe.auto is not None:
+            found.update(tuning.shard(self._moe.auto, groups, prefix + tuning.KEY, sharded_offsets))
         return found
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._moe.auto is not None:
+            destination[prefix + tuning.KEY] = tuning.learned(self._moe.auto)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # no parameter or buffer: neither missing where a checkpoint has none, nor unexpected where nothing is tuned
+        saved = state_dict.pop(prefix + tuning.KEY, None)
+        if saved is not None:
+            tuning.restore(self._moe.auto, saved, self.layer_number)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _refused(name: str) -> Any:

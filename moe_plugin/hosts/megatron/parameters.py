@@ -33,6 +33,17 @@ def mark(experts: nn.Module) -> None:
         parameter.partition_dim, parameter.partition_stride = 0, 1
 
 
+def wait_for(experts: nn.Module) -> None:
+    """Have Megatron finish what it gathers of these parameters behind the forward pass (`overlap_param_gather`).
+
+    It waits in a hook before the forward of the module that holds them. Experts are also used without their forward: gathered
+    (r = 0), broadcast, or token by token. Where their forward is called as well, the hook finds nothing left to do.
+    """
+    for hook in tuple(experts._forward_pre_hooks.values()):
+        if (getattr(hook, "__module__", None) or "").startswith("megatron."):
+            hook(experts, ())
+
+
 def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any], output_init: Callable[[Tensor], Any]) -> None:
     """Fill expert weights by Megatron's init methods, expert by expert, so that values do not depend on the number of ranks.
 
