@@ -106,7 +106,8 @@ class MoELayer(nn.Module):
         losses = routing.losses
         if self.replicas is not None:
             y_TD, losses = self.replicas.whole(y_TD, tokens, losses)
-        return MoEOutput(y_TD.view(x.shape), losses, replace(stats, layout=layout.choice.label, decisions=news, exchanges=self._ran_since(ran)))
+        return MoEOutput(y_TD.view(x.shape), losses, replace(
+            stats, layout=layout.choice.label, decisions=news, exchanges=self._ran_since(ran), copies=self.layouts.copies))
 
     def _ran_since(self, before: dict[str, int]) -> dict[str, int]:
         """All-to-alls since `before`, by algorithm."""

@@ -44,6 +44,8 @@ class AutoLayout:
     """
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor, measure: Callable[[torch.device], Stopwatch] = Stopwatch) -> None:
+        if layouts.alone:
+            raise ValueError(f"parallel.mode='auto' does not fit dispatch.name={config.dispatch.name!r}, which has one layout; use 'fixed', or dispatch.name='ragged'")
         self.config, self.layouts, self.probe, self.measure = config, layouts, probe, measure
         self.comm: Comm = layouts.place.comm
         rules = config.parallel

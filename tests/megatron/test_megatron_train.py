@@ -139,6 +139,21 @@ def test_other_ways_give_the_same_curve(sizes: list[str], data: str, whole_run: 
 
 
 @pytest.mark.distributed
+def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whole_run: Any, tmp_path: Path) -> None:
+    """Two stages of two tensor-parallel ranks: PPMoE by flag for two steps, saved; Parm S2 by YAML for the rest. The first steps ran at EP2."""
+    argv = [*MODEL, "--data-path", data, "--train-iters", "8", "--tensor-model-parallel-size", "2", *PP2]
+    stats = tmp_path / "stats.jsonl"
+    (tmp_path / "parm.yaml").write_text("dispatch: {name: padded, capacity_factor: 0}\nparallel: {replicas: 2, schedule: s2}\n")
+    on_ranks(4, _train, [*argv, "--moe-dispatch", "index_slice", "--load", whole_run[0], "--save", str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl", str(stats)])
+    on_ranks(4, _train, [*argv, "--moe-config", str(tmp_path / "parm.yaml"), "--load", str(tmp_path), "--log-file", str(tmp_path / "parm.jsonl")])
+    found = {**_losses(str(tmp_path / "log.jsonl")), **_losses(str(tmp_path / "parm.jsonl"))}
+    assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
+    for rows in (stats, Path(f"{stats}.stage1")):
+        for row in map(json.loads, rows.read_text().splitlines()):
+            assert row["exchanges"] == {} and row["tokens"] == 8 * 32 and row["rows"] == 2 * row["tokens"]
+
+
+@pytest.mark.distributed
 def test_killed_run_resumes_to_the_same_losses(data: str, tmp_path: Path) -> None:
     """Through torchrun, killed without warning; dropout on, so that random states matter."""
     argv = [*MODEL, "--data-path", data, "--train-iters", "40", "--save-interval", "3", "--hidden-dropout", "0.1", "--lr-decay-iters", "40", *EP2]
