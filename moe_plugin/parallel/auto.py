@@ -75,8 +75,16 @@ class AutoLayout:
             self.runs.append((self.bucket, self.current, self.watch))
         return self.current
 
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint: the tuner's state, and of how many ranks it speaks."""
+        return {"ranks": self.comm.size, **self.tuner.state()}
+
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what the tuner of an earlier run has learned; the next call looks at its load at once. All ranks alike."""
+        """Take over what the tuner of an earlier run has learned, unless on another number of ranks; the next call looks at its load
+        at once. All ranks alike."""
+        if state.get("ranks", self.comm.size) != self.comm.size:
+            log.info("layouts learned on %s expert-parallel ranks are not used on %s: they are found anew", state["ranks"], self.comm.size)
+            return
         self.tuner.load_state(state)
         self.due = True
 
@@ -114,7 +122,7 @@ class AutoLayout:
         if comm.all_to_all != "auto" and self.comm.size > 1 and not self.comm.topology.why_flat():
             names += [n for n in ("linear", "2dh", "leader") if n != comm.all_to_all and n in algorithms]
         choices = [c for c in legal_choices(self.config.num_experts, self.comm.size, degrees=degrees, algorithms=names,
-                                            kernels=(self.config.experts.compute,)) if c.r in self.layouts.legal()]
+                                            kernels=(self.config.experts.compute,), shards=self.layouts.place.shards) if c.r in self.layouts.legal()]
         if not self.layouts.cuts:
             choices = [c for c in choices if c.d == 1]
         device = guess_device(self.config, self.probe.device)
@@ -126,10 +134,11 @@ class AutoLayout:
         """The layer under the load of a bucket."""
         c = self.config
         tokens = max(1, round(c.parallel.bucket ** bucket[0] / c.router.top_k))
-        local = max(1, c.num_experts // self.comm.size)
+        place = self.layouts.place
+        local = place.local
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
         return LayerShape(tokens=tokens, model_dim=c.model_dim, hidden_dim=c.hidden_dim, experts=c.num_experts, top_k=c.router.top_k,
-                          gated=c.experts.kind == "gated_ffn", element_bytes=self.probe.element_size(), skew=max(1.0, (hot + local - 1) / local))
+                          gated=c.experts.kind == "gated_ffn", element_bytes=self.probe.element_size(), skew=max(1.0, (hot + local - 1) / local), shards=place.shards)
 
 
 def _nearest(value: float, last: int) -> int:

@@ -140,7 +140,7 @@ class Layouts:
 
     def legal(self) -> list[int]:
         """Values of r that this layer can run in."""
-        return legal_r(self.place.experts, self.place.comm.size) if self.whole else [self.place.shards]
+        return legal_r(self.place.experts, self.place.comm.size, self.place.shards) if self.whole else [self.place.shards]
 
     def at(self, choice: LayoutChoice) -> Layout:
         """The layout of a choice. `ValueError`: it does not fit this layer; it names what does."""
@@ -161,11 +161,11 @@ class Layouts:
                 raise ValueError(self._cannot_cut(choice))
             return Layout(choice, make(dataclasses.replace(place, algorithm=algorithm)), compute, None, 1, 0, False)
         if choice.r == 0 or (size == 1 and not hasattr(make, "splits_slots")):
-            alone = Placement(LocalComm(), place.experts, algorithm)
+            alone = Placement(LocalComm(), place.experts, algorithm)  # whole experts
             return Layout(choice, make(alone), compute, place.comm if size > 1 else None, place.shards, 0, False)
         here = dataclasses.replace(place, algorithm=algorithm, copies=choice.r)
         run = here.spread
-        first = place.comm.rank % place.shards // run * run
+        first = place.shard // run * run
         gather = place.comm.run_of(run) if run > 1 else None
         cut = choice.d > 1 or choice.backward_d > 1
         dispatcher = make(here)

@@ -55,6 +55,22 @@ def test_every_r_equals_native(world: int, case: Case, degrees: tuple[int, ...])
     _assert_equal(on_ranks(world, _against_native, case, every), every)
 
 
+CUT = {
+    "ETP2, four experts": (2, Case(etp=2, native=AUX), 2),
+    "EP2 ETP2": (4, Case(ep=2, etp=2, gated=True, native=AUX), 2),
+    "EP2 TP2 ETP2": (4, Case(tp=2, ep=2, etp=2, sequence_parallel=True, native=AUX), 2),
+    "ETP2, two replicas": (4, Case(etp=2, native=AUX), 2),
+    "ETP4": (4, Case(etp=4, native=AUX), 4),
+}
+
+
+@pytest.mark.parametrize(("world", "case", "shards"), CUT.values(), ids=CUT.keys())
+def test_several_experts_cut_as_megatron_cuts_them(world: int, case: Case, shards: int) -> None:
+    every = [{"parallel.shards": shards, "parallel.r": r} for r in (None, 0, 1, 2)]
+    every += [{"parallel.shards": shards, "dispatch.name": "padded", "dispatch.capacity_factor": 0.0, "parallel.d": 2}]
+    _assert_equal(on_ranks(world, _against_native, case, every), every)
+
+
 def _overlapped(settings: dict[str, Any]) -> list[str]:
     """What happens first in a call under Megatron's overlapped parameter gather."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -89,6 +105,7 @@ BOTH = {**AUX, "moe_z_loss_coeff": 0.01}
 SHARED = {
     "PPMoE and Parm, TP2 ETP2": (2, Case(tp=2, etp=2, native=BOTH), [PPMOE, {**PPMOE, "dispatch.capacity_factor": 0.0}, *PARM]),
     "folded: EP2 on the tensor-parallel ranks, gated, padding": (2, Case(tp=2, ep=2, etp=1, gated=True, padding=True, native=AUX), [PPMOE, *PARM]),
+    "four experts cut": (2, Case(tp=2, etp=2, native=BOTH), [{**settings, "parallel.shards": 2} for settings in (PPMOE, *PARM)]),
     "one expert cut": (2, Case(tp=2, etp=2, native={**AUX, **ONE_EXPERT}), [PPMOE, *PARM, *({**PARM[0], "parallel.r": r} for r in (0, 1, 2))]),
     "two replicas": (4, Case(tp=2, etp=2, native=BOTH), [PPMOE, *PARM]),
     "Parm, TP2 EP2 ETP2": (4, Case(tp=2, ep=2, etp=2, gated=True, native=BOTH), [*PARM, {**PARM[0], "parallel.r": 0, "parallel.d": 1}, {**PARM[0], "parallel.d": 2}]),

@@ -119,6 +119,29 @@ def test_checkpoint_continues_at_other_sizes(world: int, sizes: list[str], data:
 
 
 @pytest.mark.distributed
+def test_experts_cut_and_whole_share_checkpoints(data: str, whole_run: Any, tmp_path: Path) -> None:
+    """Steps 5 and 6 with every expert cut over two ranks, at PP2 and r = 1, from a checkpoint of whole experts; 7 and 8 with whole ones again."""
+    argv, folder = [*MODEL, "--data-path", data, "--train-iters", "8"], str(tmp_path)
+    cut = ["--expert-tensor-parallel-size", "2", "--moe-expert-shards", "2", "--moe-parallel-r", "1", *PP2]
+    on_ranks(4, _train, [*argv, *cut, "--load", whole_run[0], "--save", folder, "--exit-interval", "6"])
+    on_ranks(2, _train, [*argv, *EP2, "--moe-parallel-r", "0", "--load", folder, "--log-file", f"{folder}/second.jsonl"])
+    found = {**_losses(f"{folder}/log.jsonl"), **_losses(f"{folder}/second.jsonl")}
+    assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("saved", "loaded"), [([], ["--moe-expert-shards", "2"]), (["--moe-expert-shards", "2"], [])], ids=["to shards", "from shards"])
+def test_distributed_optimizer_of_cut_experts(saved: list[str], loaded: list[str], data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "6", "--use-distributed-optimizer", "--expert-tensor-parallel-size", "2"]
+    folder = str(tmp_path)
+    on_ranks(2, _train, [*argv, *saved, "--save", folder, "--save-interval", "3"])
+    Path(folder, "latest_checkpointed_iteration.txt").write_text("3")
+    on_ranks(2, _train, [*argv, *loaded, "--load", folder, "--log-file", f"{folder}/second.jsonl"])
+    first, second = _losses(f"{folder}/log.jsonl"), _losses(f"{folder}/second.jsonl")
+    assert [second[step] for step in (4, 5, 6)] == pytest.approx([first[step] for step in (4, 5, 6)], abs=2e-4)
+
+
+@pytest.mark.distributed
 def test_distributed_optimizer_from_one_rank_to_two(data: str, tmp_path: Path) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "8", "--use-distributed-optimizer", "--bf16"]
     folder = str(tmp_path)

@@ -37,10 +37,13 @@ class LayerSettings:
     replay: bool
 
 
-def _refuse_same_tokens(settings: LayerSettings) -> None:
+def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     config = settings.config
     asked = [f"dispatch.name={config.dispatch.name!r}"] * getattr(dispatchers.get(config.dispatch.name), "same_tokens", False)
     asked += [f"parallel.replicas={config.parallel.replicas}"] * (config.parallel.replicas > 1)
+    if config.parallel.shards is not None:
+        raise ValueError(f"parallel.shards={config.parallel.shards} does not fit fairseq, whose checkpoints know experts that are cut only where there are "
+                         "fewer of them than ranks; leave it out")
     if asked and settings.groups.expert.size > 1:
         raise ValueError(f"{asked[0]} does not fit fairseq, whose data-parallel ranks hold different tokens: it is for ranks that hold the same ones; use "
                          "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
@@ -55,7 +58,7 @@ class ExpertFFN(nn.Module):
 
     def __init__(self, settings: LayerSettings) -> None:
         super().__init__()
-        _refuse_same_tokens(settings)
+        _refuse_what_does_not_fit(settings)
         self.moe = MoELayer(settings.config, settings.groups.expert)
         self.moe.router.replay = settings.replay
         if settings.groups.replicas > 1 and settings.groups.world > 1:

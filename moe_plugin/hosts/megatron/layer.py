@@ -203,7 +203,7 @@ class PluginMoELayer(compat.MoELayer):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._moe.auto is not None:
-            destination[prefix + tuning.KEY] = tuning.learned(self._moe.auto)
+            destination[prefix + tuning.KEY] = self._moe.auto.state()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # no parameter or buffer: neither missing where a checkpoint has none, nor unexpected where nothing is tuned

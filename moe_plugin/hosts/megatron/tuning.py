@@ -21,18 +21,10 @@ logger = logging.getLogger(__name__)
 KEY = "tuner"
 
 
-def learned(auto: AutoLayout) -> dict[str, Any]:
-    """Plain values: the tuner's state, and of how many expert-parallel ranks it speaks."""
-    return {"ranks": auto.comm.size, **auto.tuner.state()}
-
-
 def restore(auto: AutoLayout | None, saved: Mapping[str, Any], layer: int | None) -> None:
-    """Take over what a checkpoint says of a layer; without effect where it cannot be used, and the log says so."""
+    """Take over what a checkpoint says of a layer; where it cannot be used, the log says so."""
     if auto is None:
         logger.info("layer %s: the checkpoint's layout choices are not used: parallel.mode is 'fixed'", layer)
-    elif saved["ranks"] != auto.comm.size:
-        logger.info("layer %s: the checkpoint's layout choices are of %s expert-parallel ranks, not of %s: they are found anew",
-                    layer, saved["ranks"], auto.comm.size)
     else:
         auto.load_state(saved)
 
@@ -40,7 +32,7 @@ def restore(auto: AutoLayout | None, saved: Mapping[str, Any], layer: int | None
 def shard(auto: AutoLayout, groups: Groups, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
     """The layer's entry of a distributed checkpoint. offsets: axes that Megatron puts before ours (layers)."""
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
-    return {key: make_sharded_object_for_checkpoint(learned(auto), key, offsets, replica)}
+    return {key: make_sharded_object_for_checkpoint(auto.state(), key, offsets, replica)}
 
 
 def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
