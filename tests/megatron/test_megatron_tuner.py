@@ -100,3 +100,23 @@ def _plain_state_dict() -> tuple[int, int]:
 def test_plain_state_dicts_hold_it_and_the_first_call_looks_at_its_load() -> None:
     for calls, more in on_ranks(2, _plain_state_dict):
         assert calls > 0 and more == 1
+
+
+def _megatrons_own_load(folder: str) -> int:
+    """A checkpoint of a layer that is not tuned, into one that is, by Megatron's functions alone."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    initialise_parallel(Case(ep=2))
+    fixed, tuned = build(Case(ep=2), True), build(Case(ep=2), True, {"parallel.mode": "auto"})
+    dist_checkpointing.save(fixed.sharded_state_dict("mlp."), folder)
+    with torch.no_grad():
+        tuned.experts.w_in_LDF.zero_()
+    found = dist_checkpointing.load(tuned.sharded_state_dict("mlp."), folder, strict=StrictHandling.LOG_ALL)
+    tuned.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})
+    assert torch.equal(tuned.experts.w_in_LDF, fixed.experts.w_in_LDF)
+    return tuned._moe.auto.tuner.calls
+
+
+def test_megatron_loads_a_checkpoint_without_it_where_it_is_told_to(tmp_path: Path) -> None:
+    assert on_ranks(2, _megatrons_own_load, str(tmp_path)) == [0, 0]

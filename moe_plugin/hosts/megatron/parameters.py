@@ -39,8 +39,8 @@ def wait_for(experts: nn.Module) -> None:
     It waits in a hook before the forward of the module that holds them. Experts are also used without their forward: gathered
     (r = 0), broadcast, or token by token. Where their forward is called as well, the hook finds nothing left to do.
     """
-    for hook in tuple(experts._forward_pre_hooks.values()):
-        if (getattr(hook, "__module__", None) or "").startswith("megatron."):
+    for key, hook in tuple(experts._forward_pre_hooks.items()):
+        if key not in experts._forward_pre_hooks_with_kwargs and (getattr(hook, "__module__", None) or "").startswith("megatron."):
             hook(experts, ())
 
 
