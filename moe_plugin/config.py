@@ -90,8 +90,11 @@ class ParallelConfig:
     mode: str = option("fixed", "fixed: the layout named here; auto: measured and chosen while training runs, for the load of the moment",
                        choices=("fixed", "auto"), flag="parallel")
     r: int | None = option(
-        None, "0: gather all experts' parameters, no all-to-all; r >= 1 (a divisor of ranks/experts): each token goes to r ranks; "
+        None, "0: gather all experts' parameters, no all-to-all; r >= 1 (a divisor of the ranks that an expert is cut over): each token goes to r ranks; "
         "none: as many as an expert is cut into", flag="parallel-r")
+    shards: int | None = option(
+        None, "ranks over which every expert is cut along its inner width (Megatron's expert-tensor parallelism), a divisor of the expert-parallel "
+        "ranks; none: as few as the experts leave, ranks/experts and at least 1", flag="expert-shards")
     d: int = option(1, "pieces in which rows travel and are computed, so that both overlap; 1: no overlap", flag="overlap")
     d_backward: int = option(0, "the same for backward; 0: as forward", flag="overlap-backward")
     replicas: int = option(1, "consecutive expert-parallel ranks that hold the same tokens (tensor parallelism without sequence parallelism)",
@@ -112,6 +115,7 @@ class ParallelConfig:
         for name, least in (("d", 1), ("d_backward", 0), ("max_d", 1), ("tries", 1), ("samples", 1), ("replicas", 1), ("shadow", 0)):
             _check(getattr(self, name) >= least, f"parallel.{name}", getattr(self, name), f">= {least}", f"use {max(1, least)}")
         _check(self.r is None or self.r >= 0, "parallel.r", self.r, ">= 0 or none", "use none")
+        _check(self.shards is None or self.shards >= 1, "parallel.shards", self.shards, ">= 1 or none", "use none")
         _check(self.drift > 0, "parallel.drift", self.drift, "> 0", "use 0.3")
         _check(self.bucket > 1, "parallel.bucket", self.bucket, "> 1", "use 1.5")
 

@@ -50,7 +50,7 @@ class MoELayer(nn.Module):
         if config.model_dim < 1:
             raise ValueError(f"model_dim={config.model_dim} is out of bounds: must be >= 1; set it to the width of the tokens")
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
-        place = Placement(self.comm, config.num_experts, prepare(self.comm, config.comm))
+        place = Placement(self.comm, config.num_experts, prepare(self.comm, config.comm), cut=config.parallel.shards)
         place.check()
         config, place, self.replicas = with_replicas(config, place)
         check_capacity(config.dispatch)
@@ -106,7 +106,8 @@ class MoELayer(nn.Module):
         losses = routing.losses
         if self.replicas is not None:
             y_TD, losses = self.replicas.whole(y_TD, tokens, losses)
-        return MoEOutput(y_TD.view(x.shape), losses, replace(stats, layout=layout.choice.label, decisions=news, exchanges=self._ran_since(ran)))
+        return MoEOutput(y_TD.view(x.shape), losses, replace(
+            stats, layout=layout.choice.label, decisions=news, exchanges=self._ran_since(ran), copies=self.layouts.copies))
 
     def _ran_since(self, before: dict[str, int]) -> dict[str, int]:
         """All-to-alls since `before`, by algorithm."""
@@ -142,17 +143,19 @@ class MoELayer(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Where the local experts come from, checked when loaded; with `parallel: auto` also what the tuner has learned."""
-        tuner = {} if self.auto is None else {"tuner": self.auto.tuner.state()}
-        return {"version": STATE_VERSION, "num_experts": self.config.num_experts, "ep_size": self.comm.size, "ep_rank": self.comm.rank, **tuner}
+        more = {} if self.auto is None else {"tuner": self.auto.state()}
+        if self.placement.cut is not None:
+            more["shards"] = self.placement.cut
+        return {"version": STATE_VERSION, "num_experts": self.config.num_experts, "ep_size": self.comm.size, "ep_rank": self.comm.rank, **more}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """`ValueError` where a checkpoint's experts are not this rank's. A checkpoint without a tuner's state is as good."""
-        for key, mine in self.get_extra_state().items():
+        for key, mine in {"shards": None, **self.get_extra_state()}.items():
             if key != "tuner" and state.get(key) != mine:
-                raise ValueError(f"checkpoint has {key}={state.get(key)}, this layer has {key}={mine}; load it with the same number of experts "
-                                 "and expert-parallel ranks, or reshard it with moe_plugin.checkpoint.reshard")
+                raise ValueError(f"checkpoint has {key}={state.get(key)}, this layer has {key}={mine}; load it with the same number of experts, "
+                                 "expert-parallel ranks and shards, or reshard it with moe_plugin.checkpoint.reshard")
         if self.auto is not None and state.get("tuner") is not None:
-            self.auto.tuner.load_state(state["tuner"])
+            self.auto.load_state(state["tuner"])
 
     def extra_repr(self) -> str:
         c = self.config

@@ -81,6 +81,7 @@ class LayerStats:
     capacity: slots an expert and source rank, None when dropless.
     layout: the layout it ran in, e.g. `r=1 d=2 linear auto`. decisions: of the tuner, since the last call (plain values).
     exchanges: all-to-alls of the forward pass by the algorithm that really ran.
+    copies: ranks that report these same tokens: in a sum over ranks, load and tokens count 1/copies.
     """
 
     load_KE: Tensor
@@ -94,6 +95,7 @@ class LayerStats:
     layout: str | None = None
     exchanges: dict[str, int] = field(default_factory=dict)
     decisions: tuple[dict[str, Any], ...] = ()
+    copies: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers (one device-to-host copy): load, max_over_mean, dropped, entropy, losses, bytes, rows."""

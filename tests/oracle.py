@@ -40,6 +40,7 @@ class Case:
     width: int = 8
     hidden: int = 16
     seed: int = 0
+    shards: int | None = None  # ranks over which every expert is cut; None: world / experts, at least 1
 
 
 def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

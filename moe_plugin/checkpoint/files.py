@@ -89,14 +89,16 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
     index = _read_index(source)
     parts = [_read_part(source / _part(rank, index["parts"]), size) for rank, size in enumerate(index["bytes"])]
     layers = moe_layers(parts[0]["model"])
-    _check_layers(source, layers, moe_layers(model.state_dict()))
+    mine = moe_layers(model.state_dict())
+    _check_layers(source, layers, mine)
+    shards = {prefix: origin["shards"] for prefix, origin in mine.items() if "shards" in origin}
     try:
-        state = split(merge([part["model"] for part in parts]), comm.rank, comm.size)
+        state = split(merge([part["model"] for part in parts]), comm.rank, comm.size, shards=shards)
     except ValueError as error:
         raise CheckpointError(f"checkpoint {str(source)!r}: {error}") from error
     _check_tensors(source, state, model.state_dict())
     if optimizer is not None:
-        restored = _split_optimizer([part["optimizer"] for part in parts], layers, comm)
+        restored = _split_optimizer([part["optimizer"] for part in parts], layers, comm, shards)
         _check_optimizer(source, restored, model, optimizer)
         _load_optimizer(restored, model, optimizer)
     model.load_state_dict(state)
@@ -184,14 +186,15 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]}
 
 
-def _split_optimizer(parts: list[dict[str, Any] | None], layers: Mapping[str, Mapping[str, int]], comm: Comm) -> dict[str, Any] | None:
+def _split_optimizer(parts: list[dict[str, Any] | None], layers: Mapping[str, Mapping[str, int]], comm: Comm,
+                     shards: Mapping[str, int]) -> dict[str, Any] | None:
     if parts[0] is None:
         return None
     fields = sorted({field for values in parts[0]["by_name"].values() for field in values})
     by_name: dict[str, dict[str, Any]] = {}
     for field in fields:
         columns = [{name: values[field] for name, values in part["by_name"].items() if field in values} for part in parts]
-        for name, value in split(merge(columns, layers), comm.rank, comm.size, layers).items():
+        for name, value in split(merge(columns, layers), comm.rank, comm.size, layers, shards).items():
             by_name.setdefault(name, {})[field] = value
     return {"by_name": by_name, "groups": parts[0]["groups"]}
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# axis along which an expert is cut where there are fewer experts than ranks (axis 0 counts experts)
+# axis along which an expert is cut where it lies on several ranks (axis 0 counts experts)
 SHARD_AXIS = {"w_in_LDF": 2, "w_gate_LDF": 2, "w_out_LFD": 1, "b_in_LF": 1, "b_gate_LF": 1, "b_out_LD": 1}
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
 State = Mapping[str, Any]
@@ -47,15 +47,17 @@ def merge(states: Sequence[State], layers: Mapping[str, Mapping[str, int]] | Non
         if prefix is None:
             whole[key] = value
         elif key == prefix + "_extra_state":
-            whole[key] = {**value, "ep_rank": 0, "ep_size": 1}
+            whole[key] = {**{k: v for k, v in value.items() if k != "shards"}, "ep_rank": 0, "ep_size": 1}
         else:
-            _merge_key(whole, states, prefix, key, layers[prefix]["num_experts"])
+            _merge_key(whole, states, prefix, key, layers[prefix]["num_experts"], layers[prefix].get("shards"))
     return whole
 
 
-def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
+def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, int]] | None = None,
+          shards: Mapping[str, int] | None = None) -> dict[str, Any]:
     """The state of rank `rank` of `size` from a whole state.
 
+    shards: ranks over which the experts of a layer, by prefix, are cut where that was set (`parallel.shards`).
     Raises:
         ValueError: the experts do not fit this number of ranks.
     """
@@ -66,11 +68,12 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
         if prefix is None:
             part[key] = value
         elif key == prefix + "_extra_state":
-            part[key] = {**value, "ep_rank": rank, "ep_size": size}
+            cut = {} if not shards or prefix not in shards else {"shards": shards[prefix]}
+            part[key] = {**value, "ep_rank": rank, "ep_size": size, **cut}
         else:
-            experts = layers[prefix]["num_experts"]
-            _check_fit(prefix, experts, size)
-            part.update(_split_key(key, value, prefix, experts, rank, size))
+            experts, cut_over = layers[prefix]["num_experts"], (shards or {}).get(prefix)
+            _check_fit(prefix, experts, size, cut_over)
+            part.update(_split_key(key, value, prefix, experts, rank, size, cut_over))
     return part
 
 
@@ -82,12 +85,15 @@ def _layer_of(key: str, layers: Mapping[str, Mapping[str, int]]) -> str | None:
     return None
 
 
-def _check_fit(prefix: str, experts: int, size: int) -> None:
-    if experts % size and size % experts:
+def _check_fit(prefix: str, experts: int, size: int, shards: int | None) -> None:
+    if shards is not None:
+        if size % shards or experts % (size // shards):
+            raise ValueError(f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks with shards={shards}; choose others")
+    elif experts % size and size % experts:
         raise ValueError(f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks: must be a multiple or a divisor; choose another size")
 
 
-def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key: str, experts: int) -> None:
+def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key: str, experts: int, shards: int | None) -> None:
     name = key.removeprefix(prefix + "experts.")
     custom = _CUSTOM.fullmatch(name)
     if custom:
@@ -98,15 +104,15 @@ def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key:
     pieces = [state[key] for state in states]
     if not isinstance(pieces[0], Tensor) or pieces[0].dim() == 0:
         whole[key] = pieces[0]
-    elif experts >= len(states):
-        whole[key] = torch.cat(pieces)
-    else:
-        shards = len(states) // experts
+        return
+    shards = shards or max(1, len(states) // experts)
+    if shards > 1:  # runs of ranks hold the shards of the same experts
         axis = _axis(key, name)
-        whole[key] = torch.cat([torch.cat(pieces[e * shards : (e + 1) * shards], axis) for e in range(experts)])
+        pieces = [torch.cat(pieces[first : first + shards], axis) for first in range(0, len(states), shards)]
+    whole[key] = torch.cat(pieces)
 
 
-def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size: int) -> dict[str, Any]:
+def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size: int, shards: int | None) -> dict[str, Any]:
     name = key.removeprefix(prefix + "experts.")
     custom = _CUSTOM.fullmatch(name)
     if custom:
@@ -114,12 +120,11 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
         return {f"{prefix}experts.local_experts.{local}.{custom[2]}": value} if owner == rank else {}
     if not isinstance(value, Tensor) or value.dim() == 0:
         return {key: value}
-    if experts >= size:
-        local = experts // size
-        return {key: value[rank * local : (rank + 1) * local]}
-    shards = size // experts
-    expert, shard = divmod(rank, shards)
-    return {key: value[expert : expert + 1].chunk(shards, _axis(key, name))[shard]}
+    shards = shards or max(1, size // experts)
+    local = experts * shards // size
+    run, shard = divmod(rank, shards)
+    here = value[run * local : (run + 1) * local]
+    return {key: here if shards == 1 else here.chunk(shards, _axis(key, name))[shard]}
 
 
 def _axis(key: str, name: str) -> int:

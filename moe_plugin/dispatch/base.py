@@ -21,8 +21,9 @@ from moe_plugin.registry import Registry
 class Placement:
     """Where experts live: rank i of `comm` holds `local` (virtual) experts; a virtual expert is a shard of an expert.
 
-    experts: E. shards: S = W / E where there are fewer experts than ranks, else 1. Virtual expert e*S + j is shard j of
-    expert e; there are E*S of them, rank i holds [i*local, (i+1)*local).
+    experts: E. shards: S, ranks over which an expert is cut: `cut`, or, where that is None, W / E where there are fewer experts
+    than ranks, else 1. Runs of S consecutive ranks hold the same L = E S / W experts: rank g*S + j holds shard j of experts
+    [g*L, (g+1)*L), as its virtual experts [i*L, (i+1)*L) of E*S. (Where L = 1, virtual expert e*S + j is shard j of expert e.)
 
     copies: r, the ranks to which each token goes; a divisor of S, or None for S. Below S, runs of S/r consecutive ranks gather
     each other's parameters, so that each holds 1/r of the expert, and share its tokens between them.
@@ -34,10 +35,11 @@ class Placement:
     algorithm: AllToAll
     copies: int | None = None
     replicas: Comm | None = None
+    cut: int | None = None
 
     @property
     def shards(self) -> int:
-        return max(1, self.comm.size // self.experts)
+        return self.cut or max(1, self.comm.size // self.experts)
 
     @property
     def virtual(self) -> int:
@@ -48,14 +50,34 @@ class Placement:
         return self.virtual // self.comm.size
 
     @property
+    def first_expert(self) -> int:
+        """The first of the `local` experts of which this rank holds a shard."""
+        return self.comm.rank // self.shards * self.local
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its experts this rank holds."""
+        return self.comm.rank % self.shards
+
+    def home(self, expert: int, shard: int) -> tuple[int, int]:
+        """(rank, place among its experts) of a shard."""
+        run, slot = divmod(expert, self.local)
+        return run * self.shards + shard, slot
+
+    @property
     def spread(self) -> int:
         """S/r: ranks that share the tokens of one slice of an expert."""
         return self.shards // (self.copies or self.shards)
 
     def check(self) -> None:
-        """`ValueError` unless experts divide over ranks or ranks over experts."""
+        """`ValueError` unless experts divide over ranks or ranks over experts, or over runs of as many ranks as they are cut over."""
         size = self.comm.size
-        if self.experts % size and size % self.experts:
+        if self.cut is not None:
+            fits = [s for s in range(1, size + 1) if size % s == 0 and self.experts % (size // s) == 0]
+            if self.cut not in fits:
+                raise ValueError(f"parallel.shards={self.cut} does not fit {self.experts} experts on {size} expert-parallel ranks: must be one of {fits}; "
+                                 f"the nearest is {min(fits, key=lambda s: abs(s - self.cut))}")
+        elif self.experts % size and size % self.experts:
             raise ValueError(f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a multiple or a divisor "
                              f"of {size}; use {max(1, self.experts // size) * size} experts or another expert-parallel size")
 
@@ -67,10 +89,11 @@ class Placement:
         """
         if self.shards == 1:
             return routing.ids_TK, routing.weights_TK
-        slice_r = torch.arange(0, self.shards, self.spread, device=routing.ids_TK.device)
-        first_TK = routing.ids_TK * self.shards
+        local = self.local
+        slice_r = torch.arange(0, self.shards, self.spread, device=routing.ids_TK.device) * local
+        first_TK = torch.div(routing.ids_TK, local, rounding_mode="floor") * (self.shards * local) + routing.ids_TK % local
         if self.spread > 1:
-            first_TK = first_TK + (slot_index(routing.ids_TK, self.experts) if slots_TK is None else slots_TK) % self.spread
+            first_TK = first_TK + (slot_index(routing.ids_TK, self.experts) if slots_TK is None else slots_TK) % self.spread * local
         ids_TKr = torch.where(routing.ids_TK[..., None] < 0, -1, first_TK[..., None] + slice_r)
         weights_TKr = routing.weights_TK[..., None].expand(ids_TKr.shape)
         return ids_TKr.flatten(1), weights_TKr.flatten(1)

@@ -38,9 +38,8 @@ class IndexSliceDispatcher:
         return sum_parts(experts(x_TD, plan), place.comm), plan.counts.total
 
     def local_plan(self, routing: Routing) -> RowPlan:
-        """The rows of this rank's experts (or of its slice of one)."""
+        """The rows of this rank's experts (or of its slices of them)."""
         place = self.placement
-        first = place.comm.rank * place.local // place.shards
-        ids_TK = routing.ids_TK - first
+        ids_TK = routing.ids_TK - place.first_expert
         mine_TK = (ids_TK >= 0) & (ids_TK < place.local) & (routing.ids_TK >= 0)
         return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)

@@ -49,7 +49,7 @@ class MarkedExperts(nn.Module):
 class FFNExperts(MarkedExperts):
     """y = act(x w_in + b_in) w_out + b_out, for the experts of this rank.
 
-    Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is cut in S shards (fewer experts than ranks), F here is
+    Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is cut in S shards (see `Placement`), F here is
     hidden/S, and b_out holds D/S columns: shard j adds its bias to columns [j*D/S, (j+1)*D/S) alone, so that the sum over shards
     counts each bias once. Nothing in this layout depends on how rows are exchanged or computed.
     """
@@ -84,19 +84,17 @@ class FFNExperts(MarkedExperts):
         ranks, and every rank's generator moves on alike.
         """
         base = int(torch.randint(2**31, ()))
-        first = self.placement.comm.rank * self.placement.local
         with torch.no_grad():
             for slot in range(self.placement.local):
-                expert, shard = divmod(first + slot, self.placement.shards)
-                generator = torch.Generator().manual_seed(base + expert)
+                generator = torch.Generator().manual_seed(base + self.placement.first_expert + slot)
                 for weight, axis in ((self.w_in_LDF, 1), (self.w_gate_LDF, 1), (self.w_out_LFD, 0)):
                     if weight is not None:
-                        weight[slot].copy_(self._draw(weight[slot], axis, shard, generator))
+                        weight[slot].copy_(self._draw(weight[slot], axis, generator))
             for bias in (self.b_in_LF, self.b_gate_LF, self.b_out_LD):
                 if bias is not None:
                     bias.zero_()
 
-    def _draw(self, like: Tensor, axis: int, shard: int, generator: torch.Generator) -> Tensor:
+    def _draw(self, like: Tensor, axis: int, generator: torch.Generator) -> Tensor:
         shape = list(like.shape)
         shape[axis] *= self.placement.shards
         whole = torch.empty(shape, dtype=torch.float32)
@@ -105,7 +103,7 @@ class FFNExperts(MarkedExperts):
             whole.uniform_(-bound, bound, generator=generator)
         else:
             whole.normal_(0.0, self.config.init_std, generator=generator)
-        return whole.chunk(self.placement.shards, axis)[shard]
+        return whole.chunk(self.placement.shards, axis)[self.placement.shard]
 
     def forward(self, rows_RD: Tensor, counts: RowCounts, held: FFNParameters | None = None, compute: Strategy | None = None) -> Tensor:
         """Rows of expert after expert through their experts; [R, D], a shard's part of the result where experts are cut.
@@ -126,7 +124,7 @@ class FFNExperts(MarkedExperts):
         """What to compute with. tensors: in the form of `stored`, but of other or more experts, or of several consecutive shards,
         the first of which is `first_shard` of its expert; None: what is stored here."""
         tensors = self.stored() if tensors is None else tensors
-        first_shard = self.placement.comm.rank % self.placement.shards if first_shard is None else first_shard
+        first_shard = self.placement.shard if first_shard is None else first_shard
         bias_LD = tensors.get("b_out_LD")
         width, own = self.w_in_LDF.shape[1], self.w_in_LDF.shape[1] // self.placement.shards
         if bias_LD is not None and bias_LD.shape[1] < width:
@@ -152,8 +150,8 @@ class CustomExperts(MarkedExperts):
     def __init__(self, factory: Callable[[int], nn.Module], placement: Placement) -> None:
         super().__init__()
         if placement.shards > 1:
-            raise ValueError(f"custom experts cannot be cut: num_experts={placement.experts} must be >= the {placement.comm.size} "
-                             "expert-parallel ranks; use more experts or fewer ranks")
+            raise ValueError(f"custom experts cannot be cut in {placement.shards} shards: num_experts={placement.experts} must be >= the "
+                             f"{placement.comm.size} expert-parallel ranks; use more experts or fewer ranks, and leave parallel.shards out")
         first = placement.comm.rank * placement.local
         self.local_experts = nn.ModuleList(factory(first + slot) for slot in range(placement.local))
         self.mark()
@@ -166,5 +164,5 @@ class CustomExperts(MarkedExperts):
 def _check_shards(config: MoEConfig, shards: int) -> None:
     for path, value in (("experts.hidden_dim", config.hidden_dim), ("model_dim", config.model_dim)):
         if value % shards:
-            raise ValueError(f"{path}={value} cannot be cut in {shards} shards: num_experts={config.num_experts} is {shards} times smaller than "
-                             f"the expert-parallel group; use a multiple of {shards}, more experts, or fewer ranks")
+            why = f"parallel.shards={shards}" if config.parallel.shards else f"num_experts={config.num_experts} is {shards} times smaller than the expert-parallel group"
+            raise ValueError(f"{path}={value} cannot be cut in {shards} shards: {why}; use a multiple of {shards}, more experts, or fewer ranks")

@@ -151,9 +151,10 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def _device_sums(pending: list[LayerStats]) -> Tensor:
     """Sums over calls, float64 [E + 4]: load, kept choices, tokens, entropy * tokens, max / mean of the load."""
-    load_NE = torch.stack([s.load_KE.sum(0) for s in pending]).double()
-    kept = torch.stack([s.kept_KE.sum() for s in pending]).double().sum()
-    tokens_N = torch.stack([s.tokens for s in pending]).double()
+    copies_N = pending[0].load_KE.new_tensor([s.copies for s in pending], dtype=torch.float64)
+    load_NE = torch.stack([s.load_KE.sum(0) for s in pending]) / copies_N[:, None]
+    kept = (torch.stack([s.kept_KE.sum() for s in pending]) / copies_N).sum()
+    tokens_N = torch.stack([s.tokens for s in pending]) / copies_N
     entropy_N = torch.stack([s.entropy for s in pending]).double()
     peak_N = load_NE.amax(1) / load_NE.mean(1).clamp(min=1e-9)
     return torch.cat([load_NE.sum(0), torch.stack([kept, tokens_N.sum(), (entropy_N * tokens_N).sum(), peak_N.sum()])])
@@ -162,7 +163,8 @@ def _device_sums(pending: list[LayerStats]) -> Tensor:
 def _record(collected: _Collected, sums: Tensor) -> dict[str, Any]:
     """One JSON-ready record, fields as in `LayerStats.as_dict`; see docs/observability.md for each."""
     e = collected.experts
-    load, (kept, tokens, entropy, peak) = sums[:e].tolist(), sums[e : e + 4].tolist()
+    # counts of ranks that report the same tokens are shares: together whole, up to rounding
+    load, kept, tokens, (entropy, peak) = sums[:e].round().tolist(), *sums[e : e + 2].round().tolist(), sums[e + 2 : e + 4].tolist()
     calls, sent, rows, capacity, capped = sums[e + 4 : e + 9].tolist()
     losses = zip(sorted(collected.losses), sums[e + 9 :].view(-1, 2).tolist(), strict=True)
     routed = sum(load)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class AutoLayout:
     """
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor, measure: Callable[[torch.device], Stopwatch] = Stopwatch) -> None:
+        if layouts.alone:
+            raise ValueError(f"parallel.mode='auto' does not fit dispatch.name={config.dispatch.name!r}, which has one layout; use 'fixed', or dispatch.name='ragged'")
         self.config, self.layouts, self.probe, self.measure = config, layouts, probe, measure
         self.comm: Comm = layouts.place.comm
         rules = config.parallel
@@ -50,6 +53,7 @@ class AutoLayout:
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.runs: deque[tuple[Bucket, LayoutChoice, Stopwatch]] = deque()
         self.since = self.reported = 0
+        self.due = False  # whether the next call looks at its load, however short ago that was
         self.watch: Stopwatch | None = None
         self.replay = self.training = False  # as the router's: see parallel.recompute
 
@@ -62,14 +66,27 @@ class AutoLayout:
 
     def _choose(self, routing: Routing) -> LayoutChoice:
         self.since += 1
-        if self.since < EVERY and self.tuner.calls and not self.tuner.exploring(self.bucket):
+        if self.since < EVERY and not self.due and self.tuner.calls and not self.tuner.exploring(self.bucket):
             return self.current
-        self.bucket = self._agree(routing)
+        self.bucket, self.due = self._agree(routing), False
         self.current, self.since = self.tuner.choose(self.bucket, self.since), 0
         if self.tuner.wants_time(self.bucket):
             self.watch = self.measure(self.probe.device)
             self.runs.append((self.bucket, self.current, self.watch))
         return self.current
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint: the tuner's state, and of how many ranks it speaks."""
+        return {"ranks": self.comm.size, **self.tuner.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what the tuner of an earlier run has learned, unless on another number of ranks; the next call looks at its load
+        at once. All ranks alike."""
+        if state.get("ranks", self.comm.size) != self.comm.size:
+            log.info("layouts learned on %s expert-parallel ranks are not used on %s: they are found anew", state["ranks"], self.comm.size)
+            return
+        self.tuner.load_state(state)
+        self.due = True
 
     def news(self) -> tuple[Decision, ...]:
         """Decisions since the last time this was called; rank 0 logs them."""
@@ -105,7 +122,7 @@ class AutoLayout:
         if comm.all_to_all != "auto" and self.comm.size > 1 and not self.comm.topology.why_flat():
             names += [n for n in ("linear", "2dh", "leader") if n != comm.all_to_all and n in algorithms]
         choices = [c for c in legal_choices(self.config.num_experts, self.comm.size, degrees=degrees, algorithms=names,
-                                            kernels=(self.config.experts.compute,)) if c.r in self.layouts.legal()]
+                                            kernels=(self.config.experts.compute,), shards=self.layouts.place.shards) if c.r in self.layouts.legal()]
         if not self.layouts.cuts:
             choices = [c for c in choices if c.d == 1]
         device = guess_device(self.config, self.probe.device)
@@ -117,10 +134,11 @@ class AutoLayout:
         """The layer under the load of a bucket."""
         c = self.config
         tokens = max(1, round(c.parallel.bucket ** bucket[0] / c.router.top_k))
-        local = max(1, c.num_experts // self.comm.size)
+        place = self.layouts.place
+        local = place.local
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
         return LayerShape(tokens=tokens, model_dim=c.model_dim, hidden_dim=c.hidden_dim, experts=c.num_experts, top_k=c.router.top_k,
-                          gated=c.experts.kind == "gated_ffn", element_bytes=self.probe.element_size(), skew=max(1.0, (hot + local - 1) / local))
+                          gated=c.experts.kind == "gated_ffn", element_bytes=self.probe.element_size(), skew=max(1.0, (hot + local - 1) / local), shards=place.shards)
 
 
 def _nearest(value: float, last: int) -> int:

@@ -31,7 +31,7 @@ def _together(part_WN: Tensor, like: Tensor, axis: int, shards: int) -> Tensor:
     rest = like.shape[1:]
     if shards == 1:
         return part_WN.reshape(-1, *rest)
-    split = part_WN.reshape(-1, shards, *rest)  # one expert a rank where experts are cut
+    split = part_WN.reshape(-1, shards, *like.shape)  # runs of ranks with the same experts, their shards, the experts
     whole = list(rest)
     whole[axis - 1] *= shards
-    return split.movedim(1, axis).reshape(-1, *whole)
+    return split.movedim(1, axis + 1).reshape(-1, *whole)

@@ -108,7 +108,8 @@ class Layouts:
         self.config, self.place = config, place
         self.make = dispatchers.get(config.dispatch.name)
         # dispatchers that do it all by themselves, and those that share out slots, know one r
-        self.whole = whole and not hasattr(self.make, "run") and not hasattr(self.make, "splits_slots")
+        self.alone = hasattr(self.make, "run")
+        self.whole = whole and not self.alone and not hasattr(self.make, "splits_slots")
         self.shadows = self._shadows(whole) if config.parallel.shadow else None
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
@@ -127,13 +128,19 @@ class Layouts:
         return LocalComm() if getattr(self.make, "same_tokens", False) else self.place.comm
 
     @property
+    def copies(self) -> int:
+        """Ranks that all route the same tokens."""
+        place = self.place
+        return place.comm.size if getattr(self.make, "same_tokens", False) else place.replicas.size if place.replicas is not None else 1
+
+    @property
     def cuts(self) -> bool:
         """Whether the configured dispatcher can cut its rows in pieces."""
         return hasattr(self.make, "pieces")
 
     def legal(self) -> list[int]:
         """Values of r that this layer can run in."""
-        return legal_r(self.place.experts, self.place.comm.size) if self.whole else [self.place.shards]
+        return legal_r(self.place.experts, self.place.comm.size, self.place.shards) if self.whole else [self.place.shards]
 
     def at(self, choice: LayoutChoice) -> Layout:
         """The layout of a choice. `ValueError`: it does not fit this layer; it names what does."""
@@ -149,25 +156,30 @@ class Layouts:
                              f"the nearest is {min(legal, key=lambda r: abs(r - choice.r))}")
         algorithm, compute = self._algorithm(choice.algorithm), strategies.get(choice.kernel)
         make = self.make
-        if hasattr(make, "run"):
+        if self.alone:
+            if choice.d > 1 or choice.backward_d > 1:
+                raise ValueError(self._cannot_cut(choice))
             return Layout(choice, make(dataclasses.replace(place, algorithm=algorithm)), compute, None, 1, 0, False)
         if choice.r == 0 or (size == 1 and not hasattr(make, "splits_slots")):
-            alone = Placement(LocalComm(), place.experts, algorithm)
+            alone = Placement(LocalComm(), place.experts, algorithm)  # whole experts
             return Layout(choice, make(alone), compute, place.comm if size > 1 else None, place.shards, 0, False)
         here = dataclasses.replace(place, algorithm=algorithm, copies=choice.r)
         run = here.spread
-        first = place.comm.rank % place.shards // run * run
+        first = place.shard // run * run
         gather = place.comm.run_of(run) if run > 1 else None
         cut = choice.d > 1 or choice.backward_d > 1
         dispatcher = make(here)
         if cut and not hasattr(dispatcher, "pieces"):
-            raise ValueError(f"parallel.d={choice.d} does not fit dispatch.name={self.config.dispatch.name!r}, which cannot cut its rows; use 1, or "
-                             "'ragged' or 'padded'")
+            raise ValueError(self._cannot_cut(choice))
         return Layout(choice, dispatcher, compute, gather, run, first, cut)
+
+    def _cannot_cut(self, choice: LayoutChoice) -> str:
+        return (f"parallel.d={choice.d}, d_backward={choice.d_backward} does not fit dispatch.name={self.config.dispatch.name!r}, which cannot cut its rows; "
+                "use 1 and 0, or 'ragged' or 'padded'")
 
     def _shadows(self, whole: bool) -> Shadows:
         c = self.config
-        if not whole or hasattr(self.make, "run"):
+        if not whole or self.alone:
             raise ValueError(f"parallel.shadow={c.parallel.shadow} does not fit custom experts or dispatch.name={c.dispatch.name!r}; use 0")
         comm = self.place.comm
         cluster, device = guess_cluster(comm, comm.device), guess_device(c, comm.device)

@@ -60,7 +60,7 @@ def fetched(stored: Mapping[str, Tensor], place: Placement, experts: tuple[int, 
     for expert in experts:
         slices = []
         for shard in range(place.shards):
-            root, slot = divmod(expert * place.shards + shard, place.local)
+            root, slot = place.home(expert, shard)
             # the others give a tensor of the right size; its values are not used
             flat = torch.cat([value[slot if root == place.comm.rank else 0].reshape(-1) for value in stored.values()])
             flat = broadcast(flat if root == place.comm.rank else flat.detach(), anchor, place.comm, root)

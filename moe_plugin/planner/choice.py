@@ -80,22 +80,22 @@ def sliced(shards: int) -> list[int]:
     return divisors(shards)[1:]
 
 
-def legal_r(experts: int, ranks: int) -> list[int]:
-    """0 and every divisor of S = W/E where there are fewer experts than ranks, else 0 and 1. One rank: 1."""
+def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
+    """0 and every divisor of S. shards: S; None: W/E where there are fewer experts than ranks, else 1. One rank: 1."""
     if ranks == 1:
         return [1]
-    if experts % ranks and ranks % experts:
+    if shards is None and experts % ranks and ranks % experts:
         raise ValueError(f"num_experts={experts} does not fit {ranks} expert-parallel ranks: must be a multiple or a divisor of {ranks}")
-    shards = max(1, ranks // experts)
+    shards = shards or max(1, ranks // experts)
     return sorted(r for layout in layouts for r in layout.value(shards))
 
 
 def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = (1, 2, 4, 8), algorithms: Iterable[str] = ("linear",),
-                  kernels: Iterable[str] = ("auto",), backward_degrees: Iterable[int] = (0,)) -> Iterator[LayoutChoice]:
-    """Every choice that makes sense on `ranks` ranks: r = 0 has no all-to-all to overlap, one rank has nothing to send."""
+                  kernels: Iterable[str] = ("auto",), backward_degrees: Iterable[int] = (0,), shards: int | None = None) -> Iterator[LayoutChoice]:
+    """Every choice that makes sense on `ranks` ranks, experts cut in `shards` (None: see `legal_r`): r = 0 has no all-to-all to overlap, one rank has nothing to send."""
     degrees, algorithms, backward = list(degrees), list(algorithms), list(backward_degrees)
     for kernel in kernels:
-        for r in legal_r(experts, ranks):
+        for r in legal_r(experts, ranks, shards):
             still = r == 0 or ranks == 1
             for algorithm in algorithms[:1] if still else algorithms:
                 for d in [1] if still else degrees:

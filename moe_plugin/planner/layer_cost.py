@@ -25,6 +25,7 @@ class LayerShape:
 
     tokens: T of one rank. capacity_factor: rows are padded to it; None: exactly the rows that were routed. gated: three matrices an
     expert, else two. element_bytes: of activations and parameters. skew: rows of the fullest rank over the mean, >= 1.
+    shards: ranks over which an expert is cut; None: ranks / experts, at least 1.
     """
 
     tokens: int
@@ -36,11 +37,16 @@ class LayerShape:
     gated: bool = False
     element_bytes: int = 2
     skew: float = 1.0
+    shards: int | None = None
 
     @property
     def rows(self) -> float:
         """Rows a rank sends (r = 1)."""
         return self.tokens * self.top_k * (self.capacity_factor or 1.0)
+
+    def cut(self, ranks: int) -> int:
+        """Ranks over which an expert is cut."""
+        return self.shards or max(1, ranks // self.experts)
 
     @property
     def matrices(self) -> int:
@@ -98,12 +104,12 @@ class _Sizes:
 
 
 def _sizes(shape: LayerShape, ranks: int, r: int) -> _Sizes:
-    shards = max(1, ranks // shape.experts)
+    shards = shape.cut(ranks)
     stored = shape.experts * shape.expert_bytes / ranks
     if r == 0 or ranks == 1:
         return _Sizes(shards, Group(ranks), stored if ranks > 1 else 0.0, 0.0, shape.tokens * shape.top_k, shape.experts, shape.hidden_dim)
     group = shards // r
-    local = max(1, shape.experts // ranks)
+    local = max(1, shape.experts * shards // ranks)
     return _Sizes(shards, Group(group), stored if group > 1 else 0.0, shape.rows * r * shape.row_bytes, shape.rows * r * shape.skew, local,
                   shape.hidden_dim / r)
 
@@ -174,9 +180,9 @@ def layer_memory(shape: LayerShape, ranks: int, choice: LayoutChoice) -> float:
 
 def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice) -> LayerCost:
     """Predicted cost of a layer over all ranks of `cluster`."""
-    if choice.r and cluster.ranks > 1 and max(1, cluster.ranks // shape.experts) % choice.r:
+    if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(f"r={choice.r} does not fit {shape.experts} experts on {cluster.ranks} ranks; use a divisor of "
-                         f"{max(1, cluster.ranks // shape.experts)}, or 0")
+                         f"{shape.cut(cluster.ranks)}, or 0")
     forward = simulate(forward_tasks(shape, cluster, device, choice))
     backward = simulate(backward_tasks(shape, cluster, device, choice))
     return LayerCost(choice, forward, backward, layer_memory(shape, cluster.ranks, choice))

@@ -38,14 +38,16 @@ def target_shares(beta_WW: Tensor) -> Tensor:
     return shares_WW / shares_WW.sum(1, keepdim=True)
 
 
-def expert_shares(beta_WW: Tensor, rank: int, experts: int) -> Tensor:
+def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None = None) -> Tensor:
     """c_E, float64, sums to 1: share of this rank's choices that should go to each expert.
 
-    Experts of a rank share its part alike. Where an expert is cut over several ranks (E < W) it gets what they get together.
+    Experts of a rank share its part alike. Where experts are cut over several ranks (`shards`; None: W / E, at least 1) they get what these
+    get together.
     """
     row_W = target_shares(beta_WW)[rank]
-    ranks = row_W.numel()
-    return (row_W / (experts // ranks)).repeat_interleave(experts // ranks) if experts >= ranks else row_W.view(experts, -1).sum(1)
+    run_G = row_W.view(-1, shards or max(1, row_W.numel() // experts)).sum(1)
+    each = experts // run_G.numel()
+    return (run_G / each).repeat_interleave(each)
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
@@ -56,7 +58,7 @@ def penalties(shares_E: Tensor, blend: float) -> Tensor:
 
 def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
     """`penalties` of this rank by the settings `router.links`, float32 [E]."""
-    shares_E = expert_shares(link_costs(config, comm), comm.rank, config.num_experts)
+    shares_E = expert_shares(link_costs(config, comm), comm.rank, config.num_experts, config.parallel.shards)
     return penalties(shares_E, config.router.links.blend).float()
 
 
@@ -94,7 +96,8 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
     return beta_WW
 
 
-def near_experts(comm: Comm, experts: int) -> Tensor:
+def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
     """bool [E]: experts on this rank's node (an expert that is cut over nodes is on none but its own ranks' common one)."""
     here = torch.tensor([comm.topology.same_node(comm.rank, rank) for rank in range(comm.size)])
-    return here.repeat_interleave(experts // comm.size) if experts >= comm.size else here.view(experts, -1).all(1)
+    here_G = here.view(-1, shards or max(1, comm.size // experts)).all(1)
+    return here_G.repeat_interleave(experts // here_G.numel())

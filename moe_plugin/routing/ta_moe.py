@@ -26,7 +26,7 @@ class TAMoERouter(TopKRouter):
 
     def __init__(self, config: MoEConfig, **where: Any) -> None:
         super().__init__(config, **where)
-        shares_E = expert_shares(link_costs(config, self.comm), self.comm.rank, self.num_experts)
+        shares_E = expert_shares(link_costs(config, self.comm), self.comm.rank, self.num_experts, config.parallel.shards)
         self.register_buffer("shares_E", shares_E.to(where.get("device")), persistent=False)
 
     def finish(self, seen: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor, passthrough_T: Tensor | None = None) -> Routing:

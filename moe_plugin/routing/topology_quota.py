@@ -28,7 +28,7 @@ class TopologyQuotaRouter(TopKRouter):
 
     def __init__(self, config: MoEConfig, **where: Any) -> None:
         super().__init__(config, **where)
-        near_E = near_experts(self.comm, self.num_experts)
+        near_E = near_experts(self.comm, self.num_experts, config.parallel.shards)
         self.all_near = bool(near_E.all())
         self.register_buffer("near_E", near_E.to(where.get("device")), persistent=False)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, load, merge, save, split
-from moe_plugin.comm import Comm, run_simulated
+from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.parallel.gradients import sync_gradients
 
@@ -25,11 +25,11 @@ SIZES = [1, 2, 4, 8]
 class Model(nn.Module):
     """Two MoE layers (more and fewer experts than ranks) around a linear one."""
 
-    def __init__(self, comm: Comm, experts: int = 4, seed: int = 0) -> None:
+    def __init__(self, comm: Comm, experts: int = 4, seed: int = 0, shards: int | None = None) -> None:
         super().__init__()
         with LOCK:  # simulated ranks share torch's generator
             torch.manual_seed(seed)
-            self.first = MoELayer(from_dict({"model_dim": 8, "num_experts": 8, "experts": {"kind": "gated_ffn", "hidden_dim": 16}}), comm)
+            self.first = MoELayer(from_dict({"model_dim": 8, "num_experts": 8, "experts": {"kind": "gated_ffn", "hidden_dim": 16}, "parallel": {"shards": shards}}), comm)
             self.middle = nn.Linear(8, 8)
             self.second = MoELayer(from_dict({"model_dim": 8, "num_experts": experts, "experts": {"hidden_dim": 16}}), comm)
 
@@ -51,16 +51,18 @@ def train(model: Model, optimizer: torch.optim.Optimizer, comm: Comm, start: int
     return curve
 
 
-@pytest.mark.parametrize("old,new", list(itertools.product(SIZES, SIZES)))
-def test_resume_at_any_size_continues_the_curve(tmp_path: Path, old: int, new: int) -> None:
+@pytest.mark.parametrize("old,new,cut", [*((old, new, (None, None)) for old, new in itertools.product(SIZES, SIZES)),
+                                         (4, 2, (2, 2)), (2, 4, (None, 4)), (4, 4, (4, 2)), (8, 1, (2, None))])
+def test_resume_at_any_size_continues_the_curve(tmp_path: Path, old: int, new: int, cut: tuple[int | None, int | None]) -> None:
+    """cut: ranks over which the first layer's experts are cut, before and after."""
     def before(comm: Comm) -> None:
-        model = Model(comm)
+        model = Model(comm, shards=cut[0])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         train(model, optimizer, comm, 0, 3)
         save(tmp_path / "ckpt", model, optimizer, comm, {"step": 3})
 
     def after(comm: Comm) -> list[float]:
-        model = Model(comm, seed=99)
+        model = Model(comm, seed=99, shards=cut[1])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
         extra = load(tmp_path / "ckpt", model, optimizer, comm)
         return train(model, optimizer, comm, extra["step"], 3)
@@ -72,6 +74,18 @@ def test_resume_at_any_size_continues_the_curve(tmp_path: Path, old: int, new: i
     run_simulated(old, before)
     got = run_simulated(new, after)[0]
     torch.testing.assert_close(torch.tensor(got), torch.tensor(run_simulated(1, whole)[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_states_of_other_shards_do_not_load_by_themselves() -> None:
+    def rank(comm: Comm) -> None:
+        whole, cut = Model(comm), Model(comm, shards=2)
+        for model, state, words in [(whole, cut, "checkpoint has shards=2, this layer has shards=None"), (cut, whole, "checkpoint has shards=None")]:
+            with pytest.raises(ValueError, match=words):
+                model.load_state_dict(state.state_dict())
+
+    run_simulated(2, rank)
+    with pytest.raises(ValueError, match="does not fit 4 ranks with shards=3"):
+        split(Model(LocalComm()).state_dict(), 0, 4, shards={"first.": 3})
 
 
 def test_merge_and_split_are_inverse_also_for_custom_experts() -> None:

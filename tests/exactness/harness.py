@@ -36,7 +36,7 @@ def config_of(case: Case, **changes: Any) -> MoEConfig:
                    "batch_prioritized": case.prioritized},
         "dispatch": {"capacity_factor": case.factor},
         "experts": {"kind": case.kind, "hidden_dim": case.hidden, "activation": case.activation, "bias": case.bias},
-        "comm": {},
+        "comm": {}, "parallel": {"shards": case.shards},
     }
     for path, value in changes.items():
         section, name = path.split("__")
@@ -45,7 +45,11 @@ def config_of(case: Case, **changes: Any) -> MoEConfig:
 
 
 def slice_of(name: str, whole: Tensor, case: Case, rank: int) -> Tensor:
-    """The part of a whole parameter that a rank stores: whole experts, or one slice of one expert."""
+    """The part of a whole parameter that a rank stores: whole experts, one slice of one expert, or one slice of each of several."""
+    if case.shards is not None:
+        runs = case.world // case.shards  # of ranks with the same experts
+        run, shard = divmod(rank, case.shards)
+        return torch.stack([expert.chunk(case.shards, NAMES[name][1])[shard] for expert in whole.chunk(runs)[run]])
     if case.experts >= case.world:
         per_rank = case.experts // case.world
         return whole[rank * per_rank : (rank + 1) * per_rank]

@@ -58,6 +58,18 @@ def test_r_and_d(world: int, dispatch: str, factor: float | None) -> None:
         check(case, list(choices), dispatch__name=dispatch)
 
 
+@pytest.mark.parametrize("kind", expert_kinds.names())
+@pytest.mark.parametrize("dispatch,factor", [(d, f) for d in CUTTING for f in (None, 0.6, 0.0) if d != "padded" or f is not None])
+@pytest.mark.parametrize("world,experts,shards", [(2, 4, 2), (2, 1, 2), (4, 4, 2), (4, 8, 4), (4, 2, 4), (8, 8, 2), (8, 4, 4), (8, 8, 8)])
+def test_several_experts_cut_on_every_rank(world: int, experts: int, shards: int, dispatch: str, factor: float | None, kind: str) -> None:
+    """Expert-tensor parallelism by setting: W / S runs of S ranks, each with a shard of E S / W experts; every r that divides S."""
+    case = Case(world, experts, min(2, experts), TOKENS[:world], None, factor, kind, seed=shards, shards=shards)
+    choices = list(legal_choices(experts, world, degrees=(1, 2), shards=shards))
+    assert {c.r for c in choices} == {0, *(r for r in range(1, shards + 1) if shards % r == 0)}
+    check(case, choices, dispatch__name=dispatch)
+    check(case, choices[:2], dispatch__name=dispatch, experts__compute="loop")
+
+
 @pytest.mark.parametrize("algorithm", algorithms.names())
 @pytest.mark.parametrize("dispatch,factor", [("ragged", None), ("padded", 1.0)])
 def test_d_with_every_algorithm(algorithm: str, dispatch: str, factor: float | None) -> None:
@@ -215,6 +227,8 @@ def test_over_processes(world: int) -> None:
 @pytest.mark.parametrize("settings,words", [
     ({"r": 3}, "parallel.r=3 does not fit 2 experts on 8 expert-parallel ranks: must be one of .0, 1, 2, 4.; the nearest is 2"),
     ({"r": 8}, "the nearest is 4"),
+    ({"shards": 1}, "parallel.shards=1 does not fit 2 experts on 8 expert-parallel ranks: must be one of .4, 8.; the nearest is 4"),
+    ({"shards": 8, "r": 3}, "must be one of .0, 1, 2, 4, 8."),
 ])
 def test_layouts_that_do_not_fit(settings: dict, words: str) -> None:
     config = from_dict({"model_dim": 8, "num_experts": 2, "experts": {"hidden_dim": 16}, "parallel": settings})

@@ -77,8 +77,9 @@ def test_one_group(dispatch: str, world: int, factor: float | None) -> None:
 @pytest.mark.parametrize("compute", strategies.names())
 def test_one_group_with_every_kind_and_kernel(dispatch: str, kind: str, compute: str) -> None:
     for world, experts, bias in [(2, 4, True), (4, 2, True), (4, 4, False)]:
-        case = Case(1, experts, 2, [6], None, None, kind, bias=bias)
-        check_shared(case, world, config_of(case, dispatch__name=dispatch, experts__compute=compute))
+        for shards in (None, 2):
+            case = Case(1, experts, 2, [6], None, None, kind, bias=bias, shards=shards)
+            check_shared(case, world, config_of(case, dispatch__name=dispatch, experts__compute=compute))
 
 
 @pytest.mark.parametrize("world,replicas", [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)])
@@ -93,6 +94,8 @@ def test_parm(world: int, replicas: int, schedule: str, dispatch: str, factor: f
         config.losses = {"switch": 1.0, "z": 1.0, "gshard": 1.0}
         config.parallel.replicas, config.parallel.schedule = replicas, schedule
         check_shared(case, world, config)
+        if experts == 8 and world > 2:  # shards of two experts or more on every rank
+            check_shared(dataclasses.replace(case, shards=2), world, dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, shards=2)))
 
 
 def test_parm_s1_in_every_layout() -> None:
@@ -166,8 +169,8 @@ def test_what_does_not_fit(settings: dict, words: str) -> None:
 def test_every_shadow_set_gives_the_same_numbers(dispatch: str, factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from moe_plugin.parallel.shadow import Shadows
 
-    for world, experts in [(2, 4), (4, 2), (4, 4)]:
-        case = Case(world, experts, 2, TOKENS[:world], None, factor, kind="gated_ffn" if experts == 2 else "ffn")
+    for world, experts, shards in [(2, 4, None), (4, 2, None), (4, 4, None), (4, 4, 2)]:
+        case = Case(world, experts, 2, TOKENS[:world], None, factor, kind="gated_ffn" if experts == 2 else "ffn", shards=shards)
         config, answer = config_of(case, dispatch__name=dispatch), reference(case)
         config.parallel.shadow = experts
         config.parallel.d = 2

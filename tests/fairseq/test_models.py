@@ -148,3 +148,19 @@ def test_named_sizes_build() -> None:
 def test_a_checkpoint_of_another_expert_count_is_refused() -> None:
     with pytest.raises((ValueError, RuntimeError), match="num_experts=4|size mismatch"):
         language_model(moe_expert_count=8).load_state_dict(language_model().state_dict())
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"dispatch": {"name": "index_slice"}}, "dispatch.name='index_slice' does not fit fairseq"),
+    ({"parallel": {"replicas": 2}}, "parallel.replicas=2 does not fit fairseq"),
+    ({"parallel": {"shards": 2}}, "parallel.shards=2 does not fit fairseq"),
+])
+def test_what_needs_tensor_parallel_ranks_is_refused(settings: dict[str, Any], words: str) -> None:
+    from moe_plugin.comm import run_simulated
+    from moe_plugin.config import from_dict
+    from moe_plugin.hosts.fairseq.groups import Groups
+    from moe_plugin.hosts.fairseq.layers import ExpertFFN, LayerSettings
+
+    config = from_dict({"model_dim": 8, "num_experts": 4, **settings})
+    with pytest.raises(ValueError, match=words):
+        run_simulated(2, lambda comm: ExpertFFN(LayerSettings(config, Groups(comm, 1, 2), True, 1.0, False)))

@@ -130,7 +130,8 @@ def _parts(layer: Any, case: Case) -> list[tuple[Tensor, Any]]:
 
 def _our_parts(layer: Any) -> list[tuple[Tensor, Any]]:
     place, experts = layer._moe.placement, layer.experts
-    expert, shard = divmod(place.comm.rank * place.local, place.shards)
+    shard = place.comm.rank % place.shards
+    expert = place.comm.rank // place.shards * place.local
     here = slice(expert, expert + place.local)
     found = [(experts.w_in_LDF, lambda w: w.w_in[here].chunk(place.shards, 2)[shard]),
              (experts.w_out_LFD, lambda w: w.w_out[here].chunk(place.shards, 1)[shard])]

@@ -25,19 +25,6 @@ MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4
 EP2, TP2, PP2 = ["--expert-model-parallel-size", "2"], ["--tensor-model-parallel-size", "2", "--sequence-parallel"], ["--pipeline-model-parallel-size", "2"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An indexed dataset of this project's own source, in a path with a space."""
-    from moe_plugin.hosts.megatron.data import documents, write_indexed
-
-    folder = tmp_path_factory.mktemp("some data")
-    text = "\n\n".join(path.read_text() for path in sorted(Path(ROOT, "moe_plugin").rglob("*.py")))
-    (folder / "corpus.txt").write_text(text)
-    tokens = write_indexed(documents(str(folder / "corpus.txt")), str(folder / "corpus"))
-    assert tokens > 50_000
-    return str(folder / "corpus")
-
-
 def _train(argv: list[str]) -> dict[str, Any]:
     from moe_plugin.hosts.megatron import arguments, train
 
@@ -132,6 +119,29 @@ def test_checkpoint_continues_at_other_sizes(world: int, sizes: list[str], data:
 
 
 @pytest.mark.distributed
+def test_experts_cut_and_whole_share_checkpoints(data: str, whole_run: Any, tmp_path: Path) -> None:
+    """Steps 5 and 6 with every expert cut over two ranks, at PP2 and r = 1, from a checkpoint of whole experts; 7 and 8 with whole ones again."""
+    argv, folder = [*MODEL, "--data-path", data, "--train-iters", "8"], str(tmp_path)
+    cut = ["--expert-tensor-parallel-size", "2", "--moe-expert-shards", "2", "--moe-parallel-r", "1", *PP2]
+    on_ranks(4, _train, [*argv, *cut, "--load", whole_run[0], "--save", folder, "--exit-interval", "6"])
+    on_ranks(2, _train, [*argv, *EP2, "--moe-parallel-r", "0", "--load", folder, "--log-file", f"{folder}/second.jsonl"])
+    found = {**_losses(f"{folder}/log.jsonl"), **_losses(f"{folder}/second.jsonl")}
+    assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("saved", "loaded"), [([], ["--moe-expert-shards", "2"]), (["--moe-expert-shards", "2"], [])], ids=["to shards", "from shards"])
+def test_distributed_optimizer_of_cut_experts(saved: list[str], loaded: list[str], data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "6", "--use-distributed-optimizer", "--expert-tensor-parallel-size", "2"]
+    folder = str(tmp_path)
+    on_ranks(2, _train, [*argv, *saved, "--save", folder, "--save-interval", "3"])
+    Path(folder, "latest_checkpointed_iteration.txt").write_text("3")
+    on_ranks(2, _train, [*argv, *loaded, "--load", folder, "--log-file", f"{folder}/second.jsonl"])
+    first, second = _losses(f"{folder}/log.jsonl"), _losses(f"{folder}/second.jsonl")
+    assert [second[step] for step in (4, 5, 6)] == pytest.approx([first[step] for step in (4, 5, 6)], abs=2e-4)
+
+
+@pytest.mark.distributed
 def test_distributed_optimizer_from_one_rank_to_two(data: str, tmp_path: Path) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "8", "--use-distributed-optimizer", "--bf16"]
     folder = str(tmp_path)
@@ -149,6 +159,21 @@ def test_other_ways_give_the_same_curve(sizes: list[str], data: str, whole_run: 
     log = str(tmp_path / "log.jsonl")
     on_ranks(2, _train, [*MODEL, "--data-path", data, "--train-iters", "8", "--load", whole_run[0], "--log-file", log, *sizes])
     assert [_losses(log)[step] for step in (5, 8)] == pytest.approx([whole_run[1][step] for step in (5, 8)], abs=2e-4)
+
+
+@pytest.mark.distributed
+def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whole_run: Any, tmp_path: Path) -> None:
+    """Two stages of two tensor-parallel ranks: PPMoE by flag for two steps, saved; Parm S2 by YAML for the rest. The first steps ran at EP2."""
+    argv = [*MODEL, "--data-path", data, "--train-iters", "8", "--tensor-model-parallel-size", "2", *PP2]
+    stats = tmp_path / "stats.jsonl"
+    (tmp_path / "parm.yaml").write_text("dispatch: {name: padded, capacity_factor: 0}\nparallel: {replicas: 2, schedule: s2}\n")
+    on_ranks(4, _train, [*argv, "--moe-dispatch", "index_slice", "--load", whole_run[0], "--save", str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl", str(stats)])
+    on_ranks(4, _train, [*argv, "--moe-config", str(tmp_path / "parm.yaml"), "--load", str(tmp_path), "--log-file", str(tmp_path / "parm.jsonl")])
+    found = {**_losses(str(tmp_path / "log.jsonl")), **_losses(str(tmp_path / "parm.jsonl"))}
+    assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
+    for rows in (stats, Path(f"{stats}.stage1")):
+        for row in map(json.loads, rows.read_text().splitlines()):
+            assert row["exchanges"] == {} and row["tokens"] == 8 * 32 and row["rows"] == 2 * row["tokens"]
 
 
 @pytest.mark.distributed

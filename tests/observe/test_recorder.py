@@ -38,6 +38,18 @@ def test_sums_and_means_over_calls() -> None:
     assert (record["bytes_sent"], record["rows"], record["capacity"], record["unused_experts"]) == (15, 6, 4.0, 0)
 
 
+def test_ranks_with_the_same_tokens_count_once() -> None:
+    def work(comm) -> dict:
+        recorder = StatsRecorder(ObserveConfig(interval=1), comm)
+        recorder.add("a", stats([4, 1], dropped=1, entropy=2.0, rows=5, copies=3))
+        recorder.add("a", stats([0, 1], copies=3))
+        return recorder.reduce()["a"]
+
+    for record in run_simulated(3, work):
+        assert record["load"] == [4, 2] and record["tokens"] == 6 and record["dropped"] == 1 and record["rows"] == 15
+        assert record["max_over_mean_call"] == pytest.approx((1.6 + 2) / 2) and record["entropy"] == pytest.approx((2.0 * 5 + 1.0) / 6)
+
+
 def test_a_loss_that_only_some_calls_have_is_averaged_over_these() -> None:
     recorder = StatsRecorder(ObserveConfig(interval=1))
     recorder.add("a", stats([1, 1], loss=None))

@@ -16,7 +16,7 @@ from moe_plugin.comm import Topology, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.routing import build_router
-from moe_plugin.routing.links import expert_shares, link_costs, penalties, target_shares
+from moe_plugin.routing.links import expert_shares, link_costs, near_experts, penalties, target_shares
 from tests.routing.references import REFERENCES, Call, namespace, tensors_of
 
 
@@ -63,6 +63,14 @@ def test_shares_are_feasible_and_never_worse_than_even_ones_on_average(ranks: in
     torch.testing.assert_close(shares.sum(0), torch.ones(ranks, dtype=torch.float64), atol=1e-6, rtol=0)
     assert (beta * shares).sum() <= (beta / ranks).sum() + 1e-9
     assert bottleneck(beta, shares) >= optimum(beta) - 1e-9
+
+
+def test_shares_of_experts_cut_over_ranks_by_setting() -> None:
+    row_W = target_shares(tree(2, 2, 8.0))[1]
+    shares = expert_shares(tree(2, 2, 8.0), 1, 4, 2)
+    torch.testing.assert_close(shares, (row_W.view(2, 2).sum(1) / 2).repeat_interleave(2))
+    near = run_simulated(4, lambda comm: near_experts(comm, 4, 2).tolist(), topology=Topology.uniform(4, 2))
+    assert near == [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
 
 
 @pytest.mark.parametrize("experts,ranks", [(8, 4), (4, 4), (2, 4)])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import default_comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch import dispatchers
 from moe_plugin.hosts.fairseq.compat.runtime import FUSED_PATH_COPIES
 from moe_plugin.hosts.fairseq.groups import Groups
 from moe_plugin.hosts.fairseq.tokens import token_info
@@ -36,6 +37,18 @@ class LayerSettings:
     replay: bool
 
 
+def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
+    config = settings.config
+    asked = [f"dispatch.name={config.dispatch.name!r}"] * getattr(dispatchers.get(config.dispatch.name), "same_tokens", False)
+    asked += [f"parallel.replicas={config.parallel.replicas}"] * (config.parallel.replicas > 1)
+    if config.parallel.shards is not None:
+        raise ValueError(f"parallel.shards={config.parallel.shards} does not fit fairseq, whose checkpoints know experts that are cut only where there are "
+                         "fewer of them than ranks; leave it out")
+    if asked and settings.groups.expert.size > 1:
+        raise ValueError(f"{asked[0]} does not fit fairseq, whose data-parallel ranks hold different tokens: it is for ranks that hold the same ones; use "
+                         "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
+
+
 class ExpertFFN(nn.Module):
     """`MoELayer` as fairseq wants it: gate loss summed by weight, statistics kept until the criterion reads them.
 
@@ -45,6 +58,7 @@ class ExpertFFN(nn.Module):
 
     def __init__(self, settings: LayerSettings) -> None:
         super().__init__()
+        _refuse_what_does_not_fit(settings)
         self.moe = MoELayer(settings.config, settings.groups.expert)
         self.moe.router.replay = settings.replay
         if settings.groups.replicas > 1 and settings.groups.world > 1:

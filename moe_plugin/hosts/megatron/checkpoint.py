@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_plugin.hosts.megatron import compat
+from moe_plugin.hosts.megatron import compat, tuning
 from moe_plugin.hosts.megatron.model import Training
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,9 @@ def load(root: str, training: Training) -> Progress:
     same = meta["layout"] == layout()
     compat.prepare_optimizer_for_load(training.optimizer)
     try:
-        found = dist_checkpointing.load(_state(training, loading=True, same_layout=same), path)
+        state = _state(training, loading=True, same_layout=same)
+        tuning.without_missing((state[f"model{i}"] for i in range(len(training.chunks))), path)
+        found = dist_checkpointing.load(state, path)
     except (Exception, CheckpointException) as error:  # Megatron, torch and pickle raise many kinds for a damaged file
         reason = " ".join(str(error).split())[:300] or repr(error)
         raise ValueError(f"checkpoint {path!r} cannot be loaded: {reason}; to use an earlier one write its number into "

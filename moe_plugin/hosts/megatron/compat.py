@@ -49,14 +49,15 @@ class Groups:
     """Megatron's process groups as this host uses them.
 
     experts: ranks that share one copy of all experts (expert-tensor x expert-parallel). expert_replicas: ranks that hold the
-    same experts. tensor: tensor-parallel. tokens: ranks that share a batch's tokens (tensor x context parallel). data: ranks that
-    hold the same dense parameters.
+    same experts. tensor: tensor-parallel. context: context-parallel. tokens: ranks that share a batch's tokens (tensor x context
+    parallel). data: ranks that hold the same dense parameters.
     """
 
     collection: Any
     experts: Group
     expert_replicas: Group
     tensor: Group
+    context: Group
     tokens: Group
     data: Group
 
@@ -67,13 +68,18 @@ def groups(collection: Any | None) -> Groups:
         collection = moe_utils.get_default_pg_collection()
     return Groups(
         collection=collection, experts=collection.tp_ep, expert_replicas=collection.expt_dp, tensor=collection.tp,
-        tokens=collection.tp_cp, data=_data_group(collection),
+        context=_context_group(collection), tokens=collection.tp_cp, data=_data_group(collection),
     )
 
 
 def _data_group(collection: Any) -> Group:
     group = getattr(collection, "dp_cp", None)
     return group if group is not None else parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _context_group(collection: Any) -> Group:
+    group = getattr(collection, "cp", None)
+    return group if group is not None else parallel_state.get_context_parallel_group()
 
 
 def all_data_group(collection: Any) -> Group:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
-from moe_plugin.hosts.megatron import compat, parameters
+from moe_plugin.hosts.megatron import compat, parameters, tuning
 from moe_plugin.hosts.megatron.native_router import NativeRouter
+from moe_plugin.hosts.megatron.same_tokens import shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, token_info
 from moe_plugin.hosts.megatron.translate import LOSS_NAMES, Translation, settings_from_flags, translate
 from moe_plugin.layer import MoELayer
@@ -52,6 +53,7 @@ class PluginMoELayer(compat.MoELayer):
         compat.init_base(self, config, layer_number, groups.collection, extra)
         self.submodules, self.groups, self.plan = submodules, groups, plan
         self.tp_group = groups.tensor
+        self.shares_tokens = shares_tokens(config, plan, groups)
         native = compat.native_router(config, submodules, groups, extra.get("is_mtp_layer", False)) if plan.native_router else None
         moe = self._build(config, plan, native)
         # Not registered: its parts are, one by one, so that parameter names are Megatron's (`router`, `experts`) and no
@@ -73,10 +75,13 @@ class PluginMoELayer(compat.MoELayer):
         router = None if native is None else NativeRouter(native, config.moe_router_topk)
         moe = MoELayer(plan.config, comm_of(self.groups.experts, plan), router=router, dtype=config.params_dtype, device=device)
         if native is None:
-            moe.router.loss_comm = comm_of(self.groups.tokens, plan) if self.groups.tokens.size() > 1 else None
+            # ranks whose tokens are parts of one batch; those that route the same tokens are not
+            everywhere = self.shares_tokens and moe.replicas is None
+            tokens = self.groups.context if everywhere else self.groups.tokens
+            whole = self.groups.data if everywhere else compat.all_data_group(self.groups.collection)
+            moe.router.loss_comm = comm_of(tokens, plan) if tokens.size() > 1 else None
+            moe.router.batch_comm = comm_of(whole, plan)
             moe.router.replay = config.recompute_granularity is not None
-            whole = compat.all_data_group(self.groups.collection)
-            moe.router.batch_comm = comm_of(whole, plan) if whole.size() > 1 else None
         if config.perform_initialization:
             if native is None:
                 _initialise_router(moe.router, config)
@@ -85,7 +90,7 @@ class PluginMoELayer(compat.MoELayer):
 
     def _prepare_parameters(self, native: nn.Module | None) -> None:
         parameters.mark(self.experts)
-        split = self.groups.tensor.size() > 1
+        split = self.groups.tensor.size() > 1 and not self.shares_tokens  # else the layer sees to it
         for parameter in self.router.parameters():
             parameter.sequence_parallel = self.config.sequence_parallel
             if split and not self.config.sequence_parallel:
@@ -125,7 +130,7 @@ class PluginMoELayer(compat.MoELayer):
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         ranks = self.groups.tensor.size()
-        if ranks > 1 and not self.config.sequence_parallel:
+        if ranks > 1 and not self.config.sequence_parallel and not self.shares_tokens:
             output = self._run_split(x_SBD, real_SB, ranks)
         else:
             output = self._routed(x_SBD, real_SB)
@@ -152,26 +157,28 @@ class PluginMoELayer(compat.MoELayer):
         moe.training = self.training  # the rest of it is registered here and switched by Megatron
         if self.plan.native_router:
             moe.router.batch_size = x_SBD.shape[1]
+        parameters.wait_for(self.experts)
         if self.training and not inside_backward() and self._clock.new_step(compat.microbatches_a_step()):
             finish_step(self.router)
-        out = moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS, self.needs_of_router, self.groups.tensor.rank()))
+        part = 0 if self.shares_tokens else self.groups.tensor.rank()
+        out = moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS, self.needs_of_router, part))
         if torch.is_grad_enabled() or not self.training:  # else the first pass of a recomputation
             self.last_stats = out.stats
             if self.observer is not None and out.stats is not None:
                 self.observer(out.stats)
-        return self._with_losses(out)
+        return self._with_losses(out, x_SBD.shape[0] * x_SBD.shape[1] if real_SB is None else real_SB.sum())
 
-    def _with_losses(self, out: MoEOutput) -> Tensor:
+    def _with_losses(self, out: MoEOutput, tokens: int | Tensor) -> Tensor:
         if not (self.training and torch.is_grad_enabled()):  # once a micro-batch: not in a recomputation's first pass
             return out.output
         y = out.output
-        group = self.groups.tokens if self.groups.tokens.size() > 1 else None
+        parts = self.groups.context if self.shares_tokens else self.groups.tokens
+        group = parts if parts.size() > 1 else None
         for name, weight in self.plan.config.losses.items():
             if weight and name in out.losses:
                 loss = out.losses[name]
                 # by tokens: Megatron then divides every gradient by the number of tokens
-                tokens = out.stats.tokens if self.config.calculate_per_token_loss else 1
-                y = compat.attach_loss(y, weight * loss * tokens)
+                y = compat.attach_loss(y, weight * loss * (tokens if self.config.calculate_per_token_loss else 1))
                 compat.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number, self.config, group)
         return y
 
@@ -189,7 +196,21 @@ class PluginMoELayer(compat.MoELayer):
                 found.update(parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups, sharded_offsets))
         if self.shared_experts is not None:
             found.update(self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets, metadata))
+        if self._moe.auto is not None:
+            found.update(tuning.shard(self._moe.auto, groups, prefix + tuning.KEY, sharded_offsets))
         return found
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._moe.auto is not None:
+            destination[prefix + tuning.KEY] = self._moe.auto.state()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # no parameter or buffer: neither missing where a checkpoint has none, nor unexpected where nothing is tuned
+        saved = state_dict.pop(prefix + tuning.KEY, None)
+        if saved is not None:
+            tuning.restore(self._moe.auto, saved, self.layer_number)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _refused(name: str) -> Any:

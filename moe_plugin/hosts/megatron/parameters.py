@@ -33,23 +33,32 @@ def mark(experts: nn.Module) -> None:
         parameter.partition_dim, parameter.partition_stride = 0, 1
 
 
+def wait_for(experts: nn.Module) -> None:
+    """Have Megatron finish what it gathers of these parameters behind the forward pass (`overlap_param_gather`).
+
+    It waits in a hook before the forward of the module that holds them. Experts are also used without their forward: gathered
+    (r = 0), broadcast, or token by token. Where their forward is called as well, the hook finds nothing left to do.
+    """
+    for key, hook in tuple(experts._forward_pre_hooks.items()):
+        if key not in experts._forward_pre_hooks_with_kwargs and (getattr(hook, "__module__", None) or "").startswith("megatron."):
+            hook(experts, ())
+
+
 def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any], output_init: Callable[[Tensor], Any]) -> None:
     """Fill expert weights by Megatron's init methods, expert by expert, so that values do not depend on the number of ranks.
 
     One draw from torch's generator seeds all experts by their global index. Biases become zero.
     """
     base = int(torch.randint(2**31, ()))
-    first = place.comm.rank * place.local
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for slot in range(place.local):
-            expert, shard = divmod(first + slot, place.shards)
-            torch.manual_seed(base + expert)
+            torch.manual_seed(base + place.first_expert + slot)
             for name, parameter in experts.named_parameters():
                 if parameter.dim() < 3:
                     parameter[slot].zero_()
                     continue
                 method = output_init if name.startswith("w_out") else weight_init
-                parameter[slot].copy_(_whole(parameter[slot], SHARD_AXIS[name] - 1, place.shards, method)[shard])
+                parameter[slot].copy_(_whole(parameter[slot], SHARD_AXIS[name] - 1, place.shards, method)[place.shard])
 
 
 def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor], Any]) -> tuple[Tensor, ...]:
@@ -68,14 +77,12 @@ def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: 
         offsets: axes that Megatron puts before ours (layers).
     """
     ahead = len(offsets)
-    rank = place.comm.rank
     replica = (0, 0, dist.get_rank(groups.expert_replicas))
     found: dict[str, ShardedTensor] = {}
     for name, parameter in experts.named_parameters():
-        where = [(ahead, rank, place.comm.size)]
+        where = [(ahead, place.first_expert // place.local, place.experts // place.local)]
         if place.shards > 1:
-            expert, shard = divmod(rank, place.shards)
-            where = [(ahead, expert, place.experts), (ahead + SHARD_AXIS[name], shard, place.shards)]
+            where.append((ahead + SHARD_AXIS[name], place.shard, place.shards))
         found[prefix + name] = ShardedTensor.from_rank_offsets(
             prefix + name, parameter, *offsets, *where, replica_id=replica, prepend_axis_num=ahead)
     return found

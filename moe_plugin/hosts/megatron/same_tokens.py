@@ -1,0 +1,77 @@
+"""Tensor-parallel ranks that hold the same tokens: who makes use of it, and whether Megatron's groups allow it.
+
+Without sequence parallelism the N tensor-parallel ranks hold the same tokens.
+
+| asked for | what each rank routes | needs |
+|---|---|---|
+| nothing | its part of the sequence; the host gathers the outputs | |
+| `dispatch.name: index_slice` (PPMoE) | all tokens | the experts on exactly the tensor-parallel ranks |
+| `parallel.replicas: N` (Parm) | S1: its part of the tokens; S2: all of them | the experts on whole tensor-parallel groups |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_plugin.dispatch import dispatchers
+from moe_plugin.hosts.megatron.compat import Groups
+from moe_plugin.hosts.megatron.translate import Translation
+
+
+def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
+    """Whether the layer itself is given all tokens that its tensor-parallel group holds in common.
+
+    Args:
+        native: `TransformerConfig`. plan: its translation. groups: Megatron's.
+    Raises:
+        ValueError: what was asked for does not fit these groups; it names the nearest that does.
+    """
+    name, replicas, ranks = plan.config.dispatch.name, plan.config.parallel.replicas, groups.tensor.size()
+    inside = getattr(dispatchers.get(name), "same_tokens", False)
+    if replicas not in (1, ranks):
+        raise ValueError(f"parallel.replicas={replicas} does not fit tensor_model_parallel_size={ranks}: must be 1 or {ranks}, as many ranks as hold the "
+                         f"same tokens; the nearest is {min((1, ranks), key=lambda n: abs(n - replicas))}")
+    if not inside and replicas == 1:
+        return False
+    asked = f"dispatch.name={name!r}" if inside else f"parallel.replicas={replicas}"
+    if inside:
+        _check_inside(asked, groups)
+    else:
+        _check_whole_groups(asked, groups)
+    if ranks == 1:
+        return False
+    if native.sequence_parallel:
+        raise ValueError(f"{asked} does not fit sequence_parallel=True, under which tensor-parallel ranks hold different tokens; leave out "
+                         "--sequence-parallel, or use dispatch.name='ragged' and parallel.replicas=1")
+    if plan.native_router:
+        raise ValueError(f"{asked} does not fit Megatron's own router, which {', '.join(plan.native_router)} asks for: its losses count tokens once a "
+                         "tensor-parallel rank; leave that setting out, or use dispatch.name='ragged' and parallel.replicas=1")
+    return True
+
+
+def _check_inside(asked: str, groups: Groups) -> None:
+    tensor, experts = _ranks(groups)
+    if experts != tensor:
+        nearest = f"parallel.replicas={len(tensor)} (Parm)" if _whole_groups(groups) and len(tensor) > 1 else "dispatch.name='ragged'"
+        raise ValueError(f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}: they must be the same; use "
+                         f"expert_model_parallel_size=1 and expert_tensor_parallel_size={len(tensor)}; the nearest with these groups is {nearest}")
+
+
+def _check_whole_groups(asked: str, groups: Groups) -> None:
+    if not _whole_groups(groups):
+        tensor, experts = _ranks(groups)
+        raise ValueError(f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}: they must be whole tensor-parallel groups; "
+                         f"make expert_model_parallel_size * expert_tensor_parallel_size a multiple of {len(tensor)}; the nearest with these groups is "
+                         "parallel.replicas=1, where each rank takes its part of the sequence")
+
+
+def _whole_groups(groups: Groups) -> bool:
+    tensor, experts = _ranks(groups)
+    start = experts.index(dist.get_rank()) // len(tensor) * len(tensor)
+    return experts[start : start + len(tensor)] == tensor
+
+
+def _ranks(groups: Groups) -> tuple[list[int], list[int]]:
+    return dist.get_process_group_ranks(groups.tensor), dist.get_process_group_ranks(groups.experts)
