@@ -85,6 +85,8 @@ class PluginMoELayer(compat.MoELayer):
 
     def _prepare_parameters(self, native: nn.Module | None) -> None:
         parameters.mark(self.experts)
+        # experts given as modules of their own have no such attribute and keep autograd's way
+        self.experts.adds_to_main_grad = bool(self.config.gradient_accumulation_fusion)
         split = self.groups.tensor.size() > 1
         for parameter in self.router.parameters():
             parameter.sequence_parallel = self.config.sequence_parallel
@@ -116,6 +118,8 @@ class PluginMoELayer(compat.MoELayer):
         """
         if intermediate_tensors is not None:
             raise ValueError("partial CUDA graphs of the MoE layer are not supported; set cuda_graph_impl='none' or scope 'attn'")
+        if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
+            return _outside_graph(self.forward, hidden_states, None, padding_mask)
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         if self.recompute and self.training:
             from megatron.core import tensor_parallel
@@ -190,6 +194,12 @@ class PluginMoELayer(compat.MoELayer):
         if self.shared_experts is not None:
             found.update(self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets, metadata))
         return found
+
+
+@torch.compiler.disable
+def _outside_graph(call: Callable[..., Any], *args: Any) -> Any:
+    # its backward adds to main_grad, which no compiled graph knows of
+    return call(*args)
 
 
 def _refused(name: str) -> Any:
