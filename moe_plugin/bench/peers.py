@@ -26,6 +26,10 @@ class Candidate:
     note: str = ""
 
 
+class Unfit(ValueError):
+    """Raised by a peer that is installed and cannot run this problem; it says why. The report lists it as refused."""
+
+
 Build = Callable[[Problem, Data], AbstractContextManager[Candidate]]
 peers: Registry[Build] = Registry("bench_peer")
 
@@ -115,6 +119,21 @@ def megatron(problem: Problem, data: Data) -> Iterator[Candidate]:
 def deepspeed(problem: Problem, data: Data) -> Iterator[Candidate]:
     """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load."""
     from moe_plugin.bench.deepspeed_peer import build
+
+    with build(problem, data) as candidate:
+        yield candidate
+
+
+def _no_megablocks() -> str | None:
+    missing = [name for name in ("megablocks", "grouped_gemm") if find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+@peers.register("megablocks", why_not=_no_megablocks)
+@contextlib.contextmanager
+def megablocks(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """MegaBlocks' dropless layer with grouped products; a GPU and bfloat16. Not run on a GPU so far: only its call and weights are tested."""
+    from moe_plugin.bench.megablocks_peer import build
 
     with build(problem, data) as candidate:
         yield candidate

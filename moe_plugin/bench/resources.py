@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
     yield Case("histogram_kernel", "running_count", (I64, I32, "i32", "i32"), {"BLOCK": 1024})
     yield Case("rank_kernel", "running_count", (I64, I32, I64, "i32", "i32"), {"BLOCK": 1024})
     yield Case("chunk_kernel", "layout", (X, X, "i32", "i32", "i32"), {"BLOCK": 2048})
-    yield Case("quantize_kernel", "fp8", (X, "*fp8e4nv", F32, "i32", "i32", "i32"), {"LARGEST": 448.0, "ROUND": False, "BR": 16, "BLOCK": 128})
+    yield Case("quantize_kernel", "fp8", (X, "*fp8e4nv", F32, "i32", "i32", "i32"), {"LARGEST": 448.0, "SMALLEST": 2.0**-126, "ROUND": False, "BR": 16, "BLOCK": 128})
     yield Case("dequantize_kernel", "fp8", ("*fp8e4nv", F32, X, "i32", "i32", "i32"), {"BR": 16, "BLOCK": 128})
     for experts, tile in ((64, 16), (512, 2)):
         yield Case("top_k_kernel", "router", (F32, "*i1", I64, I64, F32, F32, F32, F32, "i32", "i32"),

@@ -36,8 +36,10 @@ def compare(name: str, got: Any, want: Any, dtype: torch.dtype, what: str) -> No
     elif want is None:
         assert got is None, what
     elif want.dtype == torch.float8_e4m3fn:
-        off = (got.float() - want.float()).abs()
-        assert bool((off <= want.float().abs() * 0.126 + 2**-8).all()), f"{what}: codes off by up to {off.max()}"
+        assert torch.equal(got.float().isnan(), want.float().isnan()), f"{what}: NaN elsewhere"
+        got, want = got.float().nan_to_num(), want.float().nan_to_num()
+        off = (got - want).abs()
+        assert bool((off <= want.abs() * 0.126 + 2**-8).all()), f"{what}: codes off by up to {off.max()}"
     elif not want.is_floating_point():
         assert torch.equal(got, want), f"{what}: {got} != {want}"
     else:

@@ -139,13 +139,20 @@ def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tenso
 
 def _chunks(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for outer, inner in ((1, 1), (2, 3), (4, 2)):
-        yield draw(outer * inner * s.tokens, s.width), outer, inner
+        x = draw(outer * inner * s.tokens, s.width)
+        yield x, outer, inner
+        yield x.view(torch.uint8), outer, inner  # rows packed for the wire
+        yield (x * 100).to(torch.int64)[:, :, None].expand(-1, -1, 3), outer, inner  # routing beside rows; another stride
 
 
 def _quantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     x = draw(s.tokens, s.width) * torch.logspace(-3, 3, max(1, s.tokens))[: s.tokens, None].to(draw(1).dtype)
     yield x, 16
     yield torch.cat([x, torch.zeros_like(x)]), 128
+    spoiled = x.clone().view(-1)
+    spoiled[1::7], spoiled[2::13], spoiled[3::17] = float("inf"), float("nan"), -float("inf")
+    yield spoiled.view(x.shape), 16
+    yield (x.double() * 1e-30).to(x.dtype), 16  # fp32 and bf16: small scales; fp16: zeros
 
 
 def _dequantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:

@@ -41,7 +41,7 @@ def _main_grads(case: Case, settings: dict[str, Any], overlap: bool) -> list[lis
         x, weigh, _ = batch(with_fusion)
         for number in range(3):
             with torch.enable_grad() if number == 2 else ddp.no_sync():
-                ((ddp(x * (1 + number))[0].float() * weigh).sum() * 1024).backward()
+                ((ddp((x * (1 + number)).requires_grad_())[0].float() * weigh).sum() * 1024).backward()
         ddp.finish_grad_sync()
         assert all(p.grad is None for p in layer.parameters())
         found.append([(name, p.main_grad.clone(), p.grad_added_to_main_grad, (p.detach().float() - 1e-4 / 1024 * p.main_grad).bfloat16())
