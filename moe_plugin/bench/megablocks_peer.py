@@ -13,12 +13,15 @@ from moe_plugin.bench.peers import Candidate, Unfit, activation, copy
 from moe_plugin.bench.problem import Data, Problem
 
 LOSS_WEIGHT = 0.01
+BLOCK = 128
 
 
 def unfit(problem: Problem) -> str | None:
     """Why MegaBlocks cannot run this problem; None where it can."""
     if problem.device != "cuda":
         return "MegaBlocks needs a GPU"
+    if problem.hidden_dim * problem.experts < BLOCK:
+        return f"MegaBlocks needs hidden_dim * experts >= {BLOCK}, not {problem.hidden_dim * problem.experts}"
     return None if problem.dtype == "bfloat16" else f"MegaBlocks' grouped products take bfloat16, not {problem.dtype}"
 
 
@@ -40,7 +43,8 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
     args = Arguments(
         hidden_size=problem.model_dim, ffn_hidden_size=problem.hidden_dim, num_layers=1, bias=False, return_bias=False,
-        activation_fn=activation(problem), moe_num_experts=problem.experts, moe_top_k=problem.top_k, moe_normalize_expert_weights=1,
+        activation_fn=activation(problem), moe_num_experts=problem.experts, moe_top_k=problem.top_k,
+        moe_normalize_expert_weights=1 if problem.top_k > 1 else None,  # one choice keeps its probability, as ours
         moe_loss_weight=LOSS_WEIGHT, moe_lbl_in_fp32=True, mlp_type="glu" if problem.gated else "mlp", mlp_impl="grouped",
         fp16=problem.dtype == "float16", bf16=problem.dtype == "bfloat16", device=problem.device)
     layer = dMoE(args)

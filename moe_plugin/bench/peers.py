@@ -78,7 +78,8 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
     def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         probs_TE = F.softmax(F.linear(x.float(), p["router_ED"].float()), dim=1)
         weights_TK, ids_TK = probs_TE.topk(problem.top_k, dim=1)
-        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
+        if problem.top_k > 1:  # one choice keeps its probability, as ours
+            weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
         combine_TEC = _one_hot(ids_TK, weights_TK, problem.experts)
         dispatch_TEC = (combine_TEC != 0).to(x.dtype)
         rows_ECD = torch.einsum("tec,td->ecd", dispatch_TEC, x)

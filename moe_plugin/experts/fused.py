@@ -260,5 +260,5 @@ def choose(x: Tensor, rows: RowCounts | RowPlan) -> str:
         return "kernels" if INSTALLED and x.dtype in DTYPES else "grouped"
     if torch.compiler.is_compiling():
         counts = rows.host if isinstance(rows, RowCounts) else rows.counts.host
-        return "batched" if len(set(counts)) == 1 else "loop"
+        return "batched" if all(count == counts[0] for count in counts) else "loop"  # no set: hashing a symbolic size would fix it
     return "fused"

@@ -119,7 +119,10 @@ class PluginMoELayer(compat.MoELayer):
         if intermediate_tensors is not None:
             raise ValueError("partial CUDA graphs of the MoE layer are not supported; set cuda_graph_impl='none' or scope 'attn'")
         if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
-            return _outside_graph(self.forward, hidden_states, None, padding_mask)
+            # its backward adds to main_grad, which no compiled graph knows of
+            from moe_plugin.parallel.uncompiled import uncompiled
+
+            return uncompiled(self.forward, hidden_states, None, padding_mask)
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         if self.recompute and self.training:
             from megatron.core import tensor_parallel
@@ -194,12 +197,6 @@ class PluginMoELayer(compat.MoELayer):
         if self.shared_experts is not None:
             found.update(self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets, metadata))
         return found
-
-
-@torch.compiler.disable
-def _outside_graph(call: Callable[..., Any], *args: Any) -> Any:
-    # its backward adds to main_grad, which no compiled graph knows of
-    return call(*args)
 
 
 def _refused(name: str) -> Any:
