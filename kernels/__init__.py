@@ -7,6 +7,7 @@ from moe_plugin.kernels.expert_products import (
     expert_product,
     expert_second_backward,
     expert_weight_grad,
+    expert_weight_grad_add,
 )
 from moe_plugin.kernels.fp8 import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.groups import Groups
@@ -21,6 +22,6 @@ triton_ops.register()
 
 __all__ = [
     "Groups", "Op", "Routed", "combine_rows", "dequantize_fp8", "dot_rows", "expert_bias_grad", "expert_first", "expert_product",
-    "expert_second_backward", "expert_weight_grad", "gather_rows", "kernels", "permute_rows", "quantize_fp8", "route", "running_count",
+    "expert_second_backward", "expert_weight_grad", "expert_weight_grad_add", "gather_rows", "kernels", "permute_rows", "quantize_fp8", "route", "running_count",
     "slot_index", "sum_rows", "take_rows", "top_k_stable", "transpose_chunks",
 ]

@@ -2,7 +2,7 @@
 
 Rows come out of tokens while they are loaded (token_R: token of each row, -1: a row of zeros; None: the operand is rows), the
 activation is applied before the result leaves, and is computed again in backward. Five operations are enough for forward and
-backward of plain and gated experts; each has a float64-exact torch reference here and a Triton kernel.
+backward of plain and gated experts, and a sixth where the host keeps weight gradients; each has a float64-exact torch reference here and a Triton kernel.
 
 Legend: T tokens, R rows, L groups (experts), I and O widths of a product, D and F widths of an expert.
 """
@@ -77,6 +77,19 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tenso
     for group, span in groups.spans():
         torch.mm(rows_RI[span].t(), grad_RO[span], out=out_LIO[group])
     return out_LIO
+
+
+@op
+def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None,
+                           scale_R: Tensor | None, into_LIO: Tensor) -> Tensor:
+    """`expert_weight_grad` added to `into_LIO`, which may have another dtype (fp32 under bf16 rows) and is returned. Made nowhere else as a whole."""
+    rows_RI, grad_RO = _rows(x, x_token_R), _scaled(grad, grad_token_R, scale_R)
+    for group, span in groups.spans():
+        if into_LIO.dtype == rows_RI.dtype:
+            into_LIO[group].addmm_(rows_RI[span].t(), grad_RO[span])
+        else:
+            into_LIO[group] += torch.mm(rows_RI[span].t(), grad_RO[span])
+    return into_LIO
 
 
 @op

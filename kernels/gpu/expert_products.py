@@ -66,14 +66,29 @@ def expert_second_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Te
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None,
                        scale_R: Tensor | None) -> Tensor:
     """See `moe_plugin.kernels.expert_products`."""
+    out_LIO = x.new_empty(len(groups.host), x.shape[1], grad.shape[1])
+    _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, out_LIO, False)
+    return out_LIO
+
+
+def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None,
+                           scale_R: Tensor | None, into_LIO: Tensor) -> Tensor:
+    """See `moe_plugin.kernels.expert_products`."""
+    if not into_LIO.is_contiguous():
+        return into_LIO.add_(expert_weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R))
+    _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, into_LIO, True)
+    return into_LIO
+
+
+def _weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None, scale_R: Tensor | None,
+                 out_LIO: Tensor, add: bool) -> None:
     x, grad = x.contiguous(), grad.contiguous()
     inner, outer = x.shape[1], grad.shape[1]
-    out_LIO = x.new_empty(len(groups.host), inner, outer)
-    gg.weight_grad_kernel[lambda meta: (triton.cdiv(inner, meta["BI"]) * triton.cdiv(outer, meta["BO"]), len(groups.host))](
+    kernel = gg.weight_add_kernel if add else gg.weight_grad_kernel
+    kernel[lambda meta: (triton.cdiv(inner, meta["BI"]) * triton.cdiv(outer, meta["BO"]), len(groups.host))](
         x, grad, _or(x_token_R, x), _or(grad_token_R, x), _or(scale_R, x), out_LIO, groups.ends_L, groups.lengths_L, I=inner, O=outer,
         X_GATHER=x_token_R is not None, G_GATHER=grad_token_R is not None, SCALED=scale_R is not None, UPCAST=needs_upcast(x.dtype),
-        WHILE=INTERPRETED, **_WEIGHT_TILE)
-    return out_LIO
+        ADD=add, WHILE=INTERPRETED, **_WEIGHT_TILE)
 
 
 def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:

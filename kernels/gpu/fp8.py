@@ -7,28 +7,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_plugin.kernels.fp8 import LARGEST, SMALLEST_SCALE
 from moe_plugin.kernels.gpu.common import INTERPRETED
 
 ROWS = 64 if INTERPRETED else 16
 
 
 @triton.jit
-def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
-                    BLOCK: tl.constexpr):
-    """codes = x / scale, scale = largest |x| of the block / LARGEST (1 for a block of zeros)."""
+def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, ROUND: tl.constexpr,
+                    BR: tl.constexpr, BLOCK: tl.constexpr):
+    """codes = x / scale, scale = largest finite |x| of the block / LARGEST (1 for a block of zeros); NaN for what is not finite."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     b = tl.program_id(1)
     d = b * BLOCK + tl.arange(0, BLOCK)
     inside = ((r < rows)[:, None] & (d < width)[None, :]) != 0
     at = r.to(tl.int64)[:, None] * width + d[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(value), 1)
-    scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+    finite = tl.abs(value) < float("inf")
+    largest = tl.max(tl.where(finite, tl.abs(value), 0.0), 1)
+    scale = tl.where(largest > 0, tl.maximum(largest / LARGEST, SMALLEST), 1.0)
     code = tl.minimum(tl.maximum(value / scale[:, None], -LARGEST), LARGEST)
     if ROUND:  # the interpreter loses the carry into the exponent: round to three bits of mantissa here, to even
         bits = code.to(tl.int32, bitcast=True)
         code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
+    bits = code.to(codes.dtype.element_ty).to(tl.uint8, bitcast=True)
+    bits = tl.where(finite, bits, 0x7F).to(tl.uint8)  # e4m3's NaN, whatever a conversion makes of one
+    tl.store(codes + at, bits.to(codes.dtype.element_ty, bitcast=True), mask=inside)
     tl.store(scales + r * blocks + b, scale, mask=r < rows)
 
 
@@ -52,9 +56,8 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
     codes_RD = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x_RD.device)
     scales_RB = torch.empty(rows, blocks, dtype=torch.float32, device=x_RD.device)
     if rows:
-        largest = torch.finfo(torch.float8_e4m3fn).max
-        quantize_kernel[triton.cdiv(rows, ROWS), blocks](x_RD.contiguous(), codes_RD, scales_RB, rows, width, blocks, largest,
-                                                                 INTERPRETED, ROWS, block)
+        quantize_kernel[triton.cdiv(rows, ROWS), blocks](x_RD.contiguous(), codes_RD, scales_RB, rows, width, blocks, LARGEST,
+                                                         SMALLEST_SCALE, INTERPRETED, ROWS, block)
     return codes_RD, scales_RB
 
 

@@ -16,13 +16,15 @@ BM = 64 if INTERPRETED else 128  # rows of a tile; the table of tiles is made fo
 SPACE = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4), (64, 64, 4, 4)]  # BN, BK, warps, stages
 BACKWARD_SPACE = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 32, 8, 4)]
 WEIGHT_SPACE = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 32, 4, 4), (64, 128, 64, 4, 4)]  # BI, BO, BR, warps, stages
+WEIGHT_ADD_SPACE = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 4)]  # what is added to is a second tile to hold at the end: larger ones spill
 
 
-def _tuned(space: list[tuple[int, ...]], names: tuple[str, ...], key: list[str], zeroed: tuple[str, ...] = ()):  # noqa: ANN202
+def _tuned(space: list[tuple[int, ...]], names: tuple[str, ...], key: list[str], zeroed: tuple[str, ...] = (),  # noqa: ANN202
+           restored: tuple[str, ...] = ()):
     if INTERPRETED:
         return lambda kernel: kernel  # several configurations need a driver to be timed; launches pass one
     configs = [triton.Config(dict(zip(names, values[:-2], strict=True)), num_warps=values[-2], num_stages=values[-1]) for values in space]
-    return triton.autotune(configs, key=key, reset_to_zero=list(zeroed))
+    return triton.autotune(configs, key=key, reset_to_zero=list(zeroed), restore_value=list(restored))
 
 
 @triton.jit
@@ -146,12 +148,11 @@ def weight_step(x, grad, x_token, grad_token, scale, r, end, i, o, I: tl.constex
     return tl.dot(a, g, total, input_precision="ieee")
 
 
-@_tuned(WEIGHT_SPACE, ("BI", "BO", "BR"), ["I", "O", "X_GATHER", "G_GATHER"])
 @triton.jit
-def weight_grad_kernel(x, grad, x_token, grad_token, scale, out, ends, lengths, I: tl.constexpr, O: tl.constexpr, X_GATHER: tl.constexpr,
-                       G_GATHER: tl.constexpr, SCALED: tl.constexpr, UPCAST: tl.constexpr, WHILE: tl.constexpr, BI: tl.constexpr,
-                       BO: tl.constexpr, BR: tl.constexpr):
-    """out[group] = rows^T (scale * grad rows); one program a group and a tile of the matrix, over the group's rows."""
+def _weight_grad(x, grad, x_token, grad_token, scale, out, ends, lengths, I: tl.constexpr, O: tl.constexpr, X_GATHER: tl.constexpr,
+                       G_GATHER: tl.constexpr, SCALED: tl.constexpr, UPCAST: tl.constexpr, ADD: tl.constexpr, WHILE: tl.constexpr,
+                       BI: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr):
+    """out[group] = rows^T (scale * grad rows), or with ADD out[group] += it; one program a group and a tile of the matrix, over the group's rows."""
     group = tl.program_id(1)
     tiles_o: tl.constexpr = (O + BO - 1) // BO
     i = (tl.program_id(0) // tiles_o) * BI + tl.arange(0, BI)
@@ -170,7 +171,16 @@ def weight_grad_kernel(x, grad, x_token, grad_token, scale, out, ends, lengths, 
             total = weight_step(x, grad, x_token, grad_token, scale, first + tl.arange(0, BR), end, i, o, I, O, X_GATHER, G_GATHER,
                                 SCALED, UPCAST, total)
     where = group.to(tl.int64) * I * O + i.to(tl.int64)[:, None] * O + o[None, :]
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=((i < I)[:, None] & (o < O)[None, :]) != 0)
+    written = ((i < I)[:, None] & (o < O)[None, :]) != 0
+    if ADD:
+        total += tl.load(out + where, mask=written, other=0.0).to(tl.float32)
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=written)
+
+
+_WEIGHT_KEY = ["I", "O", "X_GATHER", "G_GATHER"]
+weight_grad_kernel = _tuned(WEIGHT_SPACE, ("BI", "BO", "BR"), _WEIGHT_KEY)(_weight_grad)
+# trial launches add, too: the tuner puts back what was there
+weight_add_kernel = _tuned(WEIGHT_ADD_SPACE, ("BI", "BO", "BR"), _WEIGHT_KEY, restored=("out",))(_weight_grad)
 
 
 @triton.jit

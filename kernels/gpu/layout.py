@@ -12,10 +12,10 @@ BLOCK = 2048
 @triton.jit
 def chunk_kernel(x, out, OUTER, INNER, length, BLOCK: tl.constexpr):
     """out chunk (i, o) = x chunk (o, i); a chunk is `length` values."""
-    chunk = tl.program_id(0)  # of the output
+    chunk = tl.program_id(1)  # of the output
     o = chunk % OUTER
     i = chunk // OUTER
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # the grid's long dimension: chunks may be long, and there are few
     value = tl.load(x + (o * INNER + i).to(tl.int64) * length + at, mask=at < length, other=0.0)
     tl.store(out + chunk.to(tl.int64) * length + at, value, mask=at < length)
 
@@ -26,5 +26,5 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
     out = x.new_empty(x.shape)
     length = x.numel() // (outer * inner)
     if length:
-        chunk_kernel[outer * inner, triton.cdiv(length, BLOCK)](x, out, outer, inner, length, BLOCK)
+        chunk_kernel[triton.cdiv(length, BLOCK), outer * inner](x, out, outer, inner, length, BLOCK)
     return out

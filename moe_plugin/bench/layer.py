@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_plugin.bench.bound import GemmBound, step
 from moe_plugin.bench.measure import Times, interleaved, peak_extra_mib
-from moe_plugin.bench.peers import Candidate, ours, peers
+from moe_plugin.bench.peers import Candidate, Unfit, ours, peers
 from moe_plugin.bench.problem import Data, Problem, make_data
 from moe_plugin.bench.versions import versions
 
@@ -65,8 +65,11 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
     refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
     with contextlib.ExitStack() as stack:
         candidates = {"moe-plugin": ours(problem, data)}
-        for name in (n for n in names if n not in refused):
-            candidates[name] = stack.enter_context(peers.get(name)(problem, data))
+        for name in [n for n in names if n not in refused]:
+            try:
+                candidates[name] = stack.enter_context(peers.get(name)(problem, data))
+            except Unfit as reason:
+                refused[name] = str(reason)
         errors = _agreement(candidates, data, problem)
         steps = {n: step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(), data.grad_TD) for n, c in candidates.items()}
         _wake(problem)

@@ -49,7 +49,7 @@ def _layer(problem: Problem) -> tuple[nn.Module, str]:
         "num_layers": 1, "hidden_size": problem.model_dim, "num_attention_heads": 1, "num_moe_experts": problem.experts,
         "moe_ffn_hidden_size": problem.hidden_dim, "moe_router_topk": problem.top_k, "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False, "use_cpu_initialization": True,
-        "gradient_accumulation_fusion": False, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01,
+        "gradient_accumulation_fusion": False, "moe_router_pre_softmax": problem.top_k == 1, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01,
         "params_dtype": problem.torch_dtype, "bf16": problem.dtype == "bfloat16", "gated_linear_unit": problem.gated,
     }
     if problem.gated:

@@ -26,6 +26,10 @@ class Candidate:
     note: str = ""
 
 
+class Unfit(ValueError):
+    """Raised by a peer that is installed and cannot run this problem; it says why. The report lists it as refused."""
+
+
 Build = Callable[[Problem, Data], AbstractContextManager[Candidate]]
 peers: Registry[Build] = Registry("bench_peer")
 
@@ -74,7 +78,8 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
     def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         probs_TE = F.softmax(F.linear(x.float(), p["router_ED"].float()), dim=1)
         weights_TK, ids_TK = probs_TE.topk(problem.top_k, dim=1)
-        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
+        if problem.top_k > 1:  # one choice keeps its probability, as ours
+            weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
         combine_TEC = _one_hot(ids_TK, weights_TK, problem.experts)
         dispatch_TEC = (combine_TEC != 0).to(x.dtype)
         rows_ECD = torch.einsum("tec,td->ecd", dispatch_TEC, x)
@@ -115,6 +120,21 @@ def megatron(problem: Problem, data: Data) -> Iterator[Candidate]:
 def deepspeed(problem: Problem, data: Data) -> Iterator[Candidate]:
     """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load."""
     from moe_plugin.bench.deepspeed_peer import build
+
+    with build(problem, data) as candidate:
+        yield candidate
+
+
+def _no_megablocks() -> str | None:
+    missing = [name for name in ("megablocks", "grouped_gemm") if find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+@peers.register("megablocks", why_not=_no_megablocks)
+@contextlib.contextmanager
+def megablocks(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """MegaBlocks' dropless layer with grouped products; a GPU and bfloat16. Not run on a GPU so far: only its call and weights are tested."""
+    from moe_plugin.bench.megablocks_peer import build
 
     with build(problem, data) as candidate:
         yield candidate

@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
     yield Case("histogram_kernel", "running_count", (I64, I32, "i32", "i32"), {"BLOCK": 1024})
     yield Case("rank_kernel", "running_count", (I64, I32, I64, "i32", "i32"), {"BLOCK": 1024})
     yield Case("chunk_kernel", "layout", (X, X, "i32", "i32", "i32"), {"BLOCK": 2048})
-    yield Case("quantize_kernel", "fp8", (X, "*fp8e4nv", F32, "i32", "i32", "i32"), {"LARGEST": 448.0, "ROUND": False, "BR": 16, "BLOCK": 128})
+    yield Case("quantize_kernel", "fp8", (X, "*fp8e4nv", F32, "i32", "i32", "i32"), {"LARGEST": 448.0, "SMALLEST": 2.0**-126, "ROUND": False, "BR": 16, "BLOCK": 128})
     yield Case("dequantize_kernel", "fp8", ("*fp8e4nv", F32, X, "i32", "i32", "i32"), {"BR": 16, "BLOCK": 128})
     for experts, tile in ((64, 16), (512, 2)):
         yield Case("top_k_kernel", "router", (F32, "*i1", I64, I64, F32, F32, F32, F32, "i32", "i32"),
@@ -70,9 +70,11 @@ def _products() -> Iterator[Case]:
     for act, is_gated in (("gelu", False), ("silu", True)):
         yield Case("second_backward_kernel", "grouped_gemm", (X, I64, F32, W, X, X, X, X, X, F32, *tables, *sizes, "i32"),
                    {"K": 4096, "GATHER": True, "SCALED": True, "ACT": act, "GATED": is_gated, **tile, "BN": 64, "BK": 64}, 8)
-    yield Case("weight_grad_kernel", "grouped_gemm", (X, X, I64, I64, F32, X, I32, I64),
-               {"I": 4096, "O": 14336, "X_GATHER": True, "G_GATHER": False, "SCALED": False, "UPCAST": False, "WHILE": False,
-                "BI": 128, "BO": 256, "BR": 64}, 8)
+    weight = {"I": 4096, "O": 14336, "UPCAST": False, "WHILE": False, "BI": 128, "BR": 64}
+    into_in, into_out = ({"X_GATHER": not second, "G_GATHER": second, "SCALED": second} for second in (False, True))
+    yield Case("weight_grad_kernel", "grouped_gemm", (X, X, I64, I64, F32, X, I32, I64), {**weight, **into_in, "ADD": False, "BO": 256}, 8)
+    for way in (into_in, into_out):
+        yield Case("weight_add_kernel", "grouped_gemm", (X, X, I64, I64, F32, F32, I32, I64), {**weight, **way, "ADD": True, "BO": 128}, 8)
     yield Case("bias_grad_kernel", "grouped_gemm", (X, I64, F32, X, I32, I64, "i32"), {"GATHER": True, "SCALED": True, "BR": 64, "BO": 128})
 
 
@@ -136,5 +138,5 @@ def _amd(case: Case, target: str, made: Any) -> Resources:
 
 def label(case: Case) -> str:
     """The kernel and the compile-time values that tell its cases apart."""
-    shown = {k: v for k, v in case.constants.items() if k in ("BE", "BN", "BO", "K", "ACT") and not (k == "K" and v > 64)}
+    shown = {k: v for k, v in case.constants.items() if k in ("BE", "BN", "BO", "K", "ACT", "SCALED") and not (k == "K" and v > 64)}
     return case.kernel.removesuffix("_kernel") + "".join(f" {k}={v}" for k, v in shown.items())

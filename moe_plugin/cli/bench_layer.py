@@ -18,7 +18,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Forward and backward of one MoE layer beside every peer that is installed, with the same weights and input; outputs are "
                     "checked to agree. The bound is the time of the experts' matrix products alone, in the same run.")
     add_sizes(p)
-    p.add_argument("--peers", default="all", help="all, none, or names with commas: einsum, megatron, dense (default: all)")
+    p.add_argument("--peers", default="all", help="all, none, or names with commas: einsum, megatron, deepspeed, megablocks, dense (default: all)")
     p.add_argument("--plot", metavar="FILE", help="also draw time and memory of each candidate into FILE (.png or .svg)")
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, pieces
+from moe_plugin.kernels import transpose_chunks
 
 
 def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
@@ -20,12 +21,9 @@ def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
 def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
     """`outer * inner` equal pieces from outer-major to inner-major order, in one strided copy.
 
-    x: [outer * inner * c, ...]; element i of piece (o, j) comes to piece (j, o).
+    x: [outer * inner * c, ...]; piece (o, j) becomes piece (j, o). On a GPU the Triton kernel.
     """
-    if outer == 1 or inner == 1 or not x.shape[0]:
-        return x
-    rows = x.shape[0] // (outer * inner)
-    return x.view(outer, inner, rows, *x.shape[1:]).transpose(0, 1).contiguous().view(x.shape)
+    return x if outer == 1 or inner == 1 or not x.numel() else transpose_chunks(x, outer, inner)
 
 
 def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]], recvs: Iterable[tuple[int, Tensor]]) -> None:

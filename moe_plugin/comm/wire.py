@@ -1,17 +1,19 @@
 """Fewer bits on the wire than in memory, with stated error bounds.
 
-For an element x of a row whose largest magnitude is m, with 2^-110 <= m < 2^127, one exchange changes x by at most
+For an element x of a row whose largest magnitude is m, and of a block of 128 consecutive elements of that row whose largest is b, with
+2^-110 <= b <= m < 2^127, one exchange changes x by at most
 
     bf16   2^-8 |x|
-    fp16   2^-11 |x| + 2^-39 m     rows are scaled by a power of two, so nothing overflows
-    fp8    2^-4 |x| + 2^-17 m      e4m3, rows are scaled likewise
+    fp16   2^-11 |x| + 2^-39 m     rows are scaled by a power of two, so nothing overflows: one byte more a row
+    fp8    2^-4 |x| + 2^-18 b      e4m3, blocks are scaled (`kernels.quantize_fp8`, in Triton on a GPU): four bytes more a block
 
 A row with an infinity or a NaN keeps being not finite, so that loss scaling still sees it. Gradients take the same way back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,16 +21,22 @@ from torch import Tensor
 
 from moe_plugin.comm.base import AllToAll, Comm
 from moe_plugin.comm.coalesce import pack, unpack
+from moe_plugin.kernels import dequantize_fp8, quantize_fp8
+from moe_plugin.kernels.fp8 import BLOCK
 
-# dtype on the wire, exponent e: rows are scaled to magnitudes in [2^(e-1), 2^e); None: no scale needed
-FORMATS: dict[str, tuple[torch.dtype, int | None]] = {
-    "bf16": (torch.bfloat16, None), "fp16": (torch.float16, 15), "fp8": (torch.float8_e4m3fn, 8),
-}
+
+@dataclass(frozen=True)
+class Format:
+    """encode: rows [R, ...] to what travels, each part [R, ...]. decode: parts and a dtype to rows. row_bytes: what a row of n elements takes."""
+
+    encode: Callable[[Tensor], tuple[Tensor, ...]]
+    decode: Callable[..., Tensor]
+    row_bytes: Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """An all-to-all whose rows travel in another dtype. Integers, single numbers a row and what is small already pass unchanged."""
+    """An all-to-all whose rows travel in another format. Integers, single numbers a row and what would not be smaller pass unchanged."""
 
     algorithm: AllToAll
     name: str
@@ -42,13 +50,14 @@ class WireFormat:
         return self if resolve is None else _Resolved(self, resolve(comm, x, send, recv))
 
     def _carry(self, algorithm: AllToAll, comm: Comm, x: Tensor, send: Sequence[int] | None, recv: Sequence[int] | None) -> Tensor:
-        dtype, exponent = FORMATS[self.name]
-        if not x.is_floating_point() or x.dim() < 2 or x.element_size() <= dtype.itemsize:
+        form = FORMATS[self.name]
+        if not x.is_floating_point() or x.dim() < 2 or not _saves(form, x):
             return algorithm(comm, x, send, recv)
-        if exponent is None:
-            return algorithm(comm, x.to(dtype), send, recv).to(x.dtype)
-        packed, layout = pack(list(encode(x, dtype, exponent)))
-        return decode(*unpack(algorithm(comm, packed, send, recv), layout), x.dtype)
+        parts = form.encode(x)
+        if len(parts) == 1:
+            return form.decode(algorithm(comm, parts[0], send, recv), dtype=x.dtype)
+        packed, layout = pack(parts)
+        return form.decode(*unpack(algorithm(comm, packed, send, recv), layout), dtype=x.dtype)
 
 
 class _Resolved:
@@ -60,23 +69,44 @@ class _Resolved:
         return self.wire._carry(self.algorithm, comm, x, send, recv)
 
 
-def encode(x: Tensor, dtype: torch.dtype, exponent: int) -> tuple[Tensor, Tensor]:
-    """Rows [R, ...] to (rows in `dtype`, int8 scale exponents [R]): x = row * 2^scale, exactly undone but for rounding."""
+def _saves(form: Format, x: Tensor) -> bool:
+    # by the row's shape alone, so that all ranks decide alike, those without rows too
+    width = math.prod(x.shape[1:])
+    return form.row_bytes(width) < width * x.element_size()
+
+
+def _scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows in fp16, int8 scale exponents [R]): x = row * 2^scale, exactly undone but for rounding; magnitudes up to 2^15."""
     largest_R = x.detach().flatten(1).abs().amax(1) if x[0:1].numel() else x.new_zeros(x.shape[0])
     power_R = torch.frexp(largest_R.float())[1]  # largest < 2^power
     usable_R = torch.isfinite(largest_R) & (largest_R > 0)
-    scale_R = torch.where(usable_R, power_R - exponent, 0).clamp(-126, 126).to(torch.int8)
-    scaled = torch.ldexp(x.float(), -_column(scale_R, x))
-    return torch.where(torch.isfinite(scaled), scaled, torch.nan).to(dtype), scale_R  # fp8 has no infinity: it would become 448
+    scale_R = torch.where(usable_R, power_R - 15, 0).clamp(-126, 126).to(torch.int8)
+    return torch.ldexp(x.float(), -_column(scale_R, x)).to(torch.float16), scale_R
 
 
-def decode(rows: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `encode`."""
+def _unscaled_rows(rows: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(rows.float(), _column(scale_R, rows)).to(dtype)
 
 
 def _column(scale_R: Tensor, like: Tensor) -> Tensor:
     return scale_R.to(torch.int32).view(-1, *[1] * (like.dim() - 1))
+
+
+def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes like x, float32 scales [R, blocks])."""
+    codes_RD, scales_RB = quantize_fp8(x.detach().flatten(1), BLOCK)
+    return codes_RD.view(x.shape), scales_RB
+
+
+def _from_blocks(codes: Tensor, scales_RB: Tensor, dtype: torch.dtype) -> Tensor:
+    return dequantize_fp8(codes.flatten(1), scales_RB, BLOCK, dtype).view(codes.shape)
+
+
+FORMATS: dict[str, Format] = {
+    "bf16": Format(lambda x: (x.to(torch.bfloat16),), lambda rows, dtype: rows.to(dtype), lambda n: 2 * n),
+    "fp16": Format(_scaled_rows, _unscaled_rows, lambda n: 2 * n + 1),
+    "fp8": Format(_blocks, _from_blocks, lambda n: n + 4 * -(-n // BLOCK)),
+}
 
 
 def with_wire(algorithm: AllToAll, name: str) -> AllToAll:

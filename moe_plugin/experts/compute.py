@@ -8,8 +8,8 @@ combine inside their kernels save the copies. Experts without rows get zero grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,11 @@ from moe_plugin.registry import Registry
 
 @dataclass(frozen=True)
 class FFNParameters:
-    """Parameters of L experts as `FFNExperts` stores them; b_out_LD here has all D columns. memory: for large temporaries."""
+    """Parameters of L experts as `FFNExperts` stores them; b_out_LD here has all D columns. memory: for large temporaries.
+
+    owners: by field name, the parameters whose gradient the host keeps in `main_grad`. A strategy need not know: the field's own
+    tensor sees to it. One that computes with `operands()` must add these gradients itself; see `experts.main_grad`.
+    """
 
     w_in_LDF: Tensor
     b_in_LF: Tensor | None
@@ -34,6 +38,19 @@ class FFNParameters:
     b_out_LD: Tensor | None
     activation: str
     memory: Workspace
+    owners: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
+        """([x, w_in, b_in, w_gate, b_gate, w_out, b_out], owners among them), for one autograd function.
+
+        In autocast's dtype where it is on, and then without owners: their fields' own tensors are taken.
+        """
+        names = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
+        fields = [x, *(getattr(self, name) for name in names)]
+        if not torch.is_autocast_enabled(x.device.type):
+            return [x, *(self.owners.get(name, tensor) for name, tensor in zip(names, fields[1:], strict=True))], self.owners
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in fields], {}
 
 
 GroupedProduct = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]

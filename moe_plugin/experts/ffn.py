@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.base import Placement, RowCounts, RowPlan
-from moe_plugin.experts import fused, kernel_ffn  # noqa: F401  (they register their strategies)
+from moe_plugin.experts import fused, kernel_ffn, main_grad  # noqa: F401  (the first two register their strategies)
 from moe_plugin.experts.compute import FFNParameters, Strategy, strategies
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.registry import Registry
@@ -55,6 +55,7 @@ class FFNExperts(MarkedExperts):
     """
 
     gated = False
+    adds_to_main_grad = False  # a host that keeps weight gradients in `parameter.main_grad` sets it; see `experts.main_grad`
 
     def __init__(self, config: MoEConfig, placement: Placement, *, dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
@@ -117,12 +118,21 @@ class FFNExperts(MarkedExperts):
         return (compute or self.compute)(x_TD, plan, held or self.held())
 
     def stored(self) -> dict[str, Tensor]:
-        """The parameters by name, those of `SHARD_AXIS` that this kind of expert has."""
-        return {name: value for name in SHARD_AXIS if (value := getattr(self, name, None)) is not None}
+        """The parameters by name, those of `SHARD_AXIS` that this kind of expert has; to compute with: see `owners`."""
+        owners = self.owners()
+        return {name: main_grad.take_over(value) if name in owners else value
+                for name in SHARD_AXIS if (value := getattr(self, name, None)) is not None}
+
+    def owners(self) -> dict[str, Tensor]:
+        """The weights, by name, whose gradients now go to the host's `main_grad` and not to autograd."""
+        if not (self.adds_to_main_grad and torch.is_grad_enabled()):
+            return {}
+        return {name: value for name in main_grad.WEIGHTS if (value := getattr(self, name)) is not None and main_grad.keeps(value)}
 
     def held(self, tensors: Mapping[str, Tensor] | None = None, first_shard: int | None = None) -> FFNParameters:
         """What to compute with. tensors: in the form of `stored`, but of other or more experts, or of several consecutive shards,
         the first of which is `first_shard` of its expert; None: what is stored here."""
+        owners = self.owners() if tensors is None else {}
         tensors = self.stored() if tensors is None else tensors
         first_shard = self.placement.shard if first_shard is None else first_shard
         bias_LD = tensors.get("b_out_LD")
@@ -131,7 +141,7 @@ class FFNExperts(MarkedExperts):
             before = first_shard * own
             bias_LD = F.pad(bias_LD, (before, width - before - bias_LD.shape[1]))
         return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"), tensors.get("b_gate_LF"),
-                             tensors["w_out_LFD"], bias_LD, self.config.activation, self.memory)
+                             tensors["w_out_LFD"], bias_LD, self.config.activation, self.memory, owners)
 
 
 @expert_kinds.register("gated_ffn")

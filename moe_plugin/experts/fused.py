@@ -8,7 +8,7 @@ for the gates' gradient, each row's output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_plugin.dispatch.base import RowCounts, RowPlan
 from moe_plugin.experts.compute import FFNParameters, strategies
+from moe_plugin.experts.main_grad import MainGrad
 from moe_plugin.kernels import combine_rows, gather_rows, sum_rows
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
 from moe_plugin.kernels.derivatives import first_derivative_only
@@ -27,7 +28,7 @@ from moe_plugin.kernels.workspace import Workspace
 
 @dataclass(frozen=True)
 class _Job:
-    """What is no tensor with a gradient. token_R, source_R, position_TK: None where x already is rows."""
+    """What is no tensor with a gradient. token_R, source_R, position_TK: None where x already is rows. owners: see `FFNParameters`."""
 
     counts: list[int]
     act: Activation
@@ -36,6 +37,7 @@ class _Job:
     source_R: Tensor | None
     position_TK: Tensor | None
     keep: bool
+    owners: Mapping[str, Tensor]
 
     def spans(self) -> Iterator[tuple[int, slice]]:
         """(expert, its rows), experts without rows left out."""
@@ -68,13 +70,10 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
         rows_RD = fused(gather_rows(x, plan.source_R, plan.position_TK), plan.counts, p)
         return combine_rows(rows_RD, plan.weights_TK, plan.source_R, plan.position_TK)
     counts = rows.host if plan is None else plan.counts.host
-    tensors = [p.w_in_LDF, p.b_in_LF, p.w_gate_LDF, p.b_gate_LF, p.w_out_LFD, p.b_out_LD]
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, *tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *tensors)]
+    (x, *tensors), owners = p.operands(x)
     gates_TK = None if plan is None else plan.weights_TK
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gates_TK, *tensors))
-    job = _Job(counts, ACTIVATIONS[p.activation], p.memory, *_maps(plan), keep)
+    job = _Job(counts, ACTIVATIONS[p.activation], p.memory, *_maps(plan), keep, owners)
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(job, x, gates_TK, *tensors)
 
@@ -146,7 +145,7 @@ class _Backward:
         self.need_x, self.need_gates = needs[0], needs[1]
         self.g_w_in, self.g_w_gate, self.g_w_out = (
             self._weight(name, w) if need else None
-            for name, w, need in (("in", self.w_in, needs[2]), ("gate", self.w_gate, needs[4]), ("out", self.w_out, needs[6])))
+            for name, w, need in (("w_in_LDF", self.w_in, needs[2]), ("w_gate_LDF", self.w_gate, needs[4]), ("w_out_LFD", self.w_out, needs[6])))
         self.g_b_in, self.g_b_gate, self.g_b_out = (
             self.w_in.new_zeros(len(job.counts), size) if need else None
             for size, need in ((inner, needs[3]), (inner, needs[5]), (width, needs[7])))
@@ -161,7 +160,9 @@ class _Backward:
         self.dots_R = torch.zeros(sum(job.counts), dtype=dtype) if mapped and self.need_gates else None
         self.dot_buffer = None if self.dots_R is None else job.buffer("dot", width, self.dots_R)
 
-    def _weight(self, name: str, w_LIO: Tensor) -> Tensor:
+    def _weight(self, name: str, w_LIO: Tensor) -> Tensor | MainGrad:
+        if name in self.job.owners:
+            return MainGrad(self.job.owners[name], self.job.memory)
         grad = self.job.memory.empty(f"gradient {name}", tuple(w_LIO.shape), w_LIO)
         for expert, count in enumerate(self.job.counts):
             if not count:
@@ -172,7 +173,8 @@ class _Backward:
         """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out."""
         for expert, span in self.job.spans():
             self._expert(expert, span)
-        return (self._grad_x(), self._grad_gates(), self.g_w_in, self.g_b_in, self.g_w_gate, self.g_b_gate, self.g_w_out, self.g_b_out)
+        g_in, g_gate, g_out = (g.settled() if isinstance(g, MainGrad) else g for g in (self.g_w_in, self.g_w_gate, self.g_w_out))
+        return (self._grad_x(), self._grad_gates(), g_in, self.g_b_in, g_gate, self.g_b_gate, g_out, self.g_b_out)
 
     def _expert(self, expert: int, span: slice) -> None:
         count = slice(0, span.stop - span.start)
@@ -193,7 +195,7 @@ class _Backward:
             slope_NF.mul_(self.up[span])
             inner_NF = torch.mul(a_NF, self.up[span], out=self.product[count])
         if self.g_w_out is not None:
-            torch.mm(inner_NF.t(), grad_ND, out=self.g_w_out[expert])
+            _weight_grad(inner_NF, grad_ND, self.g_w_out, expert)
         self.job.act.gradient(slope_NF, h_NF, slope_NF)
         self._inputs(expert, span, slope_NF, up_slope_NF)
 
@@ -218,7 +220,7 @@ class _Backward:
             if g_b is not None:
                 torch.sum(g_NF, 0, out=g_b[expert])
             if g_w is not None:
-                torch.mm(x_ND.t(), g_NF, out=g_w[expert])
+                _weight_grad(x_ND, g_NF, g_w, expert)
             if self.g_rows is not None and number == 0:
                 torch.mm(g_NF, w[expert].t(), out=self.g_rows[span])
             elif self.g_rows is not None:
@@ -239,6 +241,13 @@ class _Backward:
         return grads_TK.to(self.gates_TK.dtype)
 
 
+def _weight_grad(rows_NI: Tensor, grad_NO: Tensor, out: Tensor | MainGrad, expert: int) -> None:
+    if isinstance(out, MainGrad):
+        out.add_product(expert, rows_NI.t(), grad_NO)
+    else:
+        torch.mm(rows_NI.t(), grad_NO, out=out[expert])
+
+
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
     """`fused` on CPU; `kernels` on GPU, or `grouped` without Triton; `batched` or `loop` on CPU while torch.compile looks on."""
@@ -251,5 +260,5 @@ def choose(x: Tensor, rows: RowCounts | RowPlan) -> str:
         return "kernels" if INSTALLED and x.dtype in DTYPES else "grouped"
     if torch.compiler.is_compiling():
         counts = rows.host if isinstance(rows, RowCounts) else rows.counts.host
-        return "batched" if len(set(counts)) == 1 else "loop"
+        return "batched" if all(count == counts[0] for count in counts) else "loop"  # no set: hashing a symbolic size would fix it
     return "fused"

@@ -7,7 +7,7 @@ again and the gates' gradient as row dots, so that no output row is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, List, Optional  # noqa: UP035  (torch.library reads these spellings)
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_plugin.dispatch.base import RowCounts, RowPlan
 from moe_plugin.experts.compute import FFNParameters, strategies
+from moe_plugin.experts.main_grad import settled
 from moe_plugin.kernels import (
     Groups,
     expert_bias_grad,
@@ -22,8 +23,10 @@ from moe_plugin.kernels import (
     expert_product,
     expert_second_backward,
     expert_weight_grad,
+    expert_weight_grad_add,
     sum_rows,
 )
+from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.registry import accumulate_dtype
 
 
@@ -32,12 +35,11 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     """Grouped kernels with gather, activation and gate gradient inside; Triton on GPU, their references elsewhere."""
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows if plan is None else plan.counts
-    tensors = [p.w_in_LDF, p.b_in_LF, p.w_gate_LDF, p.b_gate_LF, p.w_out_LFD, p.b_out_LD]
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, *tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *tensors)]
+    (x, *tensors), owners = p.operands(x)
     maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R, plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
+        if owners:
+            return _IntoMainGrad.apply(owners, x, *maps, *tensors, counts.host, p.activation)
         return expert_ffn(x, *maps, *tensors, counts.host, p.activation)[0]
 
 
@@ -48,6 +50,12 @@ def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor]
                b_in: Optional[Tensor], w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor, b_out: Optional[Tensor],  # noqa: UP045
                counts: Sequence[int], activation: str) -> List[Tensor]:  # noqa: UP006
     """[y, h, gate]: y is [T, D] (or rows); h and gate, [R, F], are what backward needs (gate: no elements for a plain expert)."""
+    return _forward(x, gates_TK, source_R, position_TK, w_in, b_in, w_gate, b_gate, w_out, b_out, counts, activation)
+
+
+def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None, position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None,
+             w_gate: Tensor | None, b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
+             activation: str) -> list[Tensor]:
     groups, x = Groups(list(counts), x.device), x.contiguous()
     token_R = _tokens(source_R, position_TK)
     gate_RF = None if w_gate is None else expert_product(x, groups, w_gate, b_gate, token_R, None)
@@ -76,21 +84,35 @@ def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor], s
                         h_RF: Tensor, gate_RF: Tensor, w_in: Tensor, w_gate: Optional[Tensor], w_out: Tensor, b_out: Optional[Tensor],  # noqa: UP045
                         counts: Sequence[int], activation: str, needs: Sequence[bool]) -> List[Tensor]:  # noqa: UP006
     """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; no elements where `needs` says no."""
+    made = _gradients(grad_y, x, gates_TK, source_R, position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, counts, activation, needs, {})
+    return [x.new_empty(0) if g is None else g for g in made]
+
+
+def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None, position_TK: Tensor | None, h_RF: Tensor,
+               gate_RF: Tensor, w_in: Tensor, w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
+               activation: str, needs: Sequence[bool], owners: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """As `expert_ffn_backward`, None where `needs` says no; the gradients of `owners` are added to their main_grad."""
     groups, token_R = Groups(list(counts), x.device), _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None if gates_TK is None else _at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)), source_R)
     g_h, g_gate, a_RF, dots_R = expert_second_backward(grad_y, groups, w_out, h_RF, gate, scale_R, token_R, activation)
-    made = [
+
+    def weight(name: str, x: Tensor, grad: Tensor, *tokens_scale: Tensor | None) -> Tensor | None:
+        if name not in owners:
+            return expert_weight_grad(x, grad, groups, *tokens_scale)
+        expert_weight_grad_add(x, grad, groups, *tokens_scale, owners[name].main_grad)  # type: ignore[attr-defined]
+        return settled(owners[name])
+
+    return [
         _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK) if needs[0] else None,
         _grad_gates(groups, dots_R, grad_y, b_out, token_R, position_TK).to(gates_TK.dtype) if needs[1] else None,
-        expert_weight_grad(x, g_h, groups, token_R, None, None) if needs[2] else None,
+        weight("w_in_LDF", x, g_h, token_R, None, None) if needs[2] else None,
         expert_bias_grad(g_h, groups, None, None) if needs[3] else None,
-        expert_weight_grad(x, g_gate, groups, token_R, None, None) if needs[4] else None,
+        weight("w_gate_LDF", x, g_gate, token_R, None, None) if needs[4] else None,
         expert_bias_grad(g_gate, groups, None, None) if needs[5] else None,
-        expert_weight_grad(a_RF, grad_y, groups, None, token_R, scale_R) if needs[6] else None,
+        weight("w_out_LFD", a_RF, grad_y, None, token_R, scale_R) if needs[6] else None,
         expert_bias_grad(grad_y, groups, token_R, scale_R) if needs[7] else None,
     ]
-    return [x.new_empty(0) if g is None else g for g in made]
 
 
 @expert_ffn_backward.register_fake
@@ -119,6 +141,24 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
 
 
 expert_ffn.register_autograd(_backward, setup_context=_setup)
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """`expert_ffn` whose backward adds to `main_grad`; no torch operation: what it changes is none of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, owners: Mapping[str, Tensor], *inputs: Any) -> Tensor:
+        output = _forward(*inputs)
+        _setup(ctx, inputs, output)
+        ctx.owners = owners
+        return output[0]
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
+        x, gates, *rest = _gradients(grad_y, *ctx.saved_tensors, ctx.counts, ctx.activation, needed, ctx.owners)
+        return None, x, gates, None, None, *rest, None, None
 
 
 def _at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, algorithms
@@ -55,6 +56,11 @@ class Layout:
         return y_TD if watch is None else watch.stopped(y_TD), rows
 
     def _run(self, experts: nn.Module, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None, limit: int | None) -> tuple[Tensor, int]:
+        if torch.compiler.is_compiling() and not getattr(self.dispatcher, "needs_capacity", False):
+            # rows by expert are read on the host: compiled, every new load would be compiled anew
+            from moe_plugin.parallel.uncompiled import uncompiled
+
+            return uncompiled(self._run, experts, x_TD, routing, slots_TK, limit)
         held = self._held(experts)
         extra = {} if not hasattr(experts, "stored") else {"held": held, "compute": self.compute}
         if hasattr(self.dispatcher, "run"):

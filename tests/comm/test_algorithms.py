@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moe_plugin.comm import Clock, CommError, Topology, Traffic, algorithms, run_simulated
 from moe_plugin.comm.functional import all_to_all
+from moe_plugin.kernels import kernels
 from moe_plugin.planner import COSTS, Cluster, Link, predict
 from tests.comm.exchanges import WIDTH, column, expected_of, random_counts, rows_of
 
@@ -154,3 +155,14 @@ def test_wrong_splits_are_refused() -> None:
             run_simulated(4, lambda comm: algorithms.get(name)(comm, torch.zeros(3, 1)), topology=Topology.uniform(4, 2))  # noqa: B023
         with pytest.raises(CommError, match="expected|unread"):
             run_simulated(2, lambda comm: algorithms.get(name)(comm, torch.zeros(3, 1), [1, 2], [1 + comm.rank, 2]))  # noqa: B023
+
+
+def test_stride_copies_of_2dh_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two a rank, by `transpose_chunks` of the registry: on a GPU its Triton kernel."""
+    reference, called = kernels.get("transpose_chunks").implementation("torch"), []
+    spy = (lambda x, outer, inner: called.append((outer, inner)) or reference(x, outer, inner), lambda *args: None)
+    monkeypatch.setitem(kernels.get("transpose_chunks")._implementations, "spy", spy)
+    counts = [[2] * 6 for _ in range(6)]
+    got = run_simulated(6, lambda comm: algorithms.get("2dh")(comm, rows_of(comm.rank, counts)), topology=Topology.uniform(6, 2))
+    assert sorted(called) == [(2, 3)] * 6 + [(3, 2)] * 6
+    assert all(torch.equal(got[me], expected_of(me, counts)) for me in range(6))

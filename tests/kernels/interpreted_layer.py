@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 import moe_plugin.kernels.gpu.common as common
 from moe_plugin.comm import LocalComm
+from moe_plugin.experts.main_grad import WEIGHTS
 from moe_plugin.kernels import kernels
 from tests.exactness.harness import compare, config_of, reference, run_rank
+from tests.kernels.test_strategies import make_layer
 from tests.oracle import Case
 
 
@@ -26,6 +30,27 @@ def main() -> None:
         compare(case, results, reference(case, torch.float32), rtol=2e-5, atol=2e-5)
         cells += 1
     print(f"cells: {cells}")
+    main_grads()
+
+
+def main_grads() -> None:
+    """bf16 weights with an fp32 `main_grad`, two micro-batches: the kernel adds what float64 says."""
+    torch.manual_seed(0)
+    layer = make_layer("kernels", experts={"hidden_dim": 24, "compute": "kernels", "kind": "gated_ffn"}).bfloat16()
+    truth = copy.deepcopy(layer).double()
+    layer.experts.adds_to_main_grad = True
+    for name in WEIGHTS:
+        parameter = getattr(layer.experts, name)
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(parameter.shape), False
+    for tokens in (9, 5):
+        x = torch.randn(tokens, 16).bfloat16()
+        layer(x).output.float().sum().backward()
+        truth(x.double()).output.sum().backward()
+    for name in WEIGHTS:
+        parameter, want = getattr(layer.experts, name), getattr(truth.experts, name).grad
+        assert parameter.grad_added_to_main_grad
+        assert float((parameter.main_grad - want).norm() / want.norm()) < 2e-2, name
+    print("main_grad: added")
 
 
 if __name__ == "__main__":

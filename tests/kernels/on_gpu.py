@@ -16,7 +16,7 @@ from moe_plugin.config import from_dict
 from moe_plugin.kernels import Groups, kernels
 from moe_plugin.layer import MoELayer
 from tests.kernels.interpreted import TOLERANCE, compare, widened
-from tests.kernels.problems import SHAPES, Shape, arguments
+from tests.kernels.problems import SHAPES, Shape, arguments, fresh
 
 GPU = torch.device("cuda")
 LARGE = Shape(4099, 1000, 61, 6, 712, skew=2.0, dropped=0.05)
@@ -38,8 +38,8 @@ def check_kernels() -> None:
                 for number, args in enumerate(arguments(name, shape, dtype)):
                     on_gpu = [moved(a) for a in args]
                     assert kernel.choose(*on_gpu) == "triton", kernel.why_not("triton", *on_gpu)
-                    want = kernel.implementation("torch")(*[widened(a) if name != "dequantize_fp8" else a for a in on_gpu])
-                    got, again = kernel(*on_gpu), kernel(*on_gpu)
+                    want = kernel.implementation("torch")(*[widened(a) if name != "dequantize_fp8" else a for a in fresh(on_gpu)])
+                    got, again = kernel(*fresh(on_gpu)), kernel(*fresh(on_gpu))
                     want = tuple(map(widened, want)) if isinstance(want, tuple) else widened(want)
                     compare(name, got, want, dtype, f"{name}, {label}, {dtype}, arguments {number}")
                     for mine, other in zip(*[v if isinstance(v, tuple) else (v,) for v in (got, again)], strict=True):

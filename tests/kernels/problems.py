@@ -75,6 +75,11 @@ def make_plan(s: Shape, g: torch.Generator, empty_slots: bool = False) -> Plan:
     return Plan(ids_TK, source_R, position_N.view(ids_TK.shape), Groups(counts, CPU))
 
 
+def fresh(args: tuple[Any, ...]) -> list[Any]:
+    """The arguments with tensors of their own, for operations that change one in place."""
+    return [a.clone() if isinstance(a, Tensor) else a for a in args]
+
+
 def arguments(op: str, s: Shape, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[Any, ...]]:
     """Argument tuples for an operation; floating-point tensors in float64 hold values of `dtype` exactly."""
     g = torch.Generator().manual_seed(seed)
@@ -134,13 +139,20 @@ def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tenso
 
 def _chunks(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for outer, inner in ((1, 1), (2, 3), (4, 2)):
-        yield draw(outer * inner * s.tokens, s.width), outer, inner
+        x = draw(outer * inner * s.tokens, s.width)
+        yield x, outer, inner
+        yield x.view(torch.uint8), outer, inner  # rows packed for the wire
+        yield (x * 100).to(torch.int64)[:, :, None].expand(-1, -1, 3), outer, inner  # routing beside rows; another stride
 
 
 def _quantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     x = draw(s.tokens, s.width) * torch.logspace(-3, 3, max(1, s.tokens))[: s.tokens, None].to(draw(1).dtype)
     yield x, 16
     yield torch.cat([x, torch.zeros_like(x)]), 128
+    spoiled = x.clone().view(-1)
+    spoiled[1::7], spoiled[2::13], spoiled[3::17] = float("inf"), float("nan"), -float("inf")
+    yield spoiled.view(x.shape), 16
+    yield (x.double() * 1e-30).to(x.dtype), 16  # fp32 and bf16: small scales; fp16: zeros
 
 
 def _dequantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
@@ -184,6 +196,14 @@ def _weight_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor
         yield draw(rows, s.inner), draw(s.tokens, s.width), p.groups, None, p.token_R, torch.rand(rows, generator=g)
 
 
+def _weight_grad_add(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for args in _weight_grad(s, plan, slotted, draw, g):
+        shape = s.experts, args[0].shape[1], args[1].shape[1]
+        yield *args, torch.randn(shape, generator=g)  # float32 whatever the rows are
+        yield *args, draw(*shape)
+        yield *args, draw(shape[0], shape[2], shape[1]).transpose(1, 2)  # another stride
+
+
 def _bias_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
         yield draw(p.groups.total, s.inner), p.groups, None, None
@@ -194,5 +214,5 @@ _MAKERS = {
     "take_rows": _take, "sum_rows": _sum, "dot_rows": _dot, "running_count": _count, "route_top_k": _top,
     "route_top_k_backward": _top_backward, "transpose_chunks": _chunks, "quantize_fp8": _quantize, "dequantize_fp8": _dequantize,
     "expert_product": _product, "expert_first": _first, "expert_second_backward": _second_backward,
-    "expert_weight_grad": _weight_grad, "expert_bias_grad": _bias_grad,
+    "expert_weight_grad": _weight_grad, "expert_weight_grad_add": _weight_grad_add, "expert_bias_grad": _bias_grad,
 }

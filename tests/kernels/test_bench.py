@@ -36,6 +36,12 @@ def test_peers_agree_and_are_drawn(dtype: str, gated: bool, tmp_path: object) ->
     report.layer_plot(found, f"{tmp_path}/plot.svg")
 
 
+def test_peers_agree_on_one_choice_a_token() -> None:
+    problem = Problem(tokens=64, model_dim=16, hidden_dim=24, experts=4, top_k=1)
+    names = [n for n in ("einsum", "megatron") if peers.entry(n).why_not() is None]
+    assert [r.name for r in layer.run(problem, names, rounds=1).results] == ["moe-plugin", *names]
+
+
 def test_a_peer_that_computes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def off(problem, data):  # noqa: ANN001, ANN202

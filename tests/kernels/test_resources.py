@@ -9,7 +9,7 @@ from moe_plugin.kernels import kernels
 from moe_plugin.kernels.triton_ops import MODULES
 
 pytest.importorskip("triton", reason="triton is not installed")
-PRODUCTS = ("product_kernel", "second_backward_kernel", "weight_grad_kernel")
+PRODUCTS = ("product_kernel", "second_backward_kernel", "weight_grad_kernel", "weight_add_kernel")
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=label)

@@ -90,6 +90,8 @@ class PluginMoELayer(compat.MoELayer):
 
     def _prepare_parameters(self, native: nn.Module | None) -> None:
         parameters.mark(self.experts)
+        # experts given as modules of their own have no such attribute and keep autograd's way
+        self.experts.adds_to_main_grad = bool(self.config.gradient_accumulation_fusion)
         split = self.groups.tensor.size() > 1 and not self.shares_tokens  # else the layer sees to it
         for parameter in self.router.parameters():
             parameter.sequence_parallel = self.config.sequence_parallel
@@ -121,6 +123,11 @@ class PluginMoELayer(compat.MoELayer):
         """
         if intermediate_tensors is not None:
             raise ValueError("partial CUDA graphs of the MoE layer are not supported; set cuda_graph_impl='none' or scope 'attn'")
+        if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
+            # its backward adds to main_grad, which no compiled graph knows of
+            from moe_plugin.parallel.uncompiled import uncompiled
+
+            return uncompiled(self.forward, hidden_states, None, padding_mask)
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         if self.recompute and self.training:
             from megatron.core import tensor_parallel
