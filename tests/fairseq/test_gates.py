@@ -49,8 +49,8 @@ def test_base_over_ranks_recomputes_without_a_second_exchange_and_stays_balanced
         (tmp_path / name).mkdir()
         losses.append(train(corpus, tmp_path / name, f"--moe-router base {flags} --max-update 4 --no-save --disable-validation", ranks=2).losses)
         for line in (tmp_path / name / "stats.jsonl").read_text().splitlines():
-            record = json.loads(line)  # each of the two problems gives every expert the same number, up to one token
-            assert max(record["load"]) - min(record["load"]) <= 2 and record["calls"] == 2
+            record = json.loads(line)  # each of the two problems gives no expert more than its share, rounded up
+            assert max(record["load"]) <= sum(record["load"]) / 4 + 2 and record["calls"] == 2
     assert losses[0] == pytest.approx(losses[1], abs=2.1e-3) and losses[0][-1] < losses[0][0]
 
 

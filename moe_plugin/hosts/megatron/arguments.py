@@ -94,6 +94,9 @@ def check(args: argparse.Namespace, world: int) -> None:
     _need(args.seq_length % args.tensor_model_parallel_size == 0 or not args.sequence_parallel, "seq_length", args.seq_length,
           f"a multiple of tensor_model_parallel_size={args.tensor_model_parallel_size} under --sequence-parallel", "change one of the two")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
+    # between two ranks forward and backward messages of one exchange would be taken for each other: wrong numbers, no error
+    _need(stages == 1 or args.pipeline_model_parallel_size > 2, "num_virtual_stages_per_pipeline_rank", stages, "1 with fewer than 3 pipeline stages",
+          "use --pipeline-model-parallel-size 3 or more, or leave it out")
     parts = stages * args.pipeline_model_parallel_size
     _need(args.num_layers % parts == 0, "num_layers", args.num_layers, f"a multiple of the {parts} pipeline stages", "change one of the two")
 
