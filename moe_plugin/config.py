@@ -143,6 +143,11 @@ class MoEConfig:
 
     model_dim: int = option(0, "width of a token; the host fills it in")
     num_experts: int = option(8, "experts in the whole expert-parallel group", flag="num-experts")
+    imports: str | None = option(
+        None, "your own modules, imported before names are looked up, so that they can register routers, losses, ...: dotted names or .py files, "
+        "with commas", flag="import")
+    deterministic: bool = option(
+        False, "the same seed and settings give the same bits, on GPU too; an operator that cannot is an error (docs/routers.md)", flag="deterministic")
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: dict[str, float] = field(
         default_factory=lambda: {"gshard": 0.01},
@@ -162,6 +167,8 @@ class MoEConfig:
                f"<= num_experts={self.num_experts}", "lower router.top_k or raise num_experts")
         for name, weight in self.losses.items():
             _check(weight >= 0, f"losses.{name}", weight, ">= 0", "use 0 to switch a loss off")
+        _check(not self.deterministic or self.parallel.mode != "auto", "parallel.mode", self.parallel.mode, "fixed where deterministic=True",
+               "a layout chosen by measured time adds up in another order from run to run: name one with parallel.r and parallel.d")
         uses_load = self.losses.get("load_importance", 0) > 0
         _check(not uses_load or self.router.noise > 0, "losses.load_importance", self.losses.get("load_importance"),
                "0 unless router.noise > 0", "its load term is the probability under the noise: set router.noise, e.g. 1.0")

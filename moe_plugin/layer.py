@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin import determinism
 from moe_plugin.comm import Comm, default_comm, prepare
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import Placement, check_capacity
@@ -23,6 +24,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import LayerStats, MoEOutput, Routing, TokenInfo
 from moe_plugin.routing import build_router
 from moe_plugin.routing import capacity as capacity_rules
+from moe_plugin.user_modules import import_user_modules
 
 STATE_VERSION = 1
 
@@ -47,6 +49,8 @@ class MoELayer(nn.Module):
     def __init__(self, config: MoEConfig, comm: Comm | None = None, *, router: nn.Module | None = None,
                  experts: Callable[[int], nn.Module] | None = None, dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
+        import_user_modules(config.imports)
+        determinism.check(config.deterministic)
         if config.model_dim < 1:
             raise ValueError(f"model_dim={config.model_dim} is out of bounds: must be >= 1; set it to the width of the tokens")
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
@@ -189,7 +193,7 @@ def _stats(routing: Routing, kept: Routing, experts: int, sent: int, rows: int, 
     return LayerStats(
         load_KE=load_KE, kept_KE=load_KE if kept is routing else _load(kept.ids_TK, experts), entropy=routing.entropy,
         tokens=routing.tokens, losses={name: value.detach() for name, value in routing.losses.items()},
-        bytes_sent=sent, rows=rows, capacity=limit,
+        bytes_sent=sent, rows=rows, capacity=limit, gate=routing.gate,
     )
 
 

@@ -20,14 +20,15 @@ class TokenInfo:
     """What some routers and losses want to know of a call beside the tokens.
 
     token_ids_T: int64, vocabulary index of each token (hash router). sequence_T: int64 in 0..sequences-1, the sequence that a token
-    belongs to (loss `sequence`). gate_index: which of several configured routers decides this call, the same on all ranks.
+    belongs to (loss `sequence`). gate_index: which of several configured routers decides this call, the same on all ranks; None: as
+    `router.choice` says.
     Tensors may have the shape of the tokens' leading axes.
     """
 
     token_ids_T: Tensor | None = None
     sequence_T: Tensor | None = None
     sequences: int = 0
-    gate_index: int = 0
+    gate_index: int | None = None
 
     def flat(self) -> "TokenInfo":
         """The same with one axis of tokens."""
@@ -53,6 +54,7 @@ class Routing:
     entropy: scalar, mean entropy in nats of the score distribution over real tokens.
     tokens: scalar int64, number of real (unmasked) tokens.
     passthrough_T: weight of the token itself in its output, differentiable (BASE); None: 0.
+    gate: of several routers the one that decided; None: there is one.
     """
 
     ids_TK: Tensor
@@ -62,6 +64,7 @@ class Routing:
     entropy: Tensor
     tokens: Tensor
     passthrough_T: Tensor | None = None
+    gate: str | None = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
         """The same routing with dropped choices removed."""
@@ -80,7 +83,7 @@ class LayerStats:
     rows: rows computed by this rank's experts.
     capacity: slots an expert and source rank, None when dropless.
     layout: the layout it ran in, e.g. `r=1 d=2 linear auto`. decisions: of the tuner, since the last call (plain values).
-    exchanges: all-to-alls of the forward pass by the algorithm that really ran.
+    exchanges: all-to-alls of the forward pass by the algorithm that really ran. gate: as in `Routing`.
     copies: ranks that report these same tokens: in a sum over ranks, load and tokens count 1/copies.
     """
 
@@ -96,6 +99,7 @@ class LayerStats:
     exchanges: dict[str, int] = field(default_factory=dict)
     decisions: tuple[dict[str, Any], ...] = ()
     copies: int = 1
+    gate: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers (one device-to-host copy): load, max_over_mean, dropped, entropy, losses, bytes, rows."""
@@ -109,6 +113,7 @@ class LayerStats:
             "losses": {name: float(value) for name, value in self.losses.items()},
             "bytes_sent": self.bytes_sent, "rows": self.rows, "capacity": self.capacity,
             "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions), "exchanges": dict(self.exchanges),
+            "gates": {self.gate: 1} if self.gate else {},
         }
 
 

@@ -62,10 +62,32 @@ class LinksConfig:
 
 
 @dataclass(kw_only=True)
+class GateChoiceConfig:
+    """Which router of a list decides a call that names none itself."""
+
+    rule: str = option(
+        "first", "with several routers in `name`: first: always the first; layer: MoE layer n takes number n, over and over; cycle: each in its turn, "
+        "by optimizer step; random: a seeded draw by step and layer; by registered name", flag="gate-choice")
+    every: int = option(1, "cycle, random: optimizer steps until the next choice", flag="gate-choice-every")
+    seed: int = option(0, "random: seed of the draws, the same on all ranks", flag="gate-choice-seed")
+    outside_training: int = option(0, "cycle, random: place in `name`, counted from 0, of the router that decides outside training", flag="gate-choice-eval")
+
+    def __post_init__(self) -> None:
+        check_leaves(self, "router.choice.")
+        check(bool(self.rule), "router.choice.rule", self.rule, "a registered name", "use first")
+        check(self.every >= 1, "router.choice.every", self.every, ">= 1", "use 1")
+        check(self.outside_training >= 0, "router.choice.outside_training", self.outside_training, ">= 0", "use 0 for the first router")
+        for name, default in (("every", 1), ("seed", 0), ("outside_training", 0)):
+            fits = self.rule not in ("first", "layer") or getattr(self, name) == default
+            check(fits, f"router.choice.{name}", getattr(self, name), f"{default} where router.choice.rule={self.rule}, which does not read it",
+                  "leave it out, or use the rule cycle or random")
+
+
+@dataclass(kw_only=True)
 class RouterConfig:
     """How each token chooses its experts."""
 
-    name: str = option("topk", "router, by registered name; several, with commas: one is chosen a call (`gate_index`)", flag="router")
+    name: str = option("topk", "router, by registered name; several, with commas: `choice` says which decides a call", flag="router")
     top_k: int = option(2, "experts per token (routers whose number is fixed do not read it; expert_choice: on average)", flag="top-k")
     score: str = option("softmax", "score function over experts", choices=("softmax", "sigmoid"), flag="router-score")
     normalize: str = option(
@@ -87,6 +109,7 @@ class RouterConfig:
     bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves a step", flag="router-bias-rate")
     cosine_dim: int = option(256, "cosine: width in which tokens and experts are compared", flag="router-cosine-dim")
     sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns", flag="router-sinkhorn-rounds")
+    choice: GateChoiceConfig = field(default_factory=GateChoiceConfig)
     hash: HashConfig = field(default_factory=HashConfig)
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
@@ -104,6 +127,11 @@ class RouterConfig:
         check(self.groups >= 0, "router.groups", self.groups, ">= 0", "use 0 for none")
         check(1 <= self.group_top_k <= max(1, self.groups), "router.group_top_k", self.group_top_k, f"in 1..router.groups={self.groups}", "use 1")
         check(self.bias_rate >= 0, "router.bias_rate", self.bias_rate, ">= 0", "use 0.001")
+        several, choice = len(self.names), self.choice
+        check(choice.rule == "first" or several > 1, "router.choice.rule", choice.rule, f"'first' with the one router {self.name!r}",
+              "list several in router.name, e.g. switch,hash")
+        check(choice.outside_training < several, "router.choice.outside_training", choice.outside_training, f"in 0..{several - 1}",
+              f"router.name lists {several}")
         for name in ("cosine_dim", "sinkhorn_rounds"):
             check(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), ">= 1", "use the default")
 

@@ -6,6 +6,7 @@ and one launch does all groups. Sums are float32 in one order: the result is the
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -24,7 +25,13 @@ def _tuned(space: list[tuple[int, ...]], names: tuple[str, ...], key: list[str],
     if INTERPRETED:
         return lambda kernel: kernel  # several configurations need a driver to be timed; launches pass one
     configs = [triton.Config(dict(zip(names, values[:-2], strict=True)), num_warps=values[-2], num_stages=values[-1]) for values in space]
-    return triton.autotune(configs, key=key, reset_to_zero=list(zeroed), restore_value=list(restored))
+    return triton.autotune(configs, key=key, reset_to_zero=list(zeroed), restore_value=list(restored),
+                           prune_configs_by={"early_config_prune": first_if_deterministic})
+
+
+def first_if_deterministic(configs: list, *_: object, **__: object) -> list:
+    """Of the search space the first alone where torch is to be deterministic: other tiles add up in another order, and a clock would choose."""
+    return configs[:1] if torch.are_deterministic_algorithms_enabled() else configs
 
 
 @triton.jit

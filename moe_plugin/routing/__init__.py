@@ -5,7 +5,8 @@ from moe_plugin.routing.base_layer import BASERouter
 from moe_plugin.routing.cosine import CosineRouter
 from moe_plugin.routing.dense_to_sparse import DenseToSparseRouter
 from moe_plugin.routing.expert_choice import ExpertChoiceRouter
-from moe_plugin.routing.gates import Gates
+from moe_plugin.routing.gate_choice import GateCall, gate_choices
+from moe_plugin.routing.gates import Gates, number_layers
 from moe_plugin.routing.group_limited import GroupLimitedRouter
 from moe_plugin.routing.gshard import GShardRouter
 from moe_plugin.routing.hashing import HashRouter
@@ -22,7 +23,8 @@ from moe_plugin.routing.topk import TopKRouter
 from moe_plugin.routing.topology_quota import TopologyQuotaRouter
 
 __all__ = [
-    "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter", "Gates", "GroupLimitedRouter", "HashRouter",
+    "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter", "GateCall", "Gates", "GroupLimitedRouter", "HashRouter",
     "LossInputs", "NoisyTopKRouter", "PrototypeRouter", "Router", "SAMRouter", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter",
-    "TAMoERouter", "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step", "losses", "routers",
+    "TAMoERouter", "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step",
+    "gate_choices", "losses", "number_layers", "routers",
 ]

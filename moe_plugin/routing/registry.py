@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,5 +25,16 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, dtype: torch.dt
     from moe_plugin.routing.gates import Gates
 
     where = {"comm": comm, "dtype": dtype, "device": device}
-    made = [routers.get(name)(config, **where) for name in config.router.names]
-    return made[0] if len(made) == 1 else Gates(made)
+    factories = [routers.get(name) for name in config.router.names]
+    if len(factories) == 1:
+        return factories[0](config, **where)
+    return Gates([factory(_with_own_losses(config, factory, factories), **where) for factory in factories], config.router, comm, device)
+
+
+def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module], factories: list[Callable[..., nn.Module]]) -> MoEConfig:
+    """Without the losses that only other routers of the list can compute; one that none can is left for the router to refuse."""
+    def own(one: Callable[..., nn.Module]) -> frozenset[str]:
+        return getattr(one, "own_losses", frozenset())
+
+    others = frozenset().union(*(own(one) for one in factories)) - own(factory)
+    return replace(config, losses={name: weight for name, weight in config.losses.items() if name not in others})

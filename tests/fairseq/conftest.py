@@ -51,7 +51,8 @@ class Result:
     def steps(self) -> list[dict[str, float]]:
         """One entry a training step: the numbers of fairseq's log line."""
         found = [json.loads(m.group(1)) for m in re.finditer(r"train_inner(?: \||\]\[INFO\] -) (\{.*\})", self.log)]
-        return [{key: float(value) for key, value in entry.items()} for entry in found]
+        # null: a figure that an earlier step had and this one has not (second choices, where a list of routers takes turns)
+        return [{key: float(value) for key, value in entry.items() if value is not None} for entry in found]
 
     @property
     def losses(self) -> list[float]:

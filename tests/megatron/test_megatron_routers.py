@@ -61,8 +61,11 @@ def _every_router(case: Case) -> dict[str, tuple[float, list[str]]]:
     return found
 
 
-def test_every_router_recomputes_and_saves_its_state() -> None:
-    [found] = on_ranks(1, _every_router, Case(native={"moe_aux_loss_coeff": 0.01}))
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"tp": 2}], ids=["one rank", "EP2", "TP2 without SP"])
+def test_every_router_recomputes_and_saves_its_state(sizes: dict[str, int]) -> None:
+    """Routers that exchange something (base) or count over ranks included: a recomputation starts no collective of its own."""
+    found = on_ranks(max(sizes.values(), default=1), _every_router, Case(native={"moe_aux_loss_coeff": 0.01}, **sizes))[0]
     assert max(worst for worst, _ in found.values()) < 1e-6 and len(found) >= 16
     assert found["sigmoid_bias"][1] == ["router.bias_E", "router.weight_ED"] and found["hash"][1] == ["router.table_V"]
     assert found["dense_to_sparse"][1] == ["router.step", "router.weight_ED"]

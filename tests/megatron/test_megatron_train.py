@@ -142,6 +142,17 @@ def test_distributed_optimizer_of_cut_experts(saved: list[str], loaded: list[str
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("momentum", ["0", "0.9"])
+def test_sgd_resumes(momentum: str, data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "6", "--optimizer", "sgd", "--sgd-momentum", momentum, "--lr", "0.1", *EP2]
+    on_ranks(2, _train, [*argv, "--save", str(tmp_path), "--save-interval", "3"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    on_ranks(1, _train, [*argv[:-2], "--load", str(tmp_path), "--log-file", str(tmp_path / "rest.jsonl")])
+    whole, rest = _losses(str(tmp_path / "log.jsonl")), _losses(str(tmp_path / "rest.jsonl"))
+    assert rest == pytest.approx({step: whole[step] for step in (4, 5, 6)}, abs=2e-4)
+
+
+@pytest.mark.distributed
 def test_distributed_optimizer_from_one_rank_to_two(data: str, tmp_path: Path) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "8", "--use-distributed-optimizer", "--bf16"]
     folder = str(tmp_path)
@@ -239,6 +250,7 @@ def test_bad_checkpoints_are_named(data: str, whole_run: Any, tmp_path: Path) ->
 BAD = {
     "no data": (["--data-path", "/nowhere/corpus"], ("/nowhere/corpus.bin is missing", "moe_plugin.hosts.megatron.data")),
     "sizes": (["--tensor-model-parallel-size", "3"], ("=3", "divisor of the 1 processes")),
+    "virtual stages": (["--num-virtual-stages-per-pipeline-rank", "2"], ("num_virtual_stages_per_pipeline_rank=2", "fewer than 3 pipeline stages")),
     "batch": (["--global-batch-size", "7"], ("global_batch_size=7", "multiple of", "use 6")),
     "experts": (["--num-experts", "4", "--expert-model-parallel-size", "3"], ("num_experts=4", "expert_model_parallel_size=3")),
     "yaml": (["--moe-config", __file__], ("is not YAML",)),

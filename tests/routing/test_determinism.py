@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_plugin import MoELayer
+from moe_plugin import MoELayer, determinism
 from moe_plugin.config import from_dict
+from moe_plugin.dispatch import dispatchers
 from moe_plugin.parallel.recompute import record_routing, replay_routing
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, routers
@@ -15,10 +19,11 @@ from tests.routing.references import reference_of
 LOSSES = {"gshard": 1.0, "switch": 1.0, "sequence": 1.0, "global_batch": 1.0, "ta_moe": 1.0, "sam_alignment": 1.0, "importance": 1.0, "z": 1.0}
 
 
-def make(name: str, **where) -> MoELayer:
+def make(name: str, tree: dict | None = None, **where) -> MoELayer:
     torch.manual_seed(5)
     router = {"name": name, **reference_of(name).settings}
-    return MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "losses": LOSSES, "router": router, "experts": {"hidden_dim": 16}}), **where)
+    config = {"model_dim": 8, "num_experts": 4, "losses": LOSSES, "router": router, "experts": {"hidden_dim": 16}, **(tree or {})}
+    return MoELayer(from_dict(config), **where)
 
 
 def info(device: str = "cpu") -> TokenInfo:
@@ -59,6 +64,89 @@ def test_recorded_routing_is_replayed_under_other_weights(name: str, tmp_path) -
     with replay_routing(tape):
         again = [layer(x, info=info()).stats.load_KE for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    determinism.enable()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run inside, forward and backward, with the dtype of their first tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, bool]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        self.seen.add((func.overloadpacket.__name__, first is not None and first.is_floating_point()))
+        return func(*args, **(kwargs or {}))
+
+
+# torch's list of operators that raise on a GPU under torch.use_deterministic_algorithms(True), as far as a layer could meet them
+NEVER = {"histc", "kthvalue", "put_", "median", "nanmedian", "cumprod", "scatter_reduce", "scatter_reduce_", "resize_", "grid_sampler_2d_backward",
+         "_embedding_bag_dense_backward", "nll_loss2d_forward"}
+NEVER_FLOAT = {"cumsum", "cumsum_"}
+CELLS = [("ragged", None), ("padded", 1.0), ("padded", 0.0)]
+
+
+@pytest.mark.parametrize("dispatch,factor", CELLS)
+@pytest.mark.parametrize("name", routers.names())
+def test_deterministic_mode_repeats_bits_and_meets_no_operator_that_a_gpu_refuses(name: str, dispatch: str, factor: float | None, strict: None) -> None:
+    """Strict mode also fills fresh memory with NaN: what is read before it is written shows."""
+    x, mask, runs = torch.randn(24, 8), torch.arange(24) < 20, []
+    tree = {"deterministic": True, "dispatch": {"name": dispatch, "capacity_factor": factor}}
+    for _ in range(2):
+        layer = make(name, tree)
+        torch.manual_seed(7)
+        with Operators() as operators:
+            runs.append(step(layer, x, mask))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)) and all(t.isfinite().all() for t in runs[0])
+    names = {op for op, _ in operators.seen}
+    assert len(names) > 30  # it did look
+    assert not names & NEVER and not {op for op, floating in operators.seen if floating} & NEVER_FLOAT
+
+
+def test_every_dispatcher_and_expert_kernel_runs_in_strict_mode(strict: None) -> None:
+    from moe_plugin.experts.compute import strategies
+
+    plain = [d for d in dispatchers.names() if not getattr(dispatchers.get(d), "same_tokens", False)]
+    assert plain and strategies.names()
+    x, mask = torch.randn(24, 8), torch.arange(24) < 20
+    for dispatch in plain:
+        factor = 0.0 if dispatch in ("padded", "parm_s2") else None
+        for compute in (entry.name for entry in strategies if entry.why_not() is None):
+            runs = []
+            for _ in range(2):
+                layer = make("topk", {"deterministic": True, "dispatch": {"name": dispatch, "capacity_factor": factor},
+                                      "experts": {"hidden_dim": 16, "compute": compute}})
+                runs.append(step(layer, x, mask))
+            assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), (dispatch, compute)
+
+
+def test_deterministic_mode_is_refused_where_it_would_not_hold() -> None:
+    with pytest.raises(ValueError, match="deterministic=True does not fit torch's present mode.*determinism.enable"):
+        make("topk", {"deterministic": True})
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with pytest.raises(ValueError, match="without warn_only"):
+            make("topk", {"deterministic": True})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.raises(ValueError, match="parallel.mode='auto' is out of bounds: must be fixed where deterministic=True"):
+        from_dict({"deterministic": True, "parallel": "auto"})
+
+
+def test_kernels_are_not_chosen_by_a_clock_in_strict_mode(strict: None) -> None:
+    pytest.importorskip("triton")
+    from moe_plugin.kernels.gpu.grouped_gemm import first_if_deterministic
+
+    assert first_if_deterministic([1, 2, 3], {}, key=4) == [1]
+    torch.use_deterministic_algorithms(False)
+    assert first_if_deterministic([1, 2, 3], {}) == [1, 2, 3]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: compares routing there with the CPU's")

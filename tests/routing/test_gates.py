@@ -141,6 +141,19 @@ def test_dense_to_sparse_ends_as_top_one_of_the_noisy_logits() -> None:
     assert torch.equal(router.eval()(x).ids_TK, router(x).ids_TK)
 
 
+@given(st.integers(2, 8), st.floats(1e-3, 0.5), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_dense_to_sparse_in_the_cold_limit_is_top_one_of_the_noisy_logits(experts: int, threshold: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, router = torch.randn(30, 6, dtype=torch.float64), make("dense_to_sparse", experts=experts, sparsity={"start": 1e-7, "threshold": threshold})
+    torch.manual_seed(seed)
+    got = router(x)
+    torch.manual_seed(seed)
+    noisy = x @ router.weight_ED.T - torch.empty(30, experts, dtype=torch.float64).exponential_().log()
+    assert torch.equal(got.ids_TK[:, 0], noisy.argmax(1)) and (got.ids_TK[:, 1:] == -1).all()
+    torch.testing.assert_close(got.weights_TK[:, 0], torch.ones(30, dtype=torch.float64))
+
+
 def test_expert_choice_is_balanced_and_keeps_the_best() -> None:
     router = make("expert_choice", experts=4, k=2)
     x, mask = torch.randn(30, 6, dtype=torch.float64), torch.arange(30) < 21

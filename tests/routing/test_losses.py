@@ -53,6 +53,17 @@ def test_sequence_loss_does_not_depend_on_micro_batches_of_whole_sequences() -> 
     torch.testing.assert_close(loss(x), (loss(x[:2]) + loss(x[2:4]) + loss(x[4:])) / 3)
 
 
+@pytest.mark.parametrize("name", ["z", "sam_alignment"])
+def test_means_over_tokens_do_not_depend_on_micro_batches(name: str) -> None:
+    config = from_dict({"model_dim": D, "num_experts": E, "losses": {name: 1.0}, "router": {"name": "sam", "groups": 2}})
+    x, router = torch.randn(24, D, dtype=torch.float64), build_router(config, dtype=torch.float64)
+    whole, parts = router(x).losses[name], [router(part).losses[name] for part in x.split(8)]
+    torch.testing.assert_close(whole, sum(parts) / 3)
+    assert whole > 0
+    grads = [torch.autograd.grad(loss, router.weight_ED)[0] for loss in (whole, sum(parts) / 3)]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("name", ["gshard", "switch", "sequence", "z", "global_batch", "ta_moe"])
 def test_parts_of_ranks_that_share_a_batch_sum_to_the_loss_and_its_gradient(name: str) -> None:
     x, sequence = torch.randn(24, D, dtype=torch.float64), torch.arange(24) % 3

@@ -50,7 +50,10 @@ class _GateLoss:
         total = torch.stack(losses).sum()
         if self.gate_loss_combine == "average":
             total = total / len(losses)
-        return -torch.log(total) if self.gate_loss_transform == "neg_log" else total
+        if self.gate_loss_transform != "neg_log":
+            return total
+        # 0: no router that decided has a loss (a list of routers, say): nothing to add, and no infinite gradient
+        return -torch.log(torch.where(total == 0, torch.ones_like(total), total))
 
     @classmethod
     def reduce_metrics(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import nn
 
+from moe_plugin import determinism
 from moe_plugin.config import MoEConfig
 from moe_plugin.hosts.fairseq.groups import Groups, holds_whole_model, make_groups
 from moe_plugin.hosts.fairseq.layers import LayerSettings, MoEDecoderLayer, MoEEncoderLayer, expert_parameters
@@ -23,6 +24,7 @@ from moe_plugin.hosts.fairseq.translate import (
     masks_padding,
     setting,
 )
+from moe_plugin.routing import number_layers
 
 
 class MoETransformerLanguageModel(TransformerLanguageModel):
@@ -77,6 +79,8 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
             continue
         module = getattr(model, stack)
         config = _stack_config(module, stack, args)
+        if config.deterministic:
+            determinism.enable()
         groups = groups or make_groups(
             setting(args, "moe_expert_parallel_size", 0), config.comm.timeout_s,
             measured=bool(setting(args, "record_a2a_perf_stats", False)), dummy=bool(setting(args, "dummy_a2a", False)))
@@ -103,6 +107,7 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
         if module.cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=module.cfg.offload_activations)
         module.layers[index] = layer
+    number_layers(module)
     give_token_ids(module, [module.layers[index].moe_layer for index in range(freq - 1, len(module.layers), freq)])
     if stack == "encoder":
         for layer in module.layers:

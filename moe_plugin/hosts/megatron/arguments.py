@@ -42,7 +42,7 @@ _TRAINING: tuple[_Flag, ...] = (
     ("sgd-momentum", {"type": float, "default": 0.9}), ("seed", {"type": int, "default": 1234}), ("bf16", _ON),
     ("use-distributed-optimizer", _ON), ("calculate-per-token-loss", _ON), ("recompute-granularity", {"choices": ("full", "selective")}),
     ("recompute-method", {"choices": ("uniform", "block")}), ("recompute-num-layers", {"type": int}), ("recompute-modules", {"nargs": "*"}),
-    ("exit-interval", {"type": int}), ("eval-interval", {"type": int}), ("eval-iters", {"type": int, "default": 10}),
+    ("deterministic-mode", _ON), ("exit-interval", {"type": int}), ("eval-interval", {"type": int}), ("eval-iters", {"type": int, "default": 10}),
 )
 _PARALLEL: tuple[_Flag, ...] = (
     ("tensor-model-parallel-size", {"type": int, "default": 1}), ("pipeline-model-parallel-size", {"type": int, "default": 1}),
@@ -94,6 +94,9 @@ def check(args: argparse.Namespace, world: int) -> None:
     _need(args.seq_length % args.tensor_model_parallel_size == 0 or not args.sequence_parallel, "seq_length", args.seq_length,
           f"a multiple of tensor_model_parallel_size={args.tensor_model_parallel_size} under --sequence-parallel", "change one of the two")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
+    # between two ranks forward and backward messages of one exchange would be taken for each other: wrong numbers, no error
+    _need(stages == 1 or args.pipeline_model_parallel_size > 2, "num_virtual_stages_per_pipeline_rank", stages, "1 with fewer than 3 pipeline stages",
+          "use --pipeline-model-parallel-size 3 or more, or leave it out")
     parts = stages * args.pipeline_model_parallel_size
     _need(args.num_layers % parts == 0, "num_layers", args.num_layers, f"a multiple of the {parts} pipeline stages", "change one of the two")
 
@@ -117,7 +120,7 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
         "bf16": args.bf16, "params_dtype": dtype, "pipeline_dtype": dtype, "autocast_dtype": dtype, "use_cpu_initialization": cpu,
         "tensor_model_parallel_size": args.tensor_model_parallel_size, "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": args.num_virtual_stages_per_pipeline_rank, "sequence_parallel": args.sequence_parallel,
-        "calculate_per_token_loss": args.calculate_per_token_loss, "gradient_accumulation_fusion": False,
+        "deterministic_mode": args.deterministic_mode, "calculate_per_token_loss": args.calculate_per_token_loss, "gradient_accumulation_fusion": False,
         "recompute_granularity": args.recompute_granularity, "recompute_method": args.recompute_method,
         "recompute_num_layers": args.recompute_num_layers, "recompute_modules": args.recompute_modules,
     }

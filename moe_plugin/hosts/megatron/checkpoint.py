@@ -176,8 +176,8 @@ def check(path: str, training: Training) -> dict[str, Any]:
 def _state(training: Training, *, loading: bool, same_layout: bool) -> dict[str, Any]:
     metadata = compat.checkpoint_metadata()
     models = {f"model{i}": compat.call_supported(m.sharded_state_dict, metadata=metadata) for i, m in enumerate(training.bare())}
-    merged = {key: value for model in models.values() for key, value in model.items()}
-    optimizer = compat.call_supported(training.optimizer.sharded_state_dict, model_sharded_state_dict=merged, is_loading=loading, metadata=metadata)
+    # nested: with virtual stages every chunk numbers its layers from 0, and keys would hide one another
+    optimizer = compat.call_supported(training.optimizer.sharded_state_dict, model_sharded_state_dict=models, is_loading=loading, metadata=metadata)
     state: dict[str, Any] = {**models, "optimizer": optimizer}
     if same_layout:
         state["random"] = _random_shard()

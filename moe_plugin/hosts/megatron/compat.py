@@ -237,13 +237,24 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 def prepare_optimizer_for_load(optimizer: Any) -> None:
     """Give a distributed optimizer around torch's Adam the empty state that its checkpoint is loaded into.
 
-    0.15 to 0.19: without Apex and Transformer Engine it reads the step number from that state, also before loading.
+    0.15 to 0.19: without Apex and Transformer Engine it reads the step number from that state, also before loading; and for SGD it calls a
+    function that is not there.
     """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn", _sgd_state) is None:
+            part.init_state_fn = _sgd_state
     for part in _torch_adam_parts(optimizer):
         inner = part.optimizer
         for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
             inner.state[parameter] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
                                       "exp_avg_sq": torch.zeros_like(parameter)}
+
+
+def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
+    """What a checkpoint of SGD is loaded into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def load_optimizer(optimizer: Any, state: Any) -> None:

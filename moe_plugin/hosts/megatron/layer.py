@@ -19,7 +19,7 @@ from moe_plugin.hosts.megatron.translate import LOSS_NAMES, Translation, setting
 from moe_plugin.layer import MoELayer
 from moe_plugin.parallel.recompute import inside_backward
 from moe_plugin.records import LayerStats, MoEOutput
-from moe_plugin.routing import finish_step
+from moe_plugin.routing import Gates, finish_step
 
 logger = logging.getLogger(__name__)
 _ONE_STEP = ("route", "preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute", "combine", "postprocess",
@@ -67,6 +67,9 @@ class PluginMoELayer(compat.MoELayer):
         self.needs_of_router: frozenset[str] = getattr(moe.router, "needs", frozenset())
         self.tokens_BS: Tensor | None = None  # see `tokens.give_token_ids`
         self._clock = StepClock()
+        self._is_mtp = bool(extra.get("is_mtp_layer", False))
+        if layer_number is not None:
+            self._number_gates(layer_number)
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
 
@@ -104,12 +107,17 @@ class PluginMoELayer(compat.MoELayer):
         return TorchComm(self.groups.tensor).all_reduce(grad)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron; the number goes into the log's rows."""
+        """Called by Megatron; the number goes into the log's rows, and to a list of routers."""
         self.layer_number = layer_number
+        self._number_gates(layer_number)
         if layer_number == _first_moe_layer(self.config):
             _announce(self.plan)
         if hasattr(self.router, "set_layer_number"):
             self.router.set_layer_number(layer_number)
+
+    def _number_gates(self, layer_number: int) -> None:
+        if isinstance(self.router, Gates):
+            self.router.layer = _moe_layers_before(self.config, layer_number, self._is_mtp)
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None,
                 **_unused: Any) -> tuple[Tensor, None]:
@@ -246,6 +254,16 @@ def _initialise_router(router: nn.Module, config: Any) -> None:
             values = torch.empty(parameter.shape, dtype=torch.float32)
             config.init_method(values)
             parameter.copy_(values)
+
+
+def _moe_layers_before(config: Any, layer_number: int, is_mtp: bool) -> int:
+    """MoE layers ahead of the 1-based layer `layer_number` on all pipeline stages; those for multi-token prediction come after all others."""
+    layers, pattern = config.num_layers, config.moe_layer_freq
+    if not isinstance(pattern, (list, tuple)):
+        pattern = [int(i % pattern == 0) for i in range(layers)]
+    if is_mtp and layer_number <= layers:
+        layer_number += layers
+    return sum(pattern[: layer_number - 1]) + max(0, layer_number - 1 - layers)
 
 
 def _first_moe_layer(config: Any) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin import determinism
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.hosts.megatron import arguments
 from moe_plugin.routing import finish_step
@@ -71,6 +72,8 @@ def start(args: argparse.Namespace) -> None:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     arguments.check(args, dist.get_world_size())
+    if args.deterministic_mode:
+        determinism.enable()
     from megatron.core import parallel_state as ps
 
     from moe_plugin.hosts.megatron.compat import quiet_unknown_mlp

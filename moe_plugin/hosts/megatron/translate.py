@@ -20,6 +20,7 @@ from moe_plugin.yaml_file import read_yaml
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not offered.
 NATIVE_ARGUMENTS: dict[str, str] = {
     "num_experts": "--num-experts",
+    "deterministic": "--deterministic-mode",
     "router.top_k": "--moe-router-topk",
     "router.score": "--moe-router-score-function",
     "router.normalize": "--moe-router-pre-softmax",
@@ -98,6 +99,7 @@ def _native_values(native: Any) -> dict[str, Any]:
     return {
         "model_dim": native.hidden_size,
         "num_experts": native.num_moe_experts,
+        "deterministic": bool(getattr(native, "deterministic_mode", False)),
         "router.top_k": native.moe_router_topk,
         "router.score": native.moe_router_score_function if native.moe_router_score_function == "sigmoid" else "softmax",
         "router.normalize": "before_drop" if post_softmax else "none",

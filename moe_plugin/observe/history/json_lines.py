@@ -31,7 +31,8 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
         step=step, layer=layer, time=_maybe(row, "time"), load=tuple(_number(n, "load") for n in _list(row, "load")), tokens=_maybe(row, "tokens"),
         max_over_mean=_maybe(row, "max_over_mean"), drop_fraction=_maybe(row, "drop_fraction"), unused_experts=_maybe(row, "unused_experts"),
         entropy=_maybe(row, "entropy"), losses=_numbers(row, "losses"), bytes_sent=_maybe(row, "bytes_sent"), calls=_maybe(row, "calls"),
-        layouts=_numbers(row, "layouts"), exchanges=_numbers(row, "exchanges"), decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
+        layouts=_numbers(row, "layouts"), exchanges=_numbers(row, "exchanges"), gates=_numbers(row, "gates"),
+        decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:

@@ -157,6 +157,7 @@ def layouts(run: Run) -> list[Figure]:
     figures: list[Figure] = []
     figures += _mostly(run, "layouts", "Layout of each layer", "What most passes of each record ran in: slices r, pieces d, all-to-all, expert kernel.")
     figures += _mostly(run, "exchanges", "All-to-all of each layer", "The algorithm that most exchanges of each record really ran by.")
+    figures += _mostly(run, "gates", "Router of each layer", "Of several routers the one that decided most calls of each record.")
     made = run.decisions
     if made:
         rows = tuple((str(d.step), d.layer, "–" if d.call is None else str(d.call), d.event, d.choice, number(d.predicted_s, "s"), number(d.measured_s, "s"), d.why)
@@ -168,7 +169,7 @@ def layouts(run: Run) -> list[Figure]:
 
 
 def _mostly(run: Run, field: str, title: str, about: str) -> list[Bands]:
-    """Over steps, the commonest of `layouts` or `exchanges`; nothing to see where it is the same throughout."""
+    """Over steps, the commonest of `layouts`, `exchanges` or `gates`; nothing to see where it is the same throughout."""
     bands = [band for i, records in enumerate(run.layers.values()) for band in _commonest(i, records, field)]
     return [Bands(field, title, about, tuple(run.layers), tuple(bands))] if len({b.kind for b in bands}) > 1 else []
 

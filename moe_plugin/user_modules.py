@@ -1,0 +1,40 @@
+"""Modules of the user's own, imported for what they register: routers, losses, dispatchers, experts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+
+
+def import_user_modules(names: str | None) -> None:
+    """Import each module of a comma-separated list: a dotted name, or the path of a `.py` file. Each is imported once a process.
+
+    Raises:
+        ValueError: one that cannot be imported, whatever goes wrong in it; with the reason.
+    """
+    for name in (part.strip() for part in (names or "").split(",")):
+        if not name:
+            continue
+        try:
+            _import_file(name) if name.endswith(".py") else importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - somebody else's code
+            raise ValueError(f"imports={name!r} cannot be imported: {type(error).__name__}: {error}; give a module that Python finds "
+                             "(PYTHONPATH), or the path of a .py file") from error
+
+
+def _import_file(path: str) -> None:
+    whole = os.path.realpath(path)
+    name = f"moe_plugin_user_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, whole)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
