@@ -1,0 +1,125 @@
+"""The planner's layout against the measured best on an emulated cluster (root, Linux; about five minutes).
+
+    python scripts/benchmark_plan.py [--out docs/benchmarks] [--steps 15] [--most 0.1]
+
+For each grid, expert size and load it measures every layout in turn and asks the planner, which knows only the cluster file
+(configs/clusters/emulated.yaml, fitted to all-to-alls alone) and a profile of one rank's processor beside busy neighbours. Writes plan.json and plan.md;
+exits with 1 where the planner's layout takes more than `--most` longer than the best. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmark_adaptive import WIDTH, one_step, slowest
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.bench.device import measure_device
+from moe_plugin.bench.report import table
+from moe_plugin.config import from_dict
+from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.planner import Cluster, load_cluster
+from moe_plugin.planner.choice import LayoutChoice, legal_choices
+from moe_plugin.planner.device import Device
+from moe_plugin.planner.layer_cost import LayerShape
+from moe_plugin.planner.layer_search import rank_choices
+
+ROOT = Path(__file__).resolve().parents[1]
+HIDDEN, TOKENS, TOP_K, WARM_UP = (64, 512, 2048), (64, 512, 2048), 1, 2
+GRIDS = {(4, 1): (2, ("linear",)), (2, 2): (8, ("linear", "2dh", "leader"))}  # (nodes, ranks a node): (experts, algorithms)
+
+
+def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
+    """Every layout that is measured and planned."""
+    experts, algorithms = GRIDS[grid]
+    return list(legal_choices(experts, grid[0] * grid[1], degrees=(1, 2), algorithms=algorithms))
+
+
+def profile_rank() -> Device:
+    """One rank's processor while all ranks measure theirs."""
+    torch.set_num_threads(1)
+    TorchComm().barrier()
+    return measure_device(width=WIDTH, inner=512, repeats=15)
+
+
+def measure_rank(experts: int, hidden: int, tokens: int, steps: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """One rank: every layout in turn, step by step, so that all see the same machine."""
+    torch.set_num_threads(1)
+    tree = {"model_dim": WIDTH, "num_experts": experts, "router": {"top_k": TOP_K}, "experts": {"hidden_dim": hidden}}
+    layer = MoELayer(from_dict(tree), TorchComm())
+    seconds: dict[str, list[float]] = {}
+    for _ in range(WARM_UP + steps):
+        for values in choices:
+            choice = LayoutChoice.from_dict(values)
+            seconds.setdefault(choice.label, []).append(one_step(layer, tokens, choice)[0])
+    return {"seconds": {label: times[WARM_UP:] for label, times in seconds.items()}}
+
+
+def measure(grid: tuple[int, int], steps: int, links: Cluster) -> list[dict[str, Any]]:
+    """All cells of one grid."""
+    experts, choices = GRIDS[grid][0], choices_of(grid)
+    with EmulatedCluster(*grid) as cluster:
+        profiles = cluster.run(profile_rank)
+    device = dataclasses.replace(profiles[0], **{name: statistics.median(getattr(p, name) for p in profiles) for name in ("flops", "half_rows", "memory_bytes_s", "launch_s")})
+    cells = []
+    for hidden in HIDDEN:
+        for tokens in TOKENS:
+            with EmulatedCluster(*grid) as cluster:
+                ranks = cluster.run(measure_rank, experts, hidden, tokens, steps, [c.as_dict() for c in choices], timeout_s=900)
+            times = {c.label: statistics.median(slowest(ranks, c.label)) for c in choices}
+            shape = LayerShape(tokens=tokens, model_dim=WIDTH, hidden_dim=hidden, experts=experts, top_k=TOP_K, element_bytes=4)
+            planned = {cost.choice.label: cost.seconds for cost in rank_choices(shape, links.resized(*grid), device, choices)}
+            cells.append(cell(grid, hidden, tokens, times, planned))
+            print(f"{cells[-1]['grid']}, inner width {hidden}, {tokens} tokens: planned {cells[-1]['planned']}, best {cells[-1]['best']}, ratio {cells[-1]['ratio']:.2f}", flush=True)
+    return cells
+
+
+def cell(grid: tuple[int, int], hidden: int, tokens: int, times: dict[str, float], planned: dict[str, float]) -> dict[str, Any]:
+    """One row: what was planned, what is best, and how much is lost."""
+    chosen, best = min(planned, key=planned.get), min(times, key=times.get)
+    return {"grid": f"{grid[0]}x{grid[1]}", "hidden": hidden, "tokens": tokens, "planned": chosen, "best": best, "ratio": times[chosen] / times[best],
+            "measured_ms": {k: round(1e3 * v, 3) for k, v in times.items()}, "predicted_ms": {k: round(1e3 * v, 3) for k, v in planned.items()},
+            "worst_ratio": max(times.values()) / times[best]}
+
+
+def page(cells: list[dict[str, Any]], steps: int, most: float) -> str:
+    """The markdown page."""
+    lines = [[c["grid"], str(c["hidden"]), str(c["tokens"]), c["planned"], f"{c['measured_ms'][c['planned']]:.1f}", c["best"], f"{c['measured_ms'][c['best']]:.1f}",
+              f"{c['ratio']:.2f}", f"{c['worst_ratio']:.1f}"] for c in cells]
+    head = ["grid", "inner width", "tokens a rank", "planned", "ms", "measured best", "ms", "planned / best", "worst / best"]
+    within = sum(c["ratio"] <= 1 + most for c in cells)
+    return f"""# The planner against the measured best
+
+`python scripts/benchmark_plan.py`. {len(cells)} cells on emulated clusters, links of 200 Mbit/s and 1 ms, width {WIDTH}, top-{TOP_K}; grid 4x1 has 2 experts, 2x2 has 8.
+All layouts run in turn inside the same processes, forward and backward; a time is the median of {steps} steps on the slowest rank. The planner knows
+`configs/clusters/emulated.yaml`, which was fitted to all-to-alls, and a profile of one rank's processor (products and copies), and measured none of these cells.
+Within {most:.0%} of the measured best: {within} of {len(cells)} cells. All times, predicted ones too: `plan.json`.
+
+{table(head, lines)}
+"""
+
+
+def main() -> int:
+    """Measure, plan, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder to write to")
+    parser.add_argument("--steps", type=int, default=15, help="timed steps of each layout (default: %(default)s)")
+    parser.add_argument("--most", type=float, default=0.1, help="allowed loss against the best (default: %(default)s)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    links = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")
+    cells = [c for grid in GRIDS for c in measure(grid, args.steps, links)]
+    (args.out / "plan.json").write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
+    (args.out / "plan.md").write_text(page(cells, args.steps, args.most), encoding="utf-8")
+    return int(any(c["ratio"] > 1 + args.most for c in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
