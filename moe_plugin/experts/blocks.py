@@ -73,13 +73,16 @@ def in_order(counts: list[int]) -> list[Group]:
     return groups
 
 
-def in_pairs(counts: list[int]) -> list[Group]:
-    """Experts of about equal load two by two, the fullest first, others by themselves; experts without rows left out."""
+def in_pairs(counts: list[int], most: int) -> list[Group]:
+    """Experts of about equal load two by two, the fullest first, others by themselves; experts without rows left out.
+
+    most: rows of an expert up to which it gets company; all threads together are as good at the products of fuller ones.
+    """
     left = sorted((expert for expert, count in enumerate(counts) if count), key=lambda expert: counts[expert])
     groups: list[Group] = []
     while left:
         experts = (left.pop(),)
-        if left and (counts[experts[0]] - counts[left[-1]]) * WASTE <= counts[experts[0]]:
+        if left and counts[experts[0]] <= most and (counts[experts[0]] - counts[left[-1]]) * WASTE <= counts[experts[0]]:
             experts = tuple(sorted((*experts, left.pop())))
         start = groups[-1].places.stop if groups else 0
         groups.append(Group(experts, tuple(counts[expert] for expert in experts), start))

@@ -24,7 +24,10 @@ from moe_plugin.registry import Registry
 
 @dataclass(frozen=True)
 class FFNParameters:
-    """Parameters of L experts as `FFNExperts` stores them; b_out_LD here has all D columns. memory: for large temporaries."""
+    """Parameters of L experts as `FFNExperts` stores them; b_out_LD here has all D columns. memory: for large temporaries.
+
+    choice: how `auto` chooses, see `choice`.
+    """
 
     w_in_LDF: Tensor
     b_in_LF: Tensor | None
@@ -34,6 +37,7 @@ class FFNParameters:
     b_out_LD: Tensor | None
     activation: str
     memory: Workspace
+    choice: str = "rule"
 
 
 GroupedProduct = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]

@@ -1,9 +1,8 @@
 """The CPU's way through the experts: gather, both products, activation and combine as one autograd function.
 
 Rows go through everything a block of experts at a time, while they are in the cache (see `blocks`): they are gathered into a buffer for
-one block, and products write where they belong. Kept between forward and backward, in the module's `Workspace`: the value before the activation; its value
-after, where computing it again costs more than reading it (on a CPU the error function takes a sixth of the products' time); and,
-for the gates' gradient, each row's output.
+one block, and products write where they belong. Kept between forward and backward, in the module's `Workspace`: the value before the
+activation; its value after, where computing it again costs more than reading it; and, for the gates' gradient, each row's output.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from moe_plugin.kernels import combine_rows, gather_rows, sum_rows
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED
 from moe_plugin.kernels.workspace import Workspace
 
 WEIGHTS = ("in", "gate", "out")
-BLOCK_BYTES = 2 << 20  # of one value [rows, F] of a block: its values stay in the cache from one operation to the next; by measurement
+BLOCK_BYTES = 2 << 20  # of one value [rows, F] of a block, so that values stay in the cache from one operation to the next; by measurement
+PAIR_FLOP = 1 << 27  # of one expert's product, up to which two at a time are faster than one after the other; by measurement
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,9 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
         x, *tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *tensors)]
     gates_TK = None if plan is None else plan.weights_TK
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gates_TK, *tensors))
-    groups = in_pairs(counts) if plan is not None and _pairs_pay(x) else in_order(counts)
-    blocks = blocks_of(groups, BLOCK_BYTES // (p.w_in_LDF.shape[2] * x.element_size()))
+    width, inner = p.w_in_LDF.shape[1:]
+    groups = in_pairs(counts, PAIR_FLOP // (2 * width * inner)) if plan is not None and _pairs_pay(x) else in_order(counts)
+    blocks = blocks_of(groups, BLOCK_BYTES // (inner * x.element_size()))
     total = groups[-1].places.stop if groups else 0
     job = _Job(counts, total, blocks, ACTIVATIONS[p.activation], p.memory, *_maps(plan, groups), keep)
     with torch.autocast(x.device.type, enabled=False):
@@ -124,7 +124,7 @@ def _maps(plan: RowPlan | None, groups: list[Group]) -> tuple[Tensor | None, Ten
     """(token_R, source_R, position_TK) with rows as the groups have them."""
     if plan is None:
         return None, None, None
-    if all(len(group.experts) == 1 for group in groups) and groups == in_order(plan.counts.host):
+    if groups == in_order(plan.counts.host):
         return plan.token_R, plan.source_R, plan.position_TK
     source_P, position_TK = moved(groups, plan.counts.host, plan.source_R, plan.position_TK)
     return torch.div(source_P, position_TK.shape[1], rounding_mode="floor"), source_P, position_TK
@@ -282,19 +282,3 @@ class _Backward:
             return torch.zeros_like(self.gates_TK)
         grads_TK = self.dots_R[position_TK.clamp(min=0)] * (position_TK >= 0)
         return grads_TK.to(self.gates_TK.dtype)
-
-
-@strategies.register("auto")
-def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """`fused` on CPU; `kernels` on GPU, or `grouped` without Triton; `batched` or `loop` on CPU while torch.compile looks on."""
-    return strategies.get(choose(x, rows))(x, rows, parameters)
-
-
-def choose(x: Tensor, rows: RowCounts | RowPlan) -> str:
-    """Name of the strategy that `auto` takes for these rows."""
-    if x.device.type == "cuda":
-        return "kernels" if INSTALLED and x.dtype in DTYPES else "grouped"
-    if torch.compiler.is_compiling():
-        counts = rows.host if isinstance(rows, RowCounts) else rows.counts.host
-        return "batched" if len(set(counts)) == 1 else "loop"
-    return "fused"
