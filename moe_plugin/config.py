@@ -51,6 +51,8 @@ class ExpertsConfig:
     activation: str = option("gelu", "activation", choices=("gelu", "gelu_tanh", "relu", "silu", "squared_relu"), flag="expert-activation")
     bias: bool = option(True, "biases in the experts' linear maps", flag="expert-bias")
     compute: str = option("auto", "how a rank's experts are computed, by registered name; auto chooses", flag="expert-compute")
+    compute_choice: str = option("measured", "by what compute=auto chooses: measured (the ways in question are timed once for a load, and the result "
+                                 "kept), or rule (nothing is timed)", choices=("measured", "rule"), flag="expert-compute-choice")
     shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none", flag="shared-expert-hidden-dim")
     init_std: float | None = option(None, "standard deviation of initial weights; none: Xavier uniform", flag="expert-init-std")
 

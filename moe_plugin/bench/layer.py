@@ -72,7 +72,7 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
                 refused[name] = str(reason)
         errors = _agreement(candidates, data, problem)
         steps = {n: step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(), data.grad_TD) for n, c in candidates.items()}
-        _wake(problem)
+        _wake(problem, data)
         memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
         bound = GemmBound(problem, data, loads(problem, data))
         times = interleaved([bound, *steps.values()], device, rounds)
@@ -87,12 +87,14 @@ def loads(problem: Problem, data: Data) -> list[int]:
     return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
 
 
-def _wake(problem: Problem) -> None:
-    """Let libraries make their own buffers before memory is counted: a step of a small layer."""
+def _wake(problem: Problem, data: Data) -> None:
+    """What happens once a process or machine happens before memory is counted: libraries make their buffers (a step of a small layer), and
+    the way to compute experts is chosen (a layer like ours, dropped again)."""
     small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype, device=problem.device)
-    data = make_data(small)
-    candidate = ours(small, data)
-    step(candidate.forward, candidate.parameters, data.x_TD.requires_grad_(), data.grad_TD)()
+    little = make_data(small)
+    candidate = ours(small, little)
+    step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(), little.grad_TD)()
+    ours(problem, data).forward(data.x_TD)
 
 
 def _agreement(candidates: dict[str, Candidate], data: Data, problem: Problem) -> dict[str, float | None]:

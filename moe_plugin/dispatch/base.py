@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.functional import AllToAll
 from moe_plugin.config import DispatchConfig
-from moe_plugin.kernels import slot_index
+from moe_plugin.kernels import Groups, slot_index
 from moe_plugin.records import Routing
 from moe_plugin.registry import Registry
 
@@ -115,7 +115,9 @@ class RowCounts:
         return sum(self.host)
 
     def device(self, device: torch.device) -> Tensor:
-        """int64 [L]."""
+        """int64 [L]; the host does not wait for a GPU."""
+        if device.type == "cuda" and not torch.compiler.is_compiling():
+            return Groups(self.host, device).lengths_L
         return torch.tensor(self.host, dtype=torch.int64, device=device)
 
 

@@ -9,6 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from moe_plugin.machine import user_cache
+
 SOURCE = Path(__file__).with_name("switch.c")
 COMPILERS = ("cc", "gcc", "clang")
 
@@ -24,7 +26,7 @@ def build_switch(cache: Path | None = None) -> Path:
     Raises: ValueError: no compiler, or it fails; with its message.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    target = _writable(cache or Path.home() / ".cache" / "moe-plugin") / f"switch-{digest}"
+    target = user_cache("the emulated cluster's switch cannot be compiled there", cache) / f"switch-{digest}"
     if target.exists():
         return target
     cc = compiler()
@@ -37,14 +39,3 @@ def build_switch(cache: Path | None = None) -> Path:
             raise ValueError(f"{cc} could not compile {SOURCE}: {done.stderr.strip()}")
         os.replace(made, target)  # whole or not at all, also when two processes build at once
     return target
-
-
-def _writable(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.gettempdir()) / f"moe-plugin-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} is not writable, so the emulated cluster's switch cannot be compiled there; make it writable")
-    return folder

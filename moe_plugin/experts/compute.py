@@ -26,6 +26,7 @@ from moe_plugin.registry import Registry
 class FFNParameters:
     """Parameters of L experts as `FFNExperts` stores them; b_out_LD here has all D columns. memory: for large temporaries.
 
+    choice: how `auto` chooses, see `choice`.
     owners: by field name, the parameters whose gradient the host keeps in `main_grad`. A strategy need not know: the field's own
     tensor sees to it. One that computes with `operands()` must add these gradients itself; see `experts.main_grad`.
     """
@@ -38,6 +39,7 @@ class FFNParameters:
     b_out_LD: Tensor | None
     activation: str
     memory: Workspace
+    choice: str = "rule"
     owners: Mapping[str, Tensor] = field(default_factory=dict)
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:

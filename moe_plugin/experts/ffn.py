@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.base import Placement, RowCounts, RowPlan
-from moe_plugin.experts import fused, kernel_ffn, main_grad  # noqa: F401  (the first two register their strategies)
+from moe_plugin.experts import auto, fused, kernel_ffn, main_grad  # noqa: F401  (the first three register their strategies)
 from moe_plugin.experts.compute import FFNParameters, Strategy, strategies
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.registry import Registry
@@ -141,7 +141,7 @@ class FFNExperts(MarkedExperts):
             before = first_shard * own
             bias_LD = F.pad(bias_LD, (before, width - before - bias_LD.shape[1]))
         return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"), tensors.get("b_gate_LF"),
-                             tensors["w_out_LFD"], bias_LD, self.config.activation, self.memory, owners)
+                             tensors["w_out_LFD"], bias_LD, self.config.activation, self.memory, self.config.compute_choice, owners)
 
 
 @expert_kinds.register("gated_ffn")

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.machine import cpu_name
+
 
 def devices() -> list[dict[str, str]]:
     """The CPU and every GPU that torch sees."""
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-    rows = [{"name": "cpu", "state": "active" if not torch.cuda.is_available() else "available", "what": f"{_cpu_name()}, {threads}"}]
+    rows = [{"name": "cpu", "state": "active" if not torch.cuda.is_available() else "available", "what": f"{cpu_name()}, {threads}"}]
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         rows.append({"name": f"cuda:{index}", "state": "active",
@@ -42,14 +44,6 @@ def _backend(name: str, built: bool, hindered: str, chosen: bool, use: str) -> d
 
 def _why_no_cuda() -> str:
     return "this torch is built without CUDA" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}, but sees no GPU"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            return next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def environment() -> dict[str, Any]:

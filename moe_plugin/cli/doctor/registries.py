@@ -11,6 +11,7 @@ import torch
 
 import moe_plugin
 from moe_plugin.config import MoEConfig
+from moe_plugin.experts import auto
 from moe_plugin.kernels.groups import Groups
 from moe_plugin.registry import KINDS, Entry
 
@@ -48,6 +49,11 @@ def registry_rows(device: torch.device) -> dict[str, list[dict[str, Any]]]:
         entries = [_kernel_row(e, device) if kind == "kernel" else _row(e, used.get(kind, set())) for e in KINDS[kind]]
         rows[kind] = entries
     return rows
+
+
+def choice_rows() -> list[dict[str, str]]:
+    """What `experts.compute=auto` has measured on this machine: load, name of the choice, why."""
+    return [{"load": key, "name": choice.name, "why": choice.why} for key, choice in auto.CHOICES.listed()]
 
 
 def _defaults(config: MoEConfig) -> dict[str, set[str]]:

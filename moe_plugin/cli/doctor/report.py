@@ -20,7 +20,7 @@ def collect() -> dict[str, Any]:
         "moe_plugin": __version__, **hardware.environment(), "works": bool(checks) and all(row["ok"] for row in checks),
         "self_check": checks, "devices": hardware.devices(), "backends": hardware.backends(), "hosts": hosts.host_rows(),
         "fused": hosts.fused_rows(), "packages": packages.package_rows(gpu), "registries": registries.registry_rows(device),
-        "failed_imports": failed_imports,
+        "failed_imports": failed_imports, "expert_compute_choices": registries.choice_rows(),
     }
 
 
@@ -35,6 +35,8 @@ def render(report: dict[str, Any]) -> str:
                         [(r["name"], r["state"], r["reason"] or r["use"]) for r in report["fused"]]))
     parts.append("Registered names (active: used by the default settings on this machine)")
     parts += [_kind(kind, rows) for kind, rows in report["registries"].items()]
+    parts.append(_table("Ways to compute experts that auto has measured (for other loads it goes by rule: docs/kernels.md)",
+                        [(r["name"], r["load"], r["why"]) for r in report["expert_compute_choices"]] or [("none yet",)]))
     parts.append(_table("Self check: largest relative difference from a dense computation", [_check_line(r) for r in report["self_check"]]))
     parts.append(_missing(report))
     parts.append("Verdict: the layer works here." if report["works"] else

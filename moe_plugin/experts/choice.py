@@ -1,0 +1,98 @@
+"""Which ways to compute experts are in question under a load, and which of them measured times speak for. Pure functions, no timing.
+
+The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows an expert, a GEMM an expert for many, and in between whichever
+is faster. What it leaves is measured (see `measured`). The choice is local: it changes no shape and no collective, so ranks may choose
+differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+FEW_ROWS, MANY_ROWS = 2048, 4096  # of one expert
+MARGIN = 0.95  # the first in question stays unless another takes less than this part of its time
+SMALL_LAYER = 1 << 30  # FLOP of all experts' first products, below which nothing is timed: not worth it
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a choice depends on. device: its type. rows: of all experts. even: all experts have the same number of rows. planned: rows are
+    gathered from this rank's own tokens, see `RowPlan`; top_k: then, rows a token."""
+
+    device: str
+    dtype: torch.dtype
+    experts: int
+    width: int
+    inner: int
+    gated: bool
+    rows: int
+    even: bool
+    planned: bool
+    top_k: int = 1
+
+    @property
+    def rows_each(self) -> float:
+        """Rows of an expert on average."""
+        return self.rows / max(1, self.experts)
+
+    @property
+    def bucket(self) -> int:
+        """Loads of one bucket share a choice: log2 of the rows of an expert, to the nearest."""
+        return round(math.log2(max(1.0, self.rows_each)))
+
+    @property
+    def label(self) -> str:
+        """For keys and people."""
+        kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (f"own tokens k{self.top_k}" if self.planned else "rows")
+        return f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} L{self.experts} {kind} {2**self.bucket} rows an expert"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to compute experts, and why."""
+
+    name: str
+    why: str
+
+
+def candidates(load: Load, usable: Collection[str]) -> list[str]:
+    """The ways in question, the one to take unmeasured first. usable: those that can compute such rows here.
+
+    CPU: `fused`, which is a GEMM an expert, and for few rows the grouped and (even loads) batched ones. GPU: grouped kernels, and from
+    `FEW_ROWS` on a GEMM an expert. The kernels stay first even from `MANY_ROWS` on: `loop` keeps more for backward, so it has to be faster.
+    """
+    each = load.rows_each
+    if load.device == "cpu":
+        names = ["fused"]
+        if each < MANY_ROWS:
+            names += ["grouped", "batched"] if load.even else ["grouped"]
+    elif each < FEW_ROWS:
+        names = ["kernels", "grouped"]
+    else:
+        names = ["kernels", "grouped", "loop"] if each < MANY_ROWS else ["kernels", "loop"]
+    return [name for name in names if name in usable] or ["loop"]
+
+
+def why_unmeasured(load: Load, names: Sequence[str], setting: str) -> str | None:
+    """Why the first candidate is taken as it is; None: the candidates are to be measured. setting: experts.compute_choice."""
+    if setting == "rule":
+        return "experts.compute_choice=rule"
+    if len(names) == 1:
+        return "by rule the only way in question"
+    return "too small to be worth measuring" if 2 * load.rows * load.width * load.inner < SMALL_LAYER else None
+
+
+def decide(names: Sequence[str], seconds: Mapping[str, float]) -> Choice:
+    """The choice among candidates from measured seconds; a candidate without a time could not run."""
+    timed = [name for name in names if name in seconds]
+    if not timed:
+        return Choice(names[0], f"none of {', '.join(names)} could be measured")
+    best = min(timed, key=lambda name: seconds[name])
+    if seconds[best] >= MARGIN * seconds[timed[0]]:
+        best = timed[0]
+    listed = ", ".join(f"{name} {seconds[name] * 1e3:.3g} ms" if name in seconds else f"{name} could not run" for name in names)
+    return Choice(best, f"measured: {listed}")

@@ -1,0 +1,42 @@
+"""This machine: what its processors are called, and where results that are worth keeping between runs go."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+import torch
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as stream:
+            return next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the processor behind a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def user_cache(purpose: str, folder: Path | None = None) -> Path:
+    """A folder of this user that outlives the process, made where missing; in the temporary folder where there is no home to write to.
+
+    Raises: ValueError: not writable; purpose says what cannot be done then.
+    """
+    folder = folder or Path.home() / ".cache" / "moe-plugin"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.gettempdir()) / f"moe-plugin-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} is not writable, so {purpose}; make it writable")
+    return folder
