@@ -65,3 +65,20 @@ def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None, recv: Seque
     peers = ring(range(comm.size), comm.rank)
     exchange_pieces(comm, [(p, sources[p]) for p in peers], [(p, targets[p]) for p in peers[-2::-1] + peers[-1:]])
     return out
+
+
+def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
+    """This rank's piece of the sum over ranks, by a ring of messages: each rank sends (n-1)/n of `x`, and a node's edge is crossed once.
+
+    gloo's own sums all of `x` on every rank and throws the rest away: twice the bytes. Piece j is added up in the order of ranks j+1, ..., j.
+    """
+    length = pieces(x.shape[0], comm.size, None, "reduce_scatter")[0]
+    if comm.size == 1 or not x.numel():
+        return x[:length].clone()
+    parts, size, me = x.contiguous().split(length), comm.size, comm.rank
+    held = parts[me - 1]
+    for step in range(size - 1):
+        partial = torch.empty_like(held)
+        comm.exchange([((me + 1) % size, held)], [((me - 1) % size, partial)])
+        held = partial.add_(parts[(me - 2 - step) % size])
+    return held

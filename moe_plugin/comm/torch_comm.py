@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, CommError, pieces
-from moe_plugin.comm.chunks import receive_first
+from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
 from moe_plugin.comm.nodes import node_key
 from moe_plugin.comm.topology import Topology
 
@@ -92,6 +92,8 @@ class TorchComm(Comm):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
+        if self.receive_first:
+            return ring_reduce_scatter(self, x)
         length = pieces(x.shape[0], self.size, None, "reduce_scatter")[0]
         out = x.new_empty((length, *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] - length)

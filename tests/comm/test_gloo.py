@@ -134,3 +134,23 @@ def _copied_layer() -> tuple[bool, bool]:
 def test_a_layer_over_processes_can_be_copied() -> None:
     """As for an average of the weights; process groups themselves cannot be."""
     assert run_gloo(2, _copied_layer) == [(True, True)] * 2
+
+
+def _reduce_scatter() -> list[str]:
+    comm, wrong = TorchComm(), []
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        for shape in ((WORLD * 3, 2), (WORLD, 5, 2), (0, 3), (WORLD, 0)):
+            whole = [torch.arange(torch.Size(shape).numel()).view(shape).remainder(7).add(rank).to(dtype) for rank in range(WORLD)]
+            sent = comm.bytes_sent
+            got, length = comm.reduce_scatter(whole[comm.rank].clone()), shape[0] // WORLD
+            expected = sum(whole[1:], whole[0])[comm.rank * length : (comm.rank + 1) * length]
+            if not torch.equal(got, expected) or comm.bytes_sent - sent != (WORLD - 1) * expected.nbytes:
+                wrong.append(f"{dtype} {shape}")
+    x = torch.ones(WORLD + 1)
+    with pytest.raises(ValueError, match=f"{WORLD + 1}"):
+        comm.reduce_scatter(x)
+    return wrong
+
+
+def test_reduce_scatter_adds_up_and_sends_no_more_than_its_share() -> None:
+    assert run_gloo(WORLD, _reduce_scatter) == [[]] * WORLD
