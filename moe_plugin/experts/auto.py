@@ -40,6 +40,8 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters, know
     load, usable = load_of(x, rows, parameters), _usable(x, parameters)
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)
+    if why is None and torch.are_deterministic_algorithms_enabled():
+        why = "deterministic algorithms are asked for, and a clock would choose another way to add up"
     if why is not None:
         return Choice(names[0], why)
     start = functools.partial(trial, load, names, x.device, parameters) if _may_measure(x.device) else None

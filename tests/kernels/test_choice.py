@@ -182,10 +182,14 @@ def test_not_measured_where_no_gradient_is_wanted(small_counts: MeasuredChoices)
     assert len(small_counts.listed()) == 1
 
 
-@pytest.mark.parametrize("how", ["rule", "named"])
+@pytest.mark.parametrize("how", ["rule", "named", "deterministic"])
 def test_not_measured_where_settings_say_so(small_counts: MeasuredChoices, how: str) -> None:
-    layer, x = layer_and_input(**({"compute_choice": "rule"} if how == "rule" else {"compute": "loop"}))
-    layer(x)
+    layer, x = layer_and_input(**{"rule": {"compute_choice": "rule"}, "named": {"compute": "loop"}, "deterministic": {}}[how])
+    torch.use_deterministic_algorithms(how == "deterministic")
+    try:
+        layer(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert small_counts.listed() == []
 
 
