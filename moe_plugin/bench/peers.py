@@ -140,6 +140,16 @@ def megablocks(problem: Problem, data: Data) -> Iterator[Candidate]:
         yield candidate
 
 
+@peers.register("scattermoe", why_not=lambda: None if find_spec("scattermoe") is not None else "scattermoe is not installed")
+@contextlib.contextmanager
+def scattermoe(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """ScatterMoE's experts behind a plain router; a GPU. Not run on a GPU so far: only its call and weights are tested."""
+    from moe_plugin.bench.scattermoe_peer import build
+
+    with build(problem, data) as candidate:
+        yield candidate
+
+
 @peers.register("dense")
 @contextlib.contextmanager
 def dense(problem: Problem, data: Data) -> Iterator[Candidate]:

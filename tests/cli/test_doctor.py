@@ -137,7 +137,7 @@ def test_missing_hosts_are_reported_with_the_command(monkeypatch: pytest.MonkeyP
 
 def test_render_lists_what_is_missing(no_hosts: None) -> None:
     report = {"moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [], "devices": [], "backends": [], "hosts": [],
-              "fused": [], "registries": {}, "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}],
+              "fused": [], "registries": {}, "expert_compute_choices": [], "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}],
               "packages": [{"name": "triton", "version": None, "use": "kernels", "state": "missing", "install": "pip install triton"}]}
     text = render(report)
     assert "triton (kernels):\n    pip install triton" in text and "moe_plugin.x does not import: gone" in text

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'm
 from tests.megatron.layers import Case, batch, initialise_parallel
 from tests.megatron.ranks import on_ranks
 from tests.megatron.test_megatron_routers import _layer
-from tests.megatron.test_megatron_train import EP2, MODEL, PP2, _losses, _train, data  # noqa: F401 - a fixture
+from tests.megatron.test_megatron_train import EP2, MODEL, PP2, _losses, _train
 
 pytestmark = pytest.mark.megatron
 GATES = ["--moe-router", "switch,expert_choice", "--moe-aux-loss-coeff", "0.01"]
@@ -42,7 +42,7 @@ def _gates(home: Path, layer: str) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_every_way_to_run_takes_the_same_gates(data: str, tmp_path: Path) -> None:  # noqa: F811
+def test_every_way_to_run_takes_the_same_gates(data: str, tmp_path: Path) -> None:
     """Random by step and layer: expert parallel with recomputation and pipeline stages, against one rank."""
     argv = [*GATES, "--moe-gate-choice", "random", "--moe-gate-choice-seed", "2"]
     want = _begun(data, tmp_path / "one", *argv)
@@ -54,7 +54,7 @@ def test_every_way_to_run_takes_the_same_gates(data: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.distributed
-def test_a_resumed_run_goes_on_in_the_sequence(data: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_resumed_run_goes_on_in_the_sequence(data: str, tmp_path: Path) -> None:
     argv = [*GATES, "--moe-gate-choice", "cycle", "--moe-gate-choice-every", "3", *EP2, "--save", str(tmp_path / "saved"), "--save-interval", "4"]
     whole = _run(data, tmp_path / "whole", *argv)
     assert _gates(tmp_path / "whole", "layer1") == ["switch"] * 3 + ["expert_choice"] * 3 + ["switch"] * 2
@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_in_the_sequence(data: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.distributed
-def test_by_layer_over_pipeline_stages(data: str, tmp_path: Path) -> None:  # noqa: F811
+def test_by_layer_over_pipeline_stages(data: str, tmp_path: Path) -> None:
     argv = [*GATES, "--moe-gate-choice", "layer"]
     want = _begun(data, tmp_path / "one", *argv)
     assert _run(data, tmp_path / "pp", *argv, *PP2, "--load", str(tmp_path / "one")) == pytest.approx(want, abs=5e-4)
@@ -87,7 +87,7 @@ def _train_aux(argv: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_recomputation(data: str, tmp_path: Path) -> None:  # noqa: F811
+def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_recomputation(data: str, tmp_path: Path) -> None:
     """Logged values, and gradient norms in which the balance losses weigh much, are those of one stage without recomputation."""
     argv = [*MODEL, "--data-path", data, "--train-iters", "4", "--num-layers", "8",
             "--moe-aux-loss-coeff", "10", "--moe-z-loss-coeff", "1"]
@@ -151,7 +151,7 @@ def test_moe_layers_are_numbered_by_megatrons_pattern() -> None:
     assert on_ranks(1, _numbers) == [[[0, 1, 2], [0, 1], [2, 3, 2]]]
 
 
-def test_a_router_of_ones_own_from_a_file(data: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_router_of_ones_own_from_a_file(data: str, tmp_path: Path) -> None:
     from tests.fairseq.test_gates import OWN
 
     (tmp_path / "own.py").write_text(OWN)
@@ -199,7 +199,7 @@ def _parameters(argv: list[str]) -> list[torch.Tensor]:
 
 
 @pytest.mark.distributed
-def test_deterministic_runs_have_the_same_bits(data: str) -> None:  # noqa: F811
+def test_deterministic_runs_have_the_same_bits(data: str) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "4", "--deterministic-mode", "--hidden-dropout", "0.1", "--moe-router", "topk,noisy_topk",
             "--moe-gate-choice", "cycle", "--moe-router-noise", "1.0", *EP2]
     for one, two in zip(on_ranks(2, _parameters, argv), on_ranks(2, _parameters, argv), strict=True):

@@ -109,7 +109,7 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "x": torch.ones(8, 16, device=device), "outer": 2, "inner": 4, "x_RD": torch.ones(8, 16, device=device), "block": 16,
         "codes_RD": torch.ones(8, 16, device=device).to(torch.float8_e4m3fn), "scales_RB": torch.ones(8, 1, device=device), "dtype": torch.float32,
         "groups": Groups([4, 4], device), "activation": "gelu", "grad": torch.ones(8, 16, device=device), "h_RF": torch.ones(8, 16, device=device),
-        **dict.fromkeys(("w_LIO", "w_LDF", "w_LFD"), torch.ones(2, 16, 16, device=device)),
+        **dict.fromkeys(("w_LIO", "w_LDF", "w_LFD", "into_LIO"), torch.ones(2, 16, 16, device=device)),
         **dict.fromkeys(("b_LO", "b_LF", "token_R", "base_RO", "gate_RF", "scale_R", "x_token_R", "grad_token_R")),
     }
     names = list(inspect.signature(op.implementation("torch")).parameters)
