@@ -25,7 +25,7 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     why = unfit(problem)
     if why is not None:
         raise Unfit(why)
-    from scattermoe.mlp import MLP, GLUMLP
+    from scattermoe.mlp import GLUMLP, MLP
 
     kind = GLUMLP if problem.gated else MLP
     mlp = kind(input_size=problem.model_dim, hidden_size=problem.hidden_dim, num_experts=problem.experts, top_k=problem.top_k,
