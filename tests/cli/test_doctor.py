@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moe_plugin.cli.doctor.report import render
 from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.ragged import RaggedDispatcher
+from moe_plugin.experts import auto
 from moe_plugin.kernels import Op
 from moe_plugin.registry import KINDS
 
@@ -22,9 +24,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares the hosts' imports (seconds each); `test_hosts` tests these."""
+def no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Spares the hosts' imports (seconds each); `test_hosts` tests these. What this machine has measured is left out."""
     monkeypatch.setattr(hosts, "host_rows", list)
+    monkeypatch.setattr(auto.CHOICES, "_folder", tmp_path)
 
 
 @pytest.fixture
