@@ -36,7 +36,7 @@ def render(report: dict[str, Any]) -> str:
     parts.append("Registered names (active: used by the default settings on this machine)")
     parts += [_kind(kind, rows) for kind, rows in report["registries"].items()]
     parts.append(_table("Ways to compute experts that auto has measured (for other loads it goes by rule: docs/kernels.md)",
-                        [(r["name"], _short(r["load"]), r["why"]) for r in report["expert_compute_choices"]] or [("none yet",)]))
+                        [(r["name"], _load(r["load"]), r["why"]) for r in report["expert_compute_choices"]] or [("none yet",)]))
     parts.append(_table("Self check: largest relative difference from a dense computation", [_check_line(r) for r in report["self_check"]]))
     parts.append(_missing(report))
     parts.append("Verdict: the layer works here." if report["works"] else
@@ -80,6 +80,6 @@ def _missing(report: dict[str, Any]) -> str:
     return "\n".join(["Missing, and the command that adds it", *lines]) if lines else ""
 
 
-def _short(load: str) -> str:
+def _load(load: str) -> str:
     """Without device, versions and the list of candidates, which `why` has; `--json` has all."""
     return load.split(": ", 1)[-1].split(", of ")[0]
