@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ from typing import IO, Any
 from moe_plugin.emulate.namespaces import Node, die_with_parent
 
 LOG_SHOWN = 4000
+TRACE_S = 2.0  # for ranks to write their traces before they are killed
 
 
 @dataclass
@@ -66,6 +68,7 @@ def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = 
     try:
         die_with_parent(parent)
         os.dup2(log.fileno(), 2)
+        faulthandler.enable(2)
         ours.close()
         node.enter()
         for descriptor in close:
@@ -80,7 +83,7 @@ def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = 
 
 
 def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-    """Wait for all; those that have not answered after `timeout_s` are killed."""
+    """Wait for all; those that have not answered after `timeout_s` are killed, and their errors tell where they were."""
     ends: dict[int, RankEnd] = {}
     waiting = {process.pipe: process for process in ranks}
     deadline = time.monotonic() + timeout_s
@@ -89,8 +92,13 @@ def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
             process = waiting.pop(pipe)
             ends[process.rank] = _read(process)
     for process in waiting.values():
-        _kill(process.pid)
-        os.waitpid(process.pid, 0)
+        _kill(process.pid, signal.SIGABRT)  # every thread's trace goes to the log
+    shown = time.monotonic() + TRACE_S
+    for process in waiting.values():
+        while os.waitpid(process.pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > shown:
+                _kill(process.pid)
+            time.sleep(0.01)
         error = f"rank {process.rank} gave no answer within {timeout_s} s{_close(process)}"
         ends[process.rank] = RankEnd(process.rank, error=error, seconds=time.monotonic() - process.started)
     return [ends[process.rank] for process in ranks]
@@ -165,8 +173,8 @@ def _close(process: RankProcess) -> str:
     return f"\nstandard error of rank {process.rank}:\n{text}" if text else ""
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, number: int = signal.SIGKILL) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return

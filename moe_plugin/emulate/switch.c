@@ -259,7 +259,7 @@ static int control(int fd) {
 
 static void carry(int control_fd) {
     for (;;) {
-        int64_t t = now_ns(), next = forward(t, deliver(t, t + 1000000000LL));
+        int64_t t = now_ns(), next = deliver(t, forward(t, t + 1000000000LL)); /* in this order: what is sent now is due, too */
         struct pollfd fds[PORTS + 1];
         int which[PORTS + 1], n = 0;
         for (int i = 0; i < ports; i++) {

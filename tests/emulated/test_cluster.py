@@ -66,6 +66,24 @@ def test_the_switch_counts_what_passes(cluster: Make) -> None:
     assert 300_000 < sent[0] < 400_000 and sent[1] < 60_000
 
 
+def _sent_again(groups: int) -> int:
+    """TCP segments that this rank's node sent again while connections were opened, one after the other, and used once."""
+
+    def count() -> int:
+        names, values = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
+
+    before = count()
+    for _ in range(groups):
+        dist.barrier(dist.new_group())
+    return count() - before
+
+
+def test_a_frame_with_no_other_behind_it_leaves_in_time(cluster: Make) -> None:
+    """Else it lies in the switch until its sender takes it for lost, connection by connection."""
+    assert max(cluster(2, 1, rate_bit_s=1e9, delay_s=2e-4).run(_sent_again, 20)) < 10
+
+
 def _fail_on_one() -> int:
     if dist.get_rank() == 1:
         raise KeyError("no such thing")
@@ -80,11 +98,15 @@ def test_a_failing_rank_is_reported_with_its_trace(cluster: Make) -> None:
         made.run(_fail_on_one, group_timeout_s=3, timeout_s=20)
 
 
-def test_a_rank_that_does_not_answer_is_killed(cluster: Make) -> None:
+def _wait_for_nobody() -> None:
+    time.sleep(60)
+
+
+def test_a_rank_that_does_not_answer_is_killed_and_tells_where_it_was(cluster: Make) -> None:
     made = cluster(1, 1)
-    ranks = made.start(time.sleep, 60)
+    ranks = made.start(_wait_for_nobody)
     end = made.collect(ranks, 1.0)[0]
-    assert "no answer within 1.0 s" in end.error
+    assert "no answer within 1.0 s" in end.error and "_wait_for_nobody" in end.error
     assert not Path(f"/proc/{ranks[0].pid}").exists()
 
 
