@@ -98,13 +98,16 @@ def test_a_failing_rank_is_reported_with_its_trace(cluster: Make) -> None:
         made.run(_fail_on_one, group_timeout_s=3, timeout_s=20)
 
 
-def _wait_for_nobody() -> None:
+def _wait_for_nobody(here: Path) -> None:
+    here.touch()
     time.sleep(60)
 
 
-def test_a_rank_that_does_not_answer_is_killed_and_tells_where_it_was(cluster: Make) -> None:
+def test_a_rank_that_does_not_answer_is_killed_and_tells_where_it_was(cluster: Make, tmp_path: Path) -> None:
     made = cluster(1, 1)
-    ranks = made.start(_wait_for_nobody)
+    ranks = made.start(_wait_for_nobody, tmp_path / "here")
+    while not (tmp_path / "here").exists():
+        time.sleep(0.05)
     end = made.collect(ranks, 1.0)[0]
     assert "no answer within 1.0 s" in end.error and "_wait_for_nobody" in end.error
     assert not Path(f"/proc/{ranks[0].pid}").exists()
