@@ -56,6 +56,22 @@ def all_gather(x: Tensor, comm: Comm) -> Tensor:
     return x if comm.size == 1 else _AllGather.apply(x, comm)
 
 
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        ctx.comm = comm
+        return comm.reduce_scatter(x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return ctx.comm.all_gather(grad.contiguous()), None
+
+
+def reduce_scatter(x: Tensor, comm: Comm) -> Tensor:
+    """This rank's 1/size (dimension 0, a multiple of size) of the sum over ranks; the gradient is an all-gather."""
+    return x if comm.size == 1 else _ReduceScatter.apply(x, comm)
+
+
 class PendingAllToAll:
     """A differentiable all-to-all under way; made by `start_all_to_all`. Call `wait` exactly once.
 

@@ -34,12 +34,12 @@ class IndexSliceDispatcher:
         """(y_TD, rows computed here), y equal on all ranks. experts: tokens and plan to tokens, for this rank's experts."""
         place = self.placement
         x_TD, weights_TK = enter(x_TD, routing.weights_TK, anchor, place.comm)
-        plan = self.local_plan(dataclasses.replace(routing, weights_TK=weights_TK))
+        plan = local_plan(dataclasses.replace(routing, weights_TK=weights_TK), place)
         return sum_parts(experts(x_TD, plan), place.comm), plan.counts.total
 
-    def local_plan(self, routing: Routing) -> RowPlan:
-        """The rows of this rank's experts (or of its slices of them)."""
-        place = self.placement
-        ids_TK = routing.ids_TK - place.first_expert
-        mine_TK = (ids_TK >= 0) & (ids_TK < place.local) & (routing.ids_TK >= 0)
-        return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)
+
+def local_plan(routing: Routing, place: Placement) -> RowPlan:
+    """The rows of this rank's experts (or of its slices of them)."""
+    ids_TK = routing.ids_TK - place.first_expert
+    mine_TK = (ids_TK >= 0) & (ids_TK < place.local) & (routing.ids_TK >= 0)
+    return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)

@@ -138,6 +138,22 @@ def test_index_slice_is_one_all_reduce_a_direction_and_nothing_else(factor: floa
         assert forward == {"all_reduce": 1} and found == {"all_reduce": 2}
 
 
+def test_all_gather_dispatch_is_a_gather_and_a_scatter_a_direction() -> None:
+    """Forward also the number of the longest rank's tokens. Bytes of ring collectives; 2K: gate weights (float64) and ids (int64) of K choices."""
+    tokens, top_k, width = 6, 2, 8
+    for world, experts in [(2, 8), (4, 4), (4, 2)]:
+        config = config_of(Case(1, experts, top_k, [tokens], None), dispatch__name="all_gather")
+        config.losses = {}
+        traffic = _traffic(world, config, tokens)
+        forward = traffic.collectives.pop("forward")
+        assert {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}.items() <= forward.items() and "all_to_all" not in forward
+        assert traffic.collectives["all_gather"] == traffic.collectives["reduce_scatter"] == 2
+        gathered = tokens * 8 * (width + 2 * top_k) + tokens * 8 * width
+        scattered = tokens * 8 * width + tokens * 8 * (width + top_k)
+        number = 2 * 8 * (world - 1) // world if world > 2 else 8
+        assert sum(traffic.bytes.values()) == pytest.approx(world * ((world - 1) * (gathered + scattered) + number), abs=world * 16)
+
+
 def test_parm_bytes_follow_the_formulas() -> None:
     """S1: 2 A2A(ETM N_ESP / N_MP) + AG(BLM); S2: the same all-to-alls + AG(ETM); twice, for backward."""
     world, replicas, experts, tokens = 8, 4, 2, 16

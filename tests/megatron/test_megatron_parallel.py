@@ -124,6 +124,20 @@ def _whole_tokens(case: Case, every: list[dict[str, Any]]) -> tuple[dict[str, An
     return native, [run(build(c, True, settings), c) for c, settings in zip(cases, every, strict=True)]
 
 
+APART = {
+    "PPMoE, TP2 ETP2": (2, Case(tp=2, etp=2, sequence_parallel=True, native=AUX), [PPMOE, {**PPMOE, "dispatch.capacity_factor": 0.0}]),
+    "PPMoE, experts cut": (2, Case(tp=2, etp=2, sequence_parallel=True, gated=True, native={**AUX, **ONE_EXPERT}), [PPMOE]),
+    "PPMoE, folded, Megatron's router": (2, Case(tp=2, ep=2, etp=1, sequence_parallel=True, native={**AUX, "moe_router_dtype": "fp64"}), [PPMOE]),
+    "all tokens gathered, EP2 TP2 ETP2": (4, Case(tp=2, ep=2, etp=2, sequence_parallel=True, padding=True, native=AUX), [{"dispatch.name": "all_gather"}]),
+    "all tokens gathered, EP4": (4, Case(ep=4, gated=True, native=AUX), [{"dispatch.name": "all_gather"}]),
+}
+
+
+@pytest.mark.parametrize(("world", "case", "every"), APART.values(), ids=APART.keys())
+def test_tokens_gathered_equal_native(world: int, case: Case, every: list[dict[str, Any]]) -> None:
+    _assert_equal(on_ranks(world, _against_native, case, every), every)
+
+
 @pytest.mark.parametrize(("world", "case", "every"), SHARED.values(), ids=SHARED.keys())
 def test_ranks_with_the_same_tokens_equal_native(world: int, case: Case, every: list[dict[str, Any]]) -> None:
     results = on_ranks(world, _whole_tokens, case, every)
@@ -173,6 +187,14 @@ def test_index_slice_sends_what_a_dense_layer_sends(case: Case) -> None:
         assert forward["c10d::_allgather_base_"] == 1 and sum(forward.values()) > 2
 
 
+def test_index_slice_under_sequence_parallelism_sends_the_halves_of_an_all_reduce() -> None:
+    """Forward also a single number, the longest rank's tokens. gloo's reduce-scatter is a ring of ours: one message between two ranks."""
+    case = Case(tp=2, etp=2, sequence_parallel=True)  # losses have collectives of their own
+    for forward, backward in on_ranks(2, _counted, case, PPMOE):
+        assert forward == {"c10d::allreduce_": 1, "c10d::_allgather_base_": 1, "c10d::send": 1, "c10d::recv_": 1}
+        assert backward == {"c10d::_allgather_base_": 1, "c10d::send": 1, "c10d::recv_": 1}
+
+
 def _message(case: Case, settings: dict[str, Any]) -> str:
     initialise_parallel(case)
     try:
@@ -186,7 +208,6 @@ TP2 = Case(tp=2, etp=2)
 MISFITS = {
     "experts elsewhere": (4, Case(tp=2, ep=2, etp=2), PPMOE, ("'index_slice'", "[0, 1, 2, 3]", "tensor-parallel ranks [", "expert_tensor_parallel_size=2", "parallel.replicas=2 (Parm)")),
     "experts on a part": (2, Case(tp=2, etp=1), PPMOE, ("'index_slice'", "expert_tensor_parallel_size=2", "nearest with these groups is dispatch.name='ragged'")),
-    "sequence parallel": (2, replace(TP2, sequence_parallel=True), PPMOE, ("'index_slice'", "sequence_parallel=True", "leave out --sequence-parallel")),
     "native router": (2, replace(TP2, native={"moe_router_dtype": "fp64"}), PPMOE, ("'index_slice'", "moe_router_dtype=fp64", "leave that setting out")),
     "tuned": (2, TP2, {**PPMOE, "parallel.mode": "auto"}, ("'index_slice'", "'fixed'")),
     "overlap": (2, TP2, {**PPMOE, "parallel.d": 2}, ("parallel.d=2", "'index_slice'", "use 1")),

@@ -188,6 +188,19 @@ def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whol
 
 
 @pytest.mark.distributed
+def test_parm_over_expert_parallel_ranks_then_ppmoe_under_sequence_parallelism_give_the_same_curve(data: str, whole_run: Any, tmp_path: Path) -> None:
+    """Parm S1 with EP2 TP2 ETP2 for two steps, saved; PPMoE in two tensor-parallel groups with sequence parallelism for the rest."""
+    tensor, stats = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2"], tmp_path / "stats.jsonl"
+    argv = [*MODEL, "--data-path", data, "--train-iters", "8", *tensor]
+    parm = ["--moe-replicas", "2", "--moe-replicas-schedule", "s1", *EP2]
+    on_ranks(4, _train, [*argv, *parm, "--load", whole_run[0], "--save", str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl", str(stats)])
+    on_ranks(4, _train, [*argv, "--sequence-parallel", "--moe-dispatch", "index_slice", "--load", str(tmp_path), "--log-file", str(tmp_path / "ppmoe.jsonl")])
+    found = {**_losses(str(tmp_path / "log.jsonl")), **_losses(str(tmp_path / "ppmoe.jsonl"))}
+    assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
+    assert all(row["exchanges"] and row["tokens"] == 8 * 32 for row in map(json.loads, stats.read_text().splitlines()))
+
+
+@pytest.mark.distributed
 def test_killed_run_resumes_to_the_same_losses(data: str, tmp_path: Path) -> None:
     """Through torchrun, killed without warning; dropout on, so that random states matter."""
     argv = [*MODEL, "--data-path", data, "--train-iters", "40", "--save-interval", "3", "--hidden-dropout", "0.1", "--lr-decay-iters", "40", *EP2]

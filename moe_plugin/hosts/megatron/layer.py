@@ -13,7 +13,7 @@ from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.megatron import compat, parameters, tuning
 from moe_plugin.hosts.megatron.native_router import NativeRouter
-from moe_plugin.hosts.megatron.same_tokens import shares_tokens
+from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, token_info
 from moe_plugin.hosts.megatron.translate import LOSS_NAMES, Translation, settings_from_flags, translate
 from moe_plugin.layer import MoELayer
@@ -76,7 +76,7 @@ class PluginMoELayer(compat.MoELayer):
     def _build(self, config: Any, plan: Translation, native: nn.Module | None) -> MoELayer:
         device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
         router = None if native is None else NativeRouter(native, config.moe_router_topk)
-        moe = MoELayer(plan.config, comm_of(self.groups.experts, plan), router=router, dtype=config.params_dtype, device=device)
+        moe = MoELayer(layer_config(config, plan.config), comm_of(self.groups.experts, plan), router=router, dtype=config.params_dtype, device=device)
         if native is None:
             # ranks whose tokens are parts of one batch; those that route the same tokens are not
             everywhere = self.shares_tokens and moe.replicas is None

@@ -7,17 +7,29 @@ Without sequence parallelism the N tensor-parallel ranks hold the same tokens.
 | nothing | its part of the sequence; the host gathers the outputs | |
 | `dispatch.name: index_slice` (PPMoE) | all tokens | the experts on exactly the tensor-parallel ranks |
 | `parallel.replicas: N` (Parm) | S1: its part of the tokens; S2: all of them | the experts on whole tensor-parallel groups |
+
+With sequence parallelism they hold parts of them, and PPMoE's all-reduce comes as its two halves, as a dense layer's does there: the dispatcher
+`all_gather`, see `layer_config`. Parm has nothing to share out then.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.distributed as dist
 
+from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.hosts.megatron.compat import Groups
 from moe_plugin.hosts.megatron.translate import Translation
+
+
+def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
+    """The settings of a layer that does what is asked for, with tokens laid as this `TransformerConfig` lays them."""
+    if not (native.sequence_parallel and _inside(asked)):
+        return asked
+    return dataclasses.replace(asked, dispatch=dataclasses.replace(asked.dispatch, name="all_gather"))
 
 
 def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
@@ -29,7 +41,7 @@ def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
         ValueError: what was asked for does not fit these groups; it names the nearest that does.
     """
     name, replicas, ranks = plan.config.dispatch.name, plan.config.parallel.replicas, groups.tensor.size()
-    inside = getattr(dispatchers.get(name), "same_tokens", False)
+    inside = _inside(plan.config)
     if replicas not in (1, ranks):
         raise ValueError(f"parallel.replicas={replicas} does not fit tensor_model_parallel_size={ranks}: must be 1 or {ranks}, as many ranks as hold the "
                          f"same tokens; the nearest is {min((1, ranks), key=lambda n: abs(n - replicas))}")
@@ -43,12 +55,18 @@ def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
     if ranks == 1:
         return False
     if native.sequence_parallel:
-        raise ValueError(f"{asked} does not fit sequence_parallel=True, under which tensor-parallel ranks hold different tokens; leave out "
-                         "--sequence-parallel, or use dispatch.name='ragged' and parallel.replicas=1")
+        if inside:
+            return False
+        raise ValueError(f"{asked} does not fit sequence_parallel=True, under which tensor-parallel ranks hold different tokens: there is nothing to share "
+                         "out; leave out --sequence-parallel, or use parallel.replicas=1, which then routes as Parm's S1 does")
     if plan.native_router:
         raise ValueError(f"{asked} does not fit Megatron's own router, which {', '.join(plan.native_router)} asks for: its losses count tokens once a "
                          "tensor-parallel rank; leave that setting out, or use dispatch.name='ragged' and parallel.replicas=1")
     return True
+
+
+def _inside(config: MoEConfig) -> bool:
+    return getattr(dispatchers.get(config.dispatch.name), "same_tokens", False)
 
 
 def _check_inside(asked: str, groups: Groups) -> None:
