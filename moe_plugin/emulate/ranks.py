@@ -20,7 +20,7 @@ from typing import IO, Any
 from moe_plugin.emulate.namespaces import Node, die_with_parent
 
 LOG_SHOWN = 4000
-TRACE_S = 2.0  # for ranks to write their traces before they are killed
+TRACE_S = 0.5  # for ranks to write their traces before they are killed
 
 
 @dataclass
@@ -68,7 +68,7 @@ def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = 
     try:
         die_with_parent(parent)
         os.dup2(log.fileno(), 2)
-        faulthandler.enable(2)
+        faulthandler.register(signal.SIGUSR2, 2)
         ours.close()
         node.enter()
         for descriptor in close:
@@ -92,13 +92,11 @@ def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
             process = waiting.pop(pipe)
             ends[process.rank] = _read(process)
     for process in waiting.values():
-        _kill(process.pid, signal.SIGABRT)  # every thread's trace goes to the log
-    shown = time.monotonic() + TRACE_S
+        _kill(process.pid, signal.SIGUSR2)  # every thread's trace goes to the log
+    time.sleep(TRACE_S if waiting else 0)
     for process in waiting.values():
-        while os.waitpid(process.pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > shown:
-                _kill(process.pid)
-            time.sleep(0.01)
+        _kill(process.pid)
+        os.waitpid(process.pid, 0)
         error = f"rank {process.rank} gave no answer within {timeout_s} s{_close(process)}"
         ends[process.rank] = RankEnd(process.rank, error=error, seconds=time.monotonic() - process.started)
     return [ends[process.rank] for process in ranks]
