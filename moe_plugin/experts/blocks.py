@@ -2,7 +2,7 @@
 
 A pair's products of one size go to one batched product, each on a thread of its own: two threads on one small product after the other wait
 for each other. Experts are sorted by load and taken two by two; the emptier one's rows are followed by places without a row, so that both
-are equally high. What is computed in these places reaches nothing: no weight's gradient, and no token.
+are equally high. They hold zeros, and so do the gradients there: nothing of them reaches a weight's gradient or a token.
 
 Legend: R rows in the order of experts; P places, in the order of groups.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,22 +27,24 @@ class Group:
     counts: tuple[int, ...]
     start: int
 
-    @property
+    @cached_property
     def height(self) -> int:
         return max(self.counts)
 
-    @property
+    @cached_property
     def places(self) -> slice:
         return slice(self.start, self.start + self.height * len(self.experts))
 
-    def pick(self, values_L: Tensor) -> Tensor:
-        """A pair's values out of those of all experts, as a view."""
+    @cached_property
+    def both(self) -> slice:
+        """A pair among all experts: `values_L[group.both]` is a view."""
         first, second = self.experts
-        return values_L[first : second + 1 : second - first]
+        return slice(first, second + 1, second - first)
 
-    def fold(self, values: Tensor) -> Tensor:
-        """A pair's places by expert, [2, height, ...]."""
-        return values.view(2, self.height, values.shape[1])
+    def fold(self, values_N: Tensor) -> Tensor:
+        """A pair's places by expert, [2, height, ...], out of those of a block."""
+        width = values_N.shape[1]
+        return values_N[self.places].view(2, self.height, width)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Block:
     @property
     def size(self) -> int:
         return self.places.stop - self.places.start
+
+    def empty(self) -> Iterator[slice]:
+        """Runs of the block's places without a row."""
+        for group in self.groups:
+            for number, count in enumerate(group.counts):
+                if count < group.height:
+                    yield slice(group.start + number * group.height + count, group.start + (number + 1) * group.height)
 
     def experts(self) -> Iterator[tuple[int, slice]]:
         """(expert, its rows in the block)."""

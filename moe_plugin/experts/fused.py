@@ -26,7 +26,7 @@ from moe_plugin.kernels.workspace import Workspace
 
 WEIGHTS = ("in", "gate", "out")
 OWNED = dict(zip(WEIGHTS, ("w_in_LDF", "w_gate_LDF", "w_out_LFD"), strict=True))
-BLOCK_BYTES = 2 << 20  # of one value [rows, F] of a block, so that values stay in the cache from one operation to the next; by measurement
+BLOCK_BYTES = 4 << 20  # of one value [rows, F] of a block, so that values stay in the cache from one operation to the next; by measurement
 PAIR_FLOP = 1 << 27  # of one expert's product, up to which two at a time are faster than one after the other; by measurement
 
 
@@ -62,7 +62,7 @@ class _Rows:
 
 
 class _Taken:
-    """Rows gathered out of tokens into a buffer for one block or, where x already is rows, as they lie."""
+    """Rows gathered out of tokens into a buffer for one block (zeros in places without a row) or, where x already is rows, as they lie."""
 
     def __init__(self, job: _Job, x: Tensor, purpose: str) -> None:
         self.x, self.token_R = x, job.token_R
@@ -72,7 +72,10 @@ class _Taken:
         """Of one block."""
         if self.into is None:
             return self.x[block.places]
-        return torch.index_select(self.x, 0, self.token_R[block.places], out=self.into.at(block))
+        rows_ND = torch.index_select(self.x, 0, self.token_R[block.places], out=self.into.at(block))
+        for places in block.empty():
+            rows_ND[places].zero_()
+        return rows_ND
 
 
 class _Linear:
@@ -85,14 +88,13 @@ class _Linear:
     def into(self, block: Block, x_NI: Tensor, out: Tensor, add: bool = False) -> Tensor:
         """One block's rows through their experts' matrices. add: to what is in `out`, in place of the bias."""
         for group in block.groups:
-            x, y = x_NI[group.places], out[group.places]
             if len(group.experts) == 1:
                 plain, based = torch.mm, torch.addmm
-                w, base = self.w[group.experts[0]], self.b[group.experts[0]]
+                x, y, w, base = x_NI[group.places], out[group.places], self.w[group.experts[0]], self.b[group.experts[0]]
             else:
                 plain, based = torch.bmm, torch.baddbmm
-                x, y, w = group.fold(x), group.fold(y), group.pick(self.w_LIO)
-                base = None if self.b_LO is None else group.pick(self.b_LO)[:, None]
+                x, y, w = group.fold(x_NI), group.fold(out), self.w_LIO[group.both]
+                base = None if self.b_LO is None else self.b_LO[group.both, None]
             base = y if add else base
             plain(x, w, out=y) if base is None else based(base, x, w, out=y)
         return out
@@ -258,17 +260,23 @@ class _Backward:
         return torch.mul(grad_ND, self.scale_R1[block.places], out=grad_ND)
 
     def _weights(self, name: str, block: Block, x_NI: Tensor | None, grad_NO: Tensor) -> None:
-        """Gradients of one matrix and its bias, where wanted."""
+        """Gradients of one matrix and its bias, where wanted. A pair's by one operation: places without a row hold zeros in both factors."""
         if name in self.bias_into:
-            for expert, rows in block.experts():
-                torch.sum(grad_NO[rows], 0, out=self.bias_into[name][expert])
-        if name in self.into:
+            for group in block.groups:
+                if len(group.experts) == 1:
+                    torch.sum(grad_NO[group.places], 0, out=self.bias_into[name][group.experts[0]])
+                else:
+                    torch.sum(group.fold(grad_NO), 1, out=self.bias_grads[name][group.both])
+        if name in self.into and self.into[name] is None:
             x_IN = x_NI.t()
             for expert, rows in block.experts():
-                if self.into[name] is None:
-                    self.grads[name].add_product(expert, x_IN[:, rows], grad_NO[rows])
+                self.grads[name].add_product(expert, x_IN[:, rows], grad_NO[rows])
+        elif name in self.into:
+            for group in block.groups:
+                if len(group.experts) == 1:
+                    torch.mm(x_NI[group.places].t(), grad_NO[group.places], out=self.into[name][group.experts[0]])
                 else:
-                    torch.mm(x_IN[:, rows], grad_NO[rows], out=self.into[name][expert])
+                    torch.bmm(group.fold(x_NI).transpose(1, 2), group.fold(grad_NO), out=self.grads[name][group.both])
 
     def _input_side(self, block: Block, slopes: dict[str, Tensor]) -> None:
         """Gradients of the first products' weights and biases, and of the rows."""
