@@ -17,6 +17,7 @@ from moe_plugin.bench.problem import Data, Problem, make_data
 from moe_plugin.bench.versions import versions
 
 logger = logging.getLogger(__name__)
+SLOW = 3.0  # times the bound, from which on a candidate is measured less often
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # relative, in the norm of the whole output
 
 
@@ -75,7 +76,7 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
         _wake(problem, data)
         memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
         bound = GemmBound(problem, data, loads(problem, data))
-        times = interleaved([bound, *steps.values()], device, rounds)
+        times = interleaved([bound, *steps.values()], device, rounds, slow=SLOW)
     results = [_result(problem, name, candidates[name].note, mine, times[0], memory[name], errors[name])
                for name, mine in zip(steps, times[1:], strict=True)]
     return LayerReport(problem, times[0].median * 1e3, times[0].best * 1e3, results, refused, torch.get_num_threads())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,16 +30,22 @@ class Times:
         return min(self.seconds)
 
 
-def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15, warmup: int = 3) -> list[Times]:
-    """Each candidate once a round: what slows the machine down for a while slows all of them down."""
+def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15, warmup: int = 3,
+                slow: float = math.inf) -> list[Times]:
+    """Each candidate once a round: what slows the machine down for a while slows all of them down.
+
+    slow: candidates that take more than so many times as long as the first one are in every fourth round only, so that those whose times
+    are close to each other are measured the more often in the same while.
+    """
     clock = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     for _ in range(warmup):
-        for candidate in candidates:
-            candidate()
+        last = [clock(candidate) for candidate in candidates]
+    every = [4 if mine > slow * last[0] else 1 for mine in last]
     seconds: list[list[float]] = [[] for _ in candidates]
-    for _ in range(rounds):
-        for mine, candidate in zip(seconds, candidates, strict=True):
-            mine.append(clock(candidate))
+    for number in range(rounds):
+        for mine, candidate, stride in zip(seconds, candidates, every, strict=True):
+            if number % stride == 0:
+                mine.append(clock(candidate))
     return [Times(mine) for mine in seconds]
 
 

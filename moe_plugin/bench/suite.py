@@ -75,7 +75,7 @@ def main() -> None:
     p.add_argument("--only", default="layer,kernels,scaling", help="parts, with commas (default: %(default)s)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=sorted(LAYERS))
     p.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
-    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--rounds", type=int, default=25, help="timed rounds (default: %(default)s)")
     p.add_argument("--attempts", type=int, default=3, help="a noisy measurement is taken again this often (default: %(default)s)")
     args = p.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

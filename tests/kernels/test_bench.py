@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_plugin.bench import kernels as bench_kernels
-from moe_plugin.bench import layer, report
+from moe_plugin.bench import layer, measure, report
 from moe_plugin.bench.peers import einsum, peers
 from moe_plugin.bench.problem import Problem
 from moe_plugin.cli.main import main
@@ -51,6 +51,13 @@ def test_a_peer_that_computes_something_else_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setitem(peers._entries, "off", type(peers.entry("einsum"))("off", off, lambda: None))
     with pytest.raises(ValueError, match="off's output differs from ours"):
         layer.run(SMALL, ["off"], rounds=1)
+
+
+def test_slow_candidates_are_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_cpu_seconds", lambda candidate: candidate())
+    device, candidates = torch.device("cpu"), [lambda: 1.0, lambda: 2.9, lambda: 3.1]
+    assert [times.seconds for times in measure.interleaved(candidates, device, rounds=9, slow=3.0)] == [[1.0] * 9, [2.9] * 9, [3.1] * 3]
+    assert [len(times.seconds) for times in measure.interleaved(candidates, device, rounds=9)] == [9, 9, 9]
 
 
 def test_bad_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
