@@ -113,8 +113,18 @@ def slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
     return [max(step) for step in zip(*(r["seconds"][name] for r in ranks), strict=True)]
 
 
+def mean_over_loads(seconds: list[float], loads: list[int], counted: list[bool] | None = None) -> float:
+    """Mean of the means of each load, the first step left out."""
+    counted = counted or [True] * len(seconds)
+    by_load: dict[int, list[float]] = {}
+    for found, load, ok in list(zip(seconds, loads, counted, strict=True))[1:]:
+        if ok:
+            by_load.setdefault(load, []).append(found)
+    return statistics.fmean(statistics.fmean(found) for found in by_load.values())
+
+
 def measure_regimes(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Every fixed layout and auto. Means over the same steps; for auto also over those of them outside exploration."""
+    """Every fixed layout and auto: means over every load's steps, the loads weighed alike; for auto over all of its steps, and over those outside exploration."""
     choices = [c.as_dict() for c in legal_choices(EXPERTS, NODES, degrees=(1, 2))]
     for name, regime in REGIMES.items():
         steps, every = regime.get("steps", args.steps), regime.get("every", EVERY)
@@ -122,10 +132,10 @@ def measure_regimes(args: argparse.Namespace, report: dict[str, Any]) -> None:
             continue
         with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
             ranks = cluster.run(run_regime, regime["hidden"], regime["tokens"], steps, every, choices, timeout_s=3000)
-        rows = {label: statistics.fmean(slowest(ranks, label)[1:]) for label in ranks[0]["seconds"] if label != "auto"}
+        loads = [tokens_at(regime, step, steps) for step in range(steps)]
+        rows = {label: mean_over_loads(slowest(ranks, label), loads[::every]) for label in ranks[0]["seconds"] if label != "auto"}
         seconds, settled = slowest(ranks, "auto"), _settled(ranks[0], steps)
-        warm = [s for step, (s, ok) in enumerate(zip(seconds, settled, strict=True)) if ok and step % every == 0 and step]
-        report[name] = {"fixed": rows, "best": min(rows, key=rows.get), "auto": statistics.fmean(seconds[every::every]), "auto_settled": statistics.fmean(warm),
+        report[name] = {"fixed": rows, "best": min(rows, key=rows.get), "auto": mean_over_loads(seconds, loads), "auto_settled": mean_over_loads(seconds, loads, settled),
                         "explored": ranks[0]["explored"], "steps": steps, "decisions": ranks[0]["decisions"],
                         "layouts": {label: ranks[0]["labels"].count(label) for label in sorted(set(ranks[0]["labels"]))}}
 

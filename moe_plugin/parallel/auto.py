@@ -1,13 +1,15 @@
 """`parallel: auto`: load of the moment to bucket, bucket to tuner, tuner to layout; all of it agreed by all ranks.
 
 Ranks agree by one small all-reduce (maximum) of load, imbalance and the latest measured time: at every call while a choice is
-being looked for, at every `EVERY`-th call once it is settled. In between the last choice stays; nothing is sent and nothing measured.
+being looked for; once it is settled as often as it costs no more than `SHARE` of the layer's time, and at least at every `EVERY`-th call. In between
+the last choice stays; nothing is sent and nothing measured.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +32,7 @@ from moe_plugin.records import Routing
 
 log = logging.getLogger(__name__)
 EVERY = 8
+SHARE = 0.01  # of the layer's time that may go into looking at its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
 STICKY = 0.75  # of a bucket's width; 0.5 is its border
 MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
@@ -52,7 +55,8 @@ class AutoLayout:
         self.tuner = Tuner(self.candidates, TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=1))
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.runs: deque[tuple[Bucket, LayoutChoice, Stopwatch]] = deque()
-        self.since = self.reported = 0
+        self.since = self.reported = self.untimed = 0
+        self.every, self.cost = EVERY, math.inf  # calls from one look to the next; seconds of the quickest look of this rank
         self.due = False  # whether the next call looks at its load, however short ago that was
         self.watch: Stopwatch | None = None
         self.replay = self.training = False  # as the router's: see parallel.recompute
@@ -66,11 +70,13 @@ class AutoLayout:
 
     def _choose(self, routing: Routing) -> LayoutChoice:
         self.since += 1
-        if self.since < EVERY and not self.due and self.tuner.calls and not self.tuner.exploring(self.bucket):
+        if self.since < self.every and not self.due and self.tuner.calls and not self.tuner.exploring(self.bucket):
             return self.current
         self.bucket, self.due = self._agree(routing), False
+        self.untimed += self.since
         self.current, self.since = self.tuner.choose(self.bucket, self.since), 0
-        if self.tuner.wants_time(self.bucket):
+        if self.tuner.exploring(self.bucket) or (self.untimed >= EVERY and self.tuner.wants_time(self.bucket)):
+            self.untimed = 0
             self.watch = self.measure(self.probe.device)
             self.runs.append((self.bucket, self.current, self.watch))
         return self.current
@@ -105,12 +111,15 @@ class AutoLayout:
         while len(self.runs) > IN_FLIGHT:
             self.runs.popleft()  # its backward pass never came
         over = bool(self.runs) and self.runs[0][2].over
-        mine = [float(rows), skew, self.runs[0][2].seconds() if over else 0.0, float(not over)]
+        mine = [float(rows), skew, self.runs[0][2].seconds() if over else 0.0, float(not over), self.cost]
         values = torch.tensor(mine, dtype=torch.float64, device=self.comm.device)
-        rows, skew, seconds, missing = self.comm.all_reduce(values, "max").tolist()
+        begun = time.perf_counter()
+        rows, skew, seconds, missing, cost = self.comm.all_reduce(values, "max").tolist()
+        self.cost = min(self.cost, time.perf_counter() - begun)
         if not missing:  # over on every rank: all of them take it off, or none does
             bucket, choice, _ = self.runs.popleft()
             self.tuner.record(bucket, choice, seconds)
+            self.every = _pace(cost, seconds)
         size = math.log(max(rows, 1.0)) / math.log(self.config.parallel.bucket)
         return _nearest(size, self.bucket[0]), _nearest(max(0.0, math.log2(max(skew, 1.0)) - 1), self.bucket[1])
 
@@ -139,6 +148,11 @@ class AutoLayout:
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
         return LayerShape(tokens=tokens, model_dim=c.model_dim, hidden_dim=c.hidden_dim, experts=c.num_experts, top_k=c.router.top_k,
                           gated=c.experts.kind == "gated_ffn", element_bytes=self.probe.element_size(), skew=max(1.0, (hot + local - 1) / local), shards=place.shards)
+
+
+def _pace(cost: float, seconds: float) -> int:
+    """Calls from one look at the load to the next, where a look takes `cost` and a call `seconds`, both agreed."""
+    return EVERY if seconds <= 0 or cost > EVERY * SHARE * seconds else max(1, math.ceil(cost / (SHARE * seconds)))
 
 
 def _nearest(value: float, last: int) -> int:

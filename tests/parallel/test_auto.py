@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
 from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict
 from moe_plugin.flags import config_from_flags
 from moe_plugin.observe.recorder import StatsRecorder
+from moe_plugin.parallel import auto as auto_module
 from moe_plugin.parallel.recompute import checkpoint
 from moe_plugin.planner.choice import LayoutChoice
 from tests.distributed import run_gloo
@@ -74,7 +76,10 @@ def test_settles_on_the_fastest_measured() -> None:
         assert labels[-1].startswith("r=1 d=1 ")
 
 
-def test_nothing_is_agreed_between_looks_once_settled() -> None:
+@pytest.mark.parametrize(("share", "looks"), [(0.0, 4), (1e6, 32)], ids=["dear", "cheap"])
+def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytest.MonkeyPatch, share: float, looks: int) -> None:
+    monkeypatch.setattr(auto_module, "SHARE", share)
+
     def rank(comm):
         layer, _, _ = drive(comm, lambda c: 1.0 + c.r, 80)
         calls = []
@@ -83,7 +88,12 @@ def test_nothing_is_agreed_between_looks_once_settled() -> None:
             layer(torch.randn(16, 8)).output.sum().backward()
         return len(calls)
 
-    assert run_simulated(2, rank) == [4, 4]
+    assert run_simulated(2, rank) == [looks, looks]
+
+
+def test_calls_between_looks() -> None:
+    pace = auto_module._pace
+    assert [pace(1e-3, 45e-3), pace(1e-3, 1.0), pace(0.0, 1.0), pace(1.0, 1.0), pace(math.inf, 1.0), pace(1e-3, 0.0)] == [3, 1, 1, 8, 8, 8]
 
 
 def test_evaluation_keeps_the_latest_choice_and_asks_nobody() -> None:
