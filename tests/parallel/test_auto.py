@@ -210,8 +210,8 @@ def test_choice_of_a_call_overrides() -> None:
 
 
 def test_a_load_on_a_border_stays_in_its_bucket() -> None:
-    """Loads that swing by a quarter around a bucket's border share one; a load that leaves for good gets its own."""
-    layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 + 5 * (call % 2))
+    """Loads that swing by a fifth around a bucket's border share one; a load that leaves for good gets its own."""
+    layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 + 3 * (call % 2))
     assert len(layer.auto.tuner.entries) == 1
     layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 if call < 30 else 60)
     assert len(layer.auto.tuner.entries) >= 2
