@@ -26,7 +26,7 @@ from moe_plugin.planner.choice import LayoutChoice, legal_choices
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, EXPERTS, WIDTH = 4, 2, 256
-EVERY = 3  # steps from one measurement of the fixed layouts to the next
+EVERY = 6  # steps from one measurement of the fixed layouts to the next
 REGIMES: dict[str, dict[str, Any]] = {
     "few tokens, big experts": {"hidden": 2048, "tokens": [64]},
     "many tokens, small experts": {"hidden": 64, "tokens": [2048]},
@@ -43,7 +43,11 @@ def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
 
 
 def run_regime(hidden: int, loads: list[int], steps: int, every: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rank: forward and backward, step by step with `auto`, now and then in each fixed layout as well, so that all see the same machine."""
+    """One rank: forward and backward, step by step with `auto`, now and then in each fixed layout as well, so that all see the same machine.
+
+    A fixed layout takes two steps and the second one counts: the first brings its buffers and connections back to life, as each step of `auto`
+    finds them. None is measured in the first step with a new load.
+    """
     torch.set_num_threads(1)
     tree: dict[str, Any] = {"model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1}, "experts": {"hidden_dim": hidden}, "losses": {"switch": 0.01}}
     comm = TorchComm()
@@ -55,8 +59,9 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int, choices: l
         found, label = one_step(auto, tokens, None)
         seconds.setdefault("auto", []).append(found)
         labels.append(label)
-        for values in choices if step % every == 0 else ():
+        for values in choices if step % every == every // 2 else ():
             choice = LayoutChoice.from_dict(values)
+            one_step(fixed, tokens, choice)
             seconds.setdefault(choice.label, []).append(one_step(fixed, tokens, choice)[0])
     return {"seconds": seconds, "labels": labels, "explored": auto.auto.tuner.explored, "decisions": [d.as_dict() for d in auto.auto.tuner.log]}
 
@@ -114,10 +119,10 @@ def slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def mean_over_loads(seconds: list[float], loads: list[int], counted: list[bool] | None = None) -> float:
-    """Mean of the means of each load, the first step left out."""
+    """Mean of the means of each load."""
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
-    for found, load, ok in list(zip(seconds, loads, counted, strict=True))[1:]:
+    for found, load, ok in zip(seconds, loads, counted, strict=True):
         if ok:
             by_load.setdefault(load, []).append(found)
     return statistics.fmean(statistics.fmean(found) for found in by_load.values())
@@ -133,9 +138,9 @@ def measure_regimes(args: argparse.Namespace, report: dict[str, Any]) -> None:
         with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
             ranks = cluster.run(run_regime, regime["hidden"], regime["tokens"], steps, every, choices, timeout_s=3000)
         loads = [tokens_at(regime, step, steps) for step in range(steps)]
-        rows = {label: mean_over_loads(slowest(ranks, label), loads[::every]) for label in ranks[0]["seconds"] if label != "auto"}
+        rows = {label: mean_over_loads(slowest(ranks, label), loads[every // 2 :: every]) for label in ranks[0]["seconds"] if label != "auto"}
         seconds, settled = slowest(ranks, "auto"), _settled(ranks[0], steps)
-        report[name] = {"fixed": rows, "best": min(rows, key=rows.get), "auto": mean_over_loads(seconds, loads), "auto_settled": mean_over_loads(seconds, loads, settled),
+        report[name] = {"fixed": rows, "best": min(rows, key=rows.get), "auto": mean_over_loads(seconds[1:], loads[1:]), "auto_settled": mean_over_loads(seconds[1:], loads[1:], settled[1:]),
                         "explored": ranks[0]["explored"], "steps": steps, "decisions": ranks[0]["decisions"],
                         "layouts": {label: ranks[0]["labels"].count(label) for label in sorted(set(ranks[0]["labels"]))}}
 

@@ -38,9 +38,8 @@ def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device
     are close to each other are measured the more often in the same while.
     """
     clock = _cuda_seconds if device.type == "cuda" else _cpu_seconds
-    for _ in range(warmup):
-        last = [clock(candidate) for candidate in candidates]
-    every = [4 if mine > slow * last[0] else 1 for mine in last]
+    first = [min(mine) for mine in zip(*([clock(candidate) for candidate in candidates] for _ in range(max(1, warmup))), strict=True)]
+    every = [4 if mine > slow * first[0] else 1 for mine in first]
     seconds: list[list[float]] = [[] for _ in candidates]
     for number in range(rounds):
         for mine, candidate, stride in zip(seconds, candidates, every, strict=True):

@@ -1,11 +1,11 @@
 """All-gather dispatch: every rank gets all tokens of the group, computes its own experts' rows, and the sums go back. No all-to-all.
 
 Tokens, ids and gate weights are gathered in one exchange; one reduce-scatter adds the ranks' parts up. Backward is the mirror: the
-gradient of the sums is gathered, those of tokens and gates come back in one reduce-scatter. A sum's bytes do not grow with k, so this is
-the better way where k is not far below the number of ranks; the all-to-all is where it is.
+gradient of the sums is gathered, those of tokens and gates come back in one reduce-scatter (two where their dtypes differ). A sum's bytes do not
+grow with k: an all-to-all sends more where k S is above W (S shards an expert, W ranks), and less below.
 
 Under Megatron's sequence parallelism it is PPMoE's index-slice dispatch (Chen et al. 2023), with the tensor-parallel all-reduce as its two halves.
-Elements a rank, ring collectives: T (D + 2K) (W - 1) / W in and T D (W - 1) / W out forward, T D and T (D + K) backward, T over all ranks.
+Elements that a rank sends, ring collectives: (W - 1) T (D + 2K) in and (W - 1) T D out forward, (W - 1) T D and (W - 1) T (D + K) backward.
 
 Legend: T tokens here; A tokens of all ranks, W times the longest rank's; D width; K choices.
 """
@@ -61,6 +61,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_AD: Tensor, grad_AK: Tensor, _ids: Any) -> tuple[Any, ...]:
-        width = grad_AD.shape[1]
-        mine = ctx.comm.reduce_scatter(torch.cat([grad_AD, grad_AK.to(grad_AD.dtype)], dim=1))[: ctx.tokens]
-        return mine[:, :width].to(ctx.dtypes[0]), mine[:, width:].to(ctx.dtypes[1]), None, None, None, None
+        width, comm = grad_AD.shape[1], ctx.comm
+        if grad_AD.dtype == grad_AK.dtype:
+            mine_TD, mine_TK = comm.reduce_scatter(torch.cat([grad_AD, grad_AK], dim=1)).split([width, grad_AK.shape[1]], dim=1)
+        else:  # the gates' gradients keep their precision
+            mine_TD, mine_TK = comm.reduce_scatter(grad_AD.contiguous()), comm.reduce_scatter(grad_AK.contiguous())
+        return mine_TD[: ctx.tokens].to(ctx.dtypes[0]), mine_TK[: ctx.tokens].to(ctx.dtypes[1]), None, None, None, None

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from moe_plugin.emulate.namespaces import Node, die_with_parent
 
-LOG_SHOWN = 4000
+LOG_SHOWN = 32000
 TRACE_S = 0.5  # for ranks to write their traces before they are killed
 
 

@@ -2,7 +2,7 @@
 
 A pair's products of one size go to one batched product, each on a thread of its own: two threads on one small product after the other wait
 for each other. Experts are sorted by load and taken two by two; the emptier one's rows are followed by places without a row, so that both
-are equally high. They hold zeros, and so do the gradients there: nothing of them reaches a weight's gradient or a token.
+are equally high. Their inputs and gradients are zeros: nothing of them reaches a weight's gradient or a token.
 
 Legend: R rows in the order of experts; P places, in the order of groups.
 """

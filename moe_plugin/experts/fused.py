@@ -257,10 +257,13 @@ class _Backward:
         if self.dots_R is not None:
             terms_ND = torch.mul(grad_ND.to(self.dots_R.dtype), self.outputs_RD[block.places], out=self.dot_terms.at(block))
             torch.sum(terms_ND, 1, out=self.dots_R[block.places])
-        return torch.mul(grad_ND, self.scale_R1[block.places], out=grad_ND)
+        torch.mul(grad_ND, self.scale_R1[block.places], out=grad_ND)
+        for places in block.empty():  # once more: token 0's gate may be no finite number
+            grad_ND[places].zero_()
+        return grad_ND
 
     def _weights(self, name: str, block: Block, x_NI: Tensor | None, grad_NO: Tensor) -> None:
-        """Gradients of one matrix and its bias, where wanted. A pair's by one operation: places without a row hold zeros in both factors."""
+        """Gradients of one matrix and its bias, where wanted. A pair's by one operation: the gradient is zero in places without a row."""
         if name in self.bias_into:
             for group in block.groups:
                 if len(group.experts) == 1:

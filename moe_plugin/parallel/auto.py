@@ -32,6 +32,7 @@ from moe_plugin.records import Routing
 
 log = logging.getLogger(__name__)
 EVERY = 8
+LOOKS = 16
 SHARE = 0.01  # of the layer's time that may go into looking at its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
 STICKY = 0.75  # of a bucket's width; 0.5 is its border
@@ -55,8 +56,10 @@ class AutoLayout:
         self.tuner = Tuner(self.candidates, TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=1))
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.runs: deque[tuple[Bucket, LayoutChoice, Stopwatch]] = deque()
-        self.since = self.reported = self.untimed = 0
-        self.every, self.cost = EVERY, math.inf  # calls from one look to the next; seconds of the quickest look of this rank
+        self.since = self.reported = 0
+        self.every = EVERY  # calls from one look to the next
+        self.costs: deque[float] = deque(maxlen=LOOKS)  # seconds of this rank's latest looks; the quickest of them waited for nobody
+        self.untimed: dict[Bucket, int] = {}  # calls since a bucket was timed
         self.due = False  # whether the next call looks at its load, however short ago that was
         self.watch: Stopwatch | None = None
         self.replay = self.training = False  # as the router's: see parallel.recompute
@@ -73,10 +76,11 @@ class AutoLayout:
         if self.since < self.every and not self.due and self.tuner.calls and not self.tuner.exploring(self.bucket):
             return self.current
         self.bucket, self.due = self._agree(routing), False
-        self.untimed += self.since
+        untimed = self.untimed.get(self.bucket, 0) + self.since
         self.current, self.since = self.tuner.choose(self.bucket, self.since), 0
-        if self.tuner.exploring(self.bucket) or (self.untimed >= EVERY and self.tuner.wants_time(self.bucket)):
-            self.untimed = 0
+        timed = self.tuner.exploring(self.bucket) or (untimed >= EVERY and self.tuner.wants_time(self.bucket))
+        self.untimed[self.bucket] = 0 if timed else untimed
+        if timed:
             self.watch = self.measure(self.probe.device)
             self.runs.append((self.bucket, self.current, self.watch))
         return self.current
@@ -105,17 +109,17 @@ class AutoLayout:
 
     def _agree(self, routing: Routing) -> Bucket:
         """The bucket of the largest load of any rank; on the way the latest time goes to the tuner."""
+        begun = time.perf_counter()
         load_E = _load(routing.ids_TK, self.config.num_experts)
         rows, hottest = (int(n) for n in torch.stack([load_E.sum(), load_E.max()]).tolist())
         skew = hottest * self.config.num_experts / rows if rows else 1.0
         while len(self.runs) > IN_FLIGHT:
             self.runs.popleft()  # its backward pass never came
         over = bool(self.runs) and self.runs[0][2].over
-        mine = [float(rows), skew, self.runs[0][2].seconds() if over else 0.0, float(not over), self.cost]
+        mine = [float(rows), skew, self.runs[0][2].seconds() if over else 0.0, float(not over), min(self.costs, default=math.inf)]
         values = torch.tensor(mine, dtype=torch.float64, device=self.comm.device)
-        begun = time.perf_counter()
         rows, skew, seconds, missing, cost = self.comm.all_reduce(values, "max").tolist()
-        self.cost = min(self.cost, time.perf_counter() - begun)
+        self.costs.append(time.perf_counter() - begun)
         if not missing:  # over on every rank: all of them take it off, or none does
             bucket, choice, _ = self.runs.popleft()
             self.tuner.record(bucket, choice, seconds)

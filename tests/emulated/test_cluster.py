@@ -106,7 +106,8 @@ def _wait_for_nobody(here: Path) -> None:
 def test_a_rank_that_does_not_answer_is_killed_and_tells_where_it_was(cluster: Make, tmp_path: Path) -> None:
     made = cluster(1, 1)
     ranks = made.start(_wait_for_nobody, tmp_path / "here")
-    while not (tmp_path / "here").exists():
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "here").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     end = made.collect(ranks, 1.0)[0]
     assert "no answer within 1.0 s" in end.error and "_wait_for_nobody" in end.error

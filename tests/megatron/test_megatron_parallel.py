@@ -126,6 +126,7 @@ def _whole_tokens(case: Case, every: list[dict[str, Any]]) -> tuple[dict[str, An
 
 APART = {
     "PPMoE, TP2 ETP2": (2, Case(tp=2, etp=2, sequence_parallel=True, native=AUX), [PPMOE, {**PPMOE, "dispatch.capacity_factor": 0.0}]),
+    "PPMoE, tokens dropped": (2, Case(tp=2, etp=2, sequence_parallel=True, native={**AUX, "moe_expert_capacity_factor": 0.6}), [PPMOE]),
     "PPMoE, experts cut": (2, Case(tp=2, etp=2, sequence_parallel=True, gated=True, native={**AUX, **ONE_EXPERT}), [PPMOE]),
     "PPMoE, folded, Megatron's router": (2, Case(tp=2, ep=2, etp=1, sequence_parallel=True, native={**AUX, "moe_router_dtype": "fp64"}), [PPMOE]),
     "all tokens gathered, EP2 TP2 ETP2": (4, Case(tp=2, ep=2, etp=2, sequence_parallel=True, padding=True, native=AUX), [{"dispatch.name": "all_gather"}]),
