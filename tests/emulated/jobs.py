@@ -39,6 +39,8 @@ def as_program(argv: Sequence[str], log: str) -> None:
     """Become the program that these arguments start; all it prints goes to `log`."""
     sys.argv = list(argv)
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if "torch._dynamo" in sys.modules:  # loaded by an earlier test, it has read its environment; its compiler's threads do not survive a fork
+        sys.modules["torch._dynamo"].config.disable = True
     stream = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
     sys.stdout = sys.stderr = stream
     logging.basicConfig(level=logging.INFO, format="%(levelname)s | %(name)s | %(message)s", stream=stream, force=True)
