@@ -40,36 +40,32 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: AllToAll, send: Sequence[int] |
     return _AllToAll.apply(x, anchor, comm, algorithm, send, recv)
 
 
-class _AllGather(torch.autograd.Function):
+class _Mirrored(torch.autograd.Function):
+    """One collective of a `Comm` forward, another one backward; by name, so that a compiler sees plain values."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return comm.all_gather(x.contiguous())
+    def forward(ctx: Any, x: Tensor, comm: Comm, there: str, back: str) -> Tensor:
+        ctx.comm, ctx.back = comm, back
+        return getattr(comm, there)(x.contiguous())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.comm.reduce_scatter(grad.contiguous()), None
+        return getattr(ctx.comm, ctx.back)(grad.contiguous()), None, None, None
 
 
 def all_gather(x: Tensor, comm: Comm) -> Tensor:
     """All ranks' `x` along dimension 0; the gradient is a reduce-scatter (each rank's loss depends on all of it)."""
-    return x if comm.size == 1 else _AllGather.apply(x, comm)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return comm.reduce_scatter(x.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.comm.all_gather(grad.contiguous()), None
+    return x if comm.size == 1 else _Mirrored.apply(x, comm, "all_gather", "reduce_scatter")
 
 
 def reduce_scatter(x: Tensor, comm: Comm) -> Tensor:
     """This rank's 1/size (dimension 0, a multiple of size) of the sum over ranks; the gradient is an all-gather."""
-    return x if comm.size == 1 else _ReduceScatter.apply(x, comm)
+    return x if comm.size == 1 else _Mirrored.apply(x, comm, "reduce_scatter", "all_gather")
+
+
+def all_reduce_sum(x: Tensor, comm: Comm) -> Tensor:
+    """Sum over ranks; the gradient is the sum of the ranks' gradients (each rank's loss depends on the sum)."""
+    return x if comm.size == 1 else _Mirrored.apply(x, comm, "all_reduce", "all_reduce")
 
 
 class PendingAllToAll:
@@ -147,19 +143,3 @@ def all_to_all_many(tensors: Sequence[Tensor], comm: Comm, algorithm: AllToAll, 
     if comm.size == 1:
         return list(tensors)
     return list(_Many.apply(anchor, comm, algorithm, send, recv, *tensors))
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return comm.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.comm.all_reduce(grad.contiguous()), None
-
-
-def all_reduce_sum(x: Tensor, comm: Comm) -> Tensor:
-    """Sum over ranks; the gradient is the sum of the ranks' gradients (each rank's loss depends on the sum)."""
-    return x if comm.size == 1 else _AllReduce.apply(x, comm)

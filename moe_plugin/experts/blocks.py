@@ -58,12 +58,13 @@ class Block:
     def size(self) -> int:
         return self.places.stop - self.places.start
 
-    def empty(self) -> Iterator[slice]:
-        """Runs of the block's places without a row."""
+    def cleared(self, values_N: Tensor) -> Tensor:
+        """The same memory, with zeros in the block's places without a row."""
         for group in self.groups:
             for number, count in enumerate(group.counts):
                 if count < group.height:
-                    yield slice(group.start + number * group.height + count, group.start + (number + 1) * group.height)
+                    values_N[group.start + number * group.height + count : group.start + (number + 1) * group.height].zero_()
+        return values_N
 
     def experts(self) -> Iterator[tuple[int, slice]]:
         """(expert, its rows in the block)."""

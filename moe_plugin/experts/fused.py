@@ -62,7 +62,7 @@ class _Rows:
 
 
 class _Taken:
-    """Rows gathered out of tokens into a buffer for one block (zeros in places without a row) or, where x already is rows, as they lie."""
+    """Rows gathered out of tokens into a buffer for one block or, where x already is rows, as they lie."""
 
     def __init__(self, job: _Job, x: Tensor, purpose: str) -> None:
         self.x, self.token_R = x, job.token_R
@@ -72,10 +72,7 @@ class _Taken:
         """Of one block."""
         if self.into is None:
             return self.x[block.places]
-        rows_ND = torch.index_select(self.x, 0, self.token_R[block.places], out=self.into.at(block))
-        for places in block.empty():
-            rows_ND[places].zero_()
-        return rows_ND
+        return torch.index_select(self.x, 0, self.token_R[block.places], out=self.into.at(block))
 
 
 class _Linear:
@@ -179,7 +176,7 @@ class _Forward:
         return tuple(None if rows is None else rows.whole for rows in (self.before, self.after, self.up))
 
     def _block(self, block: Block) -> None:
-        x_ND, a_NF = self.taken.at(block), self.after.at(block)
+        x_ND, a_NF = block.cleared(self.taken.at(block)), self.after.at(block)
         h_NF = (self.gate or self.first).into(block, x_ND, self.before.at(block))
         self.job.act.into(h_NF, a_NF)
         if self.gate is not None:
@@ -257,10 +254,7 @@ class _Backward:
         if self.dots_R is not None:
             terms_ND = torch.mul(grad_ND.to(self.dots_R.dtype), self.outputs_RD[block.places], out=self.dot_terms.at(block))
             torch.sum(terms_ND, 1, out=self.dots_R[block.places])
-        torch.mul(grad_ND, self.scale_R1[block.places], out=grad_ND)
-        for places in block.empty():  # once more: token 0's gate may be no finite number
-            grad_ND[places].zero_()
-        return grad_ND
+        return block.cleared(torch.mul(grad_ND, self.scale_R1[block.places], out=grad_ND))
 
     def _weights(self, name: str, block: Block, x_NI: Tensor | None, grad_NO: Tensor) -> None:
         """Gradients of one matrix and its bias, where wanted. A pair's by one operation: the gradient is zero in places without a row."""
@@ -283,7 +277,7 @@ class _Backward:
 
     def _input_side(self, block: Block, slopes: dict[str, Tensor]) -> None:
         """Gradients of the first products' weights and biases, and of the rows."""
-        x_ND = None if self.taken is None else self.taken.at(block)
+        x_ND = None if self.taken is None else block.cleared(self.taken.at(block))
         rows_ND = None if self.grad_rows is None else self.grad_rows.at(block)
         for name, slope_NF in slopes.items():
             self._weights(name, block, x_ND, slope_NF)

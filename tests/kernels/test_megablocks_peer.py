@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe_plugin.bench import layer, megablocks_peer
 from moe_plugin.bench.peers import ours, peers
 from moe_plugin.bench.problem import Problem, make_data
+from tests.kernels.peer_checks import same_function
 
 
 @dataclasses.dataclass
@@ -130,19 +131,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_same_function_and_gradients(gated: bool, top_k: int) -> None:
     problem = Problem(tokens=24, model_dim=16, hidden_dim=20, experts=4, top_k=top_k, gated=gated)
-    data = make_data(problem)
-    results = []
-    with megablocks_peer.build(problem, data) as peer:
-        for candidate in (ours(problem, data), peer):
-            x = data.x_TD.clone().requires_grad_()
-            for _ in range(2):  # its list of losses does not grow
-                y, losses = candidate.forward(x)
-            results.append((y, losses, torch.autograd.grad((y * data.grad_TD).sum(), [x, *candidate.parameters], allow_unused=True)))
-    (y, _, mine), (other, losses, theirs) = results
-    torch.testing.assert_close(other, y, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(theirs[0], mine[0], rtol=1e-4, atol=1e-5)
+    losses, mine, theirs = same_function(megablocks_peer, problem)
     assert len(losses) == 1 and 0.5 * megablocks_peer.LOSS_WEIGHT < float(losses[0].detach()) < problem.experts * megablocks_peer.LOSS_WEIGHT
-    norms = [sorted(float(g.norm()) for g in grads[1:] if g is not None) for grads in (mine, theirs)]
+    norms = [sorted(float(g.norm()) for g in grads if g is not None) for grads in (mine, theirs)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.bench import scattermoe_peer
-from moe_plugin.bench.peers import Unfit, ours, peers
+from moe_plugin.bench.peers import Unfit, peers
 from moe_plugin.bench.problem import Problem, make_data
+from tests.kernels.peer_checks import same_function
 
 
 class Experts(nn.Module):
@@ -73,19 +74,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_same_function_and_gradients(gated: bool, top_k: int) -> None:
     problem = Problem(tokens=24, model_dim=16, hidden_dim=20, experts=4, top_k=top_k, gated=gated)
-    data = make_data(problem)
-    results = []
-    with scattermoe_peer.build(problem, data) as peer:
-        for candidate in (ours(problem, data), peer):
-            x = data.x_TD.clone().requires_grad_()
-            y, losses = candidate.forward(x)
-            results.append((y, losses, torch.autograd.grad((y * data.grad_TD).sum(), [x, *candidate.parameters])))
-    (y, _, mine), (other, losses, theirs) = results
-    torch.testing.assert_close(other, y, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(theirs[0], mine[0], rtol=1e-4, atol=1e-5)
+    losses, mine, theirs = same_function(scattermoe_peer, problem)
     assert len(losses) == 1 and 0.5 < float(losses[0].detach()) < problem.experts
     # the gated layer keeps two matrices as one: the sums of squares agree
-    assert sum(float(g.square().sum()) for g in theirs[1:]) == pytest.approx(sum(float(g.square().sum()) for g in mine[1:]), rel=1e-4)
+    assert sum(float(g.square().sum()) for g in theirs) == pytest.approx(sum(float(g.square().sum()) for g in mine), rel=1e-4)
 
 
 def test_refused_with_the_reason() -> None:
