@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from moe_plugin.kernels.registry import op
+from torch import Tensor
 
 BLOCK = 128  # values that share a scale; as DeepSeek-V3's dispatch
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

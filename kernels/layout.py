@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from moe_plugin.kernels.registry import op
+from torch import Tensor
 
 
 @op

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from moe_plugin.kernels.registry import op
+from torch import Tensor
 
 
 @op

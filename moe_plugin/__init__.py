@@ -9,9 +9,13 @@ Importing this package imports neither a host nor Triton.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from moe_plugin import checkout
+
 __version__ = "0.1.0"
+checkout.install(Path(__file__).parent)
 _EXPORTS = {
     "MoEConfig": "moe_plugin.config", "MoELayer": "moe_plugin.layer", "MoEOutput": "moe_plugin.records",
     "LayerStats": "moe_plugin.records", "Routing": "moe_plugin.records", "weighted_loss": "moe_plugin.records",

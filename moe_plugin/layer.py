@@ -10,21 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin import determinism
-from moe_plugin.comm import Comm, default_comm, prepare
+from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch import Placement, check_capacity
+from moe_plugin.config.user_modules import import_user_modules
+from moe_plugin.dispatch import check_capacity
 from moe_plugin.experts import CustomExperts, expert_kinds
+from moe_plugin.experts.ddp_check import refuse_averaged_experts
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.parallel.auto import AutoLayout
-from moe_plugin.parallel.gradients import refuse_averaged_experts
-from moe_plugin.parallel.layouts import Layout, Layouts
-from moe_plugin.parallel.replicas import with_replicas
-from moe_plugin.parallel.stopwatch import Stopwatch
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import LayerStats, MoEOutput, Routing, TokenInfo
+from moe_plugin.records import LayerStats, MoEOutput, Placement, Routing, TokenInfo
 from moe_plugin.routing import build_router
 from moe_plugin.routing import capacity as capacity_rules
-from moe_plugin.user_modules import import_user_modules
+from moe_plugin.tuning.exchange import prepare
+from moe_plugin.tuning.layout_tuner import AutoLayout
+from moe_plugin.tuning.layouts import Layout, Layouts
+from moe_plugin.tuning.replicas import with_replicas
+from moe_plugin.tuning.timer import Stopwatch
 
 STATE_VERSION = 1
 
@@ -40,7 +41,7 @@ class MoELayer(nn.Module):
         dtype, device: of the parameters.
 
     Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over the tokens of all ranks in
-    `comm`; all other parameters hold this rank's part. The host (or `moe_plugin.parallel.gradients`) reduces and scales.
+    `comm`; all other parameters hold this rank's part. The host (or `moe_plugin.hosts.plain.gradients`) reduces and scales.
 
     Raises:
         ValueError: where config, group and names do not fit together; it names value, bound and remedy.

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_plugin.comm.base import AllToAll, Comm
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,110 @@ class Routing:
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
         """The same routing with dropped choices removed."""
         return replace(self, ids_TK=self.ids_TK.masked_fill(~keep_TK, -1), weights_TK=weights_TK)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where experts live: rank i of `comm` holds `local` (virtual) experts; a virtual expert is a shard of an expert.
+
+    experts: E. shards: S, ranks over which an expert is cut: `cut`, or, where that is None, W / E where there are fewer experts
+    than ranks, else 1. Runs of S consecutive ranks hold the same L = E S / W experts: rank g*S + j holds shard j of experts
+    [g*L, (g+1)*L), as its virtual experts [i*L, (i+1)*L) of E*S. (Where L = 1, virtual expert e*S + j is shard j of expert e.)
+
+    copies: r, the ranks to which each token goes; a divisor of S, or None for S. Below S, runs of S/r consecutive ranks gather
+    each other's parameters, so that each holds 1/r of the expert, and share its tokens between them.
+    replicas: ranks that hold the same tokens as this one, where a dispatcher makes use of that.
+    """
+
+    comm: Comm
+    experts: int
+    algorithm: AllToAll
+    copies: int | None = None
+    replicas: Comm | None = None
+    cut: int | None = None
+
+    @property
+    def shards(self) -> int:
+        return self.cut or max(1, self.comm.size // self.experts)
+
+    @property
+    def virtual(self) -> int:
+        return self.experts * self.shards
+
+    @property
+    def local(self) -> int:
+        return self.virtual // self.comm.size
+
+    @property
+    def first_expert(self) -> int:
+        """The first of the `local` experts of which this rank holds a shard."""
+        return self.comm.rank // self.shards * self.local
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its experts this rank holds."""
+        return self.comm.rank % self.shards
+
+    def home(self, expert: int, shard: int) -> tuple[int, int]:
+        """(rank, place among its experts) of a shard."""
+        run, slot = divmod(expert, self.local)
+        return run * self.shards + shard, slot
+
+    @property
+    def spread(self) -> int:
+        """S/r: ranks that share the tokens of one slice of an expert."""
+        return self.shards // (self.copies or self.shards)
+
+    def check(self) -> None:
+        """`ValueError` unless experts divide over ranks or ranks over experts, or over runs of as many ranks as they are cut over."""
+        size = self.comm.size
+        if self.cut is not None:
+            fits = [s for s in range(1, size + 1) if size % s == 0 and self.experts % (size // s) == 0]
+            if self.cut not in fits:
+                raise ValueError(f"parallel.shards={self.cut} does not fit {self.experts} experts on {size} expert-parallel ranks: must be one of {fits}; "
+                                 f"the nearest is {min(fits, key=lambda s: abs(s - self.cut))}")
+        elif self.experts % size and size % self.experts:
+            raise ValueError(f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a multiple or a divisor "
+                             f"of {size}; use {max(1, self.experts // size) * size} experts or another expert-parallel size")
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows by local expert: on the host (for splits) and, made when asked for, on a device."""
+
+    host: list[int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.host)
+
+    def device(self, device: torch.device) -> Tensor:
+        """int64 [L]; the host does not wait for a GPU."""
+        if device.type != "cuda" or torch.compiler.is_compiling():
+            return torch.tensor(self.host, dtype=torch.int64, device=device)
+        if len(set(self.host)) == 1:
+            return torch.full((len(self.host),), self.host[0], dtype=torch.int64, device=device)
+        # from pinned memory the copy does not wait for the device
+        return torch.tensor(self.host, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows that one rank takes out of its own tokens, computes and puts back: no exchange in between.
+
+    source_R, position_TK: see kernels.rows; rows lie expert after expert. weights_TK: gate weights, differentiable.
+    counts: rows by expert; with fixed slots also the empty ones.
+    """
+
+    source_R: Tensor
+    position_TK: Tensor
+    weights_TK: Tensor
+    counts: RowCounts
+
+    @property
+    def token_R(self) -> Tensor:
+        """Token of each row, int64 [R]; 0 for an empty slot."""
+        return torch.div(self.source_R.clamp(min=0), max(1, self.position_TK.shape[1]), rounding_mode="floor")
 
 
 @dataclass(frozen=True)

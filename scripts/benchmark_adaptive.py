@@ -21,8 +21,8 @@ import torch
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
-from moe_plugin.parallel import overlap
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
+from moe_plugin.tuning import overlap
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, EXPERTS, WIDTH = 4, 2, 256

@@ -22,8 +22,8 @@ import quickstart
 import torch
 import yaml
 
+from moe_plugin.bench.corpus import build_corpus
 from moe_plugin.bench.report import table
-from moe_plugin.corpus import build_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 512  # more than any of the hosts' ids

@@ -17,7 +17,7 @@ import yaml
 
 from moe_plugin.cli.doctor.registries import import_everything
 from moe_plugin.config import MoEConfig, to_dict
-from moe_plugin.flags import FlagSpec, flag_specs
+from moe_plugin.config.flags import FlagSpec, flag_specs
 from moe_plugin.registry import KINDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from moe_plugin.corpus import CorpusInfo, build_corpus
+from moe_plugin.bench.corpus import CorpusInfo, build_corpus
 from moe_plugin.observe import progress
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.report import write_report
@@ -309,7 +309,7 @@ def quickstart(args: argparse.Namespace) -> int:
 
 def build_info(corpus: Path) -> CorpusInfo | None:
     """What is there already."""
-    from moe_plugin.corpus import read_info
+    from moe_plugin.bench.corpus import read_info
 
     return read_info(corpus)
 

@@ -75,7 +75,7 @@ install_fairseq() {
 
 stamp() {
     # the compat module is copied into the environment, so a change of it needs an installation, too
-    { cat "$ROOT/pyproject.toml" "$ROOT/scripts/setup.sh" "$ROOT"/moe_plugin_*; printf '%s\n' "$ROOT" "$TORCH" "$HOSTS"; "$VENV/bin/python" -VV; } | cksum
+    { cat "$ROOT/pyproject.toml" "$ROOT/scripts/setup.sh" "$ROOT"/moe_plugin/hosts/fairseq/compat/startup.*; printf '%s\n' "$ROOT" "$TORCH" "$HOSTS"; "$VENV/bin/python" -VV; } | cksum
 }
 
 STAMP="$VENV/.moe-plugin-setup"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from moe_plugin.kernels.gpu.common import INTERPRETED
+from torch import Tensor
 
 EPS = torch.finfo(torch.float32).eps
 

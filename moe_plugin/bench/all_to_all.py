@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
-from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, prepare, run_simulated
-from moe_plugin.comm.algorithms.auto import Chooser
+from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, run_simulated
 from moe_plugin.config import CommConfig
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner import COSTS, Cluster, Measurement, predict, wire_floor_s
+from moe_plugin.tuning.exchange import prepare
+from moe_plugin.tuning.exchange_tuner import Chooser
 
 BURST = 3
 BURST_UP_TO = 1 << 20

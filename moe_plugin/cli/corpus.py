@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.corpus import SPLITS, build_corpus
+from moe_plugin.bench.corpus import SPLITS, build_corpus
 
 
 def add_parser(subparsers: Any) -> None:

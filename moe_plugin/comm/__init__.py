@@ -2,12 +2,10 @@
 
 from moe_plugin.comm.algorithms import algorithms
 from moe_plugin.comm.base import Comm, CommError
-from moe_plugin.comm.clock import Clock
 from moe_plugin.comm.local import LocalComm
-from moe_plugin.comm.setup import prepare
 from moe_plugin.comm.simulated import SimulatedComm, Traffic, run_simulated
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.torch_comm import TorchComm, default_comm
 
-__all__ = ["Clock", "Comm", "CommError", "LocalComm", "SimulatedComm", "Topology", "TorchComm", "Traffic", "algorithms", "default_comm",
-           "prepare", "run_simulated"]
+__all__ = ["Comm", "CommError", "LocalComm", "SimulatedComm", "Topology", "TorchComm", "Traffic", "algorithms", "default_comm",
+           "run_simulated"]

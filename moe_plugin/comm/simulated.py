@@ -8,15 +8,14 @@ given a clock. A rank that fails ends all others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, CommError, pieces
-from moe_plugin.comm.clock import Clock
 from moe_plugin.comm.topology import Topology
 
 Result = TypeVar("Result")
@@ -46,6 +45,15 @@ class Traffic:
 
 
 Messages = list[tuple[int, int]]
+
+
+class Clock(Protocol):
+    """Simulated time, see `moe_plugin.emulate.clock`."""
+
+    topology: Topology
+
+    def charge(self, sent: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """One round of messages, by sending rank: (destination rank, bytes) in the order in which they leave."""
 
 
 class _Board:

@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.coalesce import pack, unpack
 from moe_plugin.comm.functional import reduce_scatter
-from moe_plugin.dispatch.base import Placement, RowPlan, dispatchers
+from moe_plugin.dispatch.base import dispatchers
 from moe_plugin.dispatch.index_slice import local_plan
-from moe_plugin.records import Routing
+from moe_plugin.records import Placement, Routing, RowPlan
 
 
 @dispatchers.register("all_gather")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.regions import enter, sum_parts
-from moe_plugin.dispatch.base import Placement, RowPlan, dispatchers
+from moe_plugin.dispatch.base import dispatchers
 from moe_plugin.dispatch.ragged import exact_rows
-from moe_plugin.records import Routing
+from moe_plugin.records import Placement, Routing, RowPlan
 
 
 @dispatchers.register("index_slice")

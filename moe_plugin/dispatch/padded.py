@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.functional import all_to_all
-from moe_plugin.dispatch.base import Placement, RowCounts, RowPlan, dispatchers
+from moe_plugin.dispatch.base import dispatchers, expand, expand_slots
 from moe_plugin.dispatch.pieces import PiecePlan, padded_pieces, slot_sources
 from moe_plugin.dispatch.ragged import exact_rows
 from moe_plugin.kernels import combine_rows, gather_rows
-from moe_plugin.records import Routing
+from moe_plugin.records import Placement, Routing, RowCounts, RowPlan
 
 NO_CAPACITY = "dispatch.name='padded' needs a capacity: set dispatch.capacity_factor (0 never drops)"
 
@@ -42,8 +42,8 @@ class PaddedDispatcher:
         if slots_TK is None or capacity is None:
             raise ValueError(NO_CAPACITY)
         place = self.placement
-        ids_TK, weights_TK = place.expand(routing, slots_TK)
-        slots_TK, capacity = place.expand_slots(slots_TK, capacity)
+        ids_TK, weights_TK = expand(place, routing, slots_TK)
+        slots_TK, capacity = expand_slots(place, slots_TK, capacity)
         position_TK, source_V = _slots(ids_TK, slots_TK, capacity, place.virtual)
         rows_VD = gather_rows(x_TD, source_V, position_TK)
         rows_VD = all_to_all(rows_VD, place.comm, place.algorithm, anchor=anchor)
@@ -55,8 +55,8 @@ class PaddedDispatcher:
         """See `dispatch.pieces`: the capacity cut in `number` pieces."""
         if slots_TK is None or capacity is None:
             raise ValueError(NO_CAPACITY)
-        ids_TK, weights_TK = self.placement.expand(routing, slots_TK)
-        slots_TK, capacity = self.placement.expand_slots(slots_TK, capacity)
+        ids_TK, weights_TK = expand(self.placement, routing, slots_TK)
+        slots_TK, capacity = expand_slots(self.placement, slots_TK, capacity)
         return padded_pieces(self.placement, ids_TK, weights_TK, slots_TK, capacity, number)
 
     def plan(self, routing: Routing, slots_TK: Tensor | None, capacity: int | None) -> RowPlan | None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.comm.regions import gather, split
-from moe_plugin.dispatch.base import Placement, RowCounts, dispatchers
+from moe_plugin.dispatch.base import dispatchers, expand, expand_slots
 from moe_plugin.dispatch.padded import NO_CAPACITY
 from moe_plugin.dispatch.pieces import expert_major, slot_sources
 from moe_plugin.kernels import combine_rows, gather_rows, permute_rows
-from moe_plugin.records import Routing
+from moe_plugin.records import Placement, Routing, RowCounts
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class SharedSlotsDispatcher:
             raise ValueError(NO_CAPACITY.replace("padded", "parm_s2"))
         place, replicas = self.placement, self.placement.replicas
         parts = replicas.size if replicas is not None else 1
-        ids_TK, weights_TK = place.expand(routing, slots_TK)
-        slots_TK, capacity = place.expand_slots(slots_TK, capacity)
+        ids_TK, weights_TK = expand(place, routing, slots_TK)
+        slots_TK, capacity = expand_slots(place, slots_TK, capacity)
         part = -(-capacity // parts)
         position_TK = (slots_TK // max(1, part)) * (place.virtual * part) + ids_TK * part + slots_TK % max(1, part)
         position_TK = position_TK.masked_fill(ids_TK < 0, -1)

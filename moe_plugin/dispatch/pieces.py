@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.base import Placement, RowCounts, inverse_permutation
+from moe_plugin.dispatch.base import inverse_permutation
+from moe_plugin.records import Placement, RowCounts
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.functional import all_to_all
-from moe_plugin.dispatch.base import Placement, RowCounts, RowPlan, dispatchers
+from moe_plugin.dispatch.base import dispatchers, expand
 from moe_plugin.dispatch.pieces import PiecePlan, expert_major, positions, ragged_pieces
 from moe_plugin.kernels import combine_rows, gather_rows, permute_rows
-from moe_plugin.records import Routing
+from moe_plugin.records import Placement, Routing, RowCounts, RowPlan
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RaggedDispatcher:
                  anchor: Tensor) -> tuple[Tensor, RowCounts, RaggedHandle]:
         """See `Dispatcher`. One device-to-host copy, of the counts."""
         place = self.placement
-        ids_TK, weights_TK = place.expand(routing, slots_TK)
+        ids_TK, weights_TK = expand(place, routing, slots_TK)
         order_N, send_WL, recv_WL = self._plan(ids_TK)
         send, recv = [sum(row) for row in send_WL], [sum(row) for row in recv_WL]
         source_N = order_N[: sum(send)]
@@ -62,7 +62,7 @@ class RaggedDispatcher:
 
     def pieces(self, routing: Routing, slots_TK: Tensor | None, capacity: int | None, number: int) -> PiecePlan:
         """See `dispatch.pieces`: every expert's rows cut in `number` pieces, nearly equal. One device-to-host copy, of the counts."""
-        ids_TK, weights_TK = self.placement.expand(routing, slots_TK)
+        ids_TK, weights_TK = expand(self.placement, routing, slots_TK)
         order_N, send_WL, recv_WL = self._plan(ids_TK)
         return ragged_pieces(order_N, send_WL, recv_WL, ids_TK, weights_TK, number)
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch.base import Placement, RowCounts, RowPlan
-from moe_plugin.experts import auto, fused, kernel_ffn, main_grad  # noqa: F401  (the first three register their strategies)
-from moe_plugin.experts.compute import FFNParameters, Strategy, strategies
+from moe_plugin.kernels import main_grad
+from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, strategies
 from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.records import Placement, RowCounts, RowPlan
 from moe_plugin.registry import Registry
 
 expert_kinds: Registry[Callable[..., nn.Module]] = Registry("experts")

@@ -1,26 +1,29 @@
 """Routers, balance losses and capacity."""
 
-from moe_plugin.routing.base import Router, finish_step
-from moe_plugin.routing.base_layer import BASERouter
-from moe_plugin.routing.cosine import CosineRouter
-from moe_plugin.routing.dense_to_sparse import DenseToSparseRouter
-from moe_plugin.routing.expert_choice import ExpertChoiceRouter
-from moe_plugin.routing.gate_choice import GateCall, gate_choices
-from moe_plugin.routing.gates import Gates, number_layers
-from moe_plugin.routing.group_limited import GroupLimitedRouter
-from moe_plugin.routing.gshard import GShardRouter
-from moe_plugin.routing.hashing import HashRouter
+from moe_plugin.routing import registry
 from moe_plugin.routing.losses import LossInputs, losses
-from moe_plugin.routing.noisy import NoisyTopKRouter
-from moe_plugin.routing.prototypes import PrototypeRouter
-from moe_plugin.routing.registry import build_router, routers
-from moe_plugin.routing.sam import SAMRouter
-from moe_plugin.routing.sigmoid_bias import SigmoidBiasRouter
-from moe_plugin.routing.sinkhorn import SinkhornRouter
-from moe_plugin.routing.switch import SwitchRouter
-from moe_plugin.routing.ta_moe import TAMoERouter
-from moe_plugin.routing.topk import TopKRouter
-from moe_plugin.routing.topology_quota import TopologyQuotaRouter
+from moe_plugin.routing.registry import build_router
+from moe_plugin.routing.router_selection import GateCall, gate_choices
+from moe_plugin.routing.routers.base import Router, finish_step
+from moe_plugin.routing.routers.base_layer import BASERouter
+from moe_plugin.routing.routers.cosine import CosineRouter
+from moe_plugin.routing.routers.dense_to_sparse import DenseToSparseRouter
+from moe_plugin.routing.routers.expert_choice import ExpertChoiceRouter
+from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
+from moe_plugin.routing.routers.gshard import GShardRouter
+from moe_plugin.routing.routers.hashing import HashRouter
+from moe_plugin.routing.routers.noisy import NoisyTopKRouter
+from moe_plugin.routing.routers.prototypes import PrototypeRouter
+from moe_plugin.routing.routers.sam import SAMRouter
+from moe_plugin.routing.routers.sigmoid_bias import SigmoidBiasRouter
+from moe_plugin.routing.routers.sinkhorn import SinkhornRouter
+from moe_plugin.routing.routers.switch import SwitchRouter
+from moe_plugin.routing.routers.ta_moe import TAMoERouter
+from moe_plugin.routing.routers.topk import TopKRouter
+from moe_plugin.routing.routers.topology_quota import TopologyQuotaRouter
+from moe_plugin.routing.selector import Gates, number_layers
+
+routers = registry.routers  # the registry; the package of this name holds its members
 
 __all__ = [
     "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter", "GateCall", "Gates", "GroupLimitedRouter", "HashRouter",

@@ -22,7 +22,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, dtype: torch.dt
     A router is made by `factory(config, comm=, dtype=, device=)` and called as `router(x_TD, mask_T, top_k)`, with a `TokenInfo` as fourth
     argument where the call has one. comm: ranks that hold the experts; None: this rank alone.
     """
-    from moe_plugin.routing.gates import Gates
+    from moe_plugin.routing.selector import Gates
 
     where = {"comm": comm, "dtype": dtype, "device": device}
     factories = [routers.get(name) for name in config.router.names]

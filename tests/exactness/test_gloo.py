@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_plugin import MoELayer, TorchComm, weighted_loss
 from moe_plugin.comm import LocalComm, Topology, algorithms
 from moe_plugin.config import from_dict
-from moe_plugin.parallel.gradients import exclude_experts, sync_gradients
+from moe_plugin.hosts.plain.gradients import exclude_experts, sync_gradients
 from tests.distributed import run_gloo
 from tests.exactness.harness import RankResult, compare, config_of, reference, run_rank
 from tests.oracle import Case

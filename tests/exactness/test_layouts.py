@@ -14,7 +14,7 @@ from moe_plugin.comm import Comm, Topology, Traffic, algorithms, run_simulated
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import expert_kinds
-from moe_plugin.parallel.gradients import sync_gradients
+from moe_plugin.hosts.plain.gradients import sync_gradients
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from tests.distributed import run_gloo
 from tests.exactness.harness import RankResult, compare, config_of, reference, run_rank

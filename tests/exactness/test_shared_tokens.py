@@ -183,7 +183,7 @@ def test_what_does_not_fit(settings: dict, words: str) -> None:
 
 @pytest.mark.parametrize("dispatch,factor", [("ragged", None), ("ragged", 0.6), ("padded", 0.6)])
 def test_every_shadow_set_gives_the_same_numbers(dispatch: str, factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_plugin.parallel.shadow import Shadows
+    from moe_plugin.tuning.shadows import Shadows
 
     for world, experts, shards in [(2, 4, None), (4, 2, None), (4, 4, None), (4, 4, 2)]:
         case = Case(world, experts, 2, TOKENS[:world], None, factor, kind="gated_ffn" if experts == 2 else "ffn", shards=shards)

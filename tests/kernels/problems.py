@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from moe_plugin.kernels import Groups
+from torch import Tensor
 
 CPU = torch.device("cpu")
 

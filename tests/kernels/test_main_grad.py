@@ -13,8 +13,8 @@ from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.experts import strategies
 from moe_plugin.layer import MoELayer
-from moe_plugin.parallel.recompute import checkpoint
 from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.routing.replay import checkpoint
 from tests.kernels.test_strategies import Largest, make_layer
 
 SCALE = 1024.0  # of the loss, as a host in fp16 scales it

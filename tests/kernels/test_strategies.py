@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 import torch
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.workspace import Workspace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
-from moe_plugin.dispatch import RowCounts, RowPlan
 from moe_plugin.experts import FFNParameters, strategies
-from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.layer import MoELayer
-from moe_plugin.parallel.recompute import checkpoint
+from moe_plugin.records import RowCounts, RowPlan
+from moe_plugin.routing.replay import checkpoint
 from tests.kernels.problems import SHAPES, Shape, make_plan
 
 SMALL = Shape(6, 3, 4, 2, 5)

@@ -25,7 +25,7 @@ def test_import_alone_loads_not_even_torch() -> None:
     "from moe_plugin import MoEConfig, MoELayer",
     "import torch; from moe_plugin import MoEConfig, MoELayer; MoELayer(MoEConfig(model_dim=8))(torch.randn(4, 8)).output.sum().backward()",
     "from moe_plugin.observe import StatsRecorder",
-    "import moe_plugin.flags",
+    "import moe_plugin.config.flags",
 ])
 def test_using_the_layer_loads_no_heavy_module(code: str) -> None:
     assert not set(HEAVY) & (modules_after(code) - modules_after("import torch"))  # torch may load tqdm, say

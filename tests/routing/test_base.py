@@ -12,7 +12,7 @@ from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.routing import build_router
 from moe_plugin.routing.assignment import balanced_assignment
-from moe_plugin.routing.base_layer import spread_and_assign
+from moe_plugin.routing.routers.base_layer import spread_and_assign
 
 
 def best_total(scores_TE: torch.Tensor) -> float:

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_plugin import MoELayer, determinism
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.parallel.recompute import record_routing, replay_routing
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, routers
+from moe_plugin.routing.replay import record_routing, replay_routing
 from tests.routing.references import reference_of
 
 LOSSES = {"gshard": 1.0, "switch": 1.0, "sequence": 1.0, "global_batch": 1.0, "ta_moe": 1.0, "sam_alignment": 1.0, "importance": 1.0, "z": 1.0}
@@ -111,7 +111,7 @@ def test_deterministic_mode_repeats_bits_and_meets_no_operator_that_a_gpu_refuse
 
 
 def test_every_dispatcher_and_expert_kernel_runs_in_strict_mode(strict: None) -> None:
-    from moe_plugin.experts.compute import strategies
+    from moe_plugin.kernels.expert_ffn import strategies
 
     plain = [d for d in dispatchers.names() if not getattr(dispatchers.get(d), "same_tokens", False)]
     assert plain and strategies.names()

@@ -13,9 +13,9 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import CommError
 from moe_plugin.config import from_dict
 from moe_plugin.observe import StatsRecorder
-from moe_plugin.parallel.recompute import checkpoint, record_routing, replay_routing
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import GateCall, finish_step, gate_choices, number_layers
+from moe_plugin.routing.replay import checkpoint, record_routing, replay_routing
 from tests.distributed import run_gloo
 
 NAMES = "switch,gshard,expert_choice"  # 1, 2 and 4 choices a token: a layer's load tells which one decided

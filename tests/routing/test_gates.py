@@ -14,7 +14,7 @@ from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import Router, build_router, finish_step, routers
-from moe_plugin.routing.hashing import balanced_table
+from moe_plugin.routing.routers.hashing import balanced_table
 
 
 def make(name: str, experts: int = 8, k: int = 2, comm=None, losses: dict | None = None, dim: int = 6, **router):

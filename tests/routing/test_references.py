@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moe_plugin.config import from_dict
-from moe_plugin.parallel.recompute import checkpoint
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import build_router, routers
+from moe_plugin.routing.replay import checkpoint
 from tests.routing.references import Call, gradient_of, namespace, reference_of, tensors_of
 
 WIDTH = 6

@@ -11,9 +11,9 @@ import torch
 
 import moe_plugin
 from moe_plugin.config import MoEConfig
-from moe_plugin.experts import auto
 from moe_plugin.kernels.groups import Groups
 from moe_plugin.registry import KINDS, Entry
+from moe_plugin.tuning import compute_tuner as auto
 
 _APART = ("moe_plugin.cli", "moe_plugin.hosts", "moe_plugin.models")  # commands; the others import fairseq or Megatron
 _OPTIONAL = {"triton"}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import METRICS, layer_metrics
-from moe_plugin.parallel.recompute import forget
+from moe_plugin.routing.replay import forget
 
 
 class _GateLoss:

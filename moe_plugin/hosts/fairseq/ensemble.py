@@ -1,5 +1,5 @@
 """Confident multiple choice learning in fairseq: `moe_ensemble_lm`, a language model with an ensemble of output heads, and the
-criterion `moe_confident_oracle` (see `moe_plugin.losses.cmcl`)."""
+criterion `moe_confident_oracle` (see `moe_plugin.ensembles.cmcl`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fairseq import metrics
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from torch import Tensor
 
+from moe_plugin.ensembles import EnsembleHeads, confident_oracle_loss, ensemble_errors
 from moe_plugin.hosts.fairseq.criterion import _GateLoss, _text
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.hosts.fairseq.translate import setting
-from moe_plugin.losses import EnsembleHeads, confident_oracle_loss, ensemble_errors
 
 
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):

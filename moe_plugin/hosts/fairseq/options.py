@@ -12,7 +12,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
-from moe_plugin.flags import FlagSpec, flag_specs
+from moe_plugin.config.flags import FlagSpec, flag_specs
 
 
 def _option(default: Any, text: str) -> Any:
@@ -27,7 +27,7 @@ def _generated_field(spec: FlagSpec) -> tuple[str, Any, Any]:
 
 
 GeneratedFlags = make_dataclass("GeneratedFlags", [_generated_field(spec) for spec in flag_specs()], bases=(FairseqDataclass,))
-GeneratedFlags.__doc__ = "One field for each flag of `moe_plugin.flags`; None: not given. Values are text, as on a command line."
+GeneratedFlags.__doc__ = "One field for each flag of `moe_plugin.config.flags`; None: not given. Values are text, as on a command line."
 
 
 @dataclass

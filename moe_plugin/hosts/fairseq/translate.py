@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moe_plugin.config import MoEConfig, from_yaml
-from moe_plugin.flags import CONFIG_FLAG, config_from_flags, flag_specs, parse_value
+from moe_plugin.config.flags import CONFIG_FLAG, config_from_flags, flag_specs, parse_value
 from moe_plugin.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)

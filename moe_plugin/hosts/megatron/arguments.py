@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moe_plugin.flags import add_arguments
+from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 
 _Flag = tuple[str, dict[str, Any]]

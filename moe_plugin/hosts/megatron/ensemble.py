@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.losses import EnsembleHeads, confident_oracle_loss, ensemble_errors
+from moe_plugin.ensembles import EnsembleHeads, confident_oracle_loss, ensemble_errors
 
 
 class _OutputHeads(nn.Module):

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from moe_plugin.flags import add_arguments
+from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]

@@ -17,9 +17,9 @@ from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, token_info
 from moe_plugin.hosts.megatron.translate import LOSS_NAMES, Translation, settings_from_flags, translate
 from moe_plugin.layer import MoELayer
-from moe_plugin.parallel.recompute import inside_backward
 from moe_plugin.records import LayerStats, MoEOutput
 from moe_plugin.routing import Gates, finish_step
+from moe_plugin.routing.replay import inside_backward
 
 logger = logging.getLogger(__name__)
 _ONE_STEP = ("route", "preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute", "combine", "postprocess",
@@ -133,7 +133,7 @@ class PluginMoELayer(compat.MoELayer):
             raise ValueError("partial CUDA graphs of the MoE layer are not supported; set cuda_graph_impl='none' or scope 'attn'")
         if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
             # its backward adds to main_grad, which no compiled graph knows of
-            from moe_plugin.parallel.uncompiled import uncompiled
+            from moe_plugin.tuning.uncompiled import uncompiled
 
             return uncompiled(self.forward, hidden_states, None, padding_mask)
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()

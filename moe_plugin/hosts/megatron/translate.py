@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict, with_overrides
-from moe_plugin.flags import CONFIG_FLAG, flag_specs, parse_value
+from moe_plugin.config.flags import CONFIG_FLAG, flag_specs, parse_value
 from moe_plugin.yaml_file import read_yaml
 
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not offered.

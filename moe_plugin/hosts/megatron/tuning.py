@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from moe_plugin.hosts.megatron.compat import Groups
-from moe_plugin.parallel.auto import AutoLayout
+from moe_plugin.tuning.layout_tuner import AutoLayout
 
 logger = logging.getLogger(__name__)
 KEY = "tuner"

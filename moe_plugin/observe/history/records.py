@@ -27,7 +27,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One decision of a layer's tuner; see `moe_plugin.parallel.tuner.Decision`. Times in seconds."""
+    """One decision of a layer's tuner; see `moe_plugin.tuning.engine.Decision`. Times in seconds."""
 
     step: int
     layer: str

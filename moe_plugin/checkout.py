@@ -1,0 +1,43 @@
+"""Finds `moe_plugin.kernels` and `moe_plugin.configs` in a checkout, where these folders lie next to the package.
+
+In an installed package they are inside it: pyproject.toml maps them there when the wheel is built.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+FOLDERS = ("kernels", "configs")
+
+
+class CheckoutFinder:
+    """A finder for `sys.meta_path`. It is the last one asked and answers for `FOLDERS` alone."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None,
+                  target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        package, _, folder = name.rpartition(".")
+        if package != "moe_plugin" or folder not in FOLDERS:
+            return None
+        place = self.root / folder
+        if (place / "__init__.py").is_file():
+            return spec_from_file_location(name, place / "__init__.py",
+                                           submodule_search_locations=[str(place)])
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(place)]
+        return spec
+
+
+def install(package: Path) -> None:
+    """Add the finder where `package`, the folder of `moe_plugin`, does not hold `FOLDERS`."""
+    installed = any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path)
+    if not installed and not (package / FOLDERS[0]).is_dir():
+        sys.meta_path.append(CheckoutFinder(package.parent))  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""Host flags generated from the config tree: every leaf that names a `flag` becomes `--moe-<flag>`.
+
+Values not given stay `None`, so that a YAML file (`--moe-config`) can lie below the flags and defaults below both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict, with_overrides
+from moe_plugin.config.options import hints_of
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """One generated flag: its command-line name, its dotted path in the tree, its type and help."""
+
+    flag: str
+    path: str
+    kind: type
+    help: str
+    choices: tuple[str, ...]
+
+    @property
+    def dest(self) -> str:
+        """Attribute name in a parsed namespace, e.g. `moe_top_k`."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+CONFIG_FLAG = FlagSpec("--moe-config", "", str, "YAML file with the settings of the MoE layers (see configs/)", ())
+
+
+def _leaf_kind(hint: Any) -> type:
+    if typing.get_origin(hint) is dict:
+        return dict
+    options = [a for a in typing.get_args(hint) if a is not types.NoneType]
+    return options[0] if options else hint
+
+
+def _walk(cls: type, prefix: str) -> Iterator[FlagSpec]:
+    hints = hints_of(cls)
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from _walk(hints[f.name], f"{prefix}{f.name}.")
+        elif f.metadata.get("flag"):
+            yield FlagSpec("--moe-" + f.metadata["flag"], prefix + f.name, _leaf_kind(hints[f.name]),
+                           _help(f), f.metadata.get("choices", ()))
+
+
+def _help(f: dataclasses.Field) -> str:
+    default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+    return f"{f.metadata['help']} (default: {'none' if default is None else default})"
+
+
+def flag_specs() -> list[FlagSpec]:
+    """All generated flags, `--moe-config` first."""
+    return [CONFIG_FLAG, *_walk(MoEConfig, "")]
+
+
+def parse_value(spec: FlagSpec, text: Any) -> Any:
+    """A flag's text as a value of the tree. `none` is None; losses are `name=weight,name=weight`."""
+    if not isinstance(text, str):
+        return text
+    if text.lower() == "none" and "none" not in spec.choices:
+        return {} if spec.kind is dict else None
+    try:
+        if spec.kind is dict:
+            return {key.strip(): float(value) for key, value in (item.split("=") for item in text.split(","))}
+        if spec.kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return spec.kind(text)
+    except (ValueError, KeyError) as error:
+        wanted = "name=weight,name=weight" if spec.kind is dict else spec.kind.__name__
+        raise ValueError(f"{spec.flag} {text!r} cannot be read; must be {wanted}") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
+    """Add every generated flag to an argparse parser, except those whose config path is in `skip`."""
+    group = parser.add_argument_group("moe-plugin")
+    for spec in flag_specs():
+        if spec.path not in skip:
+            bool_flag = {"nargs": "?", "const": "true"} if spec.kind is bool else {}
+            group.add_argument(spec.flag, dest=spec.dest, default=None, help=spec.help.replace("%", "%%"),
+                               choices=spec.choices or None, metavar=None if spec.choices else "V", **bool_flag)
+
+
+def config_from_flags(values: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> MoEConfig:
+    """Defaults, then the YAML file in `moe_config`, then `base` (dotted paths, from the host), then the flags given.
+
+    Args:
+        values: parsed flags by `dest`; absent or None means "not given".
+        base: settings which the host itself knows, e.g. `{"model_dim": 512}`.
+    Raises:
+        ValueError: naming the flag or path, its value, the bound and the remedy.
+    """
+    config_file = values.get(CONFIG_FLAG.dest)
+    config = from_yaml(config_file) if config_file else from_dict({})
+    overrides = dict(base or {})
+    for spec in flag_specs()[1:]:
+        given = values.get(spec.dest)
+        if given is not None:
+            overrides[spec.path] = parse_value(spec, given)
+    return with_overrides(config, overrides)
+
+
+def flag_values(config: MoEConfig) -> dict[str, Any]:
+    """The inverse: each flag's value in `config`, by `dest`."""
+    tree = to_dict(config)
+
+    def look_up(path: str) -> Any:
+        node: Any = tree
+        for key in path.split("."):
+            node = node[key]
+        return node
+
+    return {spec.dest: look_up(spec.path) for spec in flag_specs()[1:]}

@@ -1,0 +1,13 @@
+"""Losses over a model's outputs (losses of routers: `moe_plugin.routing.losses`)."""
+
+from moe_plugin.ensembles.cmcl import (
+    OracleLoss,
+    confident_oracle_loss,
+    ensemble_errors,
+    responsible,
+    share_features,
+    uniform_divergence,
+)
+from moe_plugin.ensembles.heads import EnsembleHeads
+
+__all__ = ["EnsembleHeads", "OracleLoss", "confident_oracle_loss", "ensemble_errors", "responsible", "share_features", "uniform_divergence"]

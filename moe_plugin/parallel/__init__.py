@@ -1,1 +1,0 @@
-"""Fitting the layer to groups of ranks, and recomputation."""

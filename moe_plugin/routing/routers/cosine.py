@@ -1,0 +1,49 @@
+"""Cosine router: direction counts, length does not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_plugin.routing.registry import routers
+from moe_plugin.routing.routers.base import xavier_
+from moe_plugin.routing.routers.topk import TopKRouter
+
+START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
+
+
+@routers.register("cosine")
+class CosineRouter(TopKRouter):
+    """logits = exp(min(temperature, log 100)) * cos(P x + b, a_e): tokens and experts compared in `cosine_dim` dimensions.
+
+    P, b, the experts' directions a_e and the temperature (from log 2) are learned. All else as router topk. Source: Tutel (Hwang et al.
+    2022), cosine gate; Chi et al. 2022.
+    """
+
+    def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Projection with bias, directions, temperature; a host's own initialisation does not touch them (`own_init`)."""
+        where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
+        self.project_PD = nn.Parameter(torch.empty(width, self.model_dim, **where))
+        self.project_P = nn.Parameter(torch.empty(width, **where))
+        self.direction_EP = nn.Parameter(torch.empty(self.num_experts, width, **where))
+        self.temperature = nn.Parameter(torch.empty(1, **where))
+        for parameter in self.parameters():
+            parameter.own_init = True  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        """Xavier projection, directions of deviation 0.01, temperature log 2."""
+        xavier_(self.project_PD)
+        with torch.no_grad():
+            self.project_P.zero_()
+            self.direction_EP.copy_(torch.randn(self.direction_EP.shape) * 0.01)
+            self.temperature.fill_(START)
+
+    def clean_logits(self, x_TD: Tensor) -> Tensor:
+        """Scaled cosines."""
+        x_TP = F.normalize(F.linear(x_TD, self.project_PD.to(x_TD.dtype), self.project_P.to(x_TD.dtype)), dim=1)
+        direction_EP = F.normalize(self.direction_EP.to(x_TD.dtype), dim=1)
+        return F.linear(x_TP, direction_EP) * self.temperature.to(x_TD.dtype).clamp(max=MOST).exp()

@@ -1,0 +1,62 @@
+"""Dense-to-sparse router: all experts at first, few in the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing.registry import routers
+from moe_plugin.routing.replay import replayed
+from moe_plugin.routing.routers.base import Router, first_choice_priority
+
+
+@routers.register("dense_to_sparse")
+class DenseToSparseRouter(Router):
+    """p = softmax((logits + Gumbel noise) / t); every expert with p >= threshold is visited, the best one always, with weight p.
+
+    t falls geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer steps; the step is saved with the weights.
+    No noise outside training. Choices are sorted by p; `top_k` bounds nothing: a token has up to E choices. Source: EvoMoE (Nie et al.
+    2021), dense-to-sparse gate.
+    """
+
+    own_losses = frozenset()
+
+    def __init__(self, config: MoEConfig, **where: Any) -> None:
+        super().__init__(config, **where)
+        self.fixed_k = self.num_experts
+        self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=where.get("device")))
+
+    def temperature(self) -> Tensor:
+        """t at the present step, float64 [1]: start * (end / start)^min(1, step / steps)."""
+        rules = self.config.sparsity
+        done = (self.step.double() / rules.steps).clamp(max=1.0)
+        return rules.start * (rules.end / rules.start) ** done
+
+    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
+        """Up to E choices a token, -1 where an expert is skipped."""
+        logits_TE = self.logits(x_TD)[1]
+        noisy_TE = logits_TE
+        if self.training:
+            # recorded with the choice, because the weights depend on it
+            noisy_TE = logits_TE + replayed(self, lambda: -torch.empty_like(logits_TE).exponential_().log())
+        probs_TE = F.softmax(noisy_TE / self.temperature().to(noisy_TE.dtype), dim=1)
+        ids_TE = replayed(self, lambda: self._choose(probs_TE.detach()))
+        weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
+        seen = self.seen(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
+        return self.finish(seen, ids_TE, weights_TE, first_choice_priority(probs_TE))
+
+    def _choose(self, probs_TE: Tensor) -> Tensor:
+        sorted_TE, ids_TE = torch.sort(probs_TE, dim=1, descending=True, stable=True)
+        skipped_TE = sorted_TE < self.config.sparsity.threshold
+        skipped_TE[:, 0] = False
+        return ids_TE.masked_fill(skipped_TE, -1)
+
+    def finish_step(self) -> None:
+        """One step further."""
+        super().finish_step()
+        self.step = self.step + 1

@@ -1,0 +1,22 @@
+"""GShard router: two experts a token, the second one by chance."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_plugin.routing.registry import routers
+from moe_plugin.routing.routers.topk import TopKRouter, shares
+
+
+@routers.register("gshard")
+class GShardRouter(TopKRouter):
+    """The two likeliest experts; in training the second is kept with probability min(1, 2 g2), g2 = p2 / (p1 + p2).
+
+    Weights g are fixed before the second is dropped. Source: GShard (Lepikhin et al. 2020), algorithm 1.
+    """
+
+    fixed_k = 2
+    second_expert_policy = "random"
+
+    def _second(self, weights_TK: Tensor) -> Tensor:
+        return shares(weights_TK)[:, 1]

@@ -1,0 +1,54 @@
+"""Balance without a loss: a bias on each expert's score that counts for the choice alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.routing.registry import routers
+from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
+from moe_plugin.routing.routers.topk import shares
+
+
+@routers.register("sigmoid_bias")
+class SigmoidBiasRouter(GroupLimitedRouter):
+    """Sigmoid scores s; the k largest s + b are chosen, s alone weighs; b moves against the load.
+
+    After each step b_e += bias_rate * sign(mean load - load_e), load_e: choices of expert e by all data-parallel ranks since the last
+    step. With `router.groups` the choice is group-limited. Source: Wang et al. 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
+
+    The bias is a float32 buffer (`bias_E`, saved with the weights) whatever dtype the layer is cast to. Counting happens where a choice is
+    made, so that a recomputation does not count; the one collective is in `finish_step`.
+    """
+
+    groups_needed = False
+
+    def __init__(self, config: MoEConfig, **where: Any) -> None:
+        super().__init__(config, **where)
+        device = where.get("device")
+        self.register_buffer("bias_E", torch.zeros(self.num_experts, dtype=torch.float32, device=device))
+        self.register_buffer("load_E", torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device), persistent=False)
+
+    def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
+        chosen_TK = self.limited(scores_TE.detach() + self.bias_E.to(scores_TE.dtype), k)
+        if self.training and not inside_backward():
+            counted_N = torch.where(mask_T[:, None], chosen_TK, self.num_experts).reshape(-1)
+            self.load_E = self.load_E.index_add(0, counted_N, torch.ones_like(counted_N))
+        return chosen_TK
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return torch.sigmoid(logits_TE)
+
+    def _distribution(self, scores_TE: Tensor) -> Tensor:
+        return shares(scores_TE)
+
+    def finish_step(self) -> None:
+        """Move the biases by the load of all ranks, and count anew. Collective over `batch_comm`."""
+        super().finish_step()
+        load_E = (self.batch_comm or self.comm).all_reduce(self.load_E)[:-1].double()
+        self.bias_E = self.bias_E + self.config.bias_rate * torch.sign(load_E.mean() - load_E).to(self.bias_E.dtype)
+        self.load_E = torch.zeros_like(self.load_E)

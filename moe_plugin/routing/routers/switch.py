@@ -1,0 +1,17 @@
+"""Switch router: one expert a token."""
+
+from __future__ import annotations
+
+from moe_plugin.routing.registry import routers
+from moe_plugin.routing.routers.topk import TopKRouter
+
+
+@routers.register("switch")
+class SwitchRouter(TopKRouter):
+    """The likeliest expert alone, weighed by its probability; `router.input_jitter` multiplies the input, as in the paper.
+
+    Source: Switch Transformer (Fedus et al. 2021).
+    """
+
+    fixed_k = 1
+    second_expert_policy = "all"

@@ -1,0 +1,107 @@
+"""Top-k router: softmax or sigmoid scores, any k, GShard's second-expert policies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_plugin.kernels import route, top_k_stable
+from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing.losses import FUSED, FusedLossInputs
+from moe_plugin.routing.registry import routers
+from moe_plugin.routing.replay import replayed
+from moe_plugin.routing.routers.base import Router, first_choice_priority
+
+
+@routers.register("topk")
+class TopKRouter(Router):
+    """Linear scores, the k largest chosen; ties go to the lower expert index.
+
+    Follows section "router" of Tutel (Hwang et al. 2022): noise of `noise / E` on the logits, scores divided by their
+    sum over the chosen (clamped away from zero) before capacity drops anything.
+    """
+
+    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
+        """Scores, choice, weights, policy, losses."""
+        if self.training and self.second_expert_policy != "all" and k != 2:
+            raise ValueError(f"top_k={k} is out of bounds: must be 2 in training with router.second_expert_policy={self.second_expert_policy!r}; "
+                             "pass None, or set the policy to 'all'")
+        clean_TE, logits_TE = self.logits(x_TD)
+        if self._one_pass():
+            return self._route_in_one_pass(logits_TE, mask_T, k, info)
+        scores_TE = self._scores(logits_TE)
+        chosen_TK = replayed(self, lambda: self._select(scores_TE, logits_TE, mask_T, k))
+        weights_TK = self._weigh(scores_TE, chosen_TK)
+        ids_TK = self._policy(chosen_TK, weights_TK)
+        probs_TE = self._distribution(scores_TE)
+        clean_probs_TE = self._distribution(self._scores(clean_TE)) if self.noise_scale() else probs_TE
+        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE, clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
+        return self.finish(seen, ids_TK, self.normalized(weights_TK), first_choice_priority(scores_TE))
+
+    def _one_pass(self) -> bool:
+        """Plain softmax routing, and losses that need no score of every token: then one kernel does all."""
+        plain = type(self) is TopKRouter and self.config.score == "softmax" and not self.noise_scale()
+        losses = set(self.loss_names) - self.only_noisy
+        return plain and not (self.training and self.second_expert_policy != "all") and losses <= FUSED and not torch.compiler.is_compiling()
+
+    def _route_in_one_pass(self, logits_TE: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
+        normalize, made = k > 1 and self.config.normalize == "before_drop", []
+
+        def choose() -> Tensor:
+            made.append(route(logits_TE, mask_T, k, normalize))
+            return made[0].ids_TK
+
+        chosen_TK = replayed(self, choose)
+        routed = made[0] if made else route(logits_TE, mask_T, k, normalize, chosen_TK)
+        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=logits_TE.detach())
+        seen = FusedLossInputs(**{f.name: getattr(seen, f.name) for f in dataclasses.fields(seen)}, routed=routed)
+        best_T = logits_TE.detach().amax(1) if logits_TE.numel() else logits_TE.new_zeros(logits_TE.shape[0])
+        return self.finish(seen, chosen_TK, routed.weights_TK, torch.exp(best_T - routed.lse_T))
+
+    def _weigh(self, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+        return scores_TE.gather(1, chosen_TK)
+
+    def _more(self, chosen_TK: Tensor) -> dict[str, Tensor]:
+        """What a subclass tells the losses."""
+        return {}
+
+    def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
+        if not (self.training and self.second_expert_policy == "sampling"):
+            return top_k_stable(scores_TE.detach(), k)
+        first_T1 = top_k_stable(scores_TE.detach(), 1)
+        gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
+        second_T1 = (logits_TE.detach() + gumbel_TE).scatter(1, first_T1, float("-inf")).argmax(1, keepdim=True)
+        return torch.cat([first_T1, second_T1], dim=1)
+
+    @property
+    def second_expert_policy(self) -> str:
+        """What happens to a second expert in training."""
+        return self.config.second_expert_policy
+
+    def _policy(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if not (self.training and self.second_expert_policy == "random"):
+            return ids_TK
+        return replayed(self, lambda: self._drop_second(ids_TK, weights_TK.detach()))
+
+    def _drop_second(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        second_T = self._second(weights_TK)
+        keep_T = torch.rand_like(second_T) < 2 * second_T
+        return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
+
+    def _second(self, weights_TK: Tensor) -> Tensor:
+        # a share only where weights are divided before dropping, else the score itself: as fairseq's `moe` branch has it
+        return self.normalized(weights_TK)[:, 1]
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return F.softmax(logits_TE, dim=1) if self.config.score == "softmax" else torch.sigmoid(logits_TE)
+
+    def _distribution(self, scores_TE: Tensor) -> Tensor:
+        return scores_TE if self.config.score == "softmax" else shares(scores_TE)
+
+
+def shares(scores_TE: Tensor) -> Tensor:
+    """Non-negative scores divided by their sum over experts."""
+    return scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=torch.finfo(scores_TE.dtype).eps)

@@ -1,0 +1,151 @@
+"""Several routers in one layer, one of which decides a call."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.local import LocalComm
+from moe_plugin.config.router import RouterConfig
+from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing.replay import replayed
+from moe_plugin.routing.router_selection import GateCall, gate_choices
+
+
+class Gates(nn.Module):
+    """Routers of which one decides a call: the one that `TokenInfo.gate_index` names, else the one that `router.choice` chooses.
+
+    All micro-batches of an optimizer step take the same one, and a recomputation takes the one of its first pass. The choice follows from
+    settings, the layer's number and the steps that are over (`finish_step`), which all ranks share; these steps are saved with the weights,
+    so that a run that goes on from a checkpoint goes on in the sequence. Parameters of the routers that did not decide get a gradient of
+    zero, so that data-parallel wrappers that wait for every parameter do not wait for ever.
+
+    Attributes: `layer`: number of this MoE layer in its model, from 0; None: not known. `steps`: optimizer steps that are over.
+    What a host sets (`replay`, `loss_comm`, `batch_comm`) goes to all routers.
+
+    Args:
+        routers: in the order of `router.name`. config: its section `router`; None: the first decides.
+        comm: ranks that hold the experts; with more than one, building is collective.
+    Raises:
+        ValueError: an unknown rule; ranks whose settings differ.
+    """
+
+    def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None, comm: Comm | None = None, device: Any = None) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(routers)
+        self.config = config or RouterConfig(name=",".join(type(gate).__name__ for gate in routers))
+        self.rule = gate_choices.get(self.config.choice.rule)
+        self.layer: int | None = None
+        self.steps = 0  # the buffer's value, here without asking a device
+        self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
+        _check_agreement(self.config, comm if comm is not None else LocalComm())
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What any of them wants to know of a call."""
+        return frozenset().union(*(getattr(gate, "needs", frozenset()) for gate in self.gates))
+
+    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
+        """As the chosen router. `ValueError`: there is no router of that index."""
+        if torch.compiler.is_compiling():
+            index = self._choose(info)
+        else:  # recorded with the router's choice: replayed elsewhere, under another step number, it must be the same router's
+            index = int(replayed(self, lambda: torch.tensor(self._choose(info))))
+        gate = self.gates[index]
+        routing = gate(x_TD, mask_T, top_k) if info is None else gate(x_TD, mask_T, top_k, info)
+        weights_TK = routing.weights_TK
+        if self.training and torch.is_grad_enabled():
+            idle = [p for other in self.gates if other is not gate for p in other.parameters() if p.requires_grad]
+            weights_TK = _WithIdle.apply(weights_TK, *idle) if idle else weights_TK
+        return replace(routing, weights_TK=weights_TK, gate=self.config.names[index])
+
+    def _choose(self, info: TokenInfo | None) -> int:
+        count = len(self.gates)
+        if info is not None and info.gate_index is not None:
+            index, who = info.gate_index, "gate_index"
+        else:
+            index, who = self.rule(GateCall(count, self.steps, self.layer, self.training, self.config.choice)), f"choice {self.config.choice.rule!r}: index"
+        if not 0 <= index < count:
+            raise ValueError(f"{who}={index} is out of bounds: must be in 0..{count - 1}; router.name lists {count}")
+        return index
+
+    def finish_step(self) -> None:
+        """One optimizer step further; the routers themselves are told by `moe_plugin.routing.finish_step`."""
+        self.steps += 1
+        self.step.fill_(self.steps)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        saved = state_dict.get(f"{prefix}step")
+        if saved is not None and not saved.is_meta:
+            self.steps = int(saved)
+
+    def _tell(self, name: str, value: object) -> None:
+        for gate in self.gates:
+            setattr(gate, name, value)
+
+    @property
+    def replay(self) -> bool:
+        """See `moe_plugin.routing.replay`."""
+        return any(getattr(gate, "replay", False) for gate in self.gates)
+
+    @replay.setter
+    def replay(self, value: bool) -> None:
+        self._tell("replay", value)
+
+    @property
+    def loss_comm(self) -> Comm | None:
+        """See `Router.loss_comm`."""
+        return getattr(self.gates[0], "loss_comm", None)
+
+    @loss_comm.setter
+    def loss_comm(self, value: Comm | None) -> None:
+        self._tell("loss_comm", value)
+
+    @property
+    def batch_comm(self) -> Comm | None:
+        """See `Router.batch_comm`."""
+        return getattr(self.gates[0], "batch_comm", None)
+
+    @batch_comm.setter
+    def batch_comm(self, value: Comm | None) -> None:
+        self._tell("batch_comm", value)
+
+
+class _WithIdle(torch.autograd.Function):
+    """Gate weights as they are; parameters that had no part in them get a gradient of zero (not 0 * value, which may be NaN)."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, *idle: Tensor) -> Tensor:
+        ctx.like = [(p.shape, p.dtype, p.device) for p in idle]
+        return weights_TK.view_as(weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, ...]:
+        return (grad_TK, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
+
+
+def number_layers(model: nn.Module) -> int:
+    """Number the lists of routers in a model from 0 in the order of its modules, for `router.choice.rule`; returns how many there are."""
+    found = [module for module in model.modules() if isinstance(module, Gates)]
+    for index, gates in enumerate(found):
+        gates.layer = index
+    return len(found)
+
+
+def _check_agreement(config: RouterConfig, comm: Comm) -> None:
+    """Ranks that take different routers would wait in different collectives."""
+    if comm.size == 1:
+        return
+    text = repr((config.names, config.choice))
+    mark = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    high, low = comm.all_reduce(torch.tensor([mark, -mark], dtype=torch.int64, device=comm.device), "max").tolist()
+    if high != -low:
+        raise ValueError(f"router.name and router.choice differ between the {comm.size} ranks that share experts; rank {comm.rank} has {text}: "
+                         "give all ranks the same settings, the seed too")

@@ -1,0 +1,198 @@
+"""Files of every rank: resume after a kill, refusals, evaluation."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_plugin.hosts.fairseq import checkpoint_files as files
+from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, command, environment, run
+
+WANTED = {"num_experts": 4, "world_size": 2, "rank": 0, "expert_parallel_size": 2}
+
+
+def write(path: Path, step: int = 8, **changes: int) -> str:
+    torch.save({files.MANIFEST: {**WANTED, "num_updates": step, **changes}, "model": {"w": torch.zeros(1000)}}, path)
+    return str(path)
+
+
+def test_names() -> None:
+    assert files.with_rank("a/checkpoint_last.pt", 3) == "a/checkpoint_last-rank-3.pt"
+    assert files.with_rank("a/checkpoint_last-rank-1.pt", 3) == "a/checkpoint_last-rank-3.pt"
+    assert files.without_rank("a/checkpoint_last-rank-1.pt") == "a/checkpoint_last.pt"
+    assert files.with_rank_suffix("-x", 2) == "-x-rank-2"
+
+
+def test_nothing_there_is_a_fresh_start(tmp_path: Path) -> None:
+    files.agree(str(tmp_path / "checkpoint_last-rank-0.pt"), WANTED, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_newest_whole_step_is_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoint_last-rank-0.pt", 4)
+    write(Path(path + files.PENDING), 8)
+    files.agree(path, WANTED, None)
+    assert files.read(path)[files.MANIFEST]["num_updates"] == 8
+    assert not os.path.exists(path + files.PENDING)
+
+
+def test_half_written_pending_file_is_ignored(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoint_last-rank-0.pt", 4)
+    Path(path + files.PENDING).write_bytes(Path(path).read_bytes()[:500])
+    files.agree(path, WANTED, None)
+    assert files.read(path)[files.MANIFEST]["num_updates"] == 4
+
+
+@pytest.mark.parametrize(("everyone", "step"), [
+    ([{4: "a", 8: "b"}, {4: "c"}], 4),  # killed in the first phase
+    ([{8: "b"}, {4: "c", 8: "d"}], 8),  # killed in the second phase
+    ([{}, {}], None),
+])
+def test_newest_step_of_all_ranks(everyone: list[dict[int, str]], step: int | None) -> None:
+    assert files.newest_common("x.pt", everyone) == step
+
+
+def test_ranks_without_a_common_step_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"incomplete.*rank 0: \[4\]; rank 1: none"):
+        files.newest_common("x-rank-0.pt", [{4: "a"}, {}])
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"num_experts": 8}, "num_experts=8.*num_experts=4.*--moe-expert-count 8"),
+    ({"world_size": 4}, "world_size=4.*world_size=2.*4 data-parallel ranks"),
+    ({"expert_parallel_size": 1}, "--moe-expert-parallel-size 1"),
+    ({"rank": 1}, "belongs to rank 1"),
+])
+def test_files_of_another_run_are_refused(tmp_path: Path, changes: dict[str, int], words: str) -> None:
+    path = write(tmp_path / "checkpoint_last-rank-0.pt", **changes)
+    with pytest.raises(ValueError, match=words):
+        files.agree(path, WANTED, None)
+
+
+def test_truncated_dense_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoint_last-rank-0.pt")
+    Path(path).write_bytes(Path(path).read_bytes()[:-300])
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        files.agree(path, WANTED, None)
+    torch.save({"model": {}}, path)
+    with pytest.raises(ValueError, match="holds no experts"):
+        files.agree(path, WANTED, None)
+    os.remove(path)
+    write(tmp_path / "checkpoint_last.pt", world_size=1, expert_parallel_size=1)
+    with pytest.raises(ValueError, match=r"written by 1 data-parallel ranks.*world_size=2"):
+        files.agree(path, WANTED, None)
+
+
+def test_copies_are_whole(tmp_path: Path) -> None:
+    source = write(tmp_path / "checkpoint1.pt")
+    files.copy(source, str(tmp_path / "checkpoint_last.pt"))
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == Path(source).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint1.pt", "checkpoint_last.pt"]
+
+
+def kill_at_step(arguments: str, step: int) -> str:
+    """Start 2 ranks, SIGKILL all of them when the log shows the step; returns the log."""
+    process = subprocess.Popen(command("fairseq-train", arguments, ranks=2), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, start_new_session=True)
+    log = []
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            log.append(line)
+            if f'"num_updates": "{step}"' in line and "train_inner" in line:
+                break
+    finally:
+        _kill_family(process)
+    return "".join(log)
+
+
+def _kill_family(process: subprocess.Popen) -> None:
+    """torchrun starts each rank in a session of its own: find them by their parent before killing any."""
+    import psutil
+
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        try:
+            member.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+    process.wait()
+    psutil.wait_procs(family, timeout=10)
+
+
+@pytest.mark.distributed
+def test_killed_run_resumes_with_the_same_losses(corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
+    arguments = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --save-interval-updates 2 --save-dir {tmp_path}"
+    step = random.SystemRandom().randint(5, 11)
+    kill_at_step(arguments, step)
+    resumed = run("fairseq-train", arguments, ranks=2).ok()
+    start = int(re.findall(r"Loaded checkpoint .*@ (\d+) updates", resumed.log)[0])
+    assert 2 <= start <= step + 1
+    wanted = {entry["num_updates"]: entry for entry in ep2[1].steps}
+    assert [entry["num_updates"] for entry in resumed.steps] == list(range(start + 1, 13))
+    for entry in resumed.steps:
+        assert entry["loss"] == pytest.approx(wanted[entry["num_updates"]]["loss"], abs=1.1e-3)
+        assert entry["gnorm"] == pytest.approx(wanted[entry["num_updates"]]["gnorm"], abs=1.1e-3)
+
+
+@pytest.mark.distributed
+def test_every_rank_has_its_own_experts(ep2: tuple[Path, Result]) -> None:
+    states = [files.read(str(ep2[0] / f"checkpoint_last-rank-{rank}.pt")) for rank in range(2)]
+    assert [state[files.MANIFEST]["rank"] for state in states] == [0, 1]
+    assert not (ep2[0] / "checkpoint_last.pt").exists()
+    experts = [name for name in states[0]["model"] if "experts.w_in" in name]
+    assert len(experts) == 1
+    first, second = (state["model"][experts[0]] for state in states)
+    assert first.shape[0] == second.shape[0] == 2
+    assert not torch.equal(first, second)
+    shared = "decoder.embed_tokens.weight"
+    torch.testing.assert_close(states[0]["model"][shared], states[1]["model"][shared], rtol=0, atol=0)
+
+
+@pytest.mark.distributed
+def test_validate_eval_lm_and_generate_read_the_rank_files(corpus: Corpus, ep2: tuple[Path, Result]) -> None:
+    home, trained = ep2
+    common = f"{corpus.lm} --user-dir moe_plugin --cpu --path {home / 'checkpoint_last.pt'}"
+    validated = run("fairseq-validate", f"{common} --task language_modeling --batch-size 4").ok()
+    last = re.findall(r'"valid_inner_loss": "([\d.]+)"', trained.log)[-1]
+    assert float(re.findall(r"inner_loss ([\d.]+)", validated.log)[-1]) == pytest.approx(float(last), abs=2e-3)
+    scored = run("fairseq-eval-lm", f"{common} --is-moe --gen-subset valid --tokens-per-sample 32 --batch-size 4").ok()
+    assert float(re.findall(r"Loss \(base 2\): ([\d.]+)", scored.log)[-1]) == pytest.approx(float(last), abs=2e-3)
+    generated = run("fairseq-generate", f"{common} --task language_modeling --gen-subset test --tokens-per-sample 32 --sample-break-mode eos "
+                                        "--beam 2 --max-len-b 8 --batch-size 4").ok()
+    assert len(re.findall(r"^H-\d+\t", generated.log, re.MULTILINE)) == 20
+
+
+@pytest.mark.distributed
+def test_resume_with_another_world_or_a_damaged_file_is_refused(corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
+    shutil.copytree(ep2[0], tmp_path, dirs_exist_ok=True)
+    arguments = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 14 --save-dir {tmp_path}"
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    run("fairseq-train", arguments).failed_with("world_size=2", "world_size=1")
+    damaged = tmp_path / "checkpoint_last-rank-1.pt"
+    before.pop(damaged.name)
+    damaged.write_bytes(damaged.read_bytes()[:-1000])
+    run("fairseq-train", arguments, ranks=2).failed_with("checkpoint_last-rank-1.pt", "truncated or damaged")
+    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path != damaged}
+
+
+@pytest.mark.distributed
+def test_translation_model_trains_and_translates(corpus: Corpus, tmp_path: Path) -> None:
+    flags = ("--task translation -s src -t tgt --arch transformer_tiny --dropout 0 --optimizer adam --lr 0.005 --lr-scheduler fixed --batch-size 16 "
+             "--max-update 12 --log-format json --log-interval 1 --no-progress-bar --cpu --num-workers 0 --seed 3 --user-dir moe_plugin "
+             "--criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1 --moe-gate-loss-wt 0.01 --moe-expert-count 4 "
+             "--encoder-moe-freq 2 --decoder-moe-freq 2 --use-moe-pad-mask")
+    trained = run("fairseq-train", f"{corpus.mt} {flags} --save-dir {tmp_path}", ranks=2).ok()
+    assert trained.losses[-1] < trained.losses[0] - 0.5
+    translated = run("fairseq-generate", f"{corpus.mt} --user-dir moe_plugin --cpu --path {tmp_path / 'checkpoint_last.pt'} --beam 2 --max-len-b 20 "
+                                         "--batch-size 8").ok()
+    assert len(re.findall(r"^D-\d+\t", translated.log, re.MULTILINE)) == 20
+    assert "BLEU4" in translated.log

@@ -1,0 +1,121 @@
+"""The launcher, the specs for `--spec`, the flags, the CPU shim."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from tests.hosts.megatron.ranks import ROOT
+
+pytestmark = pytest.mark.megatron
+ARGUMENTS = '''
+import argparse
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--num-experts", type=int)
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser)
+    return parser.parse_args()
+'''
+SCRIPT = '''
+from megatron.training.initialize import parse_args
+def mine(parser):
+    parser.add_argument("--mine")
+    return parser
+args = parse_args(mine)
+from megatron.training import global_vars
+global_vars._GLOBAL_ARGS = args
+from moe_plugin.hosts.megatron.compat import script_arguments
+from moe_plugin.hosts.megatron.translate import settings_from_flags
+print(args.num_experts, args.mine, settings_from_flags(script_arguments()))
+'''
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A directory like a source checkout: a script, and `megatron.training` beside it with the seam that Megatron's has."""
+    package = tmp_path / "a checkout" / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()  # as the real one has: a folder without would lose to the installed package of megatron-core >= 0.19
+    (package / "arguments.py").write_text(ARGUMENTS)
+    (package / "initialize.py").write_text("from megatron.training.arguments import parse_args\n")
+    (package / "global_vars.py").write_text("_GLOBAL_ARGS = None\n")
+    (package.parent.parent / "pretrain_gpt.py").write_text(SCRIPT)
+    return package.parent.parent
+
+
+def _launch(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-W", "ignore", "-m", "moe_plugin.hosts.megatron.launch", *argv], cwd=ROOT, capture_output=True,
+                          check=False, text=True, timeout=120)
+
+
+def test_launcher_adds_our_arguments_to_the_scripts_own(checkout: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "moe.yaml"
+    settings.write_text("dispatch: {name: padded}\nlosses: {gshard: 0.5}\n")
+    done = _launch(str(checkout / "pretrain_gpt.py"), "--num-experts", "8", "--mine", "x", "--moe-config", str(settings), "--moe-capacity-factor", "1.5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "8 x {'dispatch.name': 'padded', 'losses': {'gshard': 0.5}, 'dispatch.capacity_factor': 1.5}"
+
+
+def test_launcher_offers_no_second_name_for_native_arguments(checkout: Path) -> None:
+    done = _launch(str(checkout / "pretrain_gpt.py"), "--moe-top-k", "3")
+    assert done.returncode == 2 and "unrecognized arguments: --moe-top-k 3" in done.stderr
+
+
+def test_launcher_without_a_script_says_what_it_wants() -> None:
+    done = _launch("no_such_script.py")
+    assert done.returncode == 1 and "'no_such_script.py' not found" in done.stderr and "pretrain_gpt.py" in done.stderr
+
+
+def test_spec_attributes_hold_our_layer() -> None:
+    import functools
+
+    from moe_plugin.hosts.megatron import spec
+    from moe_plugin.hosts.megatron.layer import PluginMoELayer
+
+    for name in ("moe_layer", "moe_layer_local"):
+        found = vars(spec)[name]  # as Megatron's --spec looks it up
+        submodules = found.keywords["submodules"] if isinstance(found, functools.partial) else found.submodules
+        mlp = submodules.mlp
+        assert (mlp.func if isinstance(mlp, functools.partial) else mlp.module) is PluginMoELayer
+
+
+def test_spec_takes_a_yaml_file(tmp_path: Path) -> None:
+    from moe_plugin.hosts.megatron.spec import moe_layer_spec
+
+    (tmp_path / "moe.yaml").write_text("dispatch: {name: padded}\n")
+    assert "'dispatch.name': 'padded'" in repr(moe_layer_spec(str(tmp_path / "moe.yaml")))
+    (tmp_path / "bad.yaml").write_text("dispatch: {nam: padded}\n")
+    with pytest.raises(ValueError, match="unknown key 'dispatch.nam'"):
+        moe_layer_spec(str(tmp_path / "bad.yaml"))
+
+
+def test_native_argument_table_names_paths_of_the_tree() -> None:
+    from moe_plugin.config.flags import flag_specs
+    from moe_plugin.hosts.megatron.arguments import parser
+    from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
+
+    assert set(NATIVE_ARGUMENTS) <= {spec.path for spec in flag_specs()}
+    offered = parser().format_help()
+    for native in NATIVE_ARGUMENTS.values():
+        assert native.split(",")[0] in offered
+
+
+def test_configs_are_valid() -> None:
+    from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_yaml
+
+    files = sorted(Path(ROOT, "configs", "megatron").glob("*.yaml"))
+    assert files
+    for file in files:
+        assert not set(settings_from_yaml(str(file))) & set(NATIVE_ARGUMENTS), file
+
+
+def test_every_cpu_patch_states_versions_and_reason() -> None:
+    from moe_plugin.hosts.megatron.cpu import PATCHES
+
+    assert len(PATCHES) >= 8 and all(patch.versions and len(patch.reason) > 20 for patch in PATCHES)

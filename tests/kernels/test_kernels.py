@@ -1,0 +1,75 @@
+"""Row operations against one-hot einsums in float64: forward and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_plugin.kernels import combine_rows, gather_rows, kernels, permute_rows
+
+PROBLEM = st.tuples(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6), st.integers(0, 10**6))
+
+
+def problem(tokens: int, k: int, experts: int, slots: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A random partial placement of choices in experts*slots rows, and the one-hot [T, K, R] that says the same."""
+    g = torch.Generator().manual_seed(seed)
+    rows = experts * slots
+    free = torch.randperm(rows, generator=g).tolist()
+    position_TK = torch.full((tokens, k), -1)
+    for t in range(tokens):
+        for j in range(k):
+            if free and torch.rand((), generator=g) < 0.7:
+                position_TK[t, j] = free.pop()
+    source_R = torch.full((rows,), -1)
+    one_hot_TKR = torch.zeros(tokens, k, rows, dtype=torch.float64)
+    for t in range(tokens):
+        for j in range(k):
+            if position_TK[t, j] >= 0:
+                source_R[position_TK[t, j]] = t * k + j
+                one_hot_TKR[t, j, position_TK[t, j]] = 1
+    return position_TK, source_R, one_hot_TKR
+
+
+@given(PROBLEM)
+@settings(max_examples=50, deadline=None)
+def test_gather_is_the_einsum(p) -> None:
+    position_TK, source_R, one_hot_TKR = problem(*p)
+    x = torch.randn(p[0], 4, dtype=torch.float64, requires_grad=True)
+    got, want = gather_rows(x, source_R, position_TK), torch.einsum("td,tkr->rd", x, one_hot_TKR)
+    torch.testing.assert_close(got, want)
+    direction = torch.randn_like(want)
+    grads = [torch.autograd.grad((y * direction).sum(), x)[0] for y in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+@given(PROBLEM)
+@settings(max_examples=50, deadline=None)
+def test_combine_is_the_einsum(p) -> None:
+    position_TK, source_R, one_hot_TKR = problem(*p)
+    rows = torch.randn(source_R.numel(), 4, dtype=torch.float64, requires_grad=True)
+    w = torch.rand(p[0], p[1], dtype=torch.float64, requires_grad=True)
+    got = combine_rows(rows, w, source_R, position_TK)
+    want = torch.einsum("tk,rd,tkr->td", w, rows, one_hot_TKR)
+    torch.testing.assert_close(got, want)
+    direction = torch.randn_like(want)
+    for mine, theirs in zip(*[torch.autograd.grad((y * direction).sum(), (rows, w)) for y in (got, want)], strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_gradcheck() -> None:
+    position_TK, source_R, _ = problem(5, 2, 3, 3, 1)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    order = torch.randperm(9)
+    assert torch.autograd.gradcheck(lambda a: gather_rows(a, source_R, position_TK), x)
+    assert torch.autograd.gradcheck(lambda a, b: combine_rows(a, b, source_R, position_TK), (rows, w))
+    assert torch.autograd.gradcheck(lambda a: permute_rows(a, order, order.argsort()), rows)
+
+
+def test_every_kernel_says_what_it_picks() -> None:
+    for entry in kernels:
+        assert entry.value.names()[0] == "torch" and entry.summary
+        with pytest.raises(ValueError, match="has no implementation 'cobol'"):
+            entry.value.implementation("cobol")

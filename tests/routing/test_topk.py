@@ -1,0 +1,245 @@
+"""Router, losses and capacity against written formulas, known constants and properties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_plugin.kernels import slot_index
+
+from moe_plugin.comm import LocalComm
+from moe_plugin.config import DispatchConfig, from_dict
+from moe_plugin.records import Routing
+from moe_plugin.routing import TopKRouter, losses, routers
+from moe_plugin.routing.capacity import capacity, drop, fixed_slots, slots
+from moe_plugin.routing.losses import LossInputs
+
+
+def make_router(experts: int = 4, dim: int = 8, losses_: dict | None = None, **router) -> TopKRouter:
+    return TopKRouter(from_dict({"model_dim": dim, "num_experts": experts, "router": router, "losses": losses_ or {}}))
+
+
+def uniform_inputs(tokens: int, experts: int, k: int) -> LossInputs:
+    """Equal scores, choices dealt out in turn."""
+    probs_TE = torch.full((tokens, experts), 1 / experts)
+    ids_TK = (torch.arange(tokens)[:, None] + torch.arange(k)) % experts
+    everything = torch.bincount(ids_TK.flatten(), minlength=experts)
+    return LossInputs(
+        torch.zeros(tokens, experts), probs_TE, probs_TE, ids_TK, torch.ones(tokens, dtype=torch.bool), 1.0,
+        sequence_T=torch.arange(tokens) // experts, sequences=tokens // experts, outside_TE=torch.arange(experts).expand(tokens, -1) > 0,
+        margin_TE=torch.zeros(tokens, experts), penalty_E=torch.ones(experts), step_load_E=torch.cat([everything, torch.tensor([tokens])]))
+
+
+@pytest.mark.parametrize("experts,k", [(2, 1), (4, 2), (8, 4)])
+def test_known_constants_of_a_uniform_router(experts: int, k: int) -> None:
+    x = uniform_inputs(8 * experts, experts, k)
+    want = {"gshard": 1.0, "switch": 1.0, "sequence": 1.0, "global_batch": 1.0, "ta_moe": 1.0, "sam_alignment": 0.0,
+            "importance": 0.0, "noisy_load": 0.0, "load_importance": 0.0, "z": math.log(experts) ** 2}
+    assert set(want) == set(losses.names()), "a new loss needs its constant here"
+    for name, value in want.items():
+        assert losses.get(name)(x).item() == pytest.approx(value, abs=1e-6), name
+
+
+def test_load_importance_formula() -> None:
+    torch.manual_seed(1)
+    noise, tokens, experts = 0.7, 40, 4
+    clean = torch.randn(tokens, experts, dtype=torch.float64)
+    noisy = clean + noise * torch.randn_like(clean)
+    p, q = noisy.softmax(1), clean.softmax(1)
+    ids = p.topk(2).indices
+    mask = torch.arange(tokens) < 33
+    got = losses.get("load_importance")(LossInputs(noisy, p, q, ids, mask, noise))
+    phi = torch.distributions.Normal(0.0, 1.0).cdf
+    load = sum(phi((q[t] - p[t, ids[t, -1]]) / noise) for t in range(33))
+    importance = sum(p[t] for t in range(33))
+    want = sum(v.var() / v.mean() ** 2 for v in (load, importance)) / 2
+    torch.testing.assert_close(got, want)
+
+
+def test_losses_ignore_padding() -> None:
+    torch.manual_seed(0)
+    router = make_router(losses_={"gshard": 1, "switch": 1, "z": 1})
+    x = torch.randn(12, 8)
+    mask = torch.arange(12) < 7
+    padded, alone = router(x, mask), router(x[:7])
+    for name in alone.losses:
+        torch.testing.assert_close(padded.losses[name], alone.losses[name])
+    torch.testing.assert_close(padded.entropy, alone.entropy)
+    assert padded.tokens == 7 and (padded.ids_TK[7:] == -1).all() and (padded.weights_TK[7:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_routing_is_float32_or_better_also_under_autocast(dtype: torch.dtype) -> None:
+    router = make_router().to(dtype)
+    x = torch.randn(64, 8).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = router(x)
+    outside = router(x)
+    assert inside.weights_TK.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(inside.ids_TK, outside.ids_TK) and torch.equal(inside.weights_TK, outside.weights_TK)
+
+
+def test_ties_go_to_the_lower_expert() -> None:
+    router = make_router(experts=8, top_k=3)
+    torch.nn.init.zeros_(router.weight_ED)
+    assert (router(torch.randn(20, 8)).ids_TK == torch.arange(3)).all()
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_top_k_of_a_call_is_checked(k: int) -> None:
+    with pytest.raises(ValueError, match=f"top_k={k} .*1..num_experts=4"):
+        make_router()(torch.randn(3, 8), top_k=k)
+
+
+def test_noise_and_jitter_only_in_training() -> None:
+    router = make_router(noise=4.0, input_jitter=0.3)
+    x = torch.randn(50, 8)
+    assert not torch.equal(router(x).weights_TK, router(x).weights_TK)
+    router.eval()
+    assert torch.equal(router(x).weights_TK, router(x).weights_TK)
+
+
+def test_noise_has_the_written_scale() -> None:
+    router = make_router(experts=4, noise=2.0, losses_={"z": 1.0})
+    torch.nn.init.zeros_(router.weight_ED)
+    seen = []
+    router._distribution = lambda scores_TE: seen.append(scores_TE) or scores_TE
+    router(torch.randn(20000, 8))
+    logits = seen[0].log() - seen[0].log().mean(1, keepdim=True)  # softmax loses the mean: 3/4 of the variance is left
+    assert logits.var().item() == pytest.approx((2.0 / 4) ** 2 * 3 / 4, rel=0.03)
+
+
+def test_random_second_expert_keeps_with_probability_2g() -> None:
+    router = make_router(experts=2, dim=2, second_expert_policy="random")
+    with torch.no_grad():
+        router.weight_ED.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    x = torch.tensor([[math.log(4.0), 0.0]]).repeat(20000, 1)  # scores 0.8, 0.2
+    kept = (router(x).ids_TK[:, 1] >= 0).float().mean().item()
+    assert kept == pytest.approx(0.4, abs=0.02)
+    router.eval()
+    assert (router(x).ids_TK[:, 1] >= 0).all()
+
+
+@pytest.mark.parametrize("normalize,chance", [("before_drop", 0.8), ("after_drop", 0.4), ("none", 0.4)])
+def test_random_second_expert_follows_the_weight_before_dropping(normalize: str, chance: float) -> None:
+    # scores 0.3, 0.2 and many small ones: the share of the second is 0.4, its score 0.2
+    router = make_router(experts=12, dim=12, second_expert_policy="random", normalize=normalize)
+    with torch.no_grad():
+        router.weight_ED.copy_(torch.eye(12))
+    x = torch.tensor([[0.3, 0.2, *[0.05] * 10]]).log().repeat(20000, 1)
+    assert (router(x).ids_TK[:, 1] >= 0).float().mean().item() == pytest.approx(chance, abs=0.02)
+
+
+@pytest.mark.parametrize("policy", ["random", "sampling"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_second_expert_policies_take_no_other_number_in_training(policy: str, k: int) -> None:
+    router = make_router(second_expert_policy=policy)
+    with pytest.raises(ValueError, match=f"top_k={k} .* must be 2 in training with router.second_expert_policy='{policy}'"):
+        router(torch.randn(5, 8), None, k)
+    assert router.eval()(torch.randn(5, 8), None, k).ids_TK.shape == (5, k)
+
+
+@pytest.mark.parametrize("filling", [float("nan"), float("inf")])
+def test_what_padding_holds_does_not_matter(filling: float) -> None:
+    router = make_router(losses_={"gshard": 1.0, "switch": 1.0, "z": 1.0})
+    x, mask_T = torch.randn(6, 8), torch.arange(6) < 4
+    x[4:] = filling
+    got, want = router(x, mask_T), router(x[:4])
+    for name, loss in want.losses.items():
+        torch.testing.assert_close(got.losses[name], loss)
+    torch.testing.assert_close(got.entropy, want.entropy)
+    sum(got.losses.values()).backward()
+    assert router.weight_ED.grad.isfinite().all()
+
+
+def test_sampled_second_expert_follows_the_softmax_of_the_rest() -> None:
+    router = make_router(experts=3, dim=3, second_expert_policy="sampling")
+    with torch.no_grad():
+        router.weight_ED.copy_(torch.eye(3))
+    x = torch.tensor([[3.0, 1.0, 0.0]]).repeat(20000, 1)
+    ids_TK = router(x).ids_TK
+    share = (ids_TK[:, 1] == 1).float().mean().item()
+    assert (ids_TK[:, 0] == 0).all() and share == pytest.approx(math.e / (math.e + 1), abs=0.02)
+
+
+def routing_of(ids_TK: torch.Tensor, priority_T: torch.Tensor | None = None) -> Routing:
+    t, k = ids_TK.shape
+    priority_T = torch.zeros(t) if priority_T is None else priority_T
+    real = (ids_TK >= 0).any(1).sum()
+    return Routing(ids_TK, torch.rand(t, k) * (ids_TK >= 0), priority_T, {}, torch.zeros(()), real)
+
+
+@given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 6), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_slot_index_is_the_running_count(tokens: int, k: int, experts: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    ids_TK = torch.randint(-1, experts, (tokens, k), generator=g)
+    used = [0] * experts
+    want_TK = torch.full((tokens, k), -1)
+    for j in range(k):
+        for t in range(tokens):
+            if ids_TK[t, j] >= 0:
+                want_TK[t, j] = used[ids_TK[t, j]]
+                used[ids_TK[t, j]] += 1
+    assert torch.equal(slot_index(ids_TK, experts), want_TK)
+
+
+def test_capacity_worked_example() -> None:
+    assert fixed_slots(10, 4, 2, 1.0) == 6 and fixed_slots(10, 4, 2, 1.25) == 6 and fixed_slots(10, 4, 2, 1.4) == 8
+
+
+@pytest.mark.parametrize("factor,want", [(None, None), (1.0, 6), (1.25, 6), (2.0, 12), (0.3, 0), (0.0, 6), (-1.0, 6), (-0.7, 4)])
+def test_capacity_table(factor: float | None, want: int | None) -> None:
+    # 10 tokens, 4 experts, 2 choices: s = 3; expert 2 gets 6
+    first = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 3])
+    second = torch.tensor([1, 1, 2, 2, 3, 2, 2, 3, 3, 1])
+    routing = routing_of(torch.stack([first, second], 1))
+    assert capacity(DispatchConfig(capacity_factor=factor), routing, 4, LocalComm(), True) == want
+
+
+def test_eval_capacity() -> None:
+    routing = routing_of(torch.zeros(10, 1, dtype=torch.int64))
+    config = DispatchConfig(capacity_factor=1.0, eval_capacity_factor=2.0)
+    assert capacity(config, routing, 4, LocalComm(), True) == 3 and capacity(config, routing, 4, LocalComm(), False) == 6
+    config = DispatchConfig(capacity_factor=1.0, eval_token_fraction=0.25)
+    assert capacity(config, routing, 4, LocalComm(), True) == 3 and capacity(config, routing, 4, LocalComm(), False) == 3
+    assert capacity(DispatchConfig(eval_token_fraction=0.5), routing, 4, LocalComm(), False) == 5
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 8), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_batch_priority_keeps_the_most_confident(tokens: int, experts: int, limit: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    ids_T1 = torch.randint(0, experts, (tokens, 1), generator=g)
+    priority_T = torch.rand(tokens, generator=g)
+    routing = routing_of(ids_T1, priority_T)
+    kept = drop(routing, slots(routing, experts, True), limit, False).ids_TK[:, 0] >= 0
+    for e in range(experts):
+        mine = (ids_T1[:, 0] == e).nonzero().flatten().tolist()
+        best = sorted(mine, key=lambda t: -priority_T[t].item())[:limit]
+        assert {t for t in mine if kept[t]} == set(best)
+
+
+def test_unknown_router_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="unknown router 'best'; known: .*topk"):
+        routers.get("best")
+
+
+def test_a_users_own_router_and_loss() -> None:
+    @losses.register("test_own_loss")
+    def own(x: LossInputs) -> torch.Tensor:
+        """Twice the mean score of expert 0."""
+        return 2 * x.importance_E()[0] / x.count
+
+    try:
+        out = make_router(losses_={"test_own_loss": 1.0})(torch.randn(5, 8))
+        assert 0 < out.losses["test_own_loss"] < 2
+        with pytest.raises(ValueError, match="already registered"):
+            losses.register("test_own_loss")(own)
+    finally:
+        del losses._entries["test_own_loss"]
+    with pytest.raises(ValueError, match="unknown loss"):
+        make_router(losses_={"test_own_loss": 1.0})

@@ -1,0 +1,305 @@
+"""What a user of `MoELayer` relies on beyond the exactness matrix."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from moe_plugin import MoELayer, weighted_loss
+from moe_plugin.comm import run_simulated
+from moe_plugin.config import MoEConfig, from_dict
+from moe_plugin.routing.replay import checkpoint
+
+
+def config(**tree) -> MoEConfig:
+    return from_dict({"model_dim": 8, "num_experts": 4, "experts": {"hidden_dim": 16}, **tree})
+
+
+def test_any_leading_shape_and_mask() -> None:
+    layer = MoELayer(config())
+    x = torch.randn(3, 5, 8)
+    mask = torch.rand(3, 5) > 0.4
+    out = layer(x, mask)
+    assert out.output.shape == x.shape and (out.output[~mask] == 0).all()
+    torch.testing.assert_close(out.output[mask], layer(x[mask]).output)
+
+
+def test_top_k_of_a_call() -> None:
+    layer, other = MoELayer(config()), MoELayer(config(router={"top_k": 3}))
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(10, 8)
+    torch.testing.assert_close(layer(x, top_k=3).output, other(x).output)
+
+
+@pytest.mark.parametrize("x,mask,words", [
+    (torch.randn(4, 7), None, "model_dim"), (torch.randn(8), None, "model_dim"), (torch.ones(4, 8, dtype=torch.int64), None, "floating"),
+    (torch.randn(4, 8, device="meta"), None, "meta device"), (torch.randn(4, 8), torch.ones(4), "token_mask"), (torch.randn(4, 8), torch.ones(5, dtype=torch.bool), "token_mask"),
+])
+def test_wrong_inputs(x: torch.Tensor, mask: torch.Tensor | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MoELayer(config())(x, mask)
+
+
+@pytest.mark.parametrize("layer_dtype,x_dtype", [(torch.float16, torch.float32), (torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+def test_input_of_another_dtype(layer_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"input of dtype {x_dtype} does not fit: must be {layer_dtype}"):
+        MoELayer(config(), dtype=layer_dtype)(torch.randn(4, 8, dtype=x_dtype))
+
+
+@pytest.mark.parametrize("dispatch", [{}, {"name": "padded", "capacity_factor": 1.0}], ids=["ragged", "padded"])
+@pytest.mark.parametrize("filling", [float("nan"), float("inf")])
+def test_what_padding_holds_reaches_nothing(dispatch: dict, filling: float) -> None:
+    layer = MoELayer(config(dispatch=dispatch, experts={"hidden_dim": 16, "shared_hidden_dim": 8}, losses={"switch": 1.0, "z": 1.0}))
+    x, mask = torch.randn(6, 8), torch.arange(6) < 4
+    x[4:] = filling
+    x.requires_grad_()
+    out = layer(x, mask)
+    (out.output.square().sum() + sum(out.losses.values())).backward()
+    assert (out.output[4:] == 0).all() and (x.grad[4:] == 0).all() and x.grad.isfinite().all() and out.output.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("tree,words", [
+    ({"model_dim": 0}, "model_dim=0"), ({"router": {"name": "no"}}, "unknown router 'no'"), ({"losses": {"no": 1}}, "unknown loss 'no'"),
+    ({"dispatch": {"name": "no"}}, "unknown dispatcher 'no'"), ({"comm": {"all_to_all": "no"}}, "unknown all_to_all 'no'"),
+    ({"experts": {"kind": "no"}}, "unknown experts 'no'"), ({"experts": {"compute": "no"}}, "unknown expert_compute 'no'"),
+])
+def test_wrong_names(tree: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MoELayer(config(**tree))
+
+
+@pytest.mark.parametrize("experts,words", [(6, "num_experts=6 does not fit 4"), (3, "num_experts=3 does not fit 4")])
+def test_experts_that_do_not_fit_the_ranks(experts: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run_simulated(4, lambda comm: MoELayer(config(num_experts=experts), comm))
+
+
+def test_hidden_that_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match="experts.hidden_dim=18 cannot be cut in 4"):
+        run_simulated(4, lambda comm: MoELayer(config(num_experts=1, experts={"hidden_dim": 18}, router={"top_k": 1}), comm))
+
+
+def test_padded_needs_a_capacity() -> None:
+    with pytest.raises(ValueError, match="dispatch.capacity_factor"):
+        MoELayer(config(dispatch={"name": "padded"}))
+    scoring = MoELayer(config(dispatch={"name": "padded", "eval_token_fraction": 0.5}))  # a capacity for evaluation alone
+    assert scoring.eval()(torch.randn(3, 8)).stats.capacity == 2
+    with pytest.raises(ValueError, match="dispatch.capacity_factor"):
+        scoring.train()(torch.randn(3, 8))
+
+
+def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:
+    def build(comm) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in MoELayer(config(num_experts=2), comm).experts.named_parameters()}
+
+    # one thread at a time: the simulated ranks share torch's generator
+    import threading
+
+    lock = threading.Lock()
+
+    def alone(comm) -> dict[str, torch.Tensor]:
+        with lock:
+            torch.manual_seed(5)
+            return build(comm)
+
+    whole = run_simulated(1, alone)[0]
+    halves = run_simulated(2, alone)
+    quarters = run_simulated(4, alone)
+    for name, value in whole.items():
+        assert torch.equal(torch.cat([h[name] for h in halves]), value)
+        axis = {"w_in_LDF": 1, "b_in_LF": 0, "w_out_LFD": 0, "b_out_LD": 0}[name]
+        for expert in range(2):
+            assert torch.equal(torch.cat([quarters[2 * expert + j][name][0] for j in range(2)], axis), value[expert])
+
+
+def test_experts_are_marked_and_others_are_not() -> None:
+    layer = MoELayer(config(experts={"hidden_dim": 16, "shared_hidden_dim": 8}))
+    marked = {name for name, p in layer.named_parameters() if getattr(p, "expert", False)}
+    assert marked == {name for name, _ in layer.named_parameters() if name.startswith("experts.")} and len(marked) == 4
+
+
+@pytest.mark.parametrize("remake", [
+    copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer)), lambda layer: layer.double(),
+    lambda layer: layer.to("meta").to_empty(device="cpu"),
+], ids=["deepcopy", "pickle", "double", "meta"])
+@pytest.mark.parametrize("kind", ["ffn", "custom"])
+def test_experts_stay_marked_in_every_copy(remake, kind: str) -> None:
+    layer = remake(MoELayer(config(), experts=None if kind == "ffn" else Affine))
+    marked = {name for name, p in layer.named_parameters() if getattr(p, "expert", False)}
+    assert marked == {name for name, _ in layer.named_parameters() if name.startswith("experts.")} and marked
+
+
+def test_shared_expert_adds_a_dense_ffn() -> None:
+    layer = MoELayer(config(experts={"hidden_dim": 16, "shared_hidden_dim": 12}))
+    x, mask = torch.randn(6, 8), torch.arange(6) < 4
+    shared = layer.shared_expert
+    dense = shared.fc_out(nn.functional.gelu(shared.fc_in(x))) * mask[:, None]
+    with_it = layer(x, mask).output
+    layer.shared_expert = None
+    torch.testing.assert_close(with_it, layer(x, mask).output + dense)
+
+
+class Affine(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), float(index + 1)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self.scale
+
+
+def test_custom_experts_over_ranks() -> None:
+    x = torch.randn(2, 7, 8)
+
+    def rank(comm):
+        layer = MoELayer(config(), comm, experts=Affine)
+        nn.init.ones_(layer.router.weight_ED)
+        with torch.no_grad():
+            layer.router.weight_ED[1] += x[0, 0]  # some token prefers expert 1
+        out = layer(x[comm.rank])
+        out.output.sum().backward()
+        assert all(p.grad is not None and p.expert for p in layer.experts.parameters())
+        return out.output.detach(), layer.router(x[comm.rank], None, None)
+
+    for i, (output, routing) in enumerate(run_simulated(2, rank)):
+        factor = (routing.weights_TK * (routing.ids_TK + 1)).sum(1, keepdim=True).detach()
+        torch.testing.assert_close(output, x[i] * factor)
+    with pytest.raises(ValueError, match="custom experts cannot be cut"):
+        run_simulated(8, lambda comm: MoELayer(config(), comm, experts=Affine))
+
+
+@pytest.mark.parametrize("compute", ["loop", "batched", "grouped", "auto"])
+def test_autocast(compute: str) -> None:
+    layer = MoELayer(config(experts={"hidden_dim": 16, "compute": compute, "shared_hidden_dim": 8}))
+    x = torch.randn(32, 8, requires_grad=True)
+    plain = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.output.dtype == torch.float32
+    torch.testing.assert_close(out.output, plain.output, rtol=5e-2, atol=5e-2)
+    out.output.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_second_derivatives_of_the_loop() -> None:
+    layer = MoELayer(config(experts={"hidden_dim": 6, "compute": "loop", "activation": "silu"}, dispatch={"capacity_factor": 0.5}), dtype=torch.float64)
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda v, *_: layer(v).output, (x, *layer.parameters()), atol=1e-4)
+
+
+def test_second_derivatives_over_ranks() -> None:
+    """The gradient's norm, differentiated, is the same with one rank and with two."""
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+
+    def rank(comm) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = MoELayer(config(experts={"hidden_dim": 6, "compute": "loop", "activation": "silu"}), comm, dtype=torch.float64)
+        for index, parameter in enumerate(layer.parameters()):
+            nn.init.constant_(parameter, 0.1 * (index + 1))
+        with torch.no_grad():
+            layer.router.weight_ED.copy_(torch.linspace(-1, 1, 32).view(4, 8))
+        mine = (x.flatten(0, 1) if comm.size == 1 else x[comm.rank]).clone().requires_grad_()
+        (grad,) = torch.autograd.grad(layer(mine).output.square().sum(), mine, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), mine)[0]
+
+    torch.testing.assert_close(torch.cat(run_simulated(2, rank)), run_simulated(1, rank)[0])
+
+
+@pytest.mark.parametrize("changes", [{"experts": {"hidden_dim": 16, "compute": "fused"}}, {"experts": {"hidden_dim": 16, "compute": "loop"}, "parallel": {"d": 2}}])
+def test_second_derivatives_elsewhere_are_an_error(changes: dict) -> None:
+    def rank(comm) -> None:
+        x = torch.randn(4, 8, requires_grad=True)
+        torch.autograd.grad(MoELayer(config(**changes), comm)(x).output.square().sum(), x, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="a second derivative .* experts.compute='loop'"):
+        run_simulated(1 if "parallel" not in changes else 2, rank)
+
+
+def _grads(layer: MoELayer, x: torch.Tensor, how) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(3)
+    layer.zero_grad()
+    y = how(lambda v: layer(v).output, x)
+    y.square().sum().backward()
+    return tuple(p.grad.clone() for p in layer.parameters())
+
+
+def test_recomputation_repeats_the_routing() -> None:
+    layer = MoELayer(config(router={"noise": 4.0}))
+    x = torch.randn(40, 8, requires_grad=True)
+    plain = _grads(layer, x, lambda fn, v: fn(v))
+    again = _grads(layer, x, lambda fn, v: checkpoint(fn, v))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    # other noise in the second pass: choices must still be the recorded ones, or shapes and gradients break
+    calls = []
+    choose = layer.router._select
+    layer.router._select = lambda *args: calls.append(1) or choose(*args)
+    checkpoint(lambda v: layer(v).output, x, preserve_rng_state=False).square().sum().backward()
+    assert len(calls) == 1
+
+
+def test_reentrant_recomputation_replays_in_order() -> None:
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    layer = MoELayer(config(router={"noise": 4.0}))
+    layer.router.replay = True
+    chosen = []
+    choose = layer.router._select
+    layer.router._select = lambda *args: chosen.append(choose(*args)) or chosen[-1]
+    xs = [torch.randn(n, 8, requires_grad=True) for n in (6, 9)]
+    outs = [torch_checkpoint(lambda v: layer(v).output, x, use_reentrant=True) for x in xs]
+    for out in outs:
+        out.sum().backward()
+    assert len(chosen) == 2 and not layer.router._replay_records
+    layer.eval()
+    layer(xs[0])
+    assert not layer.router._replay_records
+
+
+def test_losses_are_returned_and_weighed_once() -> None:
+    layer = MoELayer(config(losses={"gshard": 0.5, "z": 2.0, "switch": 0.0}))
+    out = layer(torch.randn(9, 8))
+    assert set(out.losses) == {"gshard", "z"}
+    want = 0.5 * out.losses["gshard"] + 2 * out.losses["z"]
+    torch.testing.assert_close(weighted_loss(out.losses, layer.config.losses), want)
+
+
+def test_statistics() -> None:
+    layer = MoELayer(config(dispatch={"capacity_factor": 0.5}))
+    out = layer(torch.randn(16, 8), torch.arange(16) < 12)
+    stats = out.stats.as_dict()
+    assert stats["tokens"] == 12 and sum(stats["load"]) == 24 and stats["capacity"] == 2
+    assert stats["dropped"] == 24 - stats["rows"] > 0 and stats["max_over_mean"] == max(stats["load"]) / 6
+    assert 0 < stats["entropy"] < 1.39 and stats["bytes_sent"] == 0
+
+
+def test_bytes_are_what_was_sent() -> None:
+    def rank(comm):
+        layer = MoELayer(config(dispatch={"name": "padded", "capacity_factor": 1.0, "equal_tokens": True}), comm)
+        return layer(torch.randn(6, 8)).stats
+
+    for stats in run_simulated(2, rank):
+        # 4 experts, 2 * ceil(6/4) = 4 slots each; half of the 16 slots cross, out and back, 8 floats of 4 bytes
+        assert stats.bytes_sent == 2 * 8 * 8 * 4 and stats.rows == 16 and stats.capacity == 4
+
+
+def test_state_of_other_experts_is_refused() -> None:
+    state = MoELayer(config()).state_dict()
+    MoELayer(config()).load_state_dict(state)
+    with pytest.raises(ValueError, match="num_experts=4, this layer has num_experts=8"):
+        MoELayer(config(num_experts=8)).load_state_dict(state)
+    with pytest.raises(ValueError, match="ep_(size=1, this layer has ep_size=2|rank=0, this layer has ep_rank=1)"):
+        run_simulated(2, lambda comm: MoELayer(config(), comm).load_state_dict(state))
+
+
+def test_one_rank_without_input_gradient_does_not_hang() -> None:
+    def rank(comm):
+        layer = MoELayer(config(), comm)
+        layer(torch.randn(3, 8, requires_grad=comm.rank == 0)).output.sum().backward()
+        return layer.experts.w_in_LDF.grad is not None
+
+    assert run_simulated(2, rank, timeout_s=20) == [True, True]

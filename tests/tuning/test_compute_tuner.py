@@ -1,0 +1,239 @@
+"""`compute: auto`: the rule and the decision are pure, what is measured once is kept, and measuring disturbs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_plugin.cli.doctor import registries
+from moe_plugin.comm import LocalComm
+from moe_plugin.config import ExpertsConfig, from_dict
+from moe_plugin.experts import strategies
+from moe_plugin.layer import MoELayer
+from moe_plugin.routing.replay import checkpoint
+from moe_plugin.tuning import compute_candidates as choice
+from moe_plugin.tuning import compute_tuner as auto
+from moe_plugin.tuning.compute_candidates import FEW_ROWS, MANY_ROWS, Load, candidates, decide, why_unmeasured
+from moe_plugin.tuning.compute_times import MeasuredChoices, Trial
+from tests.kernels.test_strategies import parameters, problem
+
+CPU = torch.device("cpu")
+ALL = {"fused", "grouped", "batched", "loop", "kernels"}
+
+
+def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int = 8) -> Load:
+    """A large layer's."""
+    return Load(device, torch.bfloat16, experts, 1024, 4096, False, rows_each * experts, even, True, 2)
+
+
+@pytest.mark.parametrize("made,usable,names", [
+    (load(FEW_ROWS - 1), ALL, ["kernels", "grouped"]), (load(FEW_ROWS), ALL, ["kernels", "grouped", "loop"]),
+    (load(MANY_ROWS - 1), ALL, ["kernels", "grouped", "loop"]), (load(MANY_ROWS), ALL, ["kernels", "loop"]),
+    (load(64), {"loop", "grouped"}, ["grouped"]), (load(MANY_ROWS), {"loop", "grouped"}, ["loop"]), (load(64), {"loop"}, ["loop"]),
+    (load(64, "cpu"), ALL, ["fused", "grouped"]), (load(64, "cpu", even=True), ALL, ["fused", "grouped", "batched"]),
+    (load(MANY_ROWS, "cpu", even=True), ALL, ["fused"]), (load(0, "cpu"), ALL, ["fused", "grouped"]), (load(5, "cpu", experts=0), ALL, ["fused", "grouped"]),
+])
+def test_the_rule(made: Load, usable: set[str], names: list[str]) -> None:
+    assert candidates(made, usable) == names
+
+
+def test_loads_of_one_bucket_share_a_choice() -> None:
+    assert [load(n).bucket for n in (0, 1, 2, 3, 90, 91, 128, 181, 182)] == [0, 0, 1, 2, 6, 7, 7, 7, 8]
+    assert load(100).label == load(150).label != load(200).label
+    for change in ({"dtype": torch.float32}, {"experts": 4, "rows": 400}, {"width": 8}, {"inner": 8}, {"gated": True}, {"even": True}, {"planned": False}):
+        assert dataclasses.replace(load(100), **change).label != load(100).label, change
+
+
+@pytest.mark.parametrize("seconds,name", [
+    ({"a": 1.0, "b": 0.5, "c": 0.7}, "b"), ({"a": 1.0, "b": 0.96}, "a"), ({"a": 1.0, "b": 0.94}, "b"), ({"b": 2.0, "c": 1.0}, "c"), ({"c": 9.0}, "c"), ({}, "a"),
+])
+def test_the_decision(seconds: dict[str, float], name: str) -> None:
+    made = decide(["a", "b", "c"], seconds)
+    assert made.name == name
+    assert all(f"{s * 1e3:.3g} ms" in made.why for s in seconds.values())
+    assert ("could not run" in made.why) == (0 < len(seconds) < 3) and ("none of" in made.why) == (not seconds)
+
+
+def test_when_nothing_is_measured() -> None:
+    names = ["kernels", "grouped"]
+    assert why_unmeasured(load(512), names, "measured") is None
+    assert why_unmeasured(load(512), names, "rule") == "experts.compute_choice=rule"
+    assert "only way" in why_unmeasured(load(512), ["loop"], "measured")
+    assert "too small" in why_unmeasured(load(1), names, "measured")
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match=r"experts.compute_choice='fastest' .* one of measured, rule"):
+        ExpertsConfig(compute_choice="fastest")
+    with pytest.raises(ValueError, match=r"experts.compute_choice=3 "):
+        from_dict({"experts": {"compute_choice": 3}})
+
+
+class Times:
+    """A trial that says what it is told, and when."""
+
+    def __init__(self, seconds: dict[str, float], waits: int = 0) -> None:
+        self.result, self.waits, self.asked, self.begun = seconds, waits, 0, 0
+
+    def __call__(self) -> Times:
+        self.begun += 1
+        return self
+
+    def seconds(self) -> dict[str, float] | None:
+        self.asked += 1
+        return None if self.asked <= self.waits else self.result
+
+
+def test_measured_once_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "moe_plugin.tuning.compute_times")
+    times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
+    assert [known.choose("key", ["a", "b"], times).name for _ in range(3)] == ["b"] * 3 and times.begun == 1
+    assert known.choose("other key", ["a", "b"], Times({"a": 1.0, "b": 2.0})).name == "a"
+    again = MeasuredChoices(tmp_path)
+    assert again.choose("key", ["a", "b"], None) == known.choose("key", ["a", "b"], None)
+    assert {(key, made.name) for key, made in again.listed()} == {("key", "b"), ("other key", "a")}
+    assert again.choose("key", ["a", "b"], None).why == "measured: a 2e+03 ms, b 1e+03 ms"
+    assert len([r for r in caplog.records if "experts, key: b (measured" in r.getMessage()]) == 2, "each process says it once"
+
+
+def test_the_first_is_taken_while_a_device_is_busy(tmp_path: Path) -> None:
+    times, known = Times({"a": 2.0, "b": 1.0}, waits=2), MeasuredChoices(tmp_path)
+    assert known.choose("key", ["a", "b"], None) == choice.Choice("a", "not measured yet") and not times.begun
+    assert [known.choose("key", ["a", "b"], times).name for _ in range(4)] == ["a", "a", "b", "b"] and times.begun == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": "key"}', '{"key": "key", "name": 3, "why": ""}', '{"key": "other", "name": "b", "why": ""}',
+                                  '{"key": "key", "name": "c", "why": ""}'])
+def test_files_that_say_nothing_are_measured_again(tmp_path: Path, text: str) -> None:
+    MeasuredChoices(tmp_path).choose("key", ["a", "b"], Times({"a": 1.0, "b": 2.0}))
+    path = next((tmp_path / "expert-compute").iterdir())
+    path.write_text(text)
+    times = Times({"a": 2.0, "b": 1.0})
+    assert MeasuredChoices(tmp_path).choose("key", ["a", "b"], times).name == "b" and times.begun == 1
+    assert json.loads(path.read_text())["name"] == "b"
+
+
+def test_without_a_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*args: Any) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr("moe_plugin.tuning.compute_times.user_cache", refuse)
+    times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
+    assert [known.choose("key", ["a", "b"], times).name for _ in range(2)] == ["b", "b"] and times.begun == 1 and known.listed() == []
+    assert "measured again in the next run: no room" in caplog.text
+
+
+def test_a_candidate_that_cannot_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise torch.OutOfMemoryError("full")
+
+    seconds = Trial({"a": fails, "b": lambda: None}, CPU).seconds()
+    assert list(seconds) == ["b"] and seconds["b"] >= 0 and "a cannot be measured: full" in caplog.text
+
+
+@pytest.fixture
+def small_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MeasuredChoices:
+    """Small layers are measured too, into a folder of the test."""
+    known = MeasuredChoices(tmp_path)
+    monkeypatch.setattr(choice, "SMALL_LAYER", 0)
+    monkeypatch.setattr(auto, "CHOICES", known)
+    monkeypatch.setattr(auto.choose, "__defaults__", (known,))
+    return known
+
+
+def layer_and_input(**experts: object) -> tuple[MoELayer, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = MoELayer(from_dict({"model_dim": 16, "num_experts": 4, "experts": {"hidden_dim": 24, **experts}}), LocalComm())
+    return layer, torch.randn(33, 16, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", ["ffn", "gated_ffn"])
+def test_measuring_changes_nothing(small_counts: MeasuredChoices, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_and_input(kind=kind)
+    before, state = {n: p.clone() for n, p in layer.named_parameters()}, torch.get_rng_state()
+    trials = []
+    monkeypatch.setattr(auto, "trial", lambda *args, real=auto.trial: trials.append(real(*args)) or trials[-1])
+    first = torch.autograd.grad(layer(x).output.square().sum(), [x, *layer.parameters()])
+    assert torch.equal(state, torch.get_rng_state()) and all(torch.equal(p, before[n]) for n, p in layer.named_parameters())
+    assert all(p.grad is None for p in (x, *layer.parameters()))
+    assert len(trials) == 1 and set(trials[0].seconds()) == {"fused", "grouped"}
+    ruled, _ = layer_and_input(kind=kind, compute_choice="rule")
+    ruled.load_state_dict(layer.state_dict())
+    for mine, theirs in zip(first, torch.autograd.grad(ruled(x).output.square().sum(), [x, *ruled.parameters()]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    again = torch.autograd.grad(layer(x).output.square().sum(), [x, *layer.parameters()])
+    assert len(trials) == 1 and all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "one choice, one result"
+    [(key, made)] = small_counts.listed()
+    assert "float32 D16 F24 L4" in key and made.why.startswith("measured: fused")
+
+
+def test_not_measured_where_no_gradient_is_wanted(small_counts: MeasuredChoices) -> None:
+    layer, x = layer_and_input()
+    with torch.no_grad():
+        layer(x)
+    with torch.inference_mode():
+        layer(x)
+    assert small_counts.listed() == []
+    layer(x)
+    assert len(small_counts.listed()) == 1
+
+
+@pytest.mark.parametrize("how", ["rule", "named", "deterministic"])
+def test_not_measured_where_settings_say_so(small_counts: MeasuredChoices, how: str) -> None:
+    layer, x = layer_and_input(**{"rule": {"compute_choice": "rule"}, "named": {"compute": "loop"}, "deterministic": {}}[how])
+    torch.use_deterministic_algorithms(how == "deterministic")
+    try:
+        layer(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert small_counts.listed() == []
+
+
+def test_measuring_inside_recomputation_and_autocast(small_counts: MeasuredChoices) -> None:
+    layer, x = layer_and_input()
+    for reentrant in (False, True):
+        y = torch.utils.checkpoint.checkpoint(lambda v: layer(v).output, x, use_reentrant=reentrant)
+        y.sum().backward()
+        for path in (small_counts._place()).iterdir():
+            path.unlink()
+        small_counts._known.clear()
+    checkpoint(lambda v: layer(v).output, x).sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x).output.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_sample_is_the_bucket_s_load(planned: bool) -> None:
+    made = Load("cpu", torch.float32, 6, 8, 12, True, 6 * 100, False, planned, 4 if planned else 1)
+    x, rows = auto._sample(made, CPU)
+    counts = (rows.counts if planned else rows).host
+    assert sum(counts) == 6 * 128 and max(counts) - min(counts) <= 1 and x.shape == ((192 if planned else 768), 8)
+    if planned:
+        assert sorted(rows.source_R.tolist()) == list(range(768))
+        assert torch.equal(rows.position_TK.reshape(-1)[rows.source_R], torch.arange(768))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_candidate_runs_in_a_trial(gated: bool) -> None:
+    from tests.kernels.problems import Shape
+
+    x, _, p, plan = problem(Shape(64, 8, 16, 2, 24), gated, True, False, torch.float32)
+    for rows, entry in ((plan, x), (plan.counts, torch.randn(plan.counts.total, x.shape[1]))):
+        made = auto.load_of(entry, rows, parameters(p, "gelu"))
+        names = ["fused", "grouped", "batched", "loop"]
+        assert set(auto.trial(made, names, CPU, parameters(p, "gelu")).seconds()) == set(names)
+
+
+def test_the_doctor_lists_what_was_measured(small_counts: MeasuredChoices) -> None:
+    assert registries.choice_rows() == []
+    layer, x = layer_and_input()
+    layer(x)
+    [row] = registries.choice_rows()
+    assert row["name"] in strategies and "rows an expert" in row["load"] and row["why"].startswith("measured")

@@ -1,0 +1,179 @@
+"""The tuner as a state machine: no ranks, no clock, only what it is told."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_plugin.planner.choice import LayoutChoice, legal_choices
+from moe_plugin.tuning.engine import Tuner, TunerSettings
+
+CHOICES = list(legal_choices(2, 8, degrees=(1, 2, 4), algorithms=("linear", "2dh")))
+
+
+def tuner(predicted: dict[LayoutChoice, float] | None = None, **rules) -> Tuner:
+    table = predicted or {c: 1.0 + i for i, c in enumerate(CHOICES)}
+    return Tuner(lambda bucket: list(table.items()), TunerSettings(**rules))
+
+
+def drive(t: Tuner, truth, calls: int, bucket=lambda call: (0,), delay: int = 0) -> tuple[float, list[LayoutChoice]]:
+    """Run `calls` calls against true seconds (choice, call) -> s. Returns total time and choices; times arrive `delay` calls late."""
+    total, chosen, late = 0.0, [], []
+    for call in range(calls):
+        if len(late) > delay:
+            t.record(*late.pop(0))
+        choice = t.choose(bucket(call))
+        seconds = truth(choice, call)
+        total += seconds
+        chosen.append(choice)
+        if t.wants_time(bucket(call)):
+            late.append((bucket(call), choice, seconds))
+    return total, chosen
+
+
+def test_finds_the_best_of_all_when_all_are_tried() -> None:
+    truth = {c: random.Random(i).uniform(1, 2) for i, c in enumerate(CHOICES)}
+    t = tuner(tries=len(CHOICES), within=1e9, allowance=1000)
+    _, chosen = drive(t, lambda c, _: truth[c], 200)
+    assert chosen[-1] == min(CHOICES, key=truth.get)
+    assert chosen.count(chosen[-1]) == 200 - 2 * (len(CHOICES) - 1)
+
+
+@given(st.lists(st.floats(0.5, 8.0), min_size=len(CHOICES), max_size=len(CHOICES)), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_regret_is_bounded_by_the_trials(times: list[float], delay: int) -> None:
+    """Total time <= best of the tried * calls + each trial's own excess + hysteresis and waiting for late times."""
+    truth = dict(zip(CHOICES, times, strict=True))
+    t = tuner(tries=4, within=1e9, samples=2)
+    calls = 300
+    total, chosen = drive(t, lambda c, _: truth[c], calls, delay=delay)
+    tried = CHOICES[:4]
+    best = min(truth[c] for c in tried)
+    assert set(chosen) <= set(tried)
+    exploring = sum(2 * (truth[c] - best) for c in tried) + (delay + 1) * (max(truth[c] for c in tried) - best)
+    assert total <= calls * best / (1 - t.settings.hysteresis) + exploring + 1e-9
+
+
+def test_few_candidates_are_tried_and_exploring_stays_in_its_budget() -> None:
+    t = tuner()
+    _, chosen = drive(t, lambda c, _: 1.0 + c.d, 2000, bucket=lambda call: (call // 500,))
+    assert t.explored <= 0.02 * 2000
+    assert len(set(chosen)) <= 4
+
+
+def test_candidates_predicted_far_slower_are_not_tried() -> None:
+    t = tuner({c: 1.0 if c.r == 1 and c.d == 1 else 5.0 for c in CHOICES}, within=2.0)
+    _, chosen = drive(t, lambda c, _: 1.0, 50)
+    assert {(c.r, c.d) for c in chosen} == {(1, 1)}
+
+
+def test_a_gain_within_the_hysteresis_changes_nothing() -> None:
+    truth = {c: 1.0 if i == 0 else 0.98 for i, c in enumerate(CHOICES)}
+    t = tuner(hysteresis=0.03)
+    _, chosen = drive(t, lambda c, _: truth[c], 100)
+    assert chosen[-1] == CHOICES[0]
+    _, chosen = drive(tuner(hysteresis=0.01), lambda c, _: truth[c], 100)
+    assert chosen[-1] != CHOICES[0]
+
+
+def test_each_bucket_has_its_own_best() -> None:
+    def truth(choice: LayoutChoice, call: int) -> float:
+        few = call % 2
+        return (2.0 if choice.r == 0 else 1.0) if few else (1.0 if choice.r == 0 else 2.0)
+
+    t = tuner({c: 1.0 for c in CHOICES if c.d == 1}, tries=99, allowance=1000)
+    _, chosen = drive(t, truth, 200, bucket=lambda call: (call % 2,))
+    assert all((c.r == 0) == (call % 2 == 0) for call, c in enumerate(chosen) if call > 60)
+
+
+def test_drift_is_noticed_once_and_explored_again() -> None:
+    first, second = CHOICES[0], CHOICES[1]
+
+    def truth(choice: LayoutChoice, call: int) -> float:
+        return {first: 1.0 if call < 200 else 3.0, second: 1.5}.get(choice, 9.0)
+
+    t = tuner()
+    _, chosen = drive(t, truth, 500)
+    assert chosen[150] == first and chosen[-1] == second
+    assert sum(d.event == "explore" for d in t.log) == 2
+    switched = max(i for i, c in enumerate(chosen) if c == first)
+    assert 200 <= switched < 260
+
+
+def test_noise_below_the_drift_threshold_explores_nothing_again() -> None:
+    noise = random.Random(3)
+    t = tuner()
+    drive(t, lambda c, _: (1.0 + CHOICES.index(c)) * noise.uniform(0.9, 1.1), 1000)
+    assert sum(d.event == "explore" for d in t.log) == 1
+
+
+def test_single_outliers_are_no_drift() -> None:
+    t = tuner()
+    drive(t, lambda c, call: 10.0 if call % 16 == 0 else 1.0 + CHOICES.index(c), 1000)
+    assert sum(d.event == "explore" for d in t.log) == 1
+
+
+def test_times_that_never_arrive_do_not_block() -> None:
+    t = tuner()
+    chosen = [t.choose((0,)) for _ in range(40)]
+    assert chosen[-1] == CHOICES[0] and t.log[-1].event == "keep"
+
+
+def test_a_new_bucket_learns_from_its_neighbour() -> None:
+    """Where the model is wrong about a choice in one bucket, it is corrected in the next, also without a trial there."""
+    table = {c: 1.0 + 0.1 * i for i, c in enumerate(CHOICES[:4])}
+    truth = {c: s * (5.0 if c == CHOICES[0] else 1.0) for c, s in table.items()}
+    t = tuner(table, allowance=8, budget=0.0)
+    drive(t, lambda c, _: truth[c], 30)
+    assert t.choose((1,)) == CHOICES[1]
+
+
+def test_ranks_with_different_clocks_decide_alike() -> None:
+    """Each rank measures something else; what is recorded is the maximum, so all copies stay in step."""
+    ranks, noise = 8, [random.Random(rank) for rank in range(8)]
+    copies = [tuner(drift=0.02, patience=1, allowance=500) for _ in range(ranks)]
+    for call in range(600):
+        bucket = (call // 37 % 3,)
+        chosen = {copy.choose(bucket) for copy in copies}
+        assert len(chosen) == 1
+        assert len({copy.wants_time(bucket) for copy in copies}) == 1
+        local = [noise[r].uniform(0.5, 3.0) * (1 + CHOICES.index(next(iter(chosen)))) for r in range(ranks)]
+        for copy in copies:
+            copy.record(bucket, next(iter(chosen)), max(local))
+    assert len({json.dumps(copy.state()) for copy in copies}) == 1
+    assert copies[0].explored > 16  # the noise made it explore: the agreement was put to the test
+
+
+def test_state_round_trip() -> None:
+    t, again = tuner(), tuner()
+    drive(t, lambda c, _: 2.0 - c.d / 4, 200, bucket=lambda call: (call % 3, 1))
+    again.load_state(json.loads(json.dumps(t.state())))
+    assert json.loads(json.dumps(again.state())) == json.loads(json.dumps(t.state()))
+    for bucket in ((0, 1), (1, 1), (2, 1)):
+        assert again.choose(bucket) == t.choose(bucket)
+
+
+def test_state_of_other_ranks_keeps_what_is_still_possible() -> None:
+    t = tuner()
+    drive(t, lambda c, _: 1.0 if c.r == 4 else 2.0, 100)
+    smaller = Tuner(lambda bucket: [(LayoutChoice(r=0), 1.0)])
+    smaller.load_state(t.state())
+    assert smaller.choose((0,)) == LayoutChoice(r=0)
+    with pytest.raises(ValueError, match="version 0"):
+        smaller.load_state({**t.state(), "version": 0})
+
+
+def test_no_candidates_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no layout is possible"):
+        Tuner(lambda bucket: []).choose((0,))
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, moe_plugin.tuning.engine, moe_plugin.planner; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

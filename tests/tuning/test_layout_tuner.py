@@ -1,0 +1,239 @@
+"""`parallel: auto` in the layer: agreement, switching, records, checkpoints, recomputation."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from moe_plugin import MoELayer
+from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
+from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict
+from moe_plugin.config.flags import config_from_flags
+from moe_plugin.observe.recorder import StatsRecorder
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.routing.replay import checkpoint
+from moe_plugin.tuning import layout_tuner as auto_module
+from tests.distributed import run_gloo
+
+
+def config(**parallel) -> MoEConfig:
+    return from_dict({"model_dim": 8, "num_experts": 2, "experts": {"hidden_dim": 16}, "parallel": {"mode": "auto", "tries": 6, **parallel}})
+
+
+class FakeWatch:
+    """Tells its own time: what `seconds(choice, call)` says, different on every rank."""
+
+    def __init__(self, auto, seconds) -> None:
+        self.over, self.auto, self.tell = True, auto, seconds
+        self.choice = None
+
+    def started(self, x, anchor):
+        self.choice = self.auto.current
+        return x
+
+    def stopped(self, y):
+        return y
+
+    def seconds(self) -> float:
+        return self.tell(self.choice)
+
+
+def drive(comm: Comm, seconds, calls: int, tokens=lambda call: 16, settings: MoEConfig | None = None) -> tuple[MoELayer, list[str], list]:
+    layer = MoELayer(settings or config(), comm)
+    noise = random.Random(comm.rank)
+    auto = layer.auto
+    auto.measure = lambda device: FakeWatch(auto, lambda choice: seconds(choice) * noise.uniform(0.9, 1.1))
+    labels, decisions = [], []
+    for call in range(calls):
+        out = layer(torch.randn(tokens(call), 8))
+        out.output.sum().backward()
+        labels.append(out.stats.layout)
+        decisions += out.stats.decisions
+    return layer, labels, decisions
+
+
+def test_ranks_with_different_clocks_and_loads_run_the_same_layouts() -> None:
+    def rank(comm):
+        comm.topology = Topology.uniform(8, 4)
+        return drive(comm, lambda c: {0: 3.0, 1: 2.0, 2: 1.0, 4: 4.0}[c.r] + c.d / 10, 80, lambda call: (5 + 3 * comm.rank) * (1 + 3 * (call > 50)))[1:]
+
+    results = run_simulated(8, rank)
+    assert all(labels == results[0][0] for labels, _ in results)
+    assert all(json.dumps(d) == json.dumps(results[0][1]) for _, d in results)
+    labels, decisions = results[0]
+    assert len(set(labels)) > 3  # it did try
+    assert {d["event"] for d in decisions} >= {"predict", "explore", "settle"}
+    assert len({tuple(d["bucket"]) for d in decisions}) >= 2  # it saw the load change
+
+
+def test_settles_on_the_fastest_measured() -> None:
+    for labels in run_simulated(4, lambda comm: drive(comm, lambda c: 1.0 if (c.r, c.d) == (1, 1) else 2.0, 60)[1]):
+        assert labels[-1].startswith("r=1 d=1 ")
+
+
+@pytest.mark.parametrize(("share", "looks"), [(0.0, 4), (1e6, 32)], ids=["dear", "cheap"])
+def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytest.MonkeyPatch, share: float, looks: int) -> None:
+    monkeypatch.setattr(auto_module, "SHARE", share)
+
+    def rank(comm):
+        layer, _, _ = drive(comm, lambda c: 1.0 + c.r, 80)
+        calls = []
+        layer.auto._agree = lambda routing, old=layer.auto._agree: calls.append(1) or old(routing)
+        for _ in range(32):
+            layer(torch.randn(16, 8)).output.sum().backward()
+        return len(calls)
+
+    assert run_simulated(2, rank) == [looks, looks]
+
+
+def test_calls_between_looks() -> None:
+    pace = auto_module._pace
+    assert [pace(1e-3, 45e-3), pace(1e-3, 1.0), pace(0.0, 1.0), pace(1.0, 1.0), pace(math.inf, 1.0), pace(1e-3, 0.0)] == [3, 1, 1, 8, 8, 8]
+
+
+def test_evaluation_keeps_the_latest_choice_and_asks_nobody() -> None:
+    def rank(comm):
+        layer, labels, _ = drive(comm, lambda c: 1.0 + c.r, 40)
+        layer.eval()
+        layer.auto._agree = None
+        return layer(torch.randn(3, 8)).stats.layout == labels[-1]
+
+    assert all(run_simulated(2, rank))
+
+
+def test_numbers_are_those_of_a_fixed_layout() -> None:
+    def rank(comm):
+        auto = drive(comm, lambda c: 1.0, 1)[0].double()
+        fixed = MoELayer(config(mode="fixed"), comm).double()
+        fixed.load_state_dict({k: v for k, v in auto.state_dict().items()})
+        for call in range(30):
+            x = torch.randn(9, 8, generator=torch.Generator().manual_seed(call), dtype=torch.float64)
+            torch.testing.assert_close(auto(x).output, fixed(x).output, rtol=1e-9, atol=1e-10)
+        return len({d.choice for d in auto.auto.tuner.log})
+
+    run_simulated(4, rank)
+
+
+def test_state_travels_in_checkpoints() -> None:
+    def rank(comm):
+        layer, labels, _ = drive(comm, lambda c: 1.0 + abs(c.r - 1) + c.d, 60)
+        state = copy.deepcopy(layer.state_dict())
+        again = MoELayer(config(), comm)
+        again.load_state_dict(state)
+        first = again(torch.randn(16, 8)).stats
+        MoELayer(config(mode="fixed"), comm).load_state_dict(state)  # and where nothing is tuned
+        again.load_state_dict(MoELayer(config(mode="fixed"), comm).state_dict())  # and without
+        return first.layout == labels[-1], [d["event"] for d in first.decisions]
+
+    assert run_simulated(2, rank) == [(True, ["restore"])] * 2
+
+
+def test_recomputation_repeats_the_layout() -> None:
+    def rank(comm):
+        layer = MoELayer(config(), comm)
+        used = []
+        at = layer.layouts.at
+        layer.layouts.at = lambda choice: used.append(choice) or at(choice)
+        for _ in range(6):
+            x = torch.randn(16, 8, requires_grad=True)
+            checkpoint(lambda v: layer(v).output, x).sum().backward()
+        return used
+
+    for used in run_simulated(2, rank):
+        assert used[::2] == used[1::2] and len(set(used)) > 1
+
+
+def test_records_hold_layouts_and_decisions(tmp_path) -> None:
+    settings = config()
+    settings.observe.jsonl = str(tmp_path / "log.jsonl")
+    settings.observe.tensorboard = str(tmp_path / "board")
+    recorder = StatsRecorder(settings.observe, LocalComm())
+    layer = MoELayer(settings, LocalComm())
+    for _ in range(3):
+        recorder.add("0", layer(torch.randn(4, 8)).stats)
+    recorder.flush(3)
+    recorder.close()
+    record = json.loads((tmp_path / "log.jsonl").read_text())
+    assert record["layouts"] == {"r=1 d=1 linear auto": 3} and record["decisions"][0]["event"] == "predict"
+
+
+@pytest.mark.parametrize("text,mode", [("parallel: auto", "auto"), ("parallel: {mode: auto, r: 1}", "auto"), ("parallel: {d: 2}", "fixed")])
+def test_yaml_forms(text: str, mode: str, tmp_path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text(text + "\n")
+    settings = from_yaml(str(path))
+    assert settings.parallel.mode == mode and from_dict(to_dict(settings)) == settings
+
+
+def test_flags() -> None:
+    settings = config_from_flags({"moe_parallel": "auto", "moe_overlap": "2", "moe_parallel_r": "0"}, {"model_dim": 8})
+    assert (settings.parallel.mode, settings.parallel.d, settings.parallel.r) == ("auto", 2, 0)
+
+
+@pytest.mark.parametrize("values,words", [("both", "parallel.mode='both'"), ({"d": 0}, "parallel.d=0"), ({"bucket": 1}, "parallel.bucket=1"), (3, "must be a mapping")])
+def test_wrong_settings(values, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        from_dict({"parallel": values})
+
+
+def _train_auto(calls: int) -> list[str]:
+    from moe_plugin import TorchComm
+
+    torch.manual_seed(1)
+    layer = MoELayer(config(max_d=2, tries=5), TorchComm())
+    labels = []
+    for call in range(calls):
+        x = torch.randn(8 + 60 * (call > 30), 8, requires_grad=True)
+        out = layer(x)
+        out.output.square().sum().backward()
+        labels.append(out.stats.layout)
+    assert layer.auto.tuner.explored > 4
+    return labels
+
+
+@pytest.mark.distributed
+def test_over_processes_with_real_clocks() -> None:
+    one, two = run_gloo(2, _train_auto, 60)
+    assert one == two and len(set(one)) > 1
+
+
+def test_choice_of_a_call_overrides() -> None:
+    def rank(comm):
+        return MoELayer(config(), comm)(torch.randn(3, 8), choice=LayoutChoice(r=0)).stats.layout
+
+    assert run_simulated(2, rank) == ["r=0 d=1 linear auto"] * 2
+
+
+def test_a_load_on_a_border_stays_in_its_bucket() -> None:
+    """Loads that swing by a fifth around a bucket's border share one; a load that leaves for good gets its own."""
+    layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 + 3 * (call % 2))
+    assert len(layer.auto.tuner.entries) == 1
+    layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 if call < 30 else 60)
+    assert len(layer.auto.tuner.entries) >= 2
+
+
+def test_a_time_that_one_rank_lacks_is_taken_by_none() -> None:
+    """Forward passes without backward on one rank: the others wait with theirs, and all go on deciding alike."""
+    def rank(comm):
+        layer = MoELayer(config(), comm)
+        auto, labels = layer.auto, []
+
+        class Late(FakeWatch):
+            def __init__(self, device) -> None:
+                super().__init__(auto, lambda choice: 1.0 + comm.rank + choice.d)
+                self.over = comm.rank == 0 or len(labels) % 3 > 0
+
+        auto.measure = Late
+        for _ in range(150):
+            with torch.no_grad():
+                labels.append(layer(torch.randn(16, 8)).stats.layout)
+        assert len(auto.runs) <= 65
+        return labels, json.dumps(auto.tuner.state())
+
+    one, two = run_simulated(2, rank, timeout_s=30)
+    assert one == two
