@@ -1,4 +1,6 @@
-"""Activations that write into given memory, and their gradients from the value before the activation."""
+"""Activations that write into given memory, and their gradients from the value before the
+activation.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """value: y = act(h), differentiable. into(h, out): out = act(h). gradient(grad, h, out): out = grad * act'(h); out may be grad.
+    """value: y = act(h), differentiable. into(h, out): out = act(h). gradient(grad, h, out): out =
+    grad * act'(h); out may be grad.
 
     cheap: computing it again takes no longer than reading it back.
     """
@@ -31,17 +34,18 @@ def _squared_relu_gradient(grad: Tensor, h: Tensor, out: Tensor) -> None:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": Activation(
-        F.gelu, lambda h, out: aten.gelu.out(h, out=out), lambda g, h, out: aten.gelu_backward.grad_input(g, h, grad_input=out)),
+    "gelu": Activation(F.gelu, lambda h, out: aten.gelu.out(h, out=out),
+                       lambda g, h, out: aten.gelu_backward.grad_input(g, h, grad_input=out)),
     "gelu_tanh": Activation(
-        lambda x: F.gelu(x, approximate="tanh"), lambda h, out: aten.gelu.out(h, approximate="tanh", out=out),
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda h, out: aten.gelu.out(h, approximate="tanh", out=out),
         lambda g, h, out: aten.gelu_backward.grad_input(g, h, approximate="tanh", grad_input=out)),
     "relu": Activation(
         F.relu, lambda h, out: torch.clamp_min(h, 0, out=out),
         lambda g, h, out: aten.threshold_backward.grad_input(g, h, 0, grad_input=out), cheap=True),
-    "silu": Activation(
-        F.silu, lambda h, out: aten.silu.out(h, out=out), lambda g, h, out: aten.silu_backward.grad_input(g, h, grad_input=out)),
-    "squared_relu": Activation(
-        lambda x: F.relu(x).square(), lambda h, out: torch.clamp_min(h, 0, out=out).square_(), _squared_relu_gradient,
-        cheap=True),
+    "silu": Activation(F.silu, lambda h, out: aten.silu.out(h, out=out),
+                       lambda g, h, out: aten.silu_backward.grad_input(g, h, grad_input=out)),
+    "squared_relu": Activation(lambda x: F.relu(x).square(),
+                               lambda h, out: torch.clamp_min(h, 0, out=out).square_(),
+                               _squared_relu_gradient, cheap=True),
 }

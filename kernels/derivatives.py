@@ -15,17 +15,20 @@ def wants_graph() -> bool:
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a `backward` that computes outside autograd: asking for a graph of it is an error, at once.
+    """Decorator of a `backward` that computes outside autograd: asking for a graph of it is an
+    error, at once.
 
-    torch's `once_differentiable` raises only where the second pass reaches the node; `torch.autograd.grad` to chosen inputs goes past
-    it and gives wrong numbers.
+    torch's `once_differentiable` raises only where the second pass reaches the node;
+    `torch.autograd.grad` to chosen inputs goes past it and gives wrong numbers.
     """
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if wants_graph():
-            raise RuntimeError("a second derivative (create_graph=True) was asked of a layer that has first ones only; set experts.compute='loop' "
-                               "with parallel.r=None and parallel.d=1 on CPU")
+            raise RuntimeError(
+                "a second derivative (create_graph=True) was asked of a layer that has first ones "
+                "only; set experts.compute='loop' "
+                "with parallel.r=None and parallel.d=1 on CPU")
         return backward(ctx, *grads)
 
     return checked

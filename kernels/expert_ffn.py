@@ -1,8 +1,9 @@
 """How a rank's feed-forward experts are computed, by name.
 
-A strategy is `(x, rows, parameters) -> y`, differentiable. `rows` is a `RowCounts`: x is [R, D] rows, expert after expert, and so
-is y. Or it is a `RowPlan`: x is [T, D] tokens, and y is [T, D], each token's rows weighed and summed; strategies that gather and
-combine inside their kernels save the copies. Experts without rows get zero gradients, not missing ones.
+A strategy is `(x, rows, parameters) -> y`, differentiable. `rows` is a `RowCounts`: x is [R, D]
+rows, expert after expert, and so is y. Or it is a `RowPlan`: x is [T, D] tokens, and y is [T, D],
+each token's rows weighed and summed; strategies that gather and combine inside their kernels save
+the copies. Experts without rows get zero gradients, not missing ones.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from moe_plugin.registry import Registry
 
 @dataclass(frozen=True)
 class FFNParameters:
-    """Parameters of L experts as `FFNExperts` stores them; b_out_LD here has all D columns. memory: for large temporaries.
+    """Parameters of L experts as `FFNExperts` stores them; b_out_LD here has all D columns. memory:
+    for large temporaries.
 
     choice: how `auto` chooses, see `choice`.
-    owners: by field name, the parameters whose gradient the host keeps in `main_grad`. A strategy need not know: the field's own
-    tensor sees to it. One that computes with `operands()` must add these gradients itself; see `experts.main_grad`.
+    owners: by field name, the parameters whose gradient the host keeps in `main_grad`. A strategy
+    need not know: the field's own tensor sees to it. One that computes with `operands()` must add
+    these gradients itself; see `experts.main_grad`.
     """
 
     w_in_LDF: Tensor
@@ -43,14 +46,19 @@ class FFNParameters:
     owners: Mapping[str, Tensor] = field(default_factory=dict)
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
-        """([x, w_in, b_in, w_gate, b_gate, w_out, b_out], owners among them), for one autograd function.
+        """([x, w_in, b_in, w_gate, b_gate, w_out, b_out], owners among them), for one autograd
+        function.
 
-        In autocast's dtype where it is on, and then without owners: their fields' own tensors are taken.
+        In autocast's dtype where it is on, and then without owners: their fields' own tensors are
+        taken.
         """
         names = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
         fields = [x, *(getattr(self, name) for name in names)]
         if not torch.is_autocast_enabled(x.device.type):
-            return [x, *(self.owners.get(name, tensor) for name, tensor in zip(names, fields[1:], strict=True))], self.owners
+            return [
+                x, *(self.owners.get(name, tensor)
+                     for name, tensor in zip(names, fields[1:], strict=True))
+            ], self.owners
         dtype = torch.get_autocast_dtype(x.device.type)
         return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in fields], {}
 
@@ -61,7 +69,9 @@ strategies: Registry[Strategy] = Registry("expert_compute")
 
 
 def from_product(product: GroupedProduct) -> Strategy:
-    """A strategy out of a grouped product `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`: rows of expert l times matrix l."""
+    """A strategy out of a grouped product `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`: rows
+    of expert l times matrix l.
+    """
 
     @functools.wraps(product)
     def strategy(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
@@ -91,22 +101,30 @@ def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None)
     groups = rows_RI.split(counts.host)
     if b_LO is None:
         return torch.cat([rows @ w for rows, w in zip(groups, weights, strict=True)])
-    return torch.cat([torch.addmm(b, rows, w) for rows, w, b in zip(groups, weights, b_LO.unbind(0), strict=True)])
+    return torch.cat([
+        torch.addmm(b, rows, w) for rows, w, b in zip(groups, weights, b_LO.unbind(0), strict=True)
+    ])
 
 
 def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """One batched product over experts padded to the largest load; best for many small, even experts."""
+    """One batched product over experts padded to the largest load; best for many small, even
+    experts.
+    """
     longest = max(counts.host)
     if longest * len(counts.host) == counts.total:
-        return _bmm(rows_RI.view(len(counts.host), longest, rows_RI.shape[1]), w_LIO, b_LO).flatten(0, 1)
+        return _bmm(rows_RI.view(len(counts.host), longest, rows_RI.shape[1]), w_LIO,
+                    b_LO).flatten(0, 1)
     slot_R = _padded_slots(counts, longest, rows_RI.device)
-    padded_LCI = rows_RI.new_zeros(len(counts.host) * longest, rows_RI.shape[1]).index_copy(0, slot_R, rows_RI)
+    padded_LCI = rows_RI.new_zeros(len(counts.host) * longest,
+                                   rows_RI.shape[1]).index_copy(0, slot_R, rows_RI)
     out_LCO = _bmm(padded_LCI.view(len(counts.host), longest, rows_RI.shape[1]), w_LIO, b_LO)
     return out_LCO.flatten(0, 1).index_select(0, slot_R)
 
 
 def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """torch's grouped GEMM in one launch; good on GPU in bf16. Shapes or dtypes that it does not take go through `loop`."""
+    """torch's grouped GEMM in one launch; good on GPU in bf16. Shapes or dtypes that it does not
+    take go through `loop`.
+    """
     if grouped_refusal(rows_RI, w_LIO) is not None:
         return loop(rows_RI, counts, w_LIO, b_LO)
     lengths_L = counts.device(rows_RI.device)
@@ -133,14 +151,18 @@ def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
 _NO_GROUPED = "torch has no grouped_mm: needs torch >= 2.10"
 strategies.register("loop")(from_product(loop))
 strategies.register("batched")(from_product(batched))
-strategies.register("grouped", why_not=lambda: None if hasattr(F, "grouped_mm") else _NO_GROUPED)(from_product(grouped))
+strategies.register("grouped", why_not=lambda: None
+                    if hasattr(F, "grouped_mm") else _NO_GROUPED)(from_product(grouped))
 
 
 def _bmm(x_LCI: Tensor, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    return torch.bmm(x_LCI, w_LIO) if b_LO is None else torch.baddbmm(b_LO[:, None, :], x_LCI, w_LIO)
+    return torch.bmm(x_LCI, w_LIO) if b_LO is None else torch.baddbmm(b_LO[:,
+                                                                           None, :], x_LCI, w_LIO)
 
 
 def _padded_slots(counts: RowCounts, longest: int, device: torch.device) -> Tensor:
     lengths_L = counts.device(device)
-    start_L = torch.arange(len(counts.host), device=device) * longest - (lengths_L.cumsum(0) - lengths_L)
-    return torch.arange(counts.total, device=device) + start_L.repeat_interleave(lengths_L, output_size=counts.total)
+    start_L = torch.arange(len(counts.host), device=device) * longest - (lengths_L.cumsum(0) -
+                                                                         lengths_L)
+    return torch.arange(counts.total, device=device) + start_L.repeat_interleave(
+        lengths_L, output_size=counts.total)

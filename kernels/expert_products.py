@@ -1,10 +1,14 @@
-"""The products of feed-forward experts over grouped rows, with what can be done on the way in and out of them.
+"""The products of feed-forward experts over grouped rows, with what can be done on the way in and
+out of them.
 
-Rows come out of tokens while they are loaded (token_R: token of each row, -1: a row of zeros; None: the operand is rows), the
-activation is applied before the result leaves, and is computed again in backward. Five operations are enough for forward and
-backward of plain and gated experts, and a sixth where the host keeps weight gradients; each has a float64-exact torch reference here and a Triton kernel.
+Rows come out of tokens while they are loaded (token_R: token of each row, -1: a row of zeros; None:
+the operand is rows), the activation is applied before the result leaves, and is computed again in
+backward. Five operations are enough for forward and backward of plain and gated experts, and a
+sixth where the host keeps weight gradients; each has a float64-exact torch reference here and a
+Triton kernel.
 
-Legend: T tokens, R rows, L groups (experts), I and O widths of a product, D and F widths of an expert.
+Legend: T tokens, R rows, L groups (experts), I and O widths of a product, D and F widths of an
+expert.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ def _rows(x: Tensor, token_R: Tensor | None) -> Tensor:
 
 
 @op
-def expert_product(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None, token_R: Tensor | None, base_RO: Tensor | None) -> Tensor:
+def expert_product(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
+                   token_R: Tensor | None, base_RO: Tensor | None) -> Tensor:
     """base + rows w + b by group: [R, O] in x's dtype. w may be a transposed view."""
     rows_RI = _rows(x, token_R)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], w_LIO.shape[2])
@@ -37,23 +42,29 @@ def expert_product(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None
 
 
 @op
-def expert_first(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None, token_R: Tensor | None, gate_RF: Tensor | None,
+def expert_first(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+                 token_R: Tensor | None, gate_RF: Tensor | None,
                  activation: str) -> tuple[Tensor, Tensor]:
-    """(h, a): h = rows w + b; a = act(h), or act(gate) * h where a gate's value before its activation is given. [R, F] each."""
+    """(h, a): h = rows w + b; a = act(h), or act(gate) * h where a gate's value before its
+    activation is given. [R, F] each.
+    """
     h_RF = expert_product.implementation("torch")(x, groups, w_LDF, b_LF, token_R, None)
     act = ACTIVATIONS[activation].value
     return h_RF, act(h_RF) if gate_RF is None else act(gate_RF) * h_RF
 
 
 @op
-def expert_second_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor, gate_RF: Tensor | None, scale_R: Tensor | None,
-                           token_R: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def expert_second_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor,
+                           gate_RF: Tensor | None, scale_R: Tensor | None, token_R: Tensor | None,
+                           activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Back through the second product and the activation: (grad h, grad gate or None, a, dots).
 
-    u = grad rows w^T; s = scale * u; a as in `expert_first`. Plain: grad h = s act'(h). Gated: grad h = s act(gate), grad gate
-    = s h act'(gate). dots[r] = <u[r], a[r]> float32 [R]: the gate weight's gradient, with no output row kept.
+    u = grad rows w^T; s = scale * u; a as in `expert_first`. Plain: grad h = s act'(h). Gated: grad
+    h = s act(gate), grad gate = s h act'(gate). dots[r] = <u[r], a[r]> float32 [R]: the gate
+    weight's gradient, with no output row kept.
     """
-    u_RF = expert_product.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None, token_R, None)
+    u_RF = expert_product.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
+                                                  token_R, None)
     act = ACTIVATIONS[activation]
     s_RF = u_RF if scale_R is None else (u_RF * scale_R[:, None]).to(u_RF.dtype)
     inner_RF = h_RF if gate_RF is None else gate_RF
@@ -68,9 +79,10 @@ def expert_second_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Te
 
 
 @op
-def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None,
-                       scale_R: Tensor | None) -> Tensor:
-    """rows^T (scale * grad rows) by group: [L, I, O] in x's dtype; zeros for a group without rows."""
+def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+                       grad_token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
+    """rows^T (scale * grad rows) by group: [L, I, O] in x's dtype; zeros for a group without rows.
+    """
     rows_RI, grad_RO = _rows(x, x_token_R), _scaled(grad, grad_token_R, scale_R)
     out_LIO = x.new_empty(len(groups.host), rows_RI.shape[1], grad_RO.shape[1])
     for group, span in groups.spans():
@@ -79,9 +91,12 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tenso
 
 
 @op
-def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None,
-                           scale_R: Tensor | None, into_LIO: Tensor) -> Tensor:
-    """`expert_weight_grad` added to `into_LIO`, which may have another dtype (fp32 under bf16 rows) and is returned. Made nowhere else as a whole."""
+def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+                           grad_token_R: Tensor | None, scale_R: Tensor | None,
+                           into_LIO: Tensor) -> Tensor:
+    """`expert_weight_grad` added to `into_LIO`, which may have another dtype (fp32 under bf16 rows)
+    and is returned. Made nowhere else as a whole.
+    """
     rows_RI, grad_RO = _rows(x, x_token_R), _scaled(grad, grad_token_R, scale_R)
     for group, span in groups.spans():
         if into_LIO.dtype == rows_RI.dtype:
@@ -92,7 +107,8 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: T
 
 
 @op
-def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
+def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None,
+                     scale_R: Tensor | None) -> Tensor:
     """Sum of (scale * grad rows) by group: [L, O] in grad's dtype."""
     grad_RO = _scaled(grad, token_R, scale_R)
     return torch.stack([grad_RO[span].sum(0) for _, span in groups.spans()])

@@ -16,16 +16,18 @@ SMALLEST_SCALE = 2.0**-126  # a scale of zero would divide zeros by zero
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """(codes e4m3 [R, D], scales float32 [R, ceil(D / block)]): x is about codes * scale.
 
-    scale = largest finite |x| of the block / 448, 1 for a block of zeros. Error of a finite x in a block whose largest is b, with
-    2^-110 <= b < 2^127: at most 2^-4 |x| + 2^-18 b. (e4m3 keeps four bits down to 2^-6 scales; below, steps of 2^-9 scales.)
-    What is not finite becomes NaN.
+    scale = largest finite |x| of the block / 448, 1 for a block of zeros. Error of a finite x in a
+    block whose largest is b, with 2^-110 <= b < 2^127: at most 2^-4 |x| + 2^-18 b. (e4m3 keeps four
+    bits down to 2^-6 scales; below, steps of 2^-9 scales.) What is not finite becomes NaN.
     """
     width = x_RD.shape[1]
     x_RBN = _blocks(x_RD.float(), block)
     finite_RBN = torch.isfinite(x_RBN)
     largest_RB1 = torch.where(finite_RBN, x_RBN.abs(), 0).amax(2, keepdim=True)
-    scales_RB1 = torch.where(largest_RB1 > 0, (largest_RB1 / LARGEST).clamp(min=SMALLEST_SCALE), 1.0)
-    codes_RBN = torch.where(finite_RBN, (x_RBN / scales_RB1).clamp(-LARGEST, LARGEST), torch.nan).to(torch.float8_e4m3fn)
+    scales_RB1 = torch.where(largest_RB1 > 0, (largest_RB1 / LARGEST).clamp(min=SMALLEST_SCALE),
+                             1.0)
+    codes_RBN = torch.where(finite_RBN, (x_RBN / scales_RB1).clamp(-LARGEST, LARGEST),
+                            torch.nan).to(torch.float8_e4m3fn)
     return codes_RBN.flatten(1)[:, :width].contiguous(), scales_RB1[:, :, 0].contiguous()
 
 

@@ -24,14 +24,17 @@ class Groups:
 
     @property
     def even(self) -> bool:
-        """All groups alike (fixed slots): then every table is made on the device, with no copy from the host."""
+        """All groups alike (fixed slots): then every table is made on the device, with no copy from
+        the host.
+        """
         return len(set(self.host)) == 1
 
     @cached_property
     def lengths_L(self) -> Tensor:
         """int64 [L] on the device."""
         if self.even:
-            return torch.full((len(self.host),), self.host[0], dtype=torch.int64, device=self.device)
+            return torch.full((len(self.host),), self.host[0], dtype=torch.int64,
+                              device=self.device)
         return self._copy(torch.tensor(self.host, dtype=torch.int64))
 
     @cached_property
@@ -53,10 +56,13 @@ class Groups:
             tile_M = torch.arange(len(self.host) * per_group, dtype=torch.int32, device=self.device)
             group_M = torch.div(tile_M, max(1, per_group), rounding_mode="floor")
             return group_M, group_M * self.host[0] + (tile_M - group_M * per_group) * height
-        starts = [(g, row) for g, span in self.spans() for row in range(span.start, span.stop, height)]
-        both_2M = self._copy(torch.tensor(starts, dtype=torch.int32).reshape(-1, 2).t().contiguous())
+        starts = [(g, row) for g, span in self.spans()
+                  for row in range(span.start, span.stop, height)]
+        both_2M = self._copy(
+            torch.tensor(starts, dtype=torch.int32).reshape(-1, 2).t().contiguous())
         return both_2M[0], both_2M[1]
 
     def _copy(self, table: Tensor) -> Tensor:
         # from pinned memory the copy does not wait for the device
-        return table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table
+        return table.pin_memory().to(self.device,
+                                     non_blocking=True) if self.device.type == "cuda" else table

@@ -8,12 +8,17 @@ from torch import Tensor
 
 @op
 def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Equal chunks of dimension 0, laid out [outer, inner], in the order [inner, outer]; same shape as x.
+    """Equal chunks of dimension 0, laid out [outer, inner], in the order [inner, outer]; same shape
+    as x.
 
-    2DH (Tutel): chunks by destination rank (node, local) become chunks by (local, node), so that the exchange inside the
-    node sends one contiguous piece to each neighbour; and back with the factors swapped.
+    2DH (Tutel): chunks by destination rank (node, local) become chunks by (local, node), so that
+    the exchange inside the node sends one contiguous piece to each neighbour; and back with the
+    factors swapped.
     """
     if x.shape[0] % (outer * inner):
-        raise ValueError(f"{x.shape[0]} rows do not make {outer} x {inner} equal chunks: must be a multiple of {outer * inner}; pad them")
+        raise ValueError(
+            f"{x.shape[0]} rows do not make {outer} x {inner} equal chunks: must be a multiple of "
+            f"{outer * inner}; pad them"
+        )
     chunks = x.reshape(outer, inner, -1).transpose(0, 1)
     return chunks.reshape(x.shape)

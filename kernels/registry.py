@@ -1,4 +1,6 @@
-"""One registry of operations. An operation has a torch implementation and may have faster ones for a device."""
+"""One registry of operations. An operation has a torch implementation and may have faster ones for
+a device.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from moe_plugin.registry import Registry
 class Op:
     """An operation: a torch reference, decent on CPU, and implementations for devices.
 
-    `add(name, why_not)` registers an implementation; `why_not(*args)` returns None where it can take these arguments, else the
-    reason. The implementation added last that can take the arguments is used.
+    `add(name, why_not)` registers an implementation; `why_not(*args)` returns None where it can
+    take these arguments, else the reason. The implementation added last that can take the arguments
+    is used.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any]) -> None:
@@ -22,7 +25,9 @@ class Op:
         self._implementations: dict[str, tuple[Callable[..., Any], Callable[..., str | None]]] = {
             "torch": (reference, lambda *args: None)}
 
-    def add(self, name: str, why_not: Callable[..., str | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(self, name: str,
+            why_not: Callable[...,
+                              str | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator that registers another implementation."""
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +43,10 @@ class Op:
     def implementation(self, name: str) -> Callable[..., Any]:
         """One implementation by name."""
         if name not in self._implementations:
-            raise ValueError(f"kernel {self.name!r} has no implementation {name!r}; it has {', '.join(self.names())}")
+            raise ValueError(
+                f"kernel {self.name!r} has no implementation {name!r}; it has "
+                f"{', '.join(self.names())}"
+            )
         return self._implementations[name][0]
 
     def why_not(self, name: str, *args: Any) -> str | None:
@@ -48,7 +56,8 @@ class Op:
 
     def choose(self, *args: Any) -> str:
         """Name of the implementation that these arguments get."""
-        return next(n for n in reversed(self._implementations) if self._implementations[n][1](*args) is None)
+        return next(n for n in reversed(self._implementations)
+                    if self._implementations[n][1](*args) is None)
 
     def __call__(self, *args: Any) -> Any:
         return self._implementations[self.choose(*args)][0](*args)

@@ -1,7 +1,10 @@
-"""Rows out of tokens and tokens out of rows: the two copies of every dispatcher, with their gradients.
+"""Rows out of tokens and tokens out of rows: the two copies of every dispatcher, with their
+gradients.
 
-Legend: T tokens, K choices, R rows, D width. source_R: int64, the choice t*K + j that row r holds, -1: an empty slot.
-position_TK: int64, the inverse: the row that holds a choice, -1: none. Each row holds one choice, each choice is in at most one row.
+Legend: T tokens, K choices, R rows, D width. source_R: int64, the choice t*K + j that row r holds,
+-1: an empty slot.
+position_TK: int64, the inverse: the row that holds a choice, -1: none. Each row holds one choice,
+each choice is in at most one row.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from torch import Tensor
 
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None) -> Tensor:
-    """rows[r] = weight(source r) * x[source r // K], zero for an empty slot. [R, D] in x's dtype."""
+    """rows[r] = weight(source r) * x[source r // K], zero for an empty slot. [R, D] in x's dtype.
+    """
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     rows_RD = x_TD.index_select(0, torch.div(source_R.clamp(min=0), top_k, rounding_mode="floor"))
@@ -30,7 +34,8 @@ def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | N
 
 @op
 def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """y[t] = sum_j weight(t, j) * rows[position(t, j)], absent rows count nothing. [T, D] in the rows' dtype.
+    """y[t] = sum_j weight(t, j) * rows[position(t, j)], absent rows count nothing. [T, D] in the
+    rows' dtype.
 
     Summed in float32 in choice order, so the result is the same every time.
     """
@@ -51,13 +56,16 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) ->
 
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
-    """dw[t, j] = <grad[t], rows[position(t, j)]>, 0 where there is no row. float32 (float64) [T, K]."""
+    """dw[t, j] = <grad[t], rows[position(t, j)]>, 0 where there is no row. float32 (float64) [T,
+    K].
+    """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
         return torch.zeros(position_TK.shape, dtype=dtype, device=rows_RD.device)
     index_TK = position_TK.clamp(min=0)
     grad_TD = grad_TD.to(dtype)
-    columns = [(rows_RD.index_select(0, index_TK[:, j]).to(dtype) * grad_TD).sum(1) for j in range(index_TK.shape[1])]
+    columns = [(rows_RD.index_select(0, index_TK[:, j]).to(dtype) * grad_TD).sum(1)
+               for j in range(index_TK.shape[1])]
     return torch.stack(columns, dim=1) * (position_TK >= 0)
 
 
@@ -90,7 +98,8 @@ class _Sum(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
+                position_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, source_R, position_TK)
         return sum_rows(rows_RD, position_TK, weights_TK)
 
@@ -98,7 +107,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
         rows_RD, weights_TK, source_R, position_TK = ctx.saved_tensors
         if wants_graph():
-            return *_combine_gradients(grad_TD, rows_RD, weights_TK, source_R, position_TK), None, None
+            return *_combine_gradients(grad_TD, rows_RD, weights_TK, source_R,
+                                       position_TK), None, None
         grad_TD = grad_TD.contiguous()
         grad_rows_RD = take_rows(grad_TD, source_R, position_TK.shape[1], weights_TK)
         grad_weights_TK = dot_rows(grad_TD, rows_RD, position_TK).to(weights_TK.dtype)
@@ -116,23 +126,30 @@ class _Permute(torch.autograd.Function):
         return grad_RD.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> tuple[Tensor, Tensor]:
+def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
+                       position_TK: Tensor) -> tuple[Tensor, Tensor]:
     """What `_Combine.backward` computes, in operations that autograd knows."""
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0
     scale_R = weights_TK.reshape(-1)[source_R.clamp(min=0)] * (source_R >= 0)
-    grad_rows_RD = _Gather.apply(grad_TD, source_R, position_TK) * scale_R[:, None].to(grad_TD.dtype)
+    grad_rows_RD = _Gather.apply(grad_TD, source_R, position_TK) * scale_R[:, None].to(
+        grad_TD.dtype)
     dots_TK = (rows_RD[position_TK.clamp(min=0)] * grad_TD[:, None]).sum(-1) * (position_TK >= 0)
     return grad_rows_RD, dots_TK.to(weights_TK.dtype)
 
 
 def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Differentiable: copy tokens into rows (Tutel's encode). The gradient sums each token's rows in choice order."""
+    """Differentiable: copy tokens into rows (Tutel's encode). The gradient sums each token's rows
+    in choice order.
+    """
     return _Gather.apply(x_TD, source_R, position_TK)
 
 
-def combine_rows(rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Differentiable: weigh rows and sum them into tokens (Tutel's decode); the weights' gradient is a row dot."""
+def combine_rows(rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
+                 position_TK: Tensor) -> Tensor:
+    """Differentiable: weigh rows and sum them into tokens (Tutel's decode); the weights' gradient
+    is a row dot.
+    """
     return _Combine.apply(rows_RD, weights_TK, source_R, position_TK)
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(rank_N, count_E), int64: how many earlier choices have the same id (-1 for id -1), and how often each id occurs.
+    """(rank_N, count_E), int64: how many earlier choices have the same id (-1 for id -1), and how
+    often each id occurs.
 
     One stable sort; nothing is E-wide by choice.
     """
@@ -24,8 +25,8 @@ def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
     """Slot of each choice inside its expert, int64 [T, K]; -1 where ids_TK is -1.
 
-    slot(t, j) = number of tokens whose choice i < j is the same expert, plus number of tokens before t whose choice j
-    is the same expert (Tutel's "location").
+    slot(t, j) = number of tokens whose choice i < j is the same expert, plus number of tokens
+    before t whose choice j is the same expert (Tutel's "location").
     """
     tokens, k = ids_TK.shape
     ids_N = ids_TK.t().reshape(-1)  # choice-major: all first choices before all second choices

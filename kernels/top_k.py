@@ -11,9 +11,11 @@ FEW = 8  # up to here k passes over the scores beat one sort
 
 @op
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
-    """Indices of the k largest scores in decreasing order, int64 [T, K]; of equal scores the lower index first.
+    """Indices of the k largest scores in decreasing order, int64 [T, K]; of equal scores the lower
+    index first.
 
-    `torch.topk` does not promise which of two equal scores it returns; `argmax` and a stable sort do.
+    `torch.topk` does not promise which of two equal scores it returns; `argmax` and a stable sort
+    do.
     """
     if k > FEW or scores_TE.shape[0] == 0:
         return torch.argsort(scores_TE, dim=1, descending=True, stable=True)[:, :k].contiguous()

@@ -1,4 +1,6 @@
-"""Which operations have a Triton implementation, and when it can be used. Triton is imported at the first use, not before."""
+"""Which operations have a Triton implementation, and when it can be used. Triton is imported at the
+first use, not before.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODULES = {
-    "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "running_count", "route_top_k": "router",
-    "route_top_k_backward": "router", "transpose_chunks": "layout", "quantize_fp8": "fp8", "dequantize_fp8": "fp8",
-    "expert_product": "expert_products", "expert_first": "expert_products", "expert_second_backward": "expert_products",
-    "expert_weight_grad": "expert_products", "expert_weight_grad_add": "expert_products", "expert_bias_grad": "expert_products",
+    "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "running_count",
+    "route_top_k": "router", "route_top_k_backward": "router", "transpose_chunks": "layout",
+    "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_product": "expert_products",
+    "expert_first": "expert_products", "expert_second_backward": "expert_products",
+    "expert_weight_grad": "expert_products", "expert_weight_grad_add": "expert_products",
+    "expert_bias_grad": "expert_products",
 }
 
 
@@ -34,23 +38,29 @@ def why_not(*args: Any) -> str | None:
     tensors = [a for a in _flat(args) if isinstance(a, Tensor)]
     if not any(t.is_cuda for t in tensors) and not (tensors and _interpreted()):
         return "not on a GPU"
-    wrong = next((t.dtype for t in tensors if t.is_floating_point() and t.dtype not in (*DTYPES, torch.float8_e4m3fn)), None)
+    wrong = next((t.dtype for t in tensors
+                  if t.is_floating_point() and t.dtype not in (*DTYPES, torch.float8_e4m3fn)), None)
     return None if wrong is None else f"dtype {wrong}"
 
 
 def fp8_why_not(*args: Any) -> str | None:
-    """`why_not`; also where the GPU has no conversion to e4m3, which the reference then emulates."""
-    reason, device = why_not(*args), next((a.device for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
+    """`why_not`; also where the GPU has no conversion to e4m3, which the reference then emulates.
+    """
+    reason, device = why_not(*args), next(
+        (a.device for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
     if reason is not None or device is None:
         return reason
     if torch.version.hip is not None:
         return "Triton has another fp8 format on this GPU"
     capability = torch.cuda.get_device_capability(device)
-    return None if capability >= (8, 9) else f"no e4m3 in a GPU of compute capability {capability[0]}.{capability[1]}: needs 8.9"
+    return None if capability >= (
+        8,
+        9) else f"no e4m3 in a GPU of compute capability {capability[0]}.{capability[1]}: needs 8.9"
 
 
 def _interpreted() -> bool:
-    # a process on CPU never imports Triton to learn this: it is known once something has imported the kernels
+    # a process on CPU never imports Triton to learn this: it is known once something has imported
+    # the kernels
     common = sys.modules.get("moe_plugin.kernels.gpu.common")
     return common is not None and common.INTERPRETED
 
@@ -72,5 +82,7 @@ def _late(name: str) -> Callable[..., Any]:
 def register() -> None:
     """Add the Triton implementations to their operations; called once by the package."""
     for name in MODULES:
-        kernels.get(name).add("triton", fp8_why_not if MODULES[name] == "fp8" else why_not)(_late(name))
-    assert {"gelu", "gelu_tanh", "relu", "silu", "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"
+        kernels.get(name).add("triton",
+                              fp8_why_not if MODULES[name] == "fp8" else why_not)(_late(name))
+    assert {"gelu", "gelu_tanh", "relu", "silu",
+            "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"

@@ -1,9 +1,11 @@
 """Memory that is used again: large CPU tensors without a page fault for every page in every step.
 
-glibc maps every large tensor afresh, and the system clears each page when it is first touched: about 60 us per MiB, more than
-writing the values takes. A `Workspace` keeps the memory of a module's large tensors and hands it out again as soon as nothing
-refers to it any more. It never has to be told: it asks the storage how many owners it has. So a saved activation, a gradient that the
-user keeps, or a second use in the same graph simply stays with its owner and the next request gets other memory.
+glibc maps every large tensor afresh, and the system clears each page when it is first touched:
+about 60 us per MiB, more than writing the values takes. A `Workspace` keeps the memory of a
+module's large tensors and hands it out again as soon as nothing refers to it any more. It never has
+to be told: it asks the storage how many owners it has. So a saved activation, a gradient that the
+user keeps, or a second use in the same graph simply stays with its owner and the next request gets
+other memory.
 """
 
 from __future__ import annotations
@@ -18,20 +20,26 @@ from torch import Tensor
 
 SMALL_BYTES = 1 << 17  # below glibc's mapping threshold memory is reused anyway
 SHRINK = 4  # free memory this many times larger than what is asked for is given back
-_use_count = getattr(torch._C, "_storage_Use_Count", None)  # torch >= 2.1; without it nothing is kept
+# torch >= 2.1; without it nothing is kept
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Workspace:
-    """Reusable CPU memory by purpose. Copies (pickle, deepcopy) start empty. Safe under threads and re-entrance."""
+    """Reusable CPU memory by purpose. Copies (pickle, deepcopy) start empty. Safe under threads and
+    re-entrance.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, torch.dtype], list[torch.UntypedStorage]] = {}
 
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Uninitialised tensor of a shape, in `like`'s dtype and device; memory that served `purpose` before, where free."""
+        """Uninitialised tensor of a shape, in `like`'s dtype and device; memory that served
+        `purpose` before, where free.
+        """
         size = math.prod(shape) * like.element_size()
-        if like.device.type != "cpu" or size < SMALL_BYTES or _use_count is None or torch.compiler.is_compiling():
+        if like.device.type != "cpu" or size < SMALL_BYTES or _use_count is None or torch.compiler.is_compiling(
+        ):
             return like.new_empty(shape)
         with self._lock:
             storage = self._take(purpose, like.dtype, size)
@@ -46,7 +54,8 @@ class Workspace:
             elif free is None and size <= kept[index].nbytes() <= SHRINK * size:
                 free = kept[index]
         if free is None:
-            free = torch.UntypedStorage(size + size // 8)  # loads move from step to step: leave room
+            # loads move from step to step: leave room
+            free = torch.UntypedStorage(size + size // 8)
         self._kept[purpose, dtype] = [*busy, free]
         return free
 
@@ -66,7 +75,8 @@ def _references(kept: list[torch.UntypedStorage], index: int) -> int:
 
 
 def _idle(kept: list[torch.UntypedStorage], index: int) -> bool:
-    # owners in C++ (tensors, saved activations) and in Python (a storage object someone took): none but this list
+    # owners in C++ (tensors, saved activations) and in Python (a storage object someone took): none
+    # but this list
     return _use_count(kept[index]._cdata) == 1 and _references(kept, index) == _ALONE
 
 

@@ -17,8 +17,9 @@ from moe_plugin import checkout
 __version__ = "0.1.0"
 checkout.install(Path(__file__).parent)
 _EXPORTS = {
-    "MoEConfig": "moe_plugin.config", "MoELayer": "moe_plugin.layer", "MoEOutput": "moe_plugin.records",
-    "LayerStats": "moe_plugin.records", "Routing": "moe_plugin.records", "weighted_loss": "moe_plugin.records",
+    "MoEConfig": "moe_plugin.config", "MoELayer": "moe_plugin.layer",
+    "MoEOutput": "moe_plugin.records", "LayerStats": "moe_plugin.records",
+    "Routing": "moe_plugin.records", "weighted_loss": "moe_plugin.records",
     "Comm": "moe_plugin.comm", "TorchComm": "moe_plugin.comm", "LocalComm": "moe_plugin.comm",
 }
 __all__ = [*_EXPORTS, "__version__"]

@@ -1,4 +1,5 @@
-"""Finds `moe_plugin.kernels` and `moe_plugin.configs` in a checkout, where these folders lie next to the package.
+"""Finds `moe_plugin.kernels` and `moe_plugin.configs` in a checkout, where these folders lie next
+to the package.
 
 In an installed package they are inside it: pyproject.toml maps them there when the wheel is built.
 """

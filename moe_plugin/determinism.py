@@ -1,8 +1,9 @@
 """Deterministic mode: the same seed, settings and number of ranks give the same bits, on GPU too.
 
-What it takes: no layout chosen by a clock (`parallel: auto` is refused), Triton kernels in the first of their configurations rather than the
-fastest of the day, and torch's own strict mode, in which an operator without a deterministic form is an error. Routing, dispatch and
-our kernels add up in a fixed order anyway.
+What it takes: no layout chosen by a clock (`parallel: auto` is refused), Triton kernels in the
+first of their configurations rather than the fastest of the day, and torch's own strict mode, in
+which an operator without a deterministic form is an error. Routing, dispatch and our kernels add up
+in a fixed order anyway.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ import torch
 
 
 def enable() -> None:
-    """Switch on torch's strict deterministic mode for this process, and the cuBLAS workspace that it asks for. Before the first product on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch and cuBLAS read it; a value that is set stays
+    """Switch on torch's strict deterministic mode for this process, and the cuBLAS workspace that
+    it asks for. Before the first product on a GPU.
+    """
+    # torch and cuBLAS read it; a value that is set stays
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def check(wanted: bool) -> None:
     """`ValueError` where a layer is to be deterministic and torch is not."""
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    strict = torch.are_deterministic_algorithms_enabled(
+    ) and not torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted and not strict:
-        raise ValueError("deterministic=True does not fit torch's present mode: must be torch.use_deterministic_algorithms(True), without warn_only; "
-                         "call moe_plugin.determinism.enable() before the layer is built")
+        raise ValueError(
+            "deterministic=True does not fit torch's present mode: must be "
+            "torch.use_deterministic_algorithms(True), without warn_only; "
+            "call moe_plugin.determinism.enable() before the layer is built")

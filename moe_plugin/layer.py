@@ -35,27 +35,38 @@ class MoELayer(nn.Module):
 
     Args:
         config: see `MoEConfig`; `model_dim` must be set.
-        comm: the expert-parallel group; None: the default torch.distributed group where initialised, else this rank alone.
-        router: a module to use in place of the configured router: `(x_TD, mask_T, top_k) -> Routing`, with `info` as a fourth argument where a call has one.
-        experts: `factory(global_index) -> module` for custom experts, in place of the configured kind.
+        comm: the expert-parallel group; None: the default torch.distributed group where
+            initialised, else this rank alone.
+        router: a module to use in place of the configured router:
+            `(x_TD, mask_T, top_k) -> Routing`, with `info` as a fourth argument where a call has
+            one.
+        experts: `factory(global_index) -> module` for custom experts, in place of the configured
+            kind.
         dtype, device: of the parameters.
 
-    Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over the tokens of all ranks in
-    `comm`; all other parameters hold this rank's part. The host (or `moe_plugin.hosts.plain.gradients`) reduces and scales.
+    Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over
+    the tokens of all ranks in `comm`; all other parameters hold this rank's part. The host (or
+    `moe_plugin.hosts.plain.gradients`) reduces and scales.
 
     Raises:
-        ValueError: where config, group and names do not fit together; it names value, bound and remedy.
+        ValueError: where config, group and names do not fit together; it names value, bound and
+            remedy.
     """
 
-    def __init__(self, config: MoEConfig, comm: Comm | None = None, *, router: nn.Module | None = None,
-                 experts: Callable[[int], nn.Module] | None = None, dtype: torch.dtype | None = None, device: Any = None) -> None:
+    def __init__(self, config: MoEConfig, comm: Comm | None = None, *,
+                 router: nn.Module | None = None, experts: Callable[[int], nn.Module] | None = None,
+                 dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
         import_user_modules(config.imports)
         determinism.check(config.deterministic)
         if config.model_dim < 1:
-            raise ValueError(f"model_dim={config.model_dim} is out of bounds: must be >= 1; set it to the width of the tokens")
+            raise ValueError(
+                f"model_dim={config.model_dim} is out of bounds: must be >= 1; set it to the width "
+                "of the tokens"
+            )
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
-        place = Placement(self.comm, config.num_experts, prepare(self.comm, config.comm), cut=config.parallel.shards)
+        place = Placement(self.comm, config.num_experts, prepare(self.comm, config.comm),
+                          cut=config.parallel.shards)
         place.check()
         config, place, self.replicas = with_replicas(config, place)
         check_capacity(config.dispatch)
@@ -64,24 +75,30 @@ class MoELayer(nn.Module):
         where = {"dtype": dtype, "device": device}
         self.router = router if router is not None else build_router(config, place.comm, **where)
         make = expert_kinds.get(config.experts.kind)
-        self.experts = make(config, place, **where) if experts is None else CustomExperts(experts, place)
+        self.experts = make(config, place, **where) if experts is None else CustomExperts(
+            experts, place)
         self.layouts = Layouts(config, place, whole=hasattr(self.experts, "stored"))
-        self.auto = AutoLayout(config, self.layouts, next(self.parameters())) if config.parallel.mode == "auto" else None
-        self.shared_expert = SharedExpert(config, **where) if config.experts.shared_hidden_dim else None
+        self.auto = AutoLayout(config, self.layouts, next(
+            self.parameters())) if config.parallel.mode == "auto" else None
+        self.shared_expert = SharedExpert(config, **
+                                          where) if config.experts.shared_hidden_dim else None
         self._ddp_seen = False
         if self.replicas is not None:
             self.replicas.adopt(self)
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None, top_k: int | None = None, choice: LayoutChoice | None = None,
-                info: TokenInfo | None = None) -> MoEOutput:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, top_k: int | None = None,
+                choice: LayoutChoice | None = None, info: TokenInfo | None = None) -> MoEOutput:
         """Send every token through its experts.
 
         Args:
             x: [..., D] tokens of this rank; any number, also none, also different on each rank.
-            token_mask: [...] bool, True = real token; padding tokens are not routed and give zeros. None: all real.
+            token_mask: [...] bool, True = real token; padding tokens are not routed and give zeros.
+                None: all real.
             top_k: experts a token for this call; None: configured.
-            choice: layout of this call, the same on all ranks; None: configured. It changes no number beyond rounding.
-            info: token ids, sequences, which of several routers; only some routers and losses want it (`router.needs`).
+            choice: layout of this call, the same on all ranks; None: configured. It changes no
+                number beyond rounding.
+            info: token ids, sequences, which of several routers; only some routers and losses want
+                it (`router.needs`).
         Returns: output [..., D] in x's dtype, raw losses by name, statistics.
         Raises:
             ValueError: shapes or dtypes that do not fit.
@@ -90,15 +107,19 @@ class MoELayer(nn.Module):
         self._check_input(x, token_mask)
         if self.comm.size > 1 and not self._ddp_seen and not torch.compiler.is_compiling():
             self._ddp_seen = refuse_averaged_experts(self.experts)
-        x_TD, mask_T = x.reshape(-1, x.shape[-1]), None if token_mask is None else token_mask.reshape(-1)
+        x_TD, mask_T = x.reshape(
+            -1, x.shape[-1]), None if token_mask is None else token_mask.reshape(-1)
         tokens, sent, ran = x_TD.shape[0], self.comm.bytes_sent, dict(self.comm.counters.exchanges)
         if self.replicas is not None:
             x_TD, mask_T = self.replicas.part(x_TD, mask_T)
-            info = None if info is None else info.flat().piece(self.replicas.comm.size, self.replicas.comm.rank)
-        routing = self.router(x_TD, mask_T, top_k) if info is None else self.router(x_TD, mask_T, top_k, info.flat())
+            info = None if info is None else info.flat().piece(self.replicas.comm.size,
+                                                               self.replicas.comm.rank)
+        routing = self.router(x_TD, mask_T, top_k) if info is None else self.router(
+            x_TD, mask_T, top_k, info.flat())
         kept, slots_TK, limit = self._fit(routing)
         layout, watch = self._layout(kept, choice)
-        shadows = self.layouts.shadows.now(kept, self.training, getattr(self.router, "replay", False)) if self.layouts.shadows else ()
+        shadows = self.layouts.shadows.now(kept, self.training, getattr(
+            self.router, "replay", False)) if self.layouts.shadows else ()
         y_TD, rows = layout.run(self.experts, x_TD, kept, slots_TK, limit, watch, shadows)
         y_TD = y_TD.to(x_TD.dtype)
         if self.shared_expert is not None:
@@ -106,19 +127,26 @@ class MoELayer(nn.Module):
         if routing.passthrough_T is not None:
             real_TD = x_TD if mask_T is None else x_TD.masked_fill(~mask_T[:, None], 0)
             y_TD = y_TD + (routing.passthrough_T[:, None] * real_TD).to(x_TD.dtype)
-        stats = _stats(routing, kept, self.config.num_experts, self.comm.bytes_sent - sent, rows, limit)
+        stats = _stats(routing, kept, self.config.num_experts, self.comm.bytes_sent - sent, rows,
+                       limit)
         news = () if self.auto is None else tuple(d.as_dict() for d in self.auto.news())
         losses = routing.losses
         if self.replicas is not None:
             y_TD, losses = self.replicas.whole(y_TD, tokens, losses)
-        return MoEOutput(y_TD.view(x.shape), losses, replace(
-            stats, layout=layout.choice.label, decisions=news, exchanges=self._ran_since(ran), copies=self.layouts.copies))
+        return MoEOutput(
+            y_TD.view(x.shape), losses,
+            replace(stats, layout=layout.choice.label, decisions=news,
+                    exchanges=self._ran_since(ran), copies=self.layouts.copies))
 
     def _ran_since(self, before: dict[str, int]) -> dict[str, int]:
         """All-to-alls since `before`, by algorithm."""
-        return {name: count - before.get(name, 0) for name, count in self.comm.counters.exchanges.items() if count > before.get(name, 0)}
+        return {
+            name: count - before.get(name, 0)
+            for name, count in self.comm.counters.exchanges.items() if count > before.get(name, 0)
+        }
 
-    def _layout(self, kept: Routing, choice: LayoutChoice | None) -> tuple[Layout, Stopwatch | None]:
+    def _layout(self, kept: Routing,
+                choice: LayoutChoice | None) -> tuple[Layout, Stopwatch | None]:
         """The layout of this call: as given, as tuned, or as configured."""
         if self.auto is None or choice is not None:
             return self.layouts.at(choice or self.layouts.fixed), None
@@ -127,75 +155,109 @@ class MoELayer(nn.Module):
     def _fit(self, routing: Routing) -> tuple[Routing, Tensor | None, int | None]:
         dispatch, router = self.config.dispatch, self.config.router
         experts = self.config.num_experts
-        limit = capacity_rules.capacity(dispatch, routing, experts, self.layouts.load_comm, self.training)
-        slots_TK = None if limit is None else capacity_rules.slots(routing, experts, router.batch_prioritized)
-        return capacity_rules.drop(routing, slots_TK, limit, router.normalize == "after_drop"), slots_TK, limit
+        limit = capacity_rules.capacity(dispatch, routing, experts, self.layouts.load_comm,
+                                        self.training)
+        slots_TK = None if limit is None else capacity_rules.slots(routing, experts,
+                                                                   router.batch_prioritized)
+        return capacity_rules.drop(routing, slots_TK, limit,
+                                   router.normalize == "after_drop"), slots_TK, limit
 
     def _check_input(self, x: Tensor, token_mask: Tensor | None) -> None:
         if x.dim() < 2 or x.shape[-1] != self.config.model_dim:
-            raise ValueError(f"input of shape {tuple(x.shape)} does not fit: must be [..., {self.config.model_dim}] (model_dim)")
+            raise ValueError(
+                f"input of shape {tuple(x.shape)} does not fit: must be [..., "
+                f"{self.config.model_dim}] (model_dim)"
+            )
         if not x.is_floating_point():
-            raise ValueError(f"input of dtype {x.dtype} does not fit: must be a floating-point tensor")
+            raise ValueError(
+                f"input of dtype {x.dtype} does not fit: must be a floating-point tensor")
         if x.is_meta:
-            raise ValueError("input on the meta device does not fit: which experts a token visits depends on its values; build the layer there, "
-                             "then move it with to_empty() before the first forward pass")
+            raise ValueError(
+                "input on the meta device does not fit: which experts a token visits depends on "
+                "its values; build the layer there, "
+                "then move it with to_empty() before the first forward pass")
         own = getattr(self.experts, "w_in_LDF", x).dtype
         if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"input of dtype {x.dtype} does not fit: must be {own}, the experts' dtype; convert one of the two, or use torch.autocast")
-        if token_mask is not None and (token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool):
-            raise ValueError(f"token_mask {token_mask.dtype} {tuple(token_mask.shape)} does not fit: must be bool {tuple(x.shape[:-1])}, "
-                             "True where a token is real")
+            raise ValueError(
+                f"input of dtype {x.dtype} does not fit: must be {own}, the experts' dtype; "
+                "convert one of the two, or use torch.autocast"
+            )
+        if token_mask is not None and (token_mask.shape != x.shape[:-1]
+                                       or token_mask.dtype != torch.bool):
+            raise ValueError(
+                f"token_mask {token_mask.dtype} {tuple(token_mask.shape)} does not fit: must be "
+                f"bool {tuple(x.shape[:-1])}, "
+                "True where a token is real")
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Where the local experts come from, checked when loaded; with `parallel: auto` also what the tuner has learned."""
+        """Where the local experts come from, checked when loaded; with `parallel: auto` also what
+        the tuner has learned.
+        """
         more = {} if self.auto is None else {"tuner": self.auto.state()}
         if self.placement.cut is not None:
             more["shards"] = self.placement.cut
-        return {"version": STATE_VERSION, "num_experts": self.config.num_experts, "ep_size": self.comm.size, "ep_rank": self.comm.rank, **more}
+        return {
+            "version": STATE_VERSION, "num_experts": self.config.num_experts,
+            "ep_size": self.comm.size, "ep_rank": self.comm.rank, **more
+        }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """`ValueError` where a checkpoint's experts are not this rank's. A checkpoint without a tuner's state is as good."""
+        """`ValueError` where a checkpoint's experts are not this rank's. A checkpoint without a
+        tuner's state is as good.
+        """
         for key, mine in {"shards": None, **self.get_extra_state()}.items():
             if key != "tuner" and state.get(key) != mine:
-                raise ValueError(f"checkpoint has {key}={state.get(key)}, this layer has {key}={mine}; load it with the same number of experts, "
-                                 "expert-parallel ranks and shards, or reshard it with moe_plugin.checkpoint.reshard")
+                raise ValueError(
+                    f"checkpoint has {key}={state.get(key)}, this layer has {key}={mine}; load it "
+                    "with the same number of experts, "
+                    "expert-parallel ranks and shards, or reshard it with "
+                    "moe_plugin.checkpoint.reshard"
+                )
         if self.auto is not None and state.get("tuner") is not None:
             self.auto.load_state(state["tuner"])
 
     def extra_repr(self) -> str:
         c = self.config
-        return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} ({self.placement.local} here, {self.placement.shards} shards), "
-                f"top_k={c.router.top_k}, dispatch={c.dispatch.name}, ranks={self.comm.size}")
+        return (
+            f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
+            f"({self.placement.local} here, {self.placement.shards} shards), "
+            f"top_k={c.router.top_k}, dispatch={c.dispatch.name}, ranks={self.comm.size}")
 
 
 class SharedExpert(nn.Module):
     """An expert of its own width that every real token visits; ordinary, replicated parameters."""
 
-    def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None, device: Any = None) -> None:
+    def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
+                 device: Any = None) -> None:
         super().__init__()
         inner, width, bias = config.experts.shared_hidden_dim, config.model_dim, config.experts.bias
         self.activation = ACTIVATIONS[config.experts.activation].value
         self.fc_in = nn.Linear(width, inner, bias=bias, dtype=dtype, device=device)
-        self.fc_gate = nn.Linear(width, inner, bias=bias, dtype=dtype, device=device) if config.experts.kind == "gated_ffn" else None
+        self.fc_gate = nn.Linear(width, inner, bias=bias, dtype=dtype,
+                                 device=device) if config.experts.kind == "gated_ffn" else None
         self.fc_out = nn.Linear(inner, width, bias=bias, dtype=dtype, device=device)
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None) -> Tensor:
         """[T, D] to [T, D] in x's dtype; zeros for padding."""
-        if mask_T is not None:  # before and after: padding may hold NaN, which would reach the weights' gradients
+        # before and after: padding may hold NaN, which would reach the weights' gradients
+        if mask_T is not None:
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         inner_TF = self.fc_in(x_TD)
-        inner_TF = self.activation(inner_TF) if self.fc_gate is None else self.activation(self.fc_gate(x_TD)) * inner_TF
+        inner_TF = self.activation(inner_TF) if self.fc_gate is None else self.activation(
+            self.fc_gate(x_TD)) * inner_TF
         y_TD = self.fc_out(inner_TF).to(x_TD.dtype)
         return y_TD if mask_T is None else y_TD.masked_fill(~mask_T[:, None], 0)
 
 
-def _stats(routing: Routing, kept: Routing, experts: int, sent: int, rows: int, limit: int | None) -> LayerStats:
+def _stats(routing: Routing, kept: Routing, experts: int, sent: int, rows: int,
+           limit: int | None) -> LayerStats:
     load_KE = _load(routing.ids_TK, experts)
-    return LayerStats(
-        load_KE=load_KE, kept_KE=load_KE if kept is routing else _load(kept.ids_TK, experts), entropy=routing.entropy,
-        tokens=routing.tokens, losses={name: value.detach() for name, value in routing.losses.items()},
-        bytes_sent=sent, rows=rows, capacity=limit, gate=routing.gate,
-    )
+    return LayerStats(load_KE=load_KE,
+                      kept_KE=load_KE if kept is routing else _load(kept.ids_TK, experts),
+                      entropy=routing.entropy, tokens=routing.tokens, losses={
+                          name: value.detach() for name, value in routing.losses.items()
+                      }, bytes_sent=sent, rows=rows, capacity=limit, gate=routing.gate,
+                      )
 
 
 def _load(ids_TK: Tensor, experts: int) -> Tensor:

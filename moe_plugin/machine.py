@@ -1,4 +1,6 @@
-"""This machine: what its processors are called, and where results that are worth keeping between runs go."""
+"""This machine: what its processors are called, and where results that are worth keeping between
+runs go.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def cpu_name() -> str:
     """The processor's name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            return next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
+            return next(
+                line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -27,7 +30,8 @@ def device_name(device: torch.device) -> str:
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """A folder of this user that outlives the process, made where missing; in the temporary folder where there is no home to write to.
+    """A folder of this user that outlives the process, made where missing; in the temporary folder
+    where there is no home to write to.
 
     Raises: ValueError: not writable; purpose says what cannot be done then.
     """

@@ -1,8 +1,9 @@
 """The records that travel through one MoE layer.
 
-Shape legend (used in the whole package): T tokens of this rank, D model width, K choices a token, E experts of the
-whole group, L experts of this rank, R rows that reach this rank's experts, F inner width of an expert, C slots an
-expert and source rank, W ranks of the expert-parallel group, S = W / E shards of one expert where E < W.
+Shape legend (used in the whole package): T tokens of this rank, D model width, K choices a token, E
+experts of the whole group, L experts of this rank, R rows that reach this rank's experts, F inner
+width of an expert, C slots an expert and source rank, W ranks of the expert-parallel group, S = W /
+E shards of one expert where E < W.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 class TokenInfo:
     """What some routers and losses want to know of a call beside the tokens.
 
-    token_ids_T: int64, vocabulary index of each token (hash router). sequence_T: int64 in 0..sequences-1, the sequence that a token
-    belongs to (loss `sequence`). gate_index: which of several configured routers decides this call, the same on all ranks; None: as
-    `router.choice` says.
-    Tensors may have the shape of the tokens' leading axes.
+    token_ids_T: int64, vocabulary index of each token (hash router). sequence_T: int64 in
+    0..sequences-1, the sequence that a token belongs to (loss `sequence`). gate_index: which of
+    several configured routers decides this call, the same on all ranks; None: as `router.choice`
+    says. Tensors may have the shape of the tokens' leading axes.
     """
 
     token_ids_T: Tensor | None = None
@@ -38,12 +39,39 @@ class TokenInfo:
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
-        """Of flat information the part for one of `pieces` equal runs of tokens, the last filled up with zeros."""
-        return self._each(lambda x_T: torch.cat([x_T, x_T.new_zeros(-x_T.shape[0] % pieces)]).chunk(pieces)[index])
+        """Of flat information the part for one of `pieces` equal runs of tokens, the last filled up
+        with zeros.
+        """
+        return self._each(lambda x_T: torch.cat([x_T, x_T.new_zeros(-x_T.shape[0] % pieces)]).chunk(
+            pieces)[index])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "TokenInfo":
-        return replace(self, token_ids_T=None if self.token_ids_T is None else change(self.token_ids_T),
+        return replace(self,
+                       token_ids_T=None if self.token_ids_T is None else change(self.token_ids_T),
                        sequence_T=None if self.sequence_T is None else change(self.sequence_T))
+
+
+@dataclass(frozen=True)
+class HostContext:
+    """What a host knows of a layer that the layer cannot find out. A layer is built with it.
+
+    Attributes:
+        layer_number: number of this MoE layer in its model, from 0; None: unknown.
+        replay: the host recomputes activations with reentrant checkpointing, so that a choice
+            made in the first pass must be repeated in the second (`moe_plugin.routing.replay`).
+        loss_comm: ranks that hold parts of one batch of tokens, over which balance losses are
+            computed; None: this rank alone.
+        batch_comm: all data-parallel ranks, whose tokens make up the batch of a step; None: the
+            ranks that hold the experts.
+        adds_to_main_grad: the host keeps weight gradients in `parameter.main_grad` and takes what
+            backward adds there (`moe_plugin.kernels.main_grad`).
+    """
+
+    layer_number: int | None = None
+    replay: bool = False
+    loss_comm: Comm | None = None
+    batch_comm: Comm | None = None
+    adds_to_main_grad: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +79,8 @@ class Routing:
     """What a router decided.
 
     ids_TK: int64, expert of each choice; -1: no expert (padding token, choice not taken).
-    weights_TK: float32 (float64 for a float64 layer), gate weight of each choice, differentiable; 0 where ids_TK = -1.
+    weights_TK: float32 (float64 for a float64 layer), gate weight of each choice, differentiable; 0
+    where ids_TK = -1.
     priority_T: float, larger keeps its slot longer under batch-prioritised capacity.
     losses: raw (unweighted) scalar losses by name, differentiable.
     entropy: scalar, mean entropy in nats of the score distribution over real tokens.
@@ -76,14 +105,17 @@ class Routing:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where experts live: rank i of `comm` holds `local` (virtual) experts; a virtual expert is a shard of an expert.
+    """Where experts live: rank i of `comm` holds `local` (virtual) experts; a virtual expert is a
+    shard of an expert.
 
-    experts: E. shards: S, ranks over which an expert is cut: `cut`, or, where that is None, W / E where there are fewer experts
-    than ranks, else 1. Runs of S consecutive ranks hold the same L = E S / W experts: rank g*S + j holds shard j of experts
-    [g*L, (g+1)*L), as its virtual experts [i*L, (i+1)*L) of E*S. (Where L = 1, virtual expert e*S + j is shard j of expert e.)
+    experts: E. shards: S, ranks over which an expert is cut: `cut`, or, where that is None, W / E
+    where there are fewer experts than ranks, else 1. Runs of S consecutive ranks hold the same L =
+    E S / W experts: rank g*S + j holds shard j of experts [g*L, (g+1)*L), as its virtual experts
+    [i*L, (i+1)*L) of E*S. (Where L = 1, virtual expert e*S + j is shard j of expert e.)
 
-    copies: r, the ranks to which each token goes; a divisor of S, or None for S. Below S, runs of S/r consecutive ranks gather
-    each other's parameters, so that each holds 1/r of the expert, and share its tokens between them.
+    copies: r, the ranks to which each token goes; a divisor of S, or None for S. Below S, runs of
+    S/r consecutive ranks gather each other's parameters, so that each holds 1/r of the expert, and
+    share its tokens between them.
     replicas: ranks that hold the same tokens as this one, where a dispatcher makes use of that.
     """
 
@@ -127,16 +159,26 @@ class Placement:
         return self.shards // (self.copies or self.shards)
 
     def check(self) -> None:
-        """`ValueError` unless experts divide over ranks or ranks over experts, or over runs of as many ranks as they are cut over."""
+        """`ValueError` unless experts divide over ranks or ranks over experts, or over runs of as
+        many ranks as they are cut over.
+        """
         size = self.comm.size
         if self.cut is not None:
-            fits = [s for s in range(1, size + 1) if size % s == 0 and self.experts % (size // s) == 0]
+            fits = [
+                s for s in range(1, size + 1) if size % s == 0 and self.experts % (size // s) == 0
+            ]
             if self.cut not in fits:
-                raise ValueError(f"parallel.shards={self.cut} does not fit {self.experts} experts on {size} expert-parallel ranks: must be one of {fits}; "
-                                 f"the nearest is {min(fits, key=lambda s: abs(s - self.cut))}")
+                raise ValueError(
+                    f"parallel.shards={self.cut} does not fit {self.experts} experts on {size} "
+                    f"expert-parallel ranks: must be one of {fits}; "
+                    f"the nearest is {min(fits, key=lambda s: abs(s - self.cut))}")
         elif self.experts % size and size % self.experts:
-            raise ValueError(f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a multiple or a divisor "
-                             f"of {size}; use {max(1, self.experts // size) * size} experts or another expert-parallel size")
+            raise ValueError(
+                f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a "
+                "multiple or a divisor "
+                f"of {size}; use {max(1, self.experts // size) * size} experts or another "
+                "expert-parallel size"
+            )
 
 
 @dataclass(frozen=True)
@@ -161,9 +203,11 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows that one rank takes out of its own tokens, computes and puts back: no exchange in between.
+    """Rows that one rank takes out of its own tokens, computes and puts back: no exchange in
+    between.
 
-    source_R, position_TK: see kernels.rows; rows lie expert after expert. weights_TK: gate weights, differentiable.
+    source_R, position_TK: see kernels.rows; rows lie expert after expert. weights_TK: gate weights,
+    differentiable.
     counts: rows by expert; with fixed slots also the empty ones.
     """
 
@@ -175,23 +219,29 @@ class RowPlan:
     @property
     def token_R(self) -> Tensor:
         """Token of each row, int64 [R]; 0 for an empty slot."""
-        return torch.div(self.source_R.clamp(min=0), max(1, self.position_TK.shape[1]), rounding_mode="floor")
+        return torch.div(self.source_R.clamp(min=0), max(1, self.position_TK.shape[1]),
+                         rounding_mode="floor")
 
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What happened in one forward pass on this rank; tensors stay on the device until `as_dict` is called.
+    """What happened in one forward pass on this rank; tensors stay on the device until `as_dict` is
+    called.
 
     load_KE: int64, tokens whose j-th choice is expert e, before dropping.
     kept_KE: int64, the same after dropping.
     entropy, tokens: as in `Routing`.
     losses: detached raw losses by name.
-    bytes_sent: bytes this rank sent to other ranks in the forward pass: rows out, rows back, counts, and parameters where the layout gathers them.
+    bytes_sent: bytes this rank sent to other ranks in the forward pass: rows out, rows back,
+    counts, and parameters where the layout gathers them.
     rows: rows computed by this rank's experts.
     capacity: slots an expert and source rank, None when dropless.
-    layout: the layout it ran in, e.g. `r=1 d=2 linear auto`. decisions: of the tuner, since the last call (plain values).
-    exchanges: all-to-alls of the forward pass by the algorithm that really ran. gate: as in `Routing`.
-    copies: ranks that report these same tokens: in a sum over ranks, load and tokens count 1/copies.
+    layout: the layout it ran in, e.g. `r=1 d=2 linear auto`. decisions: of the tuner, since the
+    last call (plain values).
+    exchanges: all-to-alls of the forward pass by the algorithm that really ran. gate: as in
+    `Routing`.
+    copies: ranks that report these same tokens: in a sum over ranks, load and tokens count
+    1/copies.
     """
 
     load_KE: Tensor
@@ -209,18 +259,21 @@ class LayerStats:
     gate: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers (one device-to-host copy): load, max_over_mean, dropped, entropy, losses, bytes, rows."""
+        """Plain numbers (one device-to-host copy): load, max_over_mean, dropped, entropy, losses,
+        bytes, rows.
+        """
         load_E = self.load_KE.sum(0).tolist()
         routed, kept = sum(load_E), int(self.kept_KE.sum())
         mean = routed / len(load_E)
         return {
-            "tokens": int(self.tokens), "load": load_E, "max_over_mean": max(load_E) / mean if mean else 0.0,
-            "dropped": routed - kept, "drop_fraction": (routed - kept) / routed if routed else 0.0,
-            "unused_experts": sum(n == 0 for n in load_E), "entropy": float(self.entropy),
-            "losses": {name: float(value) for name, value in self.losses.items()},
-            "bytes_sent": self.bytes_sent, "rows": self.rows, "capacity": self.capacity,
-            "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions), "exchanges": dict(self.exchanges),
-            "gates": {self.gate: 1} if self.gate else {},
+            "tokens": int(self.tokens), "load": load_E,
+            "max_over_mean": max(load_E) / mean if mean else 0.0, "dropped": routed - kept,
+            "drop_fraction": (routed - kept) / routed if routed else 0.0, "unused_experts": sum(
+                n == 0 for n in load_E), "entropy": float(self.entropy), "losses": {
+                    name: float(value) for name, value in self.losses.items()
+                }, "bytes_sent": self.bytes_sent, "rows": self.rows, "capacity": self.capacity,
+            "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions),
+            "exchanges": dict(self.exchanges), "gates": {self.gate: 1} if self.gate else {},
         }
 
 

@@ -1,7 +1,8 @@
 """One registry a kind: names map to implementations, an unknown name lists the known ones.
 
-A kind is created once (`routers = Registry("router")`); anything registered in it is found by config, listed by
-`moe-plugin doctor` and picked up by the exactness tests, without another line anywhere.
+A kind is created once (`routers = Registry("router")`); anything registered in it is found by
+config, listed by `moe-plugin doctor` and picked up by the exactness tests, without another line
+anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ KINDS: dict[str, "Registry"] = {}
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered implementation. `why_not` returns None where it can run here, else the reason."""
+    """One registered implementation. `why_not` returns None where it can run here, else the reason.
+    """
 
     name: str
     value: T
@@ -33,14 +35,17 @@ def _always() -> str | None:
 
 
 class Registry(Generic[T]):
-    """Named implementations of one kind (router, loss, dispatcher, all-to-all algorithm, kernel, ...)."""
+    """Named implementations of one kind (router, loss, dispatcher, all-to-all algorithm, kernel,
+    ...).
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
         KINDS[kind] = self
 
-    def register(self, name: str, *, why_not: Callable[[], str | None] = _always) -> Callable[[T], T]:
+    def register(self, name: str, *, why_not: Callable[[],
+                                                       str | None] = _always) -> Callable[[T], T]:
         """Decorator: `@routers.register("topk")`. A name already taken is a `ValueError`."""
 
         def add(value: T) -> T:
@@ -52,13 +57,15 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The implementation called `name`; `ValueError` naming the known ones where there is none."""
+        """The implementation called `name`; `ValueError` naming the known ones where there is none.
+        """
         return self.entry(name).value
 
     def entry(self, name: str) -> Entry[T]:
         """The whole entry called `name`."""
         if name not in self._entries:
-            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names()) or 'none'}")
+            raise ValueError(
+                f"unknown {self.kind} {name!r}; known: {', '.join(self.names()) or 'none'}")
         return self._entries[name]
 
     def names(self) -> list[str]:

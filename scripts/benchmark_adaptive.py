@@ -1,8 +1,10 @@
-"""`parallel: auto` against every fixed layout on an emulated cluster, and what overlap hides (root, Linux; about twenty minutes).
+"""`parallel: auto` against every fixed layout on an emulated cluster, and what overlap hides (root,
+Linux; about twenty minutes).
 
     python scripts/benchmark_adaptive.py [--out docs/benchmarks] [--steps 120] [--rate 200e6]
 
-Writes adaptive.json, adaptive.md, adaptive_overlap.png. Run it on a machine that does nothing else; the load average stands in the report.
+Writes adaptive.json, adaptive.md, adaptive_overlap.png. Run it on a machine that does nothing else;
+the load average stands in the report.
 """
 
 from __future__ import annotations
@@ -42,16 +44,23 @@ def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
     return loads[step * 2 * len(loads) // steps % len(loads)]
 
 
-def run_regime(hidden: int, loads: list[int], steps: int, every: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rank: forward and backward, step by step with `auto`, now and then in each fixed layout as well, so that all see the same machine.
+def run_regime(hidden: int, loads: list[int], steps: int, every: int,
+               choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """One rank: forward and backward, step by step with `auto`, now and then in each fixed layout
+    as well, so that all see the same machine.
 
-    A fixed layout takes two steps and the second one counts: the first brings its buffers and connections back to life, as each step of `auto`
-    finds them. None is measured in the first step with a new load.
+    A fixed layout takes two steps and the second one counts: the first brings its buffers and
+    connections back to life, as each step of `auto` finds them. None is measured in the first step
+    with a new load.
     """
     torch.set_num_threads(1)
-    tree: dict[str, Any] = {"model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1}, "experts": {"hidden_dim": hidden}, "losses": {"switch": 0.01}}
+    tree: dict[str, Any] = {
+        "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
+        "experts": {"hidden_dim": hidden}, "losses": {"switch": 0.01}
+    }
     comm = TorchComm()
-    fixed, auto = MoELayer(from_dict(tree), comm), MoELayer(from_dict({**tree, "parallel": {"mode": "auto", "max_d": 2}}), comm)
+    fixed, auto = MoELayer(from_dict(tree), comm), MoELayer(
+        from_dict({**tree, "parallel": {"mode": "auto", "max_d": 2}}), comm)
     seconds: dict[str, list[float]] = {}
     labels = []
     for step in range(steps):
@@ -63,7 +72,10 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int, choices: l
             choice = LayoutChoice.from_dict(values)
             one_step(fixed, tokens, choice)
             seconds.setdefault(choice.label, []).append(one_step(fixed, tokens, choice)[0])
-    return {"seconds": seconds, "labels": labels, "explored": auto.auto.tuner.explored, "decisions": [d.as_dict() for d in auto.auto.tuner.log]}
+    return {
+        "seconds": seconds, "labels": labels, "explored": auto.auto.tuner.explored,
+        "decisions": [d.as_dict() for d in auto.auto.tuner.log]
+    }
 
 
 def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple[float, str]:
@@ -80,7 +92,11 @@ def run_overlap(d: int, steps: int) -> dict[str, Any]:
     """One rank: median step, and the spans of exchanges and products of the last one."""
     torch.set_num_threads(1)
     comm = TorchComm()
-    layer = MoELayer(from_dict({"model_dim": WIDTH, "num_experts": 4, "router": {"top_k": 1}, "experts": {"hidden_dim": OVERLAP["hidden"]}}), comm)
+    layer = MoELayer(
+        from_dict({
+            "model_dim": WIDTH, "num_experts": 4, "router": {"top_k": 1},
+            "experts": {"hidden_dim": OVERLAP["hidden"]}
+        }), comm)
     spans: list[tuple[str, float, float]] = []
     _trace(layer, spans)
     seconds = []
@@ -92,11 +108,16 @@ def run_overlap(d: int, steps: int) -> dict[str, Any]:
         with torch.no_grad():
             layer(x, choice=LayoutChoice(r=1, d=d))
         seconds.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(seconds), "spans": [(name, a - start, b - start) for name, a, b in spans]}
+    return {
+        "seconds": statistics.median(seconds),
+        "spans": [(name, a - start, b - start) for name, a, b in spans]
+    }
 
 
 def _trace(layer: MoELayer, spans: list[tuple[str, float, float]]) -> None:
-    """Note when exchanges and products begin and end. d = 1 exchanges are seen through the algorithm."""
+    """Note when exchanges and products begin and end. d = 1 exchanges are seen through the
+    algorithm.
+    """
     def timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
@@ -118,7 +139,8 @@ def slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
     return [max(step) for step in zip(*(r["seconds"][name] for r in ranks), strict=True)]
 
 
-def mean_over_loads(seconds: list[float], loads: list[int], counted: list[bool] | None = None) -> float:
+def mean_over_loads(seconds: list[float], loads: list[int],
+                    counted: list[bool] | None = None) -> float:
     """Mean of the means of each load."""
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
@@ -129,20 +151,31 @@ def mean_over_loads(seconds: list[float], loads: list[int], counted: list[bool] 
 
 
 def measure_regimes(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Every fixed layout and auto: means over every load's steps, the loads weighed alike; for auto over all of its steps, and over those outside exploration."""
+    """Every fixed layout and auto: means over every load's steps, the loads weighed alike; for auto
+    over all of its steps, and over those outside exploration.
+    """
     choices = [c.as_dict() for c in legal_choices(EXPERTS, NODES, degrees=(1, 2))]
     for name, regime in REGIMES.items():
         steps, every = regime.get("steps", args.steps), regime.get("every", EVERY)
         if steps > args.most_steps:
             continue
         with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
-            ranks = cluster.run(run_regime, regime["hidden"], regime["tokens"], steps, every, choices, timeout_s=3000)
+            ranks = cluster.run(run_regime, regime["hidden"], regime["tokens"], steps, every,
+                                choices, timeout_s=3000)
         loads = [tokens_at(regime, step, steps) for step in range(steps)]
-        rows = {label: mean_over_loads(slowest(ranks, label), loads[every // 2 :: every]) for label in ranks[0]["seconds"] if label != "auto"}
+        rows = {
+            label: mean_over_loads(slowest(ranks, label), loads[every // 2::every])
+            for label in ranks[0]["seconds"] if label != "auto"
+        }
         seconds, settled = slowest(ranks, "auto"), _settled(ranks[0], steps)
-        report[name] = {"fixed": rows, "best": min(rows, key=rows.get), "auto": mean_over_loads(seconds[1:], loads[1:]), "auto_settled": mean_over_loads(seconds[1:], loads[1:], settled[1:]),
-                        "explored": ranks[0]["explored"], "steps": steps, "decisions": ranks[0]["decisions"],
-                        "layouts": {label: ranks[0]["labels"].count(label) for label in sorted(set(ranks[0]["labels"]))}}
+        report[name] = {
+            "fixed": rows, "best": min(rows, key=rows.get), "auto": mean_over_loads(
+                seconds[1:], loads[1:]), "auto_settled": mean_over_loads(
+                    seconds[1:], loads[1:], settled[1:]), "explored": ranks[0]["explored"],
+            "steps": steps, "decisions": ranks[0]["decisions"], "layouts": {
+                label: ranks[0]["labels"].count(label) for label in sorted(set(ranks[0]["labels"]))
+            }
+        }
 
 
 def _settled(rank: dict[str, Any], steps: int) -> list[bool]:
@@ -150,7 +183,8 @@ def _settled(rank: dict[str, Any], steps: int) -> list[bool]:
     settled, exploring = [], False
     events = {d["call"]: d["event"] for d in rank["decisions"]}
     for step in range(1, steps + 1):
-        exploring = {"explore": True, "settle": False, "keep": False}.get(events.get(step, ""), exploring)
+        exploring = {"explore": True, "settle": False,
+                     "keep": False}.get(events.get(step, ""), exploring)
         settled.append(not exploring)
     return settled
 
@@ -159,16 +193,27 @@ def measure_overlap(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """d = 1, 2, 4, 8 on a bandwidth-bound setting."""
     with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
         runs = {d: cluster.run(run_overlap, d, 9, timeout_s=300) for d in (1, 2, 4, 8)}
-    total = {name: statistics.fmean(sum(b - a for n, a, b in r["spans"] if n == name) for r in runs[1]) for name in ("exchange", "experts")}
-    report["overlap"] = {"exchange": total["exchange"], "experts": total["experts"], "seconds": {d: max(r["seconds"] for r in ranks) for d, ranks in runs.items()},
-                         "hidden_share": {d: statistics.fmean(hidden_share(r["spans"]) for r in ranks) for d, ranks in runs.items()}}
+    total = {
+        name: statistics.fmean(sum(b - a for n, a, b in r["spans"] if n == name) for r in runs[1])
+        for name in ("exchange", "experts")
+    }
+    report["overlap"] = {
+        "exchange": total["exchange"], "experts": total["experts"],
+        "seconds": {d: max(r["seconds"] for r in ranks) for d, ranks in runs.items()},
+        "hidden_share": {
+            d: statistics.fmean(hidden_share(r["spans"]) for r in ranks)
+            for d, ranks in runs.items()
+        }
+    }
     _plot({d: ranks[0]["spans"] for d, ranks in runs.items()}, args.out / "adaptive_overlap.png")
 
 
 def hidden_share(spans: list[tuple[str, float, float]]) -> float:
     """Time in which exchange and products go on together, over the smaller of their totals."""
     lanes = {name: [(a, b) for n, a, b in spans if n == name] for name in ("exchange", "experts")}
-    both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in lanes["exchange"] for c, d in lanes["experts"])
+    both = sum(
+        max(0.0,
+            min(b, d) - max(a, c)) for a, b in lanes["exchange"] for c, d in lanes["experts"])
     return both / min(sum(b - a for a, b in lane) for lane in lanes.values())
 
 
@@ -178,10 +223,13 @@ def _plot(spans: dict[int, list], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(spans), 1, figsize=(9, 1.4 * len(spans)), sharex=True, layout="constrained")
+    figure, axes = pyplot.subplots(len(spans), 1, figsize=(9, 1.4 * len(spans)), sharex=True,
+                                   layout="constrained")
     for axis, (d, items) in zip(axes, spans.items(), strict=True):
         for name, start, end in items:
-            axis.barh([name], [1e3 * (end - start)], left=[1e3 * start], color={"exchange": "tab:blue", "experts": "tab:orange"}[name], edgecolor="white")
+            axis.barh([name], [1e3 * (end - start)], left=[1e3 * start],
+                      color={"exchange": "tab:blue",
+                             "experts": "tab:orange"}[name], edgecolor="white")
         axis.set_title(f"d = {d}", fontsize=9)
     axes[-1].set_xlabel("ms, forward, rank 0")
     figure.savefig(path)
@@ -189,28 +237,60 @@ def _plot(spans: dict[int, list], path: Path) -> None:
 
 def markdown(report: dict[str, Any]) -> str:
     """Tables."""
-    lines = ["# Adaptive layouts on an emulated cluster", "", "`python scripts/benchmark_adaptive.py`. Fixed layouts and `auto` run in turn inside the same "
-             "processes, so that all see the same machine; times are the slowest rank's, forward and backward.", "", f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s; load average before and after: {report['load']}.", ""]
+    lines = [
+        "# Adaptive layouts on an emulated cluster", "",
+        "`python scripts/benchmark_adaptive.py`. Fixed layouts and `auto` run in turn inside the "
+        "same "
+        "processes, so that all see the same machine; times are the slowest rank's, forward and "
+        "backward.",
+        "",
+        f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s; load average "
+        f"before and after: {report['load']}.",
+        ""
+    ]
     for name in [n for n in REGIMES if n in report]:
         found = report[name]
         lines += [f"## {name}", "", "| layout | ms a step |", "|---|---|"]
-        lines += [f"| {label} | {1e3 * s:.1f} |" for label, s in sorted(found["fixed"].items(), key=lambda item: item[1])]
-        lines += [f"| auto, exploring included | {1e3 * found['auto']:.1f} |", f"| auto, after exploring | {1e3 * found['auto_settled']:.1f} |", "",
-                  f"Explored {found['explored']} of {found['steps']} steps ({found['explored'] / found['steps']:.1%}).", ""]
+        lines += [
+            f"| {label} | {1e3 * s:.1f} |"
+            for label, s in sorted(found["fixed"].items(), key=lambda item: item[1])
+        ]
+        lines += [
+            f"| auto, exploring included | {1e3 * found['auto']:.1f} |",
+            f"| auto, after exploring | {1e3 * found['auto_settled']:.1f} |", "",
+            f"Explored {found['explored']} of {found['steps']} steps "
+            f"({found['explored'] / found['steps']:.1%}).",
+            ""
+        ]
     found = report["overlap"]
-    lines += ["## Overlap, forward", "", f"Exchange {1e3 * found['exchange']:.1f} ms, products {1e3 * found['experts']:.1f} ms without overlap.", "",
-              "| d | ms, median of 9 | share of the smaller one that goes on beside the other (last run) |", "|---|---|---|"]
-    lines += [f"| {d} | {1e3 * s:.1f} | {found['hidden_share'][d]:.2f} |" for d, s in found["seconds"].items()]
-    return "\n".join([*lines, "", "![exchange and products on rank 0](adaptive_overlap.png)"]) + "\n"
+    lines += [
+        "## Overlap, forward", "",
+        f"Exchange {1e3 * found['exchange']:.1f} ms, products {1e3 * found['experts']:.1f} ms "
+        "without overlap.",
+        "",
+        "| d | ms, median of 9 | share of the smaller one that goes on beside the other (last run) "
+        "|",
+        "|---|---|---|"
+    ]
+    lines += [
+        f"| {d} | {1e3 * s:.1f} | {found['hidden_share'][d]:.2f} |"
+        for d, s in found["seconds"].items()
+    ]
+    return "\n".join([*lines, "", "![exchange and products on rank 0](adaptive_overlap.png)"
+                      ]) + "\n"
 
 
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder to write to")
-    parser.add_argument("--steps", type=int, default=120, help="steps of each run with auto (default: %(default)s)")
-    parser.add_argument("--most-steps", type=int, default=2000, help="leave out runs that are longer (default: %(default)s, none)")
-    parser.add_argument("--rate", type=float, default=200e6, help="bit/s of a node's link (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
+                        help="folder to write to")
+    parser.add_argument("--steps", type=int, default=120,
+                        help="steps of each run with auto (default: %(default)s)")
+    parser.add_argument("--most-steps", type=int, default=2000,
+                        help="leave out runs that are longer (default: %(default)s, none)")
+    parser.add_argument("--rate", type=float, default=200e6,
+                        help="bit/s of a node's link (default: %(default)s)")
     parser.add_argument("--overlap-only", action="store_true", help="leave the regimes out")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

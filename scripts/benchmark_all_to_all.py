@@ -1,9 +1,10 @@
-"""Measure all tables and plots of docs/benchmarks/all_to_all.md on an emulated cluster (root, Linux; about a quarter of an hour).
+"""Measure all tables and plots of docs/benchmarks/all_to_all.md on an emulated cluster (root,
+Linux; about a quarter of an hour).
 
     python scripts/benchmark_all_to_all.py [--out docs/benchmarks] [--quick] [--fresh]
 
-Writes all_to_all.json (all numbers), all_to_all.md (tables), all_to_all*.png. Run it on a machine that does nothing else:
-run again, it measures only those cells again that other programs disturbed.
+Writes all_to_all.json (all numbers), all_to_all.md (tables), all_to_all*.png. Run it on a machine
+that does nothing else: run again, it measures only those cells again that other programs disturbed.
 """
 
 from __future__ import annotations
@@ -48,55 +49,80 @@ ENOUGH = 0.08
 def main() -> None:
     """Measure, fit, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder to write to")
-    parser.add_argument("--cells", type=Path, default=ROOT / "runs" / "benchmark_all_to_all.json", help="what was measured so far; disturbed cells are measured again")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
+                        help="folder to write to")
+    parser.add_argument("--cells", type=Path, default=ROOT / "runs" / "benchmark_all_to_all.json",
+                        help="what was measured so far; disturbed cells are measured again")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured so far")
-    parser.add_argument("--tries", type=int, default=2, help="tries of a cell that other programs disturb (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="two repeats and no size above 256 KiB, to try it out")
+    parser.add_argument("--tries", type=int, default=2,
+                        help="tries of a cell that other programs disturb (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true",
+                        help="two repeats and no size above 256 KiB, to try it out")
     args = parser.parse_args()
     repeats, sizes = (2, SIZES[:3]) if args.quick else (7, SIZES)
     for folder in (args.out, args.cells.parent):
         folder.mkdir(parents=True, exist_ok=True)
     quiet = Quiet(args.cells, 1 if args.quick else args.tries, args.fresh)
     rows = quiet.measure(GRIDS, NAMES, sizes, repeats)
-    dear = quiet.measure(GRIDS[1:], NAMES, sizes[1:4:2] if not args.quick else sizes[1:2], repeats, MESSAGE)
-    modelled = in_rounds(quiet, [size for size in MODEL_SIZES if size in sizes], 1 if args.quick else ROUNDS)
-    small, large = ([row for row in modelled if ((row.nodes, row.ranks_per_node) in SMALL_GRIDS) == wanted] for wanted in (True, False))
-    fitted = fit(measurements_of(small), Cluster(name="emulated", nodes=4, ranks_per_node=4), emulated=True)
+    dear = quiet.measure(GRIDS[1:], NAMES, sizes[1:4:2] if not args.quick else sizes[1:2], repeats,
+                         MESSAGE)
+    modelled = in_rounds(quiet, [size for size in MODEL_SIZES if size in sizes],
+                         1 if args.quick else ROUNDS)
+    small, large = ([
+        row for row in modelled if ((row.nodes, row.ranks_per_node) in SMALL_GRIDS) == wanted
+    ] for wanted in (True, False))
+    fitted = fit(measurements_of(small), Cluster(name="emulated", nodes=4, ranks_per_node=4),
+                 emulated=True)
     write(args.out, rows, dear, small, large, fitted, quiet.shares)
 
 
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[Row]:
-    """Cells of the model, the grids it is fitted to and the one it is held against, in turn and again: machines are faster at one time than at another."""
-    found = [quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_A_ROUND, tag=f"round {i}") for i in range(rounds)]
+    """Cells of the model, the grids it is fitted to and the one it is held against, in turn and
+    again: machines are faster at one time than at another.
+    """
+    found = [
+        quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_A_ROUND, tag=f"round {i}")
+        for i in range(rounds)
+    ]
     return [pooled(same) for same in zip(*found, strict=True)]
 
 
 def pooled(rows: Sequence[Row]) -> Row:
     """Rounds of one cell as one: the median of the medians, the least of the least."""
-    return replace(rows[0], median_ms=statistics.median(row.median_ms for row in rows), min_ms=min(row.min_ms for row in rows),
-                   cpu_ms=statistics.median(row.cpu_ms for row in rows))
+    return replace(rows[0], median_ms=statistics.median(row.median_ms for row in rows), min_ms=min(
+        row.min_ms for row in rows), cpu_ms=statistics.median(row.cpu_ms for row in rows))
 
 
 class Quiet:
-    """Measures cell by cell. Remembers cells in a file and measures those again that other programs disturbed, keeping the quieter try."""
+    """Measures cell by cell. Remembers cells in a file and measures those again that other programs
+    disturbed, keeping the quieter try.
+    """
 
     def __init__(self, memory: Path, tries: int, fresh: bool) -> None:
         self.memory, self.tries = memory, tries
-        self.cells: dict[str, Any] = {} if fresh or not memory.exists() else json.loads(memory.read_text(encoding="utf-8"))
+        self.cells: dict[str, Any] = {} if fresh or not memory.exists() else json.loads(
+            memory.read_text(encoding="utf-8"))
         self.shares: list[float] = []
 
-    def measure(self, grids: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sequence[int], repeats: int, message_s: float = 0.0, tag: str = "") -> list[Row]:
+    def measure(self, grids: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sequence[int],
+                repeats: int, message_s: float = 0.0, tag: str = "") -> list[Row]:
         """Rows of several grids; says what it is at."""
-        return [row for grid in grids for size in sizes for row in self._cell(grid, Plan(tuple(names), (size,), repeats), message_s, tag)]
+        return [
+            row for grid in grids for size in sizes
+            for row in self._cell(grid, Plan(tuple(names), (size,), repeats), message_s, tag)
+        ]
 
     def _cell(self, grid: tuple[int, int], plan: Plan, message_s: float, tag: str) -> list[Row]:
-        key = f"{grid[0]}x{grid[1]} {plan.sizes[0]} {message_s} {plan.repeats} {','.join(plan.names)} {tag}"
+        key = (f"{grid[0]}x{grid[1]} {plan.sizes[0]} {message_s} {plan.repeats} "
+               f"{','.join(plan.names)} {tag}")
         for _ in range(self.tries):
             if key in self.cells and self.cells[key]["others"] <= ENOUGH:
                 break
             share, rows = _measure_once(grid, plan, message_s)
-            print(f"{grid[0]}x{grid[1]}, {show_size(plan.sizes[0])}, message cost {message_s * 1e3:g} ms: others took {share:.0%}", flush=True)
+            print(
+                f"{grid[0]}x{grid[1]}, {show_size(plan.sizes[0])}, message cost "
+                f"{message_s * 1e3:g} ms: others took {share:.0%}",
+                flush=True)
             if key not in self.cells or share < self.cells[key]["others"]:
                 self.cells[key] = {"others": share, "rows": [asdict(row) for row in rows]}
                 self.memory.write_text(json.dumps(self.cells), encoding="utf-8")
@@ -121,35 +147,57 @@ def _busy_s() -> float:
 
 def _own_s() -> float:
     """Those of this process and of those that it has waited for: ranks and switch."""
-    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    return sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def compare(fitted: Fit, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Predicted and measured times of what the model knows."""
     found = []
     for m in measurements_of(rows):
-        seconds = predict(fitted.cluster.resized(m.nodes, m.ranks_per_node), m.algorithm, m.size).seconds
-        found.append({"grid": f"{m.nodes}x{m.ranks_per_node}", "algorithm": m.algorithm, "bytes": m.size, "measured_ms": 1e3 * m.seconds,
-                      "predicted_ms": 1e3 * seconds, "error": seconds / m.seconds - 1})
+        seconds = predict(fitted.cluster.resized(m.nodes, m.ranks_per_node), m.algorithm,
+                          m.size).seconds
+        found.append({
+            "grid": f"{m.nodes}x{m.ranks_per_node}", "algorithm": m.algorithm, "bytes": m.size,
+            "measured_ms": 1e3 * m.seconds, "predicted_ms": 1e3 * seconds,
+            "error": seconds / m.seconds - 1
+        })
     return found
 
 
-def write(out: Path, rows: list[Row], dear: list[Row], small: list[Row], large: list[Row], fitted: Fit, shares: list[float]) -> None:
+def write(out: Path, rows: list[Row], dear: list[Row], small: list[Row], large: list[Row],
+          fitted: Fit, shares: list[float]) -> None:
     """All files."""
     errors = compare(fitted, large)
-    model = simulate(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"), [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
-    about = {"rate_bit_s": RATE, "delay_s": DELAY, "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
-             "share_of_other_programs_by_cell": [round(share, 3) for share in shares]}
-    data = {**about, "rows": as_dicts(rows), "message_cost_s": MESSAGE, "rows_with_message_cost": as_dicts(dear), "calibration": as_dicts(small),
-            "held_against": as_dicts(large), "model": asdict(fitted.cluster), "model_mean_error": fitted.mean_error, "prediction_8x4": errors}
+    model = simulate(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"),
+                     [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
+    about = {
+        "rate_bit_s": RATE, "delay_s": DELAY, "cores": os.cpu_count(),
+        "python": platform.python_version(), "torch": torch.__version__,
+        "share_of_other_programs_by_cell": [round(share, 3) for share in shares]
+    }
+    data = {
+        **about, "rows": as_dicts(rows), "message_cost_s": MESSAGE,
+        "rows_with_message_cost": as_dicts(dear), "calibration": as_dicts(small),
+        "held_against": as_dicts(large), "model": asdict(fitted.cluster),
+        "model_mean_error": fitted.mean_error, "prediction_8x4": errors
+    }
     (out / "all_to_all.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    (ROOT / "configs" / "clusters" / "emulated.yaml").write_text(dump_cluster(fitted.cluster, "Fitted to emulated grids of 2x2 to 4x4 ranks, 200 Mbit/s, 1 ms: see docs/benchmarks/all_to_all.md"))
+    (ROOT / "configs" / "clusters" / "emulated.yaml").write_text(
+        dump_cluster(
+            fitted.cluster,
+            "Fitted to emulated grids of 2x2 to 4x4 ranks, 200 Mbit/s, 1 ms: see "
+            "docs/benchmarks/all_to_all.md"
+        ))
     plot(rows, str(out / "all_to_all.png"))
     plot_model(model, str(out / "all_to_all_model.png"))
-    (out / "all_to_all.md").write_text(page(about, rows, dear, fitted, errors, tables(model)), encoding="utf-8")
+    (out / "all_to_all.md").write_text(page(about, rows, dear, fitted, errors, tables(model)),
+                                       encoding="utf-8")
 
 
-def page(about: dict[str, Any], rows: list[Row], dear: list[Row], fitted: Fit, errors: list[dict[str, Any]], model: str) -> str:
+def page(about: dict[str, Any], rows: list[Row], dear: list[Row], fitted: Fit,
+         errors: list[dict[str, Any]], model: str) -> str:
     """The markdown page."""
     mean = statistics.mean(abs(e["error"]) for e in errors)
     worst = max(abs(e["error"]) for e in errors)
@@ -201,9 +249,13 @@ def auto_table(rows: Sequence[Row]) -> str:
         times = {r.algorithm: r for r in rows if (r.nodes, r.ranks_per_node, r.bytes) == cell}
         auto = times.pop("auto")
         best = min(times.values(), key=lambda r: r.median_ms)
-        lines.append([f"{cell[0]}x{cell[1]}", show_size(cell[2]), best.algorithm, auto.chosen or "", f"{auto.median_ms / best.median_ms:.2f}",
-                      f"{best.median_ms / (best.floor_ms or 1):.2f}"])
-    return table(["grid", "bytes a rank", "best", "auto took", "auto / best", "best / floor"], lines)
+        lines.append([
+            f"{cell[0]}x{cell[1]}",
+            show_size(cell[2]), best.algorithm, auto.chosen or "",
+            f"{auto.median_ms / best.median_ms:.2f}", f"{best.median_ms / (best.floor_ms or 1):.2f}"
+        ])
+    return table(["grid", "bytes a rank", "best", "auto took", "auto / best", "best / floor"],
+                 lines)
 
 
 def gain_table(rows: Sequence[Row], dear: Sequence[Row]) -> str:
@@ -211,14 +263,26 @@ def gain_table(rows: Sequence[Row], dear: Sequence[Row]) -> str:
     lines = []
     for what, some in (("no message cost", rows), (f"{MESSAGE * 1e3:g} ms a message", dear)):
         for size in dict.fromkeys(r.bytes for r in dear):
-            t = {r.algorithm: r.median_ms for r in some if r.bytes == size and (r.nodes, r.ranks_per_node) == GRIDS[1]}
-            lines.append([what, show_size(size), *(f"{min(t['linear'], t['native']) / t[name]:.2f}" for name in ("2dh", "leader"))])
-    return "Better linear / hierarchical, 8x4:\n\n" + table(["", "bytes a rank", "2dh", "leader"], lines)
+            t = {
+                r.algorithm: r.median_ms for r in some
+                if r.bytes == size and (r.nodes, r.ranks_per_node) == GRIDS[1]
+            }
+            lines.append([
+                what,
+                show_size(size),
+                *(f"{min(t['linear'], t['native']) / t[name]:.2f}" for name in ("2dh", "leader"))
+            ])
+    return "Better linear / hierarchical, 8x4:\n\n" + table(["", "bytes a rank", "2dh", "leader"],
+                                                            lines)
 
 
 def error_table(errors: Sequence[dict[str, Any]]) -> str:
     """Predicted against measured."""
-    lines = [[e["algorithm"], show_size(e["bytes"]), f"{e['measured_ms']:.1f}", f"{e['predicted_ms']:.1f}", f"{e['error']:+.0%}"] for e in errors]
+    lines = [[
+        e["algorithm"],
+        show_size(e["bytes"]), f"{e['measured_ms']:.1f}", f"{e['predicted_ms']:.1f}",
+        f"{e['error']:+.0%}"
+    ] for e in errors]
     return table(["algorithm (8x4)", "bytes a rank", "measured ms", "predicted ms", "error"], lines)
 
 

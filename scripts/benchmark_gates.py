@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Train the quick start's model with every router through both hosts, and write what came out (about a quarter of an hour).
+"""Train the quick start's model with every router through both hosts, and write what came out
+(about a quarter of an hour).
 
-    python scripts/benchmark_gates.py [--steps 100] [--gates topk,hash] [--hosts fairseq,megatron] [--out docs/benchmarks]
+    python scripts/benchmark_gates.py [--steps 100] [--gates topk,hash] [--hosts fairseq,megatron]
+    [--out docs/benchmarks]
 
-Writes gates.md and gates.json. Run `bash scripts/setup.sh` first. Exit status 1 where a loss does not fall or a gate does not keep the
-balance that it promises. A second run trains only what is missing (runs/gates; --fresh starts again).
+Writes gates.md and gates.json. Run `bash scripts/setup.sh` first. Exit status 1 where a loss does
+not fall or a gate does not keep the balance that it promises. A second run trains only what is
+missing (runs/gates; --fresh starts again).
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ SWITCH = {"switch": 0.01}
 class Gate:
     """How a router is trained here.
 
-    most: the largest load of an expert over the mean load that it must keep at the end. capacity: of the padded dispatcher; None: dropless.
+    most: the largest load of an expert over the mean load that it must keep at the end. capacity:
+    of the padded dispatcher; None: dropless.
     apart: every rank is called a node.
     """
 
@@ -46,24 +50,32 @@ class Gate:
     apart: bool = False
 
 
-# A bound of 3: where tokens that are alike choose alike, and the text's commonest byte, the space, is a third of it.
-# topology_quota, ta_moe: each rank counts as a node of its own, else there is nothing for them to do.
+# A bound of 3: where tokens that are alike choose alike, and the text's commonest byte, the space,
+# is a third of it.
+# topology_quota, ta_moe: each rank counts as a node of its own, else there is nothing for them to
+# do.
 GATES = {
-    "topk": Gate(2.0, losses=SWITCH), "switch": Gate(2.0, losses=SWITCH, top_k=1), "gshard": Gate(2.0, losses={"gshard": 0.01}),
-    "ktop1": Gate(2.0, losses=SWITCH), "sam": Gate(2.5, {"groups": 2}, {"switch": 0.01, "sam_alignment": 0.01}),
-    "group_limited": Gate(2.5, {"groups": 4, "group_top_k": 2}, SWITCH, top_k=4), "sigmoid_bias": Gate(2.5, {"score": "sigmoid", "bias_rate": 0.01}),
-    "base": Gate(1.02, top_k=1), "hash": Gate(3.0, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}}, top_k=1),
-    "dense_to_sparse": Gate(2.5, {"sparsity": {"steps": 100}}, SWITCH, None), "cosine": Gate(2.0, losses=SWITCH),
-    "noisy_topk": Gate(2.5, losses={"importance": 0.01, "noisy_load": 0.01}), "expert_choice": Gate(1.0, capacity=None),
-    "sinkhorn": Gate(3.0),
-    "topology_quota": Gate(2.0, {"links": {"quota": 0.3}}, SWITCH, apart=True), "ta_moe": Gate(2.5, losses={"ta_moe": 0.01}, apart=True),
+    "topk": Gate(2.0, losses=SWITCH), "switch": Gate(2.0, losses=SWITCH, top_k=1), "gshard": Gate(
+        2.0, losses={"gshard": 0.01}), "ktop1": Gate(2.0, losses=SWITCH), "sam": Gate(
+            2.5, {"groups": 2}, {"switch": 0.01, "sam_alignment": 0.01}), "group_limited": Gate(
+                2.5, {"groups": 4, "group_top_k": 2}, SWITCH, top_k=4), "sigmoid_bias": Gate(
+                    2.5, {"score": "sigmoid", "bias_rate": 0.01}), "base": Gate(1.02, top_k=1),
+    "hash": Gate(3.0, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}},
+                 top_k=1), "dense_to_sparse": Gate(2.5, {"sparsity": {"steps": 100}}, SWITCH,
+                                                   None), "cosine": Gate(2.0, losses=SWITCH),
+    "noisy_topk": Gate(2.5, losses={"importance": 0.01, "noisy_load": 0.01}), "expert_choice": Gate(
+        1.0, capacity=None), "sinkhorn": Gate(3.0), "topology_quota": Gate(
+            2.0, {"links": {"quota": 0.3}}, SWITCH,
+            apart=True), "ta_moe": Gate(2.5, losses={"ta_moe": 0.01}, apart=True),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one run left. Losses in nats a byte; busiest: largest load of an expert over the mean in the worst layer, of the last record;
-    drops: share of choices without a slot, there; step_ms: median."""
+    """What one run left. Losses in nats a byte; busiest: largest load of an expert over the mean in
+    the worst layer, of the last record;
+    drops: share of choices without a slot, there; step_ms: median.
+    """
 
     gate: str
     host: str
@@ -79,8 +91,11 @@ class Row:
     @property
     def faults(self) -> list[str]:
         """What it promised and did not keep."""
-        found = [] if self.last_loss < 0.8 * self.first_loss else [f"loss {self.first_loss:.3f} -> {self.last_loss:.3f}"]
-        return found + ([] if self.busiest <= self.most else [f"busiest expert {self.busiest:.2f} times the mean, promised {self.most}"])
+        found = [] if self.last_loss < 0.8 * self.first_loss else [
+            f"loss {self.first_loss:.3f} -> {self.last_loss:.3f}"
+        ]
+        return found + ([] if self.busiest <= self.most else
+                        [f"busiest expert {self.busiest:.2f} times the mean, promised {self.most}"])
 
 
 def counts(host: str, corpus: Path) -> list[int]:
@@ -90,7 +105,10 @@ def counts(host: str, corpus: Path) -> list[int]:
         for byte in (corpus / "train.txt").read_bytes():
             found[byte] += 1
         return found
-    words = [line.rsplit(" ", 1) for line in (corpus / "dict.txt").read_text(encoding="utf-8").splitlines()]
+    words = [
+        line.rsplit(" ", 1)
+        for line in (corpus / "dict.txt").read_text(encoding="utf-8").splitlines()
+    ]
     for i, (_, count) in enumerate(words):
         found[i + 4] = int(count)  # after fairseq's own four symbols
     return found
@@ -105,7 +123,9 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
         path = home / "counts.txt"
         path.write_text("".join(f"{n}\n" for n in counts(host, corpus)), encoding="utf-8")
         router["hash"] = {**router["hash"], "path": str(path)}
-    dispatch = {"name": "ragged"} if gate.capacity is None else {"name": "padded", "capacity_factor": gate.capacity}
+    dispatch = {"name": "ragged"} if gate.capacity is None else {
+        "name": "padded", "capacity_factor": gate.capacity
+    }
     tree: dict[str, Any] = {"router": router, "losses": dict(gate.losses), "dispatch": dispatch}
     if gate.apart:
         (home / "nodes.yaml").write_text("nodes: [[0], [1]]\n", encoding="utf-8")
@@ -124,7 +144,11 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
         del command[i : i + 2]  # it would win over the file
         command += [*extra, "--moe-gate-loss-wt", "1", "--moe-gate-loss-combine-method", "sum"]
     else:
-        command = [*quickstart.megatron_command(s, data, folder, False), *extra, "--moe-aux-loss-coeff", "0", "--moe-router-topk", str(GATES[name].top_k)]
+        command = [
+            *quickstart.megatron_command(s, data, folder, False), *extra, "--moe-aux-loss-coeff",
+            "0", "--moe-router-topk",
+            str(GATES[name].top_k)
+        ]
         if name == "sigmoid_bias":
             command += ["--moe-router-score-function", "sigmoid"]
         if GATES[name].top_k == 1:
@@ -132,33 +156,47 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
     read = quickstart.read_fairseq if host == "fairseq" else quickstart.read_megatron
     result, _ = quickstart.train(quickstart.Run(host, folder, command, s["steps"], read))
     last = last_records(folder)
-    return Row(
-        gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"], last_loss=result["last_loss"], valid_loss=result["valid_loss"],
-        busiest=max(row["max_over_mean"] for row in last), most=GATES[name].most, drops=max(row["drop_fraction"] for row in last),
-        step_ms=1e3 * s["ranks"] * s["batch"] * s["length"] / result["tokens_per_s"])
+    return Row(gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"],
+               last_loss=result["last_loss"], valid_loss=result["valid_loss"],
+               busiest=max(row["max_over_mean"] for row in last), most=GATES[name].most, drops=max(
+                   row["drop_fraction"] for row in last),
+               step_ms=1e3 * s["ranks"] * s["batch"] * s["length"] / result["tokens_per_s"])
 
 
 def last_records(folder: Path) -> list[dict[str, Any]]:
     """The statistics of the last step that has some, a row a layer."""
-    rows = [json.loads(line) for line in (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     rows = [row for row in rows if "load" in row]
     return [row for row in rows if row["step"] == max(r["step"] for r in rows)]
 
 
 def markdown(rows: list[Row], s: dict[str, Any], entropy: float) -> str:
     """The page."""
-    cells = [(r.gate, r.host, f"{r.first_loss:.3f}", f"{r.last_loss:.3f}", "-" if r.valid_loss is None else f"{r.valid_loss:.3f}",
-              f"{r.busiest:.2f}", f"{r.most:g}", f"{r.drops:.1%}", f"{r.step_ms:.0f}") for r in rows]
-    head = ("gate", "host", "first loss", "last loss", "valid loss", "busiest expert / mean", "bound", "drops", "ms a step")
-    how = [(name, str(g.top_k), "dropless" if g.capacity is None else f"{g.capacity:g}", ", ".join(f"{k} {v:g}" for k, v in g.losses.items()) or "-",
-            json.dumps(g.router) if g.router else "-") for name, g in GATES.items()]
+    cells = [(r.gate, r.host, f"{r.first_loss:.3f}", f"{r.last_loss:.3f}",
+              "-" if r.valid_loss is None else f"{r.valid_loss:.3f}", f"{r.busiest:.2f}",
+              f"{r.most:g}", f"{r.drops:.1%}", f"{r.step_ms:.0f}") for r in rows]
+    head = ("gate", "host", "first loss", "last loss", "valid loss", "busiest expert / mean",
+            "bound", "drops", "ms a step")
+    how = [(name, str(g.top_k), "dropless" if g.capacity is None else f"{g.capacity:g}",
+            ", ".join(f"{k} {v:g}" for k, v in g.losses.items())
+            or "-", json.dumps(g.router) if g.router else "-") for name, g in GATES.items()]
     return "\n".join([
         "# Every gate, trained", "",
-        f"Made by `python scripts/benchmark_gates.py`; numbers in `docs/benchmarks/gates.json`. {s['steps']} steps of the quick start's model "
-        f"({s['layers']} layers, every second with {s['experts']} experts, width {s['width']}) on its corpus, {s['ranks']} ranks on CPU, torch {torch.__version__}.",
-        f"Losses are nats a byte without the balance loss; the corpus' unigram entropy is {entropy:.3f}. Balance and drops are the worst layer's in the last record "
-        "(both steps of it); *bound* is what the run must keep. So few steps rank no gates: they show that each learns and keeps its balance.", "",
-        table(head, cells), "", "How each was set:", "", table(("gate", "top_k", "capacity factor", "losses", "other settings"), how), ""])
+        "Made by `python scripts/benchmark_gates.py`; numbers in `docs/benchmarks/gates.json`. "
+        f"{s['steps']} steps of the quick start's model "
+        f"({s['layers']} layers, every second with {s['experts']} experts, width {s['width']}) on "
+        f"its corpus, {s['ranks']} ranks on CPU, torch {torch.__version__}.",
+        "Losses are nats a byte without the balance loss; the corpus' unigram entropy is "
+        f"{entropy:.3f}. Balance and drops are the worst layer's in the last record "
+        "(both steps of it); *bound* is what the run must keep. So few steps rank no gates: they "
+        "show that each learns and keeps its balance.",
+        "",
+        table(head, cells), "", "How each was set:", "",
+        table(("gate", "top_k", "capacity factor", "losses", "other settings"), how), ""
+    ])
 
 
 def main() -> int:
@@ -166,14 +204,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--gates", type=lambda text: text.split(","), default=list(GATES))
-    parser.add_argument("--hosts", type=lambda text: text.split(","), default=list(quickstart.HOSTS))
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the table")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gates", help="folder of corpus and runs")
+    parser.add_argument("--hosts", type=lambda text: text.split(","),
+                        default=list(quickstart.HOSTS))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
+                        help="folder of the table")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gates",
+                        help="folder of corpus and runs")
     parser.add_argument("--fresh", action="store_true", help="train again what is there")
     args = parser.parse_args()
     for given, known in ((args.gates, GATES), (args.hosts, quickstart.HOSTS)):
         if set(given) - set(known):
-            parser.error(f"{','.join(sorted(set(given) - set(known)))} is unknown; known: {', '.join(known)}")
+            parser.error(
+                f"{','.join(sorted(set(given) - set(known)))} is unknown; known: {', '.join(known)}"
+            )
     if args.fresh:
         shutil.rmtree(args.runs, ignore_errors=True)
     s = quickstart.settings(ROOT / "configs" / "quickstart.yaml", args.steps)
@@ -186,12 +229,18 @@ def main() -> int:
         for name in args.gates:
             rows.append(run(name, host, s, made, corpus, args.runs.resolve() / f"{name}-{host}"))
             r = rows[-1]
-            print(f"{name:<16} {host:<9} loss {r.first_loss:.3f} -> {r.last_loss:.3f}, busiest {r.busiest:.2f}, drops {r.drops:.1%}, {r.step_ms:.0f} ms a step"
-                  + "".join(f"; FAULT: {fault}" for fault in r.faults), flush=True)
+            print(
+                f"{name:<16} {host:<9} loss {r.first_loss:.3f} -> {r.last_loss:.3f}, busiest "
+                f"{r.busiest:.2f}, drops {r.drops:.1%}, {r.step_ms:.0f} ms a step"
+                + "".join(f"; FAULT: {fault}" for fault in r.faults), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    about = {"python": platform.python_version(), "torch": torch.__version__, "unigram_entropy": info.unigram_entropy}
+    about = {
+        "python": platform.python_version(), "torch": torch.__version__,
+        "unigram_entropy": info.unigram_entropy
+    }
     rows.sort(key=lambda r: list(GATES).index(r.gate))
-    (args.out / "gates.json").write_text(json.dumps({**about, "rows": [asdict(r) for r in rows]}, indent=1) + "\n", encoding="utf-8")
+    (args.out / "gates.json").write_text(
+        json.dumps({**about, "rows": [asdict(r) for r in rows]}, indent=1) + "\n", encoding="utf-8")
     (args.out / "gates.md").write_text(markdown(rows, s, info.unigram_entropy), encoding="utf-8")
     return 1 if any(r.faults for r in rows) else 0
 

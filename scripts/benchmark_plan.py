@@ -1,10 +1,13 @@
-"""The planner's layout against the measured best on an emulated cluster (root, Linux; about five minutes).
+"""The planner's layout against the measured best on an emulated cluster (root, Linux; about five
+minutes).
 
     python scripts/benchmark_plan.py [--out docs/benchmarks] [--steps 15] [--most 0.1]
 
-For each grid, expert size and load it measures every layout in turn and asks the planner, which knows only the cluster file
-(configs/clusters/emulated.yaml, fitted to all-to-alls alone) and a profile of one rank's processor beside busy neighbours. Writes plan.json and plan.md;
-exits with 1 where the planner's layout takes more than `--most` longer than the best. Run it on a machine that does nothing else.
+For each grid, expert size and load it measures every layout in turn and asks the planner, which
+knows only the cluster file (configs/clusters/emulated.yaml, fitted to all-to-alls alone) and a
+profile of one rank's processor beside busy neighbours. Writes plan.json and plan.md; exits with 1
+where the planner's layout takes more than `--most` longer than the best. Run it on a machine that
+does nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from moe_plugin.planner.layer_search import rank_choices
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, TOKENS, TOP_K, WARM_UP = (64, 512, 2048), (64, 512, 2048), 1, 2
-GRIDS = {(4, 1): (2, ("linear",)), (2, 2): (8, ("linear", "2dh", "leader"))}  # (nodes, ranks a node): (experts, algorithms)
+# (nodes, ranks a node): (experts, algorithms)
+GRIDS = {(4, 1): (2, ("linear",)), (2, 2): (8, ("linear", "2dh", "leader"))}
 
 
 def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
@@ -49,10 +53,14 @@ def profile_rank() -> Device:
     return measure_device(width=WIDTH, inner=512, repeats=15)
 
 
-def measure_rank(experts: int, hidden: int, tokens: int, steps: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def measure_rank(experts: int, hidden: int, tokens: int, steps: int,
+                 choices: list[dict[str, Any]]) -> dict[str, Any]:
     """One rank: every layout in turn, step by step, so that all see the same machine."""
     torch.set_num_threads(1)
-    tree = {"model_dim": WIDTH, "num_experts": experts, "router": {"top_k": TOP_K}, "experts": {"hidden_dim": hidden}}
+    tree = {
+        "model_dim": WIDTH, "num_experts": experts, "router": {"top_k": TOP_K},
+        "experts": {"hidden_dim": hidden}
+    }
     layer = MoELayer(from_dict(tree), TorchComm())
     seconds: dict[str, list[float]] = {}
     for _ in range(WARM_UP + steps):
@@ -67,33 +75,57 @@ def measure(grid: tuple[int, int], steps: int, links: Cluster) -> list[dict[str,
     experts, choices = GRIDS[grid][0], choices_of(grid)
     with EmulatedCluster(*grid) as cluster:
         profiles = cluster.run(profile_rank)
-    device = dataclasses.replace(profiles[0], **{name: statistics.median(getattr(p, name) for p in profiles) for name in ("flops", "half_rows", "memory_bytes_s", "launch_s")})
+    device = dataclasses.replace(
+        profiles[0], **{
+            name: statistics.median(getattr(p, name) for p in profiles)
+            for name in ("flops", "half_rows", "memory_bytes_s", "launch_s")
+        })
     cells = []
     for hidden in HIDDEN:
         for tokens in TOKENS:
             with EmulatedCluster(*grid) as cluster:
-                ranks = cluster.run(measure_rank, experts, hidden, tokens, steps, [c.as_dict() for c in choices], timeout_s=900)
+                ranks = cluster.run(measure_rank, experts, hidden, tokens, steps,
+                                    [c.as_dict() for c in choices], timeout_s=900)
             times = {c.label: statistics.median(slowest(ranks, c.label)) for c in choices}
-            shape = LayerShape(tokens=tokens, model_dim=WIDTH, hidden_dim=hidden, experts=experts, top_k=TOP_K, element_bytes=4)
-            planned = {cost.choice.label: cost.seconds for cost in rank_choices(shape, links.resized(*grid), device, choices)}
+            shape = LayerShape(tokens=tokens, model_dim=WIDTH, hidden_dim=hidden, experts=experts,
+                               top_k=TOP_K, element_bytes=4)
+            planned = {
+                cost.choice.label: cost.seconds
+                for cost in rank_choices(shape, links.resized(*grid), device, choices)
+            }
             cells.append(cell(grid, hidden, tokens, times, planned))
-            print(f"{cells[-1]['grid']}, inner width {hidden}, {tokens} tokens: planned {cells[-1]['planned']}, best {cells[-1]['best']}, ratio {cells[-1]['ratio']:.2f}", flush=True)
+            print(
+                f"{cells[-1]['grid']}, inner width {hidden}, {tokens} tokens: planned "
+                f"{cells[-1]['planned']}, best {cells[-1]['best']}, ratio {cells[-1]['ratio']:.2f}",
+                flush=True)
     return cells
 
 
-def cell(grid: tuple[int, int], hidden: int, tokens: int, times: dict[str, float], planned: dict[str, float]) -> dict[str, Any]:
+def cell(grid: tuple[int, int], hidden: int, tokens: int, times: dict[str, float],
+         planned: dict[str, float]) -> dict[str, Any]:
     """One row: what was planned, what is best, and how much is lost."""
     chosen, best = min(planned, key=planned.get), min(times, key=times.get)
-    return {"grid": f"{grid[0]}x{grid[1]}", "hidden": hidden, "tokens": tokens, "planned": chosen, "best": best, "ratio": times[chosen] / times[best],
-            "measured_ms": {k: round(1e3 * v, 3) for k, v in times.items()}, "predicted_ms": {k: round(1e3 * v, 3) for k, v in planned.items()},
-            "worst_ratio": max(times.values()) / times[best]}
+    return {
+        "grid": f"{grid[0]}x{grid[1]}", "hidden": hidden, "tokens": tokens, "planned": chosen,
+        "best": best, "ratio": times[chosen] / times[best], "measured_ms": {
+            k: round(1e3 * v, 3) for k, v in times.items()
+        }, "predicted_ms": {k: round(1e3 * v, 3) for k, v in planned.items()},
+        "worst_ratio": max(times.values()) / times[best]
+    }
 
 
 def page(cells: list[dict[str, Any]], steps: int, most: float) -> str:
     """The markdown page."""
-    lines = [[c["grid"], str(c["hidden"]), str(c["tokens"]), c["planned"], f"{c['measured_ms'][c['planned']]:.1f}", c["best"], f"{c['measured_ms'][c['best']]:.1f}",
-              f"{c['ratio']:.2f}", f"{c['worst_ratio']:.1f}"] for c in cells]
-    head = ["grid", "inner width", "tokens a rank", "planned", "ms", "measured best", "ms", "planned / best", "worst / best"]
+    lines = [[
+        c["grid"],
+        str(c["hidden"]),
+        str(c["tokens"]), c["planned"], f"{c['measured_ms'][c['planned']]:.1f}", c["best"],
+        f"{c['measured_ms'][c['best']]:.1f}", f"{c['ratio']:.2f}", f"{c['worst_ratio']:.1f}"
+    ] for c in cells]
+    head = [
+        "grid", "inner width", "tokens a rank", "planned", "ms", "measured best", "ms",
+        "planned / best", "worst / best"
+    ]
     within = sum(c["ratio"] <= 1 + most for c in cells)
     return f"""# The planner against the measured best
 
@@ -109,9 +141,12 @@ Within {most:.0%} of the measured best: {within} of {len(cells)} cells. All time
 def main() -> int:
     """Measure, plan, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder to write to")
-    parser.add_argument("--steps", type=int, default=15, help="timed steps of each layout (default: %(default)s)")
-    parser.add_argument("--most", type=float, default=0.1, help="allowed loss against the best (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
+                        help="folder to write to")
+    parser.add_argument("--steps", type=int, default=15,
+                        help="timed steps of each layout (default: %(default)s)")
+    parser.add_argument("--most", type=float, default=0.1,
+                        help="allowed loss against the best (default: %(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     links = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")

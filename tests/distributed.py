@@ -18,21 +18,27 @@ import torch.distributed as dist
 
 
 def heeds_ctrl_c() -> None:
-    """For `preexec_fn`: a shell's background job ignores SIGINT, and so would all that is started from it."""
+    """For `preexec_fn`: a shell's background job ignores SIGINT, and so would all that is started
+    from it.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, group_timeout_s: float = 60.0) -> list[Any]:
-    """`fn(*args)` on `world` forked processes with an initialised gloo world; results in rank order.
+def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
+             group_timeout_s: float = 60.0) -> list[Any]:
+    """`fn(*args)` on `world` forked processes with an initialised gloo world; results in rank
+    order.
 
-    The first error of a rank is raised here with its traceback; a rank that dies or stalls is an error, too.
+    The first error of a rank is raised here with its traceback; a rank that dies or stalls is an
+    error, too.
     """
     context = multiprocessing.get_context("fork")
     store = os.path.join(tempfile.mkdtemp(), "store")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        context.Process(target=_work, args=(rank, world, store, pipes[rank][1], group_timeout_s, fn, args), daemon=True)
-        for rank in range(world)
+        context.Process(target=_work,
+                        args=(rank, world, store, pipes[rank][1], group_timeout_s, fn, args),
+                        daemon=True) for rank in range(world)
     ]
     for process, (_, child) in zip(processes, pipes, strict=True):
         process.start()
@@ -61,15 +67,18 @@ def _receive(rank: int, pipe: Any, timeout_s: float) -> tuple[bool, Any]:
     if not pipe.poll(timeout_s):
         return False, f"rank {rank} gave no answer within {timeout_s} s"
     try:
-        return pickle.loads(pipe.recv_bytes())  # by value: a rank may be gone before its answer is read
+        # by value: a rank may be gone before its answer is read
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return False, f"rank {rank} died"
 
 
-def _work(rank: int, world: int, store: str, pipe: Any, group_timeout_s: float, fn: Callable[..., Any], args: tuple) -> None:
+def _work(rank: int, world: int, store: str, pipe: Any, group_timeout_s: float,
+          fn: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout_s))
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
+                                timeout=timedelta(seconds=group_timeout_s))
         torch.manual_seed(0)
         answer = (True, fn(*args))
         if dist.is_initialized():  # unless `fn` took the group down itself

@@ -1,7 +1,8 @@
-"""The dense reference: one process, every token through its experts one at a time. Slow and obvious on purpose.
+"""The dense reference: one process, every token through its experts one at a time. Slow and obvious
+on purpose.
 
-It shares no code with the package. A case is the tokens of every rank; routing, capacity and losses are computed for each rank on
-its own tokens, experts are whole.
+It shares no code with the package. A case is the tokens of every rank; routing, capacity and losses
+are computed for each rank on its own tokens, experts are whole.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ACTIVATIONS = {
-    "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu,
-    "squared_relu": lambda x: F.relu(x) ** 2,
+    "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+    "silu": F.silu, "squared_relu": lambda x: F.relu(x)**2,
 }
 
 
 @dataclass
 class Case:
-    """One cell of the matrix. tokens: number of tokens of each rank; masked: how many of them (the last) are padding."""
+    """One cell of the matrix. tokens: number of tokens of each rank; masked: how many of them (the
+    last) are padding.
+    """
 
     world: int
     experts: int
@@ -40,7 +43,8 @@ class Case:
     width: int = 8
     hidden: int = 16
     seed: int = 0
-    shards: int | None = None  # ranks over which every expert is cut; None: world / experts, at least 1
+    # ranks over which every expert is cut; None: world / experts, at least 1
+    shards: int | None = None
 
 
 def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -51,14 +55,17 @@ def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str,
     def draw(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=g, dtype=torch.float64) * 0.5).to(dtype)
 
-    p = {"router": draw(e, d), "w_in": draw(e, d, f), "w_gate": draw(e, d, f), "w_out": draw(e, f, d),
-         "b_in": draw(e, f), "b_gate": draw(e, f), "b_out": draw(e, d)}
+    p = {
+        "router": draw(e, d), "w_in": draw(e, d, f), "w_gate": draw(e, d, f),
+        "w_out": draw(e, f, d), "b_in": draw(e, f), "b_gate": draw(e, f), "b_out": draw(e, d)
+    }
     if case.skew:  # pull all tokens to expert 0: the others starve
         p["router"][0] += case.skew
     return p
 
 
-def make_inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor | None]]:
+def make_inputs(case: Case,
+                dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor | None]]:
     """Tokens and masks of every rank."""
     g = torch.Generator().manual_seed(case.seed + 1)
     xs = [torch.randn(n, case.width, generator=g, dtype=torch.float64) for n in case.tokens]
@@ -69,7 +76,8 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[list[Te
     return [x.to(dtype) for x in xs], masks
 
 
-def route(case: Case, p: dict[str, Tensor], x: Tensor, mask: Tensor) -> tuple[list, list, Tensor, Tensor]:
+def route(case: Case, p: dict[str, Tensor], x: Tensor,
+          mask: Tensor) -> tuple[list, list, Tensor, Tensor]:
     """For each token: experts by decreasing score (ties to the lower index) and their weights."""
     logits = x @ p["router"].T
     scores = logits.softmax(1) if case.score == "softmax" else logits.sigmoid()
@@ -102,7 +110,9 @@ def slots_limit(case: Case, loads: list[list[int]], real: list[int]) -> int | No
 
 def drop(case: Case, chosen: list[list[int]], weights: list[list[Tensor]], scores: Tensor,
          limit: int | None) -> list[list[tuple[int, Tensor]]]:
-    """Hand out slots: choice by choice, token by token (or most confident first); what finds none is dropped."""
+    """Hand out slots: choice by choice, token by token (or most confident first); what finds none
+    is dropped.
+    """
     order = list(range(len(chosen)))
     if case.prioritized:
         order.sort(key=lambda t: -scores[t].max().item())
@@ -132,7 +142,8 @@ def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
     return linear(inner, "w_out", "b_out")
 
 
-def losses(case: Case, chosen: list[list[int]], logits: Tensor, scores: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def losses(case: Case, chosen: list[list[int]], logits: Tensor, scores: Tensor,
+           mask: Tensor) -> dict[str, Tensor]:
     """gshard, switch and z over real tokens, term by term."""
     real = [t for t in range(len(chosen)) if mask[t]]
     zero = logits.sum() * 0
@@ -161,30 +172,45 @@ class Answer:
 
 
 def objective(output: Tensor, loss: dict[str, Tensor], seed: int) -> Tensor:
-    """A scalar with a different gradient for every element, plus the losses with different weights."""
+    """A scalar with a different gradient for every element, plus the losses with different weights.
+    """
     g = torch.Generator().manual_seed(1000 + seed)
     direction = torch.randn(output.shape, generator=g, dtype=torch.float64).to(output.dtype)
-    total = (output * direction).sum() + (output.float() ** 2 if output.dtype != torch.float64 else output**2).sum() / 2
+    total = (output * direction
+             ).sum() + (output.float()**2 if output.dtype != torch.float64 else output**2).sum() / 2
     return total + sum(0.1 * (i + 1) * loss[name] for i, name in enumerate(sorted(loss)))
 
 
-def dense(case: Case, parameters: dict[str, Tensor], xs: list[Tensor], masks: list[Tensor | None]) -> Answer:
+def dense(case: Case, parameters: dict[str, Tensor], xs: list[Tensor],
+          masks: list[Tensor | None]) -> Answer:
     """The whole reference in float64."""
     p = {name: value.double().clone().requires_grad_() for name, value in parameters.items()}
     xs = [x.double().clone().requires_grad_() for x in xs]
-    real = [torch.ones(len(x), dtype=torch.bool) if m is None else m for x, m in zip(xs, masks, strict=True)]
+    real = [
+        torch.ones(len(x), dtype=torch.bool) if m is None else m
+        for x, m in zip(xs, masks, strict=True)
+    ]
     routed = [route(case, p, x, m) for x, m in zip(xs, real, strict=True)]
-    loads = [[sum(row.count(e) for row in chosen) for e in range(case.experts)] for chosen, *_ in routed]
+    loads = [[sum(row.count(e) for row in chosen) for e in range(case.experts)]
+             for chosen, *_ in routed]
     limit = slots_limit(case, loads, [int(m.sum()) for m in real])
     outputs, all_losses, dropped, total = [], [], [], 0
-    for rank, (x, m, (chosen, weights, logits, scores)) in enumerate(zip(xs, real, routed, strict=True)):
+    for rank, (x, m, (chosen, weights, logits, scores)) in enumerate(
+            zip(xs, real, routed, strict=True)):
         kept = drop(case, chosen, weights, scores, limit)
-        rows = [sum((w * expert(case, p, e, x[t]) for e, w in kept[t]), torch.zeros(case.width, dtype=torch.float64)) for t in range(len(x))]
+        rows = [
+            sum((w * expert(case, p, e, x[t]) for e, w in kept[t]),
+                torch.zeros(case.width, dtype=torch.float64)) for t in range(len(x))
+        ]
         outputs.append(torch.stack(rows) if rows else x * 0)
         all_losses.append(losses(case, chosen, logits, scores, m))
         dropped.append(sum(map(len, chosen)) - sum(map(len, kept)))
         total = total + objective(outputs[-1], all_losses[-1], rank)
     total.backward()
-    grads = {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in p.items()}
-    return Answer([o.detach() for o in outputs], [{n: v.detach() for n, v in one.items()} for one in all_losses],
+    grads = {
+        name: torch.zeros_like(value) if value.grad is None else value.grad
+        for name, value in p.items()
+    }
+    return Answer([o.detach() for o in outputs],
+                  [{n: v.detach() for n, v in one.items()} for one in all_losses],
                   [torch.zeros_like(x) if x.grad is None else x.grad for x in xs], grads, dropped)

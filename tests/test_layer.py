@@ -35,45 +35,59 @@ def test_top_k_of_a_call() -> None:
     torch.testing.assert_close(layer(x, top_k=3).output, other(x).output)
 
 
-@pytest.mark.parametrize("x,mask,words", [
-    (torch.randn(4, 7), None, "model_dim"), (torch.randn(8), None, "model_dim"), (torch.ones(4, 8, dtype=torch.int64), None, "floating"),
-    (torch.randn(4, 8, device="meta"), None, "meta device"), (torch.randn(4, 8), torch.ones(4), "token_mask"), (torch.randn(4, 8), torch.ones(5, dtype=torch.bool), "token_mask"),
-])
+@pytest.mark.parametrize("x,mask,words",
+                         [(torch.randn(4, 7), None, "model_dim"),
+                          (torch.randn(8), None, "model_dim"),
+                          (torch.ones(4, 8, dtype=torch.int64), None, "floating"),
+                          (torch.randn(4, 8, device="meta"), None, "meta device"),
+                          (torch.randn(4, 8), torch.ones(4), "token_mask"),
+                          (torch.randn(4, 8), torch.ones(5, dtype=torch.bool), "token_mask"),])
 def test_wrong_inputs(x: torch.Tensor, mask: torch.Tensor | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MoELayer(config())(x, mask)
 
 
-@pytest.mark.parametrize("layer_dtype,x_dtype", [(torch.float16, torch.float32), (torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("layer_dtype,x_dtype", [(torch.float16, torch.float32),
+                                                 (torch.float64, torch.float32),
+                                                 (torch.float32, torch.bfloat16)])
 def test_input_of_another_dtype(layer_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"input of dtype {x_dtype} does not fit: must be {layer_dtype}"):
+    with pytest.raises(ValueError,
+                       match=f"input of dtype {x_dtype} does not fit: must be {layer_dtype}"):
         MoELayer(config(), dtype=layer_dtype)(torch.randn(4, 8, dtype=x_dtype))
 
 
-@pytest.mark.parametrize("dispatch", [{}, {"name": "padded", "capacity_factor": 1.0}], ids=["ragged", "padded"])
+@pytest.mark.parametrize("dispatch", [{}, {"name": "padded", "capacity_factor": 1.0}],
+                         ids=["ragged", "padded"])
 @pytest.mark.parametrize("filling", [float("nan"), float("inf")])
 def test_what_padding_holds_reaches_nothing(dispatch: dict, filling: float) -> None:
-    layer = MoELayer(config(dispatch=dispatch, experts={"hidden_dim": 16, "shared_hidden_dim": 8}, losses={"switch": 1.0, "z": 1.0}))
+    layer = MoELayer(
+        config(dispatch=dispatch, experts={"hidden_dim": 16, "shared_hidden_dim": 8},
+               losses={"switch": 1.0, "z": 1.0}))
     x, mask = torch.randn(6, 8), torch.arange(6) < 4
     x[4:] = filling
     x.requires_grad_()
     out = layer(x, mask)
     (out.output.square().sum() + sum(out.losses.values())).backward()
-    assert (out.output[4:] == 0).all() and (x.grad[4:] == 0).all() and x.grad.isfinite().all() and out.output.isfinite().all()
+    assert (out.output[4:] == 0).all() and (
+        x.grad[4:] == 0).all() and x.grad.isfinite().all() and out.output.isfinite().all()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("tree,words", [
-    ({"model_dim": 0}, "model_dim=0"), ({"router": {"name": "no"}}, "unknown router 'no'"), ({"losses": {"no": 1}}, "unknown loss 'no'"),
-    ({"dispatch": {"name": "no"}}, "unknown dispatcher 'no'"), ({"comm": {"all_to_all": "no"}}, "unknown all_to_all 'no'"),
-    ({"experts": {"kind": "no"}}, "unknown experts 'no'"), ({"experts": {"compute": "no"}}, "unknown expert_compute 'no'"),
-])
+@pytest.mark.parametrize("tree,words",
+                         [({"model_dim": 0}, "model_dim=0"),
+                          ({"router": {"name": "no"}}, "unknown router 'no'"),
+                          ({"losses": {"no": 1}}, "unknown loss 'no'"),
+                          ({"dispatch": {"name": "no"}}, "unknown dispatcher 'no'"),
+                          ({"comm": {"all_to_all": "no"}}, "unknown all_to_all 'no'"),
+                          ({"experts": {"kind": "no"}}, "unknown experts 'no'"),
+                          ({"experts": {"compute": "no"}}, "unknown expert_compute 'no'"),])
 def test_wrong_names(tree: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MoELayer(config(**tree))
 
 
-@pytest.mark.parametrize("experts,words", [(6, "num_experts=6 does not fit 4"), (3, "num_experts=3 does not fit 4")])
+@pytest.mark.parametrize("experts,words", [(6, "num_experts=6 does not fit 4"),
+                                           (3, "num_experts=3 does not fit 4")])
 def test_experts_that_do_not_fit_the_ranks(experts: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         run_simulated(4, lambda comm: MoELayer(config(num_experts=experts), comm))
@@ -81,13 +95,16 @@ def test_experts_that_do_not_fit_the_ranks(experts: int, words: str) -> None:
 
 def test_hidden_that_cannot_be_cut() -> None:
     with pytest.raises(ValueError, match="experts.hidden_dim=18 cannot be cut in 4"):
-        run_simulated(4, lambda comm: MoELayer(config(num_experts=1, experts={"hidden_dim": 18}, router={"top_k": 1}), comm))
+        run_simulated(
+            4, lambda comm: MoELayer(
+                config(num_experts=1, experts={"hidden_dim": 18}, router={"top_k": 1}), comm))
 
 
 def test_padded_needs_a_capacity() -> None:
     with pytest.raises(ValueError, match="dispatch.capacity_factor"):
         MoELayer(config(dispatch={"name": "padded"}))
-    scoring = MoELayer(config(dispatch={"name": "padded", "eval_token_fraction": 0.5}))  # a capacity for evaluation alone
+    # a capacity for evaluation alone
+    scoring = MoELayer(config(dispatch={"name": "padded", "eval_token_fraction": 0.5}))
     assert scoring.eval()(torch.randn(3, 8)).stats.capacity == 2
     with pytest.raises(ValueError, match="dispatch.capacity_factor"):
         scoring.train()(torch.randn(3, 8))
@@ -95,7 +112,10 @@ def test_padded_needs_a_capacity() -> None:
 
 def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:
     def build(comm) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in MoELayer(config(num_experts=2), comm).experts.named_parameters()}
+        return {
+            name: p.detach().clone()
+            for name, p in MoELayer(config(num_experts=2), comm).experts.named_parameters()
+        }
 
     # one thread at a time: the simulated ranks share torch's generator
     import threading
@@ -114,13 +134,16 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:
         assert torch.equal(torch.cat([h[name] for h in halves]), value)
         axis = {"w_in_LDF": 1, "b_in_LF": 0, "w_out_LFD": 0, "b_out_LD": 0}[name]
         for expert in range(2):
-            assert torch.equal(torch.cat([quarters[2 * expert + j][name][0] for j in range(2)], axis), value[expert])
+            assert torch.equal(
+                torch.cat([quarters[2 * expert + j][name][0] for j in range(2)], axis),
+                value[expert])
 
 
 def test_experts_are_marked_and_others_are_not() -> None:
     layer = MoELayer(config(experts={"hidden_dim": 16, "shared_hidden_dim": 8}))
     marked = {name for name, p in layer.named_parameters() if getattr(p, "expert", False)}
-    assert marked == {name for name, _ in layer.named_parameters() if name.startswith("experts.")} and len(marked) == 4
+    assert marked == {name for name, _ in layer.named_parameters() if name.startswith("experts.")
+                      } and len(marked) == 4
 
 
 @pytest.mark.parametrize("remake", [
@@ -131,7 +154,8 @@ def test_experts_are_marked_and_others_are_not() -> None:
 def test_experts_stay_marked_in_every_copy(remake, kind: str) -> None:
     layer = remake(MoELayer(config(), experts=None if kind == "ffn" else Affine))
     marked = {name for name, p in layer.named_parameters() if getattr(p, "expert", False)}
-    assert marked == {name for name, _ in layer.named_parameters() if name.startswith("experts.")} and marked
+    assert marked == {name for name, _ in layer.named_parameters() if name.startswith("experts.")
+                      } and marked
 
 
 def test_shared_expert_adds_a_dense_ffn() -> None:
@@ -183,13 +207,17 @@ def test_autocast(compute: str) -> None:
     assert out.output.dtype == torch.float32
     torch.testing.assert_close(out.output, plain.output, rtol=5e-2, atol=5e-2)
     out.output.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+               for p in layer.parameters())
 
 
 def test_second_derivatives_of_the_loop() -> None:
-    layer = MoELayer(config(experts={"hidden_dim": 6, "compute": "loop", "activation": "silu"}, dispatch={"capacity_factor": 0.5}), dtype=torch.float64)
+    layer = MoELayer(
+        config(experts={"hidden_dim": 6, "compute": "loop", "activation": "silu"},
+               dispatch={"capacity_factor": 0.5}), dtype=torch.float64)
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda v, *_: layer(v).output, (x, *layer.parameters()), atol=1e-4)
+    assert torch.autograd.gradgradcheck(lambda v, *_: layer(v).output, (x, *layer.parameters()),
+                                        atol=1e-4)
 
 
 def test_second_derivatives_over_ranks() -> None:
@@ -198,7 +226,8 @@ def test_second_derivatives_over_ranks() -> None:
 
     def rank(comm) -> torch.Tensor:
         torch.manual_seed(0)
-        layer = MoELayer(config(experts={"hidden_dim": 6, "compute": "loop", "activation": "silu"}), comm, dtype=torch.float64)
+        layer = MoELayer(config(experts={"hidden_dim": 6, "compute": "loop", "activation": "silu"}),
+                         comm, dtype=torch.float64)
         for index, parameter in enumerate(layer.parameters()):
             nn.init.constant_(parameter, 0.1 * (index + 1))
         with torch.no_grad():
@@ -210,11 +239,14 @@ def test_second_derivatives_over_ranks() -> None:
     torch.testing.assert_close(torch.cat(run_simulated(2, rank)), run_simulated(1, rank)[0])
 
 
-@pytest.mark.parametrize("changes", [{"experts": {"hidden_dim": 16, "compute": "fused"}}, {"experts": {"hidden_dim": 16, "compute": "loop"}, "parallel": {"d": 2}}])
+@pytest.mark.parametrize("changes",
+                         [{"experts": {"hidden_dim": 16, "compute": "fused"}},
+                          {"experts": {"hidden_dim": 16, "compute": "loop"}, "parallel": {"d": 2}}])
 def test_second_derivatives_elsewhere_are_an_error(changes: dict) -> None:
     def rank(comm) -> None:
         x = torch.randn(4, 8, requires_grad=True)
-        torch.autograd.grad(MoELayer(config(**changes), comm)(x).output.square().sum(), x, create_graph=True)
+        torch.autograd.grad(
+            MoELayer(config(**changes), comm)(x).output.square().sum(), x, create_graph=True)
 
     with pytest.raises(RuntimeError, match="a second derivative .* experts.compute='loop'"):
         run_simulated(1 if "parallel" not in changes else 2, rank)
@@ -234,7 +266,8 @@ def test_recomputation_repeats_the_routing() -> None:
     plain = _grads(layer, x, lambda fn, v: fn(v))
     again = _grads(layer, x, lambda fn, v: checkpoint(fn, v))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    # other noise in the second pass: choices must still be the recorded ones, or shapes and gradients break
+    # other noise in the second pass: choices must still be the recorded ones, or shapes and
+    # gradients break
     calls = []
     choose = layer.router._select
     layer.router._select = lambda *args: calls.append(1) or choose(*args)
@@ -273,17 +306,20 @@ def test_statistics() -> None:
     out = layer(torch.randn(16, 8), torch.arange(16) < 12)
     stats = out.stats.as_dict()
     assert stats["tokens"] == 12 and sum(stats["load"]) == 24 and stats["capacity"] == 2
-    assert stats["dropped"] == 24 - stats["rows"] > 0 and stats["max_over_mean"] == max(stats["load"]) / 6
+    assert stats["dropped"] == 24 - stats["rows"] > 0 and stats["max_over_mean"] == max(
+        stats["load"]) / 6
     assert 0 < stats["entropy"] < 1.39 and stats["bytes_sent"] == 0
 
 
 def test_bytes_are_what_was_sent() -> None:
     def rank(comm):
-        layer = MoELayer(config(dispatch={"name": "padded", "capacity_factor": 1.0, "equal_tokens": True}), comm)
+        layer = MoELayer(
+            config(dispatch={"name": "padded", "capacity_factor": 1.0, "equal_tokens": True}), comm)
         return layer(torch.randn(6, 8)).stats
 
     for stats in run_simulated(2, rank):
-        # 4 experts, 2 * ceil(6/4) = 4 slots each; half of the 16 slots cross, out and back, 8 floats of 4 bytes
+        # 4 experts, 2 * ceil(6/4) = 4 slots each; half of the 16 slots cross, out and back, 8
+        # floats of 4 bytes
         assert stats.bytes_sent == 2 * 8 * 8 * 4 and stats.rows == 16 and stats.capacity == 4
 
 
@@ -292,7 +328,9 @@ def test_state_of_other_experts_is_refused() -> None:
     MoELayer(config()).load_state_dict(state)
     with pytest.raises(ValueError, match="num_experts=4, this layer has num_experts=8"):
         MoELayer(config(num_experts=8)).load_state_dict(state)
-    with pytest.raises(ValueError, match="ep_(size=1, this layer has ep_size=2|rank=0, this layer has ep_rank=1)"):
+    with pytest.raises(
+            ValueError,
+            match="ep_(size=1, this layer has ep_size=2|rank=0, this layer has ep_rank=1)"):
         run_simulated(2, lambda comm: MoELayer(config(), comm).load_state_dict(state))
 
 

@@ -1,8 +1,10 @@
-"""In which order and company a CPU computes its experts: pairs of about equal load, and blocks of experts that share a cache.
+"""In which order and company a CPU computes its experts: pairs of about equal load, and blocks of
+experts that share a cache.
 
-A pair's products of one size go to one batched product, each on a thread of its own: two threads on one small product after the other wait
-for each other. Experts are sorted by load and taken two by two; the emptier one's rows are followed by places without a row, so that both
-are equally high. Their inputs and gradients are zeros: nothing of them reaches a weight's gradient or a token.
+A pair's products of one size go to one batched product, each on a thread of its own: two threads on
+one small product after the other wait for each other. Experts are sorted by load and taken two by
+two; the emptier one's rows are followed by places without a row, so that both are equally high.
+Their inputs and gradients are zeros: nothing of them reaches a weight's gradient or a token.
 
 Legend: R rows in the order of experts; P places, in the order of groups.
 """
@@ -16,7 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-WASTE = 16  # at most this part (1/16) of the fuller expert's rows may be places without a row; else each expert is by itself
+# at most this part (1/16) of the fuller expert's rows may be places without a row; else each expert
+# is by itself
+WASTE = 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Block:
-    """Experts that go through everything together. places: theirs among all; groups: with starts counted from the block's."""
+    """Experts that go through everything together. places: theirs among all; groups: with starts
+    counted from the block's.
+    """
 
     places: slice
     groups: list[Group]
@@ -63,7 +69,8 @@ class Block:
         for group in self.groups:
             for number, count in enumerate(group.counts):
                 if count < group.height:
-                    values_N[group.start + number * group.height + count : group.start + (number + 1) * group.height].zero_()
+                    values_N[group.start + number * group.height + count:group.start +
+                             (number + 1) * group.height].zero_()
         return values_N
 
     def experts(self) -> Iterator[tuple[int, slice]]:
@@ -85,15 +92,19 @@ def in_order(counts: list[int]) -> list[Group]:
 
 
 def in_pairs(counts: list[int], most: int) -> list[Group]:
-    """Experts of about equal load two by two, the fullest first, others by themselves; experts without rows left out.
+    """Experts of about equal load two by two, the fullest first, others by themselves; experts
+    without rows left out.
 
-    most: rows of an expert up to which it gets company; all threads together are as good at the products of fuller ones.
+    most: rows of an expert up to which it gets company; all threads together are as good at the
+    products of fuller ones.
     """
-    left = sorted((expert for expert, count in enumerate(counts) if count), key=lambda expert: counts[expert])
+    left = sorted((expert for expert, count in enumerate(counts) if count),
+                  key=lambda expert: counts[expert])
     groups: list[Group] = []
     while left:
         experts = (left.pop(),)
-        if left and counts[experts[0]] <= most and (counts[experts[0]] - counts[left[-1]]) * WASTE <= counts[experts[0]]:
+        if left and counts[experts[0]] <= most and (counts[experts[0]] -
+                                                    counts[left[-1]]) * WASTE <= counts[experts[0]]:
             experts = tuple(sorted((*experts, left.pop())))
         start = groups[-1].places.stop if groups else 0
         groups.append(Group(experts, tuple(counts[expert] for expert in experts), start))
@@ -107,17 +118,25 @@ def blocks_of(groups: list[Group], most: int) -> list[Block]:
         if not blocks or group.places.stop - blocks[-1].places.start > most:
             blocks.append(Block(slice(group.start, group.start), []))
         start, held = blocks[-1].places.start, blocks[-1].groups
-        blocks[-1] = Block(slice(start, group.places.stop), [*held, replace(group, start=group.start - start)])
+        blocks[-1] = Block(slice(start, group.places.stop),
+                           [*held, replace(group, start=group.start - start)])
     return blocks
 
 
-def moved(groups: list[Group], counts: list[int], source_R: Tensor, position_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """(source_P, position_TK) of places from those of rows, see kernels.rows; a place without a row has source 0. counts: rows by expert."""
+def moved(groups: list[Group], counts: list[int], source_R: Tensor,
+          position_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """(source_P, position_TK) of places from those of rows, see kernels.rows; a place without a row
+    has source 0. counts: rows by expert.
+    """
     shift_L, row = [0] * len(counts), 0
-    place_of = {expert: group.start + number * group.height for group in groups for number, expert in enumerate(group.experts)}
+    place_of = {
+        expert: group.start + number * group.height for group in groups
+        for number, expert in enumerate(group.experts)
+    }
     for expert, count in enumerate(counts):
         shift_L[expert], row = place_of.get(expert, row) - row, row + count
-    shift_R = torch.tensor(shift_L).repeat_interleave(torch.tensor(counts), output_size=source_R.numel())
+    shift_R = torch.tensor(shift_L).repeat_interleave(torch.tensor(counts),
+                                                      output_size=source_R.numel())
     place_R = torch.arange(source_R.numel()) + shift_R
     source_P = source_R.new_zeros(groups[-1].places.stop).index_copy_(0, place_R, source_R)
     return source_P, torch.where(position_TK >= 0, place_R[position_TK.clamp(min=0)], -1)

@@ -1,1 +1,3 @@
-"""Triton implementations. Nothing here is imported unless Triton is installed and an operation asks for it."""
+"""Triton implementations. Nothing here is imported unless Triton is installed and an operation asks
+for it.
+"""

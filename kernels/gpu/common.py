@@ -12,20 +12,25 @@ def _probe(x):
     tl.store(x, 0)
 
 
-# Triton reads its own switch (TRITON_INTERPRET) when a kernel is decorated; how this one came out says how all did.
+# Triton reads its own switch (TRITON_INTERPRET) when a kernel is decorated; how this one came out
+# says how all did.
 INTERPRETED = type(_probe).__name__ == "InterpretedFunction"
 # the interpreter takes about 1 ms a program whatever its size: few, large tiles there
 ROW_ELEMENTS = 1 << 17 if INTERPRETED else 1 << 12
 
 
 def row_tile(width: int) -> tuple[int, int]:
-    """(rows, columns) of a tile for kernels that move rows: 16-byte accesses, several in flight a thread."""
+    """(rows, columns) of a tile for kernels that move rows: 16-byte accesses, several in flight a
+    thread.
+    """
     columns = min(triton.next_power_of_2(max(1, width)), 1024)
     return max(1, min(128, ROW_ELEMENTS // columns)), columns
 
 
 def needs_upcast(dtype: torch.dtype) -> bool:
-    """The interpreter multiplies bfloat16 matrices wrongly (3.6 to 3.9): there, widen before the product."""
+    """The interpreter multiplies bfloat16 matrices wrongly (3.6 to 3.9): there, widen before the
+    product.
+    """
     return INTERPRETED and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -49,7 +54,8 @@ def activate(x, ACT: tl.constexpr):
 def slope(x, ACT: tl.constexpr):
     """act'(x) in float32."""
     if ACT == "gelu":
-        y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(
+            -0.5 * x * x)
     elif ACT == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         y = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)

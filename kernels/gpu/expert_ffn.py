@@ -1,8 +1,10 @@
-"""The GPU's way through the experts: five grouped kernels, rows gathered while they are loaded, nothing kept but what must be.
+"""The GPU's way through the experts: five grouped kernels, rows gathered while they are loaded,
+nothing kept but what must be.
 
-Forward: h = x[token] w_in (and a = act(h) on the way out), rows = a w_out, y = weighted sum of rows. Kept for backward: x and h (and
-a gated expert's gate). Backward: the output's gradient goes through w_out^T and the activation in one kernel, which also computes a
-again and the gates' gradient as row dots, so that no output row is kept.
+Forward: h = x[token] w_in (and a = act(h) on the way out), rows = a w_out, y = weighted sum of
+rows. Kept for backward: x and h (and a gated expert's gate). Backward: the output's gradient goes
+through w_out^T and the activation in one kernel, which also computes a again and the gates'
+gradient as row dots, so that no output row is kept.
 """
 
 from __future__ import annotations
@@ -32,29 +34,38 @@ from moe_plugin.records import RowCounts, RowPlan
 
 @strategies.register("kernels")
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Grouped kernels with gather, activation and gate gradient inside; Triton on GPU, their references elsewhere."""
+    """Grouped kernels with gather, activation and gate gradient inside; Triton on GPU, their
+    references elsewhere.
+    """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows if plan is None else plan.counts
     (x, *tensors), owners = p.operands(x)
-    maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R, plan.position_TK)
+    maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R,
+                                                    plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
         if owners:
             return _IntoMainGrad.apply(owners, x, *maps, *tensors, counts.host, p.activation)
         return expert_ffn(x, *maps, *tensors, counts.host, p.activation)[0]
 
 
-# One operation for torch: torch.compile sees it whole, with its shapes and its gradient, and makes no graph break.
-# source_R, position_TK: see kernels.rows; None where x already is rows. counts: rows of each expert.
+# One operation for torch: torch.compile sees it whole, with its shapes and its gradient, and makes
+# no graph break.
+# source_R, position_TK: see kernels.rows; None where x already is rows. counts: rows of each
+# expert.
 @torch.library.custom_op("moe_plugin::expert_ffn", mutates_args=())
 def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor], position_TK: Optional[Tensor], w_in: Tensor,  # noqa: UP045
                b_in: Optional[Tensor], w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor, b_out: Optional[Tensor],  # noqa: UP045
                counts: Sequence[int], activation: str) -> List[Tensor]:  # noqa: UP006
-    """[y, h, gate]: y is [T, D] (or rows); h and gate, [R, F], are what backward needs (gate: no elements for a plain expert)."""
-    return _forward(x, gates_TK, source_R, position_TK, w_in, b_in, w_gate, b_gate, w_out, b_out, counts, activation)
+    """[y, h, gate]: y is [T, D] (or rows); h and gate, [R, F], are what backward needs (gate: no
+    elements for a plain expert).
+    """
+    return _forward(x, gates_TK, source_R, position_TK, w_in, b_in, w_gate, b_gate, w_out, b_out,
+                    counts, activation)
 
 
-def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None, position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None,
-             w_gate: Tensor | None, b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
+def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
+             position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None, w_gate: Tensor | None,
+             b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
              activation: str) -> list[Tensor]:
     groups, x = Groups(list(counts), x.device), x.contiguous()
     token_R = _tokens(source_R, position_TK)
@@ -73,29 +84,42 @@ def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | Non
 
 
 @expert_ffn.register_fake
-def _(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b_in: Any, w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any,
-      counts: Sequence[int], activation: str) -> list[Tensor]:
+def _(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b_in: Any,
+      w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int],
+      activation: str) -> list[Tensor]:
     h_RF = x.new_empty(sum(counts), w_in.shape[2])
-    return [x.new_empty(x.shape), h_RF, x.new_empty(0) if w_gate is None else torch.empty_like(h_RF)]
+    return [
+        x.new_empty(x.shape), h_RF,
+        x.new_empty(0) if w_gate is None else torch.empty_like(h_RF)
+    ]
 
 
 @torch.library.custom_op("moe_plugin::expert_ffn_backward", mutates_args=())
 def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor], position_TK: Optional[Tensor],  # noqa: UP045
                         h_RF: Tensor, gate_RF: Tensor, w_in: Tensor, w_gate: Optional[Tensor], w_out: Tensor, b_out: Optional[Tensor],  # noqa: UP045
                         counts: Sequence[int], activation: str, needs: Sequence[bool]) -> List[Tensor]:  # noqa: UP006
-    """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; no elements where `needs` says no."""
-    made = _gradients(grad_y, x, gates_TK, source_R, position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, counts, activation, needs, {})
+    """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; no elements where `needs`
+    says no.
+    """
+    made = _gradients(grad_y, x, gates_TK, source_R, position_TK, h_RF, gate_RF, w_in, w_gate,
+                      w_out, b_out, counts, activation, needs, {})
     return [x.new_empty(0) if g is None else g for g in made]
 
 
-def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None, position_TK: Tensor | None, h_RF: Tensor,
-               gate_RF: Tensor, w_in: Tensor, w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
-               activation: str, needs: Sequence[bool], owners: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """As `expert_ffn_backward`, None where `needs` says no; the gradients of `owners` are added to their main_grad."""
+def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
+               position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor, w_in: Tensor,
+               w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
+               activation: str, needs: Sequence[bool],
+               owners: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """As `expert_ffn_backward`, None where `needs` says no; the gradients of `owners` are added to
+    their main_grad.
+    """
     groups, token_R = Groups(list(counts), x.device), _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
-    scale_R = None if gates_TK is None else _at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)), source_R)
-    g_h, g_gate, a_RF, dots_R = expert_second_backward(grad_y, groups, w_out, h_RF, gate, scale_R, token_R, activation)
+    scale_R = None if gates_TK is None else _at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
+                                                     source_R)
+    g_h, g_gate, a_RF, dots_R = expert_second_backward(grad_y, groups, w_out, h_RF, gate, scale_R,
+                                                       token_R, activation)
 
     def weight(name: str, x: Tensor, grad: Tensor, *tokens_scale: Tensor | None) -> Tensor | None:
         if name not in owners:
@@ -105,7 +129,8 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
 
     return [
         _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK) if needs[0] else None,
-        _grad_gates(groups, dots_R, grad_y, b_out, token_R, position_TK).to(gates_TK.dtype) if needs[1] else None,
+        _grad_gates(groups, dots_R, grad_y, b_out, token_R, position_TK).to(gates_TK.dtype)
+        if needs[1] else None,
         weight("w_in_LDF", x, g_h, token_R, None, None) if needs[2] else None,
         expert_bias_grad(g_h, groups, None, None) if needs[3] else None,
         weight("w_gate_LDF", x, g_gate, token_R, None, None) if needs[4] else None,
@@ -116,12 +141,18 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
 
 
 @expert_ffn_backward.register_fake
-def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, h_RF: Tensor, gate_RF: Tensor, w_in: Tensor, w_gate: Any,
-      w_out: Tensor, b_out: Any, counts: Sequence[int], activation: str, needs: Sequence[bool]) -> list[Tensor]:
+def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, h_RF: Tensor,
+      gate_RF: Tensor, w_in: Tensor, w_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int],
+      activation: str, needs: Sequence[bool]) -> list[Tensor]:
     groups, width, inner = len(counts), w_in.shape[1], w_in.shape[2]
-    shapes = [tuple(x.shape), None, (groups, width, inner), (groups, inner), (groups, width, inner), (groups, inner), (groups, inner, width),
-              (groups, width)]
-    made = [x.new_empty(shape) if need and shape is not None else x.new_empty(0) for shape, need in zip(shapes, needs, strict=True)]
+    shapes = [
+        tuple(x.shape), None, (groups, width, inner), (groups, inner), (groups, width, inner),
+        (groups, inner), (groups, inner, width), (groups, width)
+    ]
+    made = [
+        x.new_empty(shape) if need and shape is not None else x.new_empty(0)
+        for shape, need in zip(shapes, needs, strict=True)
+    ]
     if needs[1]:
         made[1] = torch.empty_like(gates_TK)
     return made
@@ -130,7 +161,8 @@ def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any,
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out, counts, activation = inputs
     ctx.counts, ctx.activation = list(counts), activation
-    ctx.save_for_backward(x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate, w_out, b_out)
+    ctx.save_for_backward(x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate,
+                          w_out, b_out)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -144,7 +176,9 @@ expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """`expert_ffn` whose backward adds to `main_grad`; no torch operation: what it changes is none of its arguments."""
+    """`expert_ffn` whose backward adds to `main_grad`; no torch operation: what it changes is none
+    of its arguments.
+    """
 
     @staticmethod
     def forward(ctx: Any, owners: Mapping[str, Tensor], *inputs: Any) -> Tensor:
@@ -157,7 +191,8 @@ class _IntoMainGrad(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
-        x, gates, *rest = _gradients(grad_y, *ctx.saved_tensors, ctx.counts, ctx.activation, needed, ctx.owners)
+        x, gates, *rest = _gradients(grad_y, *ctx.saved_tensors, ctx.counts, ctx.activation, needed,
+                                     ctx.owners)
         return None, x, gates, None, None, *rest, None, None
 
 
@@ -168,7 +203,8 @@ def _at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
     return values_TK.reshape(-1)[source_R.clamp(min=0)] * (source_R >= 0)
 
 
-def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None, position_TK: Tensor | None) -> Tensor:
+def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None,
+            position_TK: Tensor | None) -> Tensor:
     rows_RD = None
     if g_gate is not None:
         rows_RD = expert_product(g_gate, groups, w_gate.transpose(1, 2), None, None, None)
@@ -176,8 +212,11 @@ def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_
     return rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, None)
 
 
-def _grad_gates(groups: Groups, dots_R: Tensor, grad_y: Tensor, b_out: Tensor | None, token_R: Tensor, position_TK: Tensor) -> Tensor:
-    """<gradient of y, output row> for each choice: <u, a> from the kernel, plus the output bias's share."""
+def _grad_gates(groups: Groups, dots_R: Tensor, grad_y: Tensor, b_out: Tensor | None,
+                token_R: Tensor, position_TK: Tensor) -> Tensor:
+    """<gradient of y, output row> for each choice: <u, a> from the kernel, plus the output bias's
+    share.
+    """
     if dots_R.numel() == 0:
         return dots_R.new_zeros(position_TK.shape)
     if b_out is not None and grad_y.shape[0]:

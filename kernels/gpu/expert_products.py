@@ -1,4 +1,5 @@
-"""Launches of the grouped products; the same signatures as in `moe_plugin.kernels.expert_products`."""
+"""Launches of the grouped products; the same signatures as in `moe_plugin.kernels.expert_products`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ _TILE = {"BN": 64, "BK": 64} if INTERPRETED else {}
 _WEIGHT_TILE = {"BI": 64, "BO": 64, "BR": 64} if INTERPRETED else {}
 
 
-def expert_product(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None, token_R: Tensor | None, base_RO: Tensor | None) -> Tensor:
+def expert_product(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
+                   token_R: Tensor | None, base_RO: Tensor | None) -> Tensor:
     """See `moe_plugin.kernels.expert_products`."""
     out_RO = x.new_empty(groups.total, w_LIO.shape[2])
     _product(x, groups, w_LIO, b_LO, token_R, base_RO, None, out_RO, None, "none")
     return out_RO
 
 
-def expert_first(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None, token_R: Tensor | None, gate_RF: Tensor | None,
+def expert_first(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+                 token_R: Tensor | None, gate_RF: Tensor | None,
                  activation: str) -> tuple[Tensor, Tensor]:
     """See `moe_plugin.kernels.expert_products`."""
     h_RF = x.new_empty(groups.total, w_LDF.shape[2])
@@ -30,21 +33,24 @@ def expert_first(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None, 
     return h_RF, a_RF
 
 
-def _product(x: Tensor, groups: Groups, w: Tensor, b: Tensor | None, token: Tensor | None, base: Tensor | None, gate: Tensor | None,
-             out: Tensor, after: Tensor | None, act: str) -> None:
+def _product(x: Tensor, groups: Groups, w: Tensor, b: Tensor | None, token: Tensor | None,
+             base: Tensor | None, gate: Tensor | None, out: Tensor, after: Tensor | None,
+             act: str) -> None:
     if not groups.total:
         return
     x, wide = x.contiguous(), w.shape[2]
     tile_group, tile_row = groups.tiles(gg.BM)
     tiles = tile_group.numel()
     gg.product_kernel[lambda meta: (tiles * triton.cdiv(wide, meta["BN"]),)](
-        x, _or(token, x), w, _or(b, x), _or(base, x), _or(gate, x), out, _or(after, out), tile_group, tile_row, groups.ends_L, tiles, wide,
-        *w.stride(), K=w.shape[1], GATHER=token is not None, BIAS=b is not None, BASE=base is not None, ACT=act, GATED=gate is not None,
+        x, _or(token, x), w, _or(b, x), _or(base, x), _or(gate, x), out, _or(after, out),
+        tile_group, tile_row, groups.ends_L, tiles, wide, *w.stride(), K=w.shape[1], GATHER=token
+        is not None, BIAS=b is not None, BASE=base is not None, ACT=act, GATED=gate is not None,
         UPCAST=needs_upcast(x.dtype), BM=gg.BM, **_TILE)
 
 
-def expert_second_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor, gate_RF: Tensor | None, scale_R: Tensor | None,
-                           token_R: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def expert_second_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor,
+                           gate_RF: Tensor | None, scale_R: Tensor | None, token_R: Tensor | None,
+                           activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """See `moe_plugin.kernels.expert_products`."""
     grad, wide, rows = grad.contiguous(), w_LFD.shape[1], groups.total
     grad_h, after = torch.empty_like(h_RF), torch.empty_like(h_RF)
@@ -55,23 +61,27 @@ def expert_second_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Te
         tile_group, tile_row = groups.tiles(gg.BM)
         tiles = tile_group.numel()
         gg.second_backward_kernel[lambda meta: (tiles * triton.cdiv(wide, meta["BN"]),)](
-            grad, _or(token_R, grad), _or(scale_R, grad), w_LFD, h_RF.contiguous(), _or(gate_RF, grad), grad_h, _or(grad_gate, grad_h), after,
-            dots, tile_group, tile_row, groups.ends_L, tiles, wide, w_LFD.stride(0), w_LFD.stride(2), w_LFD.stride(1), rows,
-            K=w_LFD.shape[2], GATHER=token_R is not None, SCALED=scale_R is not None, ACT=activation, GATED=gate_RF is not None,
-            UPCAST=needs_upcast(grad.dtype), BM=gg.BM, **_TILE)
+            grad, _or(token_R, grad), _or(scale_R,
+                                          grad), w_LFD, h_RF.contiguous(), _or(gate_RF,
+                                                                               grad), grad_h,
+            _or(grad_gate, grad_h), after, dots, tile_group, tile_row, groups.ends_L, tiles, wide,
+            w_LFD.stride(0), w_LFD.stride(2), w_LFD.stride(1), rows, K=w_LFD.shape[2],
+            GATHER=token_R is not None, SCALED=scale_R is not None, ACT=activation, GATED=gate_RF
+            is not None, UPCAST=needs_upcast(grad.dtype), BM=gg.BM, **_TILE)
     return grad_h, grad_gate, after, dots.sum(0)[:rows]
 
 
-def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None,
-                       scale_R: Tensor | None) -> Tensor:
+def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+                       grad_token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
     """See `moe_plugin.kernels.expert_products`."""
     out_LIO = x.new_empty(len(groups.host), x.shape[1], grad.shape[1])
     _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, out_LIO, False)
     return out_LIO
 
 
-def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None,
-                           scale_R: Tensor | None, into_LIO: Tensor) -> Tensor:
+def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+                           grad_token_R: Tensor | None, scale_R: Tensor | None,
+                           into_LIO: Tensor) -> Tensor:
     """See `moe_plugin.kernels.expert_products`."""
     if not into_LIO.is_contiguous():
         return into_LIO.add_(expert_weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R))
@@ -79,24 +89,29 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: T
     return into_LIO
 
 
-def _weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None, grad_token_R: Tensor | None, scale_R: Tensor | None,
-                 out_LIO: Tensor, add: bool) -> None:
+def _weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+                 grad_token_R: Tensor | None, scale_R: Tensor | None, out_LIO: Tensor,
+                 add: bool) -> None:
     x, grad = x.contiguous(), grad.contiguous()
     inner, outer = x.shape[1], grad.shape[1]
     kernel = gg.weight_add_kernel if add else gg.weight_grad_kernel
-    kernel[lambda meta: (triton.cdiv(inner, meta["BI"]) * triton.cdiv(outer, meta["BO"]), len(groups.host))](
-        x, grad, _or(x_token_R, x), _or(grad_token_R, x), _or(scale_R, x), out_LIO, groups.ends_L, groups.lengths_L, I=inner, O=outer,
-        X_GATHER=x_token_R is not None, G_GATHER=grad_token_R is not None, SCALED=scale_R is not None, UPCAST=needs_upcast(x.dtype),
-        ADD=add, WHILE=INTERPRETED, **_WEIGHT_TILE)
+    kernel[lambda meta:
+           (triton.cdiv(inner, meta["BI"]) * triton.cdiv(outer, meta["BO"]), len(groups.host))](
+               x, grad, _or(x_token_R, x), _or(grad_token_R, x), _or(scale_R, x), out_LIO,
+               groups.ends_L, groups.lengths_L, I=inner, O=outer, X_GATHER=x_token_R is not None,
+               G_GATHER=grad_token_R is not None, SCALED=scale_R is not None, UPCAST=needs_upcast(
+                   x.dtype), ADD=add, WHILE=INTERPRETED, **_WEIGHT_TILE)
 
 
-def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
+def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None,
+                     scale_R: Tensor | None) -> Tensor:
     """See `moe_plugin.kernels.expert_products`."""
     grad, wide = grad.contiguous(), grad.shape[1]
     out_LO = grad.new_empty(len(groups.host), wide)
-    gg.bias_grad_kernel[triton.cdiv(wide, 128), len(groups.host)](
-        grad, _or(token_R, grad), _or(scale_R, grad), out_LO, groups.ends_L, groups.lengths_L, wide, token_R is not None, scale_R is not None,
-        64, 128)
+    gg.bias_grad_kernel[triton.cdiv(wide, 128),
+                        len(groups.host)](grad, _or(token_R, grad), _or(scale_R, grad), out_LO,
+                                          groups.ends_L, groups.lengths_L, wide, token_R
+                                          is not None, scale_R is not None, 64, 128)
     return out_LO
 
 

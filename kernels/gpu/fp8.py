@@ -1,4 +1,6 @@
-"""Block-scaled fp8 in Triton: one pass reads a block of a row, finds its largest value and writes codes and scale."""
+"""Block-scaled fp8 in Triton: one pass reads a block of a row, finds its largest value and writes
+codes and scale.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ ROWS = 64 if INTERPRETED else 16
 
 
 @triton.jit
-def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, ROUND: tl.constexpr,
-                    BR: tl.constexpr, BLOCK: tl.constexpr):
-    """codes = x / scale, scale = largest finite |x| of the block / LARGEST (1 for a block of zeros); NaN for what is not finite."""
+def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr,
+                    SMALLEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
+                    BLOCK: tl.constexpr):
+    """codes = x / scale, scale = largest finite |x| of the block / LARGEST (1 for a block of
+    zeros); NaN for what is not finite.
+    """
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     b = tl.program_id(1)
     d = b * BLOCK + tl.arange(0, BLOCK)
@@ -26,17 +31,21 @@ def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr
     largest = tl.max(tl.where(finite, tl.abs(value), 0.0), 1)
     scale = tl.where(largest > 0, tl.maximum(largest / LARGEST, SMALLEST), 1.0)
     code = tl.minimum(tl.maximum(value / scale[:, None], -LARGEST), LARGEST)
-    if ROUND:  # the interpreter loses the carry into the exponent: round to three bits of mantissa here, to even
+    # the interpreter loses the carry into the exponent: round to three bits of mantissa here, to
+    # even
+    if ROUND:
         bits = code.to(tl.int32, bitcast=True)
         code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     bits = code.to(codes.dtype.element_ty).to(tl.uint8, bitcast=True)
-    bits = tl.where(finite, bits, 0x7F).to(tl.uint8)  # e4m3's NaN, whatever a conversion makes of one
+    # e4m3's NaN, whatever a conversion makes of one
+    bits = tl.where(finite, bits, 0x7F).to(tl.uint8)
     tl.store(codes + at, bits.to(codes.dtype.element_ty, bitcast=True), mask=inside)
     tl.store(scales + r * blocks + b, scale, mask=r < rows)
 
 
 @triton.jit
-def dequantize_kernel(codes, scales, out, rows, width, blocks, BR: tl.constexpr, BLOCK: tl.constexpr):
+def dequantize_kernel(codes, scales, out, rows, width, blocks, BR: tl.constexpr,
+                      BLOCK: tl.constexpr):
     """out = codes * scale."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     b = tl.program_id(1)
@@ -55,8 +64,9 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
     codes_RD = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x_RD.device)
     scales_RB = torch.empty(rows, blocks, dtype=torch.float32, device=x_RD.device)
     if rows:
-        quantize_kernel[triton.cdiv(rows, ROWS), blocks](x_RD.contiguous(), codes_RD, scales_RB, rows, width, blocks, LARGEST,
-                                                         SMALLEST_SCALE, INTERPRETED, ROWS, block)
+        quantize_kernel[triton.cdiv(rows, ROWS),
+                        blocks](x_RD.contiguous(), codes_RD, scales_RB, rows, width, blocks,
+                                LARGEST, SMALLEST_SCALE, INTERPRETED, ROWS, block)
     return codes_RD, scales_RB
 
 
@@ -65,5 +75,6 @@ def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch
     (rows, width), blocks = codes_RD.shape, scales_RB.shape[1]
     out_RD = torch.empty(rows, width, dtype=dtype, device=codes_RD.device)
     if rows:
-        dequantize_kernel[triton.cdiv(rows, ROWS), blocks](codes_RD.contiguous(), scales_RB, out_RD, rows, width, blocks, ROWS, block)
+        dequantize_kernel[triton.cdiv(rows, ROWS), blocks](codes_RD.contiguous(), scales_RB, out_RD,
+                                                           rows, width, blocks, ROWS, block)
     return out_RD

@@ -15,7 +15,8 @@ def chunk_kernel(x, out, OUTER, INNER, length, BLOCK: tl.constexpr):
     chunk = tl.program_id(1)  # of the output
     o = chunk % OUTER
     i = chunk // OUTER
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # the grid's long dimension: chunks may be long, and there are few
+    # the grid's long dimension: chunks may be long, and there are few
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + (o * INNER + i).to(tl.int64) * length + at, mask=at < length, other=0.0)
     tl.store(out + chunk.to(tl.int64) * length + at, value, mask=at < length)
 

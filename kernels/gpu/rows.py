@@ -1,4 +1,6 @@
-"""take_rows, sum_rows and dot_rows in Triton. Each reads every needed row once, writes once, sums in choice order."""
+"""take_rows, sum_rows and dot_rows in Triton. Each reads every needed row once, writes once, sums
+in choice order.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +12,49 @@ from torch import Tensor
 
 
 @triton.jit
-def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BR: tl.constexpr,
-                BD: tl.constexpr):
+def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
+                BR: tl.constexpr, BD: tl.constexpr):
     """out[r] = weights[source r] * x[source r // K], 0 for source -1."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     choice = tl.load(source + r, mask=r < rows, other=-1)
     inside = ((choice >= 0)[:, None] & (d < width)[None, :]) != 0
-    value = tl.load(x + (choice // K).to(tl.int64)[:, None] * width + d[None, :], mask=inside, other=0.0)
+    value = tl.load(x + (choice // K).to(tl.int64)[:, None] * width + d[None, :], mask=inside,
+                    other=0.0)
     if WEIGHTED:
         scale = tl.load(weights + choice, mask=choice >= 0, other=0.0).to(tl.float32)
         value = value.to(tl.float32) * scale[:, None]
     written = ((r < rows)[:, None] & (d < width)[None, :]) != 0
-    tl.store(out + r.to(tl.int64)[:, None] * width + d[None, :], value.to(out.dtype.element_ty), mask=written)
+    tl.store(out + r.to(tl.int64)[:, None] * width + d[None, :], value.to(out.dtype.element_ty),
+             mask=written)
 
 
 @triton.jit
-def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BT: tl.constexpr,
-               BD: tl.constexpr):
-    """out[t] = sum_j weights[t, j] * rows[position[t, j]], absent rows left out; float32 sums in the order of j."""
+def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
+               WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """out[t] = sum_j weights[t, j] * rows[position[t, j]], absent rows left out; float32 sums in
+    the order of j.
+    """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros([BT, BD], tl.float32)
     for j in tl.static_range(K):
         row = tl.load(position + t * K + j, mask=t < tokens, other=-1)
         inside = ((row >= 0)[:, None] & (d < width)[None, :]) != 0
-        value = tl.load(rows_ptr + row.to(tl.int64)[:, None] * width + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(rows_ptr + row.to(tl.int64)[:, None] * width + d[None, :], mask=inside,
+                        other=0.0).to(tl.float32)
         if WEIGHTED:
-            value = value * tl.load(weights + t * K + j, mask=t < tokens, other=0.0).to(tl.float32)[:, None]
+            value = value * tl.load(weights + t * K + j, mask=t < tokens, other=0.0).to(
+                tl.float32)[:, None]
         total += value
     written = ((t < tokens)[:, None] & (d < width)[None, :]) != 0
-    tl.store(out + t.to(tl.int64)[:, None] * width + d[None, :], total.to(out.dtype.element_ty), mask=written)
+    tl.store(out + t.to(tl.int64)[:, None] * width + d[None, :], total.to(out.dtype.element_ty),
+             mask=written)
 
 
 @triton.jit
-def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl.constexpr,
+               BT: tl.constexpr, BD: tl.constexpr):
     """out[t, j] = <grad[t], rows[position[t, j]]>, 0 where there is no row."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     for j in tl.static_range(K):
@@ -53,8 +63,10 @@ def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl
         for start in range(0, WIDTH, BD):
             d = start + tl.arange(0, BD)
             inside = ((row >= 0)[:, None] & (d < WIDTH)[None, :]) != 0
-            a = tl.load(rows_ptr + row.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(grad + t.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(rows_ptr + row.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=inside,
+                        other=0.0).to(tl.float32)
+            b = tl.load(grad + t.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=inside,
+                        other=0.0).to(tl.float32)
             total += tl.sum(a * b, 1)
         tl.store(out + t * K + j, total, mask=t < tokens)
 
@@ -67,8 +79,9 @@ def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | N
         return out_RD.zero_()
     br, bd = row_tile(width)
     weights = x_TD if weights_TK is None else weights_TK.contiguous()
-    take_kernel[triton.cdiv(rows, br), triton.cdiv(width, bd)](
-        x_TD.contiguous(), source_R.contiguous(), weights, out_RD, rows, width, top_k, weights_TK is not None, br, bd)
+    take_kernel[triton.cdiv(rows, br),
+                triton.cdiv(width, bd)](x_TD.contiguous(), source_R.contiguous(), weights, out_RD,
+                                        rows, width, top_k, weights_TK is not None, br, bd)
     return out_RD
 
 
@@ -80,8 +93,9 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) ->
         return out_TD.zero_()
     bt, bd = row_tile(width)
     weights = rows_RD if weights_TK is None else weights_TK.contiguous()
-    sum_kernel[triton.cdiv(tokens, bt), triton.cdiv(width, bd)](
-        rows_RD.contiguous(), position_TK.contiguous(), weights, out_TD, tokens, width, k, weights_TK is not None, bt, bd)
+    sum_kernel[triton.cdiv(tokens, bt),
+               triton.cdiv(width, bd)](rows_RD.contiguous(), position_TK.contiguous(), weights,
+                                       out_TD, tokens, width, k, weights_TK is not None, bt, bd)
     return out_TD
 
 
@@ -92,6 +106,7 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     if rows_RD.shape[0] == 0 or tokens == 0:
         return out_TK.zero_()
     bt, bd = row_tile(width)
-    dot_kernel[(triton.cdiv(tokens, bt),)](
-        grad_TD.contiguous(), rows_RD.contiguous(), position_TK.contiguous(), out_TK, tokens, width, k, bt, bd)
+    dot_kernel[(triton.cdiv(tokens, bt),)](grad_TD.contiguous(), rows_RD.contiguous(),
+                                           position_TK.contiguous(), out_TK, tokens, width, k, bt,
+                                           bd)
     return out_TK

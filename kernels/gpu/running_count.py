@@ -1,4 +1,6 @@
-"""running_count in Triton: two passes over blocks of choices, one expert at a time; nothing E-wide by choice."""
+"""running_count in Triton: two passes over blocks of choices, one expert at a time; nothing E-wide
+by choice.
+"""
 
 from __future__ import annotations
 

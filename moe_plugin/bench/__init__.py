@@ -1,1 +1,3 @@
-"""Measuring: the layer beside its peers, each kernel beside its reference, against bounds taken in the same run."""
+"""Measuring: the layer beside its peers, each kernel beside its reference, against bounds taken in
+the same run.
+"""

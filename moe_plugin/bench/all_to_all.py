@@ -1,4 +1,6 @@
-"""Measures all-to-all algorithms on the ranks of a group: real ones, or those of an emulated cluster."""
+"""Measures all-to-all algorithms on the ranks of a group: real ones, or those of an emulated
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ COUNTED_RANKS = 64
 class Row:
     """One cell: an algorithm at a size.
 
-    bytes: a rank. median_ms, min_ms: of one exchange, of all ranks together. floor_ms: what the bytes need on the wire. cpu_ms: what the
-    exchange costs this machine's processors, all ranks and the switch together, spread over all cores. messages: leaving one node. chosen: by auto.
+    bytes: a rank. median_ms, min_ms: of one exchange, of all ranks together. floor_ms: what the
+    bytes need on the wire. cpu_ms: what the exchange costs this machine's processors, all ranks and
+    the switch together, spread over all cores. messages: leaving one node. chosen: by auto.
     """
 
     nodes: int
@@ -47,8 +50,9 @@ class Row:
 class Plan:
     """What to measure.
 
-    repeats: timed ones of a cell; above `BURST_UP_TO` bytes half as many. settings: of the group, e.g. its topology. helper: process
-    whose processor time counts, too (an emulated cluster's switch).
+    repeats: timed ones of a cell; above `BURST_UP_TO` bytes half as many. settings: of the group,
+    e.g. its topology. helper: process whose processor time counts, too (an emulated cluster's
+    switch).
     """
 
     names: tuple[str, ...]
@@ -60,7 +64,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's part of a cell: seconds an exchange by repeat (all ranks' already), own processor seconds an exchange."""
+    """One rank's part of a cell: seconds an exchange by repeat (all ranks' already), own processor
+    seconds an exchange.
+    """
 
     name: str
     size: int
@@ -69,8 +75,11 @@ class RankTimes:
     chosen: str | None
 
 
-def measure_rank(plan: Plan, comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
-    """Run on every rank: (nodes of the group, one entry a cell). Algorithms take turns, in an order that rotates."""
+def measure_rank(plan: Plan,
+                 comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
+    """Run on every rank: (nodes of the group, one entry a cell). Algorithms take turns, in an order
+    that rotates.
+    """
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
     cells = []
@@ -78,7 +87,8 @@ def measure_rank(plan: Plan, comm: Comm | None = None) -> tuple[tuple[tuple[int,
         x = torch.zeros(comm.size, max(size // comm.size // 4, 1), device=comm.device)
         for name in plan.names:
             _settle(comm, name, x)
-        burst, repeats = (BURST, plan.repeats) if size <= BURST_UP_TO else (1, (plan.repeats + 1) // 2)
+        burst, repeats = (BURST, plan.repeats) if size <= BURST_UP_TO else (1,
+                                                                            (plan.repeats + 1) // 2)
         spans: dict[str, list[tuple[float, float]]] = {name: [] for name in plan.names}
         cpu = dict.fromkeys(plan.names, 0.0)
         for repeat in range(repeats):
@@ -88,8 +98,12 @@ def measure_rank(plan: Plan, comm: Comm | None = None) -> tuple[tuple[tuple[int,
                 spans[name].append((begin, end))
                 cpu[name] += used / burst
         for name in plan.names:
-            seconds = [taken / burst for taken in _agreed(comm, spans[name], one_clock=plan.helper is not None)]
-            cells.append(RankTimes(name, size, seconds, cpu[name] / repeats, _chosen(comm, name, x)))
+            seconds = [
+                taken / burst
+                for taken in _agreed(comm, spans[name], one_clock=plan.helper is not None)
+            ]
+            cells.append(RankTimes(name, size, seconds, cpu[name] / repeats, _chosen(comm, name,
+                                                                                     x)))
     return comm.topology.nodes, cells
 
 
@@ -111,14 +125,23 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
 
 
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
-    """How long each repeat took all ranks: from the first that began to the last that ended where they share a clock, else the slowest rank's."""
+    """How long each repeat took all ranks: from the first that began to the last that ended where
+    they share a clock, else the slowest rank's.
+    """
     if not one_clock:
         return comm.agree_max([end - begin for begin, end in spans])
-    return [end + begin for end, begin in zip(comm.agree_max([end for _, end in spans]), comm.agree_max([-begin for begin, _ in spans]), strict=True)]
+    return [
+        end + begin
+        for end, begin in zip(comm.agree_max([end for _, end in spans]),
+                              comm.agree_max([-begin for begin, _ in spans]), strict=True)
+    ]
 
 
-def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int, helper: int | None) -> tuple[float, float, float]:
-    """(begin, end, own processor seconds) of a few in a row, so that the barrier's own spread weighs little."""
+def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
+           helper: int | None) -> tuple[float, float, float]:
+    """(begin, end, own processor seconds) of a few in a row, so that the barrier's own spread
+    weighs little.
+    """
     run = algorithms.get(name)
     comm.barrier()
     _wait_for_device(x)
@@ -150,7 +173,8 @@ def measure_emulated(cluster: EmulatedCluster, plan: Plan, timeout_s: float = 18
     rows = []
     for index, cell in enumerate(cells):
         cpu_ms = 1e3 * sum(answer[1][index].cpu_s for answer in answers) / cores
-        floor = wire_floor_s(cluster.nodes_wanted, cluster.ranks_per_node, cell.size, cluster.rate_bit_s, cluster.delay_s, cluster.mtu)
+        floor = wire_floor_s(cluster.nodes_wanted, cluster.ranks_per_node, cell.size,
+                             cluster.rate_bit_s, cluster.delay_s, cluster.mtu)
         rows.append(_row(Topology(answers[0][0]), cell, 1e3 * floor, cpu_ms))
     return rows
 
@@ -161,28 +185,39 @@ def rows_of(comm: Comm, cells: Sequence[RankTimes]) -> list[Row]:
 
 
 def _row(topology: Topology, cell: RankTimes, floor_ms: float | None, cpu_ms: float | None) -> Row:
-    return Row(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size, 1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds),
-               floor_ms, cpu_ms, messages_out(topology, cell.chosen or cell.name), cell.chosen)
+    return Row(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
+               1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds), floor_ms, cpu_ms,
+               messages_out(topology, cell.chosen or cell.name), cell.chosen)
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Messages that leave one node (the mean of unequal ones): by formula, or counted on simulated ranks; None for large unequal groups."""
+    """Messages that leave one node (the mean of unequal ones): by formula, or counted on simulated
+    ranks; None for large unequal groups.
+    """
     known = "linear" if name == "native" else name
     if topology.uniform_nodes and known in COSTS:
-        return predict(Cluster(nodes=len(topology.nodes), ranks_per_node=len(topology.nodes[0])), known, 1.0).inter_messages
+        return predict(Cluster(nodes=len(topology.nodes), ranks_per_node=len(topology.nodes[0])),
+                       known, 1.0).inter_messages
     if topology.size > COUNTED_RANKS:
         return None
     traffic = Traffic()
-    run_simulated(topology.size, lambda comm: algorithms.get(name)(comm, torch.zeros(topology.size)), traffic=traffic, topology=topology)
+    run_simulated(topology.size, lambda comm: algorithms.get(name)
+                  (comm, torch.zeros(topology.size)), traffic=traffic, topology=topology)
     return traffic.between(topology) / len(topology.nodes)
 
 
 def measurements_of(rows: Sequence[Row]) -> list[Measurement]:
-    """For the planner's fit: its algorithms only. Medians: the fastest repeat of many ranks on few cores is a lucky one."""
-    return [Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.median_ms / 1e3, None if r.cpu_ms is None else r.cpu_ms / 1e3)
-            for r in rows if r.algorithm in COSTS]
+    """For the planner's fit: its algorithms only. Medians: the fastest repeat of many ranks on few
+    cores is a lucky one.
+    """
+    return [
+        Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.median_ms / 1e3,
+                    None if r.cpu_ms is None else r.cpu_ms / 1e3) for r in rows
+        if r.algorithm in COSTS
+    ]
 
 
 def as_dicts(rows: Sequence[Row]) -> list[dict]:
     """For JSON; milliseconds to a thousandth."""
-    return [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows]
+    return [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()}
+            for row in rows]

@@ -17,14 +17,22 @@ def grids(rows: Sequence[Row]) -> list[tuple[int, int]]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table a grid: sizes down, median ms of each algorithm across, with floor and processor time."""
+    """A table a grid: sizes down, median ms of each algorithm across, with floor and processor
+    time.
+    """
     parts = []
     for grid in grids(rows):
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
         names = list(dict.fromkeys(row.algorithm for row in mine))
-        header = ["bytes a rank", "wire floor", *[TITLES.get(name, name) for name in names], "auto took", "own CPU: " + " / ".join(_shown(names))]
+        header = [
+            "bytes a rank", "wire floor", *[TITLES.get(name, name) for name in names], "auto took",
+            "own CPU: " + " / ".join(_shown(names))
+        ]
         lines = [_line(mine, size, names) for size in dict.fromkeys(row.bytes for row in mine)]
-        parts.append(f"{grid[0]} nodes of {grid[1]} ranks, median ms of one exchange:\n\n{table(header, lines)}")
+        parts.append(
+            f"{grid[0]} nodes of {grid[1]} ranks, median ms of one "
+            f"exchange:\n\n{table(header, lines)}"
+        )
     return "\n\n".join(parts)
 
 
@@ -32,8 +40,12 @@ def _line(rows: Sequence[Row], size: int, names: Sequence[str]) -> list[str]:
     cells = {row.algorithm: row for row in rows if row.bytes == size}
     one = next(iter(cells.values()))
     chosen = cells["auto"].chosen if "auto" in cells else None
-    return [show_size(size), _number(one.floor_ms), *[_number(cells[name].median_ms) if name in cells else "" for name in names], chosen or "",
-            " / ".join(_number(cells[name].cpu_ms) for name in _shown(names))]
+    return [
+        show_size(size),
+        _number(one.floor_ms),
+        *[_number(cells[name].median_ms) if name in cells else "" for name in names], chosen or "",
+        " / ".join(_number(cells[name].cpu_ms) for name in _shown(names))
+    ]
 
 
 def _shown(names: Sequence[str]) -> list[str]:
@@ -54,11 +66,14 @@ def plot(rows: Sequence[Row], path: str) -> None:
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
         for name in dict.fromkeys(row.algorithm for row in mine):
             line = [row for row in mine if row.algorithm == name]
-            axis.plot([r.bytes for r in line], [r.median_ms for r in line], marker="o", linestyle="--" if name == "auto" else "-", label=TITLES.get(name, name))
+            axis.plot([r.bytes for r in line], [r.median_ms for r in line], marker="o",
+                      linestyle="--" if name == "auto" else "-", label=TITLES.get(name, name))
         floor = {row.bytes: row.floor_ms for row in mine if row.floor_ms is not None}
         if floor:
-            axis.plot(list(floor), list(floor.values()), color="black", linestyle=":", label="wire floor")
-        axis.set(xscale="log", yscale="log", xlabel="bytes a rank", ylabel="ms", title=f"{grid[0]} nodes x {grid[1]} ranks")
+            axis.plot(list(floor), list(floor.values()), color="black", linestyle=":",
+                      label="wire floor")
+        axis.set(xscale="log", yscale="log", xlabel="bytes a rank", ylabel="ms",
+                 title=f"{grid[0]} nodes x {grid[1]} ranks")
         axis.legend()
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)

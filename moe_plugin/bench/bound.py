@@ -1,4 +1,6 @@
-"""What the experts' products alone take: the time no layer can beat on this device with this library."""
+"""What the experts' products alone take: the time no layer can beat on this device with this
+library.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from moe_plugin.bench.problem import Data, Problem
 class GemmBound:
     """The products of forward and backward and nothing else, into memory that is there already.
 
-    CPU: one dense product an expert, with its true number of rows. GPU: one dense product of the same FLOPs over all rows.
+    CPU: one dense product an expert, with its true number of rows. GPU: one dense product of the
+    same FLOPs over all rows.
     """
 
     def __init__(self, problem: Problem, data: Data, counts: list[int]) -> None:
         self.rows_RD = data.x_TD.repeat_interleave(problem.top_k, 0)
-        self.inner_RF = torch.randn(problem.rows, problem.hidden_dim, device=problem.device).to(problem.torch_dtype)
+        self.inner_RF = torch.randn(problem.rows, problem.hidden_dim,
+                                    device=problem.device).to(problem.torch_dtype)
         self.counts = counts if problem.device == "cpu" else [problem.rows]
         used = len(self.counts)
         self.first = [w[:used] for w in (data.w_in_LDF, data.w_gate_LDF) if w is not None]
@@ -35,7 +39,8 @@ class GemmBound:
             start += count
 
     def _expert(self, expert: int, span: slice) -> None:
-        x, h, out_x, out_h = self.rows_RD[span], self.inner_RF[span], self.out_RD[span], self.out_RF[span]
+        x, h, out_x, out_h = self.rows_RD[span], self.inner_RF[span], self.out_RD[
+            span], self.out_RF[span]
         for w, grad in zip(self.first, self.grads, strict=False):
             _linear(x, w[expert], h, out_h, out_x, grad[expert])
         _linear(h, self.second[expert], x, out_x, out_h, self.grads[-1][expert])
@@ -48,8 +53,11 @@ def _linear(x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor, grad_
     torch.mm(x.t(), grad, out=grad_w)
 
 
-def step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]], parameters: list[Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
-    """One training step's worth of a candidate: gradients dropped, forward, backward through the output and the losses."""
+def step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]], parameters: list[Tensor],
+         x: Tensor, grad: Tensor) -> Callable[[], None]:
+    """One training step's worth of a candidate: gradients dropped, forward, backward through the
+    output and the losses.
+    """
 
     def run() -> None:
         x.grad = None

@@ -1,8 +1,10 @@
-"""Real text without a download: the Python standard library's own sources and docstrings, for quick starts and tests.
+"""Real text without a download: the Python standard library's own sources and docstrings, for quick
+starts and tests.
 
-The text depends on the Python version alone: files in an order given by a hash of their names, tests left out, until
-the wanted size is reached; every tenth file goes to `valid`, another tenth to `test`. Tokens are bytes in every format,
-so that losses in nats a token can be compared between hosts and with the unigram entropy.
+The text depends on the Python version alone: files in an order given by a hash of their names,
+tests left out, until the wanted size is reached; every tenth file goes to `valid`, another tenth to
+`test`. Tokens are bytes in every format, so that losses in nats a token can be compared between
+hosts and with the unigram entropy.
 
 | file | for |
 |---|---|
@@ -27,7 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
-_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "encodings", "ensurepip"}
+_SKIPPED = {
+    "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload",
+    "encodings", "ensurepip"
+}
 _LARGEST_FILE = 300_000  # bytes; the few larger ones are generated tables
 _FORMAT = 1
 
@@ -36,9 +41,10 @@ _FORMAT = 1
 class CorpusInfo:
     """What a corpus holds.
 
-    size: bytes asked for. source: folder the text is from, `stdlib` for the standard library. python: its version.
-    files, tokens: by split; a token is a byte. unigram_entropy: of the training text, nats a token: the loss of a model
-    that knows how often each byte occurs and nothing else.
+    size: bytes asked for. source: folder the text is from, `stdlib` for the standard library.
+    python: its version.
+    files, tokens: by split; a token is a byte. unigram_entropy: of the training text, nats a token:
+    the loss of a model that knows how often each byte occurs and nothing else.
     """
 
     size: int
@@ -65,28 +71,33 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
     root = source if source is not None else Path(sysconfig.get_path("stdlib"))
     name = "stdlib" if source is None else str(source)
     there = read_info(out)
-    if there is not None and (there.size, there.source, there.python, there.format) == (size, name, platform.python_version(), _FORMAT):
+    if there is not None and (there.size, there.source, there.python,
+                              there.format) == (size, name, platform.python_version(), _FORMAT):
         return there
     texts = _split(_files(root), size, root)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "corpus.json").unlink(missing_ok=True)  # written last: a corpus without it is not complete
+    # written last: a corpus without it is not complete
+    (out / "corpus.json").unlink(missing_ok=True)
     for split in SPLITS:
         _write(out, split, texts[split])
-    (out / "dict.txt").write_text("".join(f"{byte_token(b)} 1\n" for b in range(256) if b != ord("\n")), encoding="utf-8")
+    (out / "dict.txt").write_text(
+        "".join(f"{byte_token(b)} 1\n" for b in range(256) if b != ord("\n")), encoding="utf-8")
     train = b"".join(texts["train"])
-    info = CorpusInfo(
-        size=size, source=name, python=platform.python_version(), files={s: len(texts[s]) for s in SPLITS},
-        tokens={s: sum(map(len, texts[s])) for s in SPLITS}, unigram_entropy=unigram_entropy(train),
-    )
+    info = CorpusInfo(size=size, source=name, python=platform.python_version(), files={
+        s: len(texts[s]) for s in SPLITS
+    }, tokens={s: sum(map(len, texts[s])) for s in SPLITS}, unigram_entropy=unigram_entropy(train),
+                      )
     (out / "corpus.json").write_text(json.dumps(dataclasses.asdict(info), indent=1) + "\n")
     return info
 
 
 def read_info(out: Path) -> CorpusInfo | None:
-    """The record of a complete corpus in `out`; None where there is none, or one of another format."""
+    """The record of a complete corpus in `out`; None where there is none, or one of another format.
+    """
     try:
         values = json.loads((out / "corpus.json").read_text())
-        complete = all((out / f"{split}.{kind}").is_file() for split in SPLITS for kind in ("txt", "tok"))
+        complete = all(
+            (out / f"{split}.{kind}").is_file() for split in SPLITS for kind in ("txt", "tok"))
         return CorpusInfo(**values) if complete and values.get("format") == _FORMAT else None
     except (OSError, ValueError, TypeError):
         return None
@@ -100,14 +111,18 @@ def unigram_entropy(tokens: Iterable[int]) -> float:
 
 
 def byte_token(byte: int) -> str:
-    """A byte as one printable token: itself, `▁` for a blank, `<0x0A>`-like where it has no letter of its own."""
+    """A byte as one printable token: itself, `▁` for a blank, `<0x0A>`-like where it has no letter
+    of its own.
+    """
     if byte == ord(" "):
         return "▁"
     return chr(byte) if 0x21 <= byte <= 0x7E else f"<0x{byte:02X}>"
 
 
 def token_lines(text: bytes) -> Iterator[str]:
-    """The lines of a text as tokens between blanks. The line break itself is fairseq's end-of-sentence token."""
+    """The lines of a text as tokens between blanks. The line break itself is fairseq's
+    end-of-sentence token.
+    """
     names = [byte_token(b) for b in range(256)]
     for line in text.splitlines():
         yield " ".join(names[b] for b in line)
@@ -120,15 +135,23 @@ def text_from_tokens(line: str) -> bytes:
 
 
 def _files(root: Path) -> list[Path]:
-    """All sources below `root`, in an order that does not depend on the file system and mixes the packages."""
+    """All sources below `root`, in an order that does not depend on the file system and mixes the
+    packages.
+    """
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith("config-")]
+        folders[:] = [
+            name for name in folders if name not in _SKIPPED and not name.startswith("config-")
+        ]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
-        raise ValueError(f"no Python sources below {str(root)!r} (some distributions leave them out); give a folder of "
-                         "Python files with --source")
-    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest())
+        raise ValueError(
+            f"no Python sources below {str(root)!r} (some distributions leave them out); give a "
+            "folder of "
+            "Python files with --source")
+    return sorted(
+        found,
+        key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest())
 
 
 def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
@@ -143,13 +166,17 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
             break
     empty = [split for split in SPLITS if not texts[split]]
     if empty:
-        raise ValueError(f"corpus size {size} from {str(root)!r} leaves {', '.join(empty)} empty ({index} files); ask for more "
-                         "bytes, e.g. --size 4000000, or give a larger folder")
+        raise ValueError(
+            f"corpus size {size} from {str(root)!r} leaves {', '.join(empty)} empty ({index} "
+            "files); ask for more "
+            "bytes, e.g. --size 4000000, or give a larger folder")
     return texts
 
 
 def _read(path: Path) -> bytes:
-    """A file's text as UTF-8, trailing blanks and tabs away, ended by an empty line; nothing where it is not to be used."""
+    """A file's text as UTF-8, trailing blanks and tabs away, ended by an empty line; nothing where
+    it is not to be used.
+    """
     try:
         if path.stat().st_size > _LARGEST_FILE:
             return b""

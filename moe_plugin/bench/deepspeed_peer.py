@@ -32,19 +32,25 @@ class _Expert(nn.Module):
 
 @contextlib.contextmanager
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """The layer with the problem's weights, dropping no token; a group of one rank is made for its life where there is none."""
+    """The layer with the problem's weights, dropping no token; a group of one rank is made for its
+    life where there is none.
+    """
     with one_rank(problem.device):
         import deepspeed
         from deepspeed.moe.layer import MoE
 
-        deepspeed.init_distributed(dist_backend="nccl" if problem.device == "cuda" else "gloo", verbose=False)
-        layer = MoE(problem.model_dim, _Expert(problem), problem.experts, ep_size=1, k=problem.top_k, drop_tokens=False, use_rts=False,
+        deepspeed.init_distributed(dist_backend="nccl" if problem.device == "cuda" else "gloo",
+                                   verbose=False)
+        layer = MoE(problem.model_dim, _Expert(problem), problem.experts, ep_size=1,
+                    k=problem.top_k, drop_tokens=False, use_rts=False,
                     top2_2nd_expert_sampling=False)
         layer.set_deepspeed_parallelism()
         layer.to(problem.device, problem.torch_dtype)
         copy(layer.deepspeed_moe.gate.wg.weight, data.router_ED)
         for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-            for mine, theirs in ((data.w_in_LDF, expert.w_in_DF), (data.w_gate_LDF, expert.w_gate_DF), (data.w_out_LFD, expert.w_out_FD)):
+            for mine, theirs in ((data.w_in_LDF, expert.w_in_DF),
+                                 (data.w_gate_LDF, expert.w_gate_DF), (data.w_out_LFD,
+                                                                       expert.w_out_FD)):
                 if mine is not None:
                     copy(theirs, mine[number])
 
@@ -52,4 +58,5 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
             y, loss, _ = layer(x)
             return y, [loss]
 
-        yield Candidate(forward, list(layer.parameters()), "drop_tokens off: every expert padded to the largest load")
+        yield Candidate(forward, list(layer.parameters()),
+                        "drop_tokens off: every expert padded to the largest load")

@@ -1,4 +1,6 @@
-"""Measure a processor for the cost model: products of few and many rows, copies, and the smallest operation."""
+"""Measure a processor for the cost model: products of few and many rows, copies, and the smallest
+operation.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,38 @@ from moe_plugin.planner.fit import nonnegative_least_squares
 ROWS = (8, 32, 128, 512, 2048)
 
 
-def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512, inner: int = 2048, repeats: int = 7) -> Device:
+def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512,
+                   inner: int = 2048, repeats: int = 7) -> Device:
     """A `Device` of this machine, as one rank sees it.
 
-    A product of n rows takes launch + 2 width inner (n + half_rows) / flops seconds: a line in n. width, inner: of the experts.
+    A product of n rows takes launch + 2 width inner (n + half_rows) / flops seconds: a line in n.
+    width, inner: of the experts.
     """
     where = torch.device(device)
     w_DF = torch.randn(width, inner, dtype=dtype, device=where)
     launch = _seconds(lambda x=torch.zeros(8, device=where): x + 1, where, repeats * 10)
-    times = [_seconds(lambda x=torch.randn(n, width, dtype=dtype, device=where): x @ w_DF, where, repeats) for n in ROWS]
+    times = [
+        _seconds(lambda x=torch.randn(n, width, dtype=dtype, device=where): x @ w_DF, where,
+                 repeats) for n in ROWS
+    ]
     flops, half_rows = fit_products(ROWS, times, launch, 2.0 * width * inner)
     big = torch.randn(1 << 24, device=where)
     copy = _seconds(lambda: big.clone(), where, repeats)
-    return Device(name="measured", flops=flops, half_rows=half_rows, launch_s=launch, memory_bytes_s=2 * big.numel() * 4 / copy, memory_bytes=_memory(where))
+    return Device(name="measured", flops=flops, half_rows=half_rows, launch_s=launch,
+                  memory_bytes_s=2 * big.numel() * 4 / copy, memory_bytes=_memory(where))
 
 
-def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float, operations: float) -> tuple[float, float]:
-    """(flops, half_rows) of the line through the times, least relative squares; operations: of one row."""
+def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
+                 operations: float) -> tuple[float, float]:
+    """(flops, half_rows) of the line through the times, least relative squares; operations: of one
+    row.
+    """
     import numpy as np
 
     a = np.array([[n / s, 1 / s] for n, s in zip(rows, seconds, strict=True)])
-    slope, offset = nonnegative_least_squares(a, np.array([(s - launch) / s for s in seconds]).clip(min=0.0))
+    slope, offset = nonnegative_least_squares(
+        a,
+        np.array([(s - launch) / s for s in seconds]).clip(min=0.0))
     slope = max(slope, 1e-15)
     return operations / slope, offset / slope
 

@@ -1,4 +1,6 @@
-"""Each operation beside its reference and its bound: the larger of bytes over copy bandwidth and FLOPs over GEMM rate, same run."""
+"""Each operation beside its reference and its bound: the larger of bytes over copy bandwidth and
+FLOPs over GEMM rate, same run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Work:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """Times in ms; share_of_bound: bound over the median, 1 is perfect. chosen: what this device gets."""
+    """Times in ms; share_of_bound: bound over the median, 1 is perfect. chosen: what this device
+    gets.
+    """
 
     operation: str
     implementation: str
@@ -43,7 +47,9 @@ class KernelResult:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """All operations of one problem. copy_gbytes_per_s counts bytes read and written; gemm_tflops: one large product."""
+    """All operations of one problem. copy_gbytes_per_s counts bytes read and written; gemm_tflops:
+    one large product.
+    """
 
     problem: Problem
     copy_gbytes_per_s: float
@@ -52,7 +58,10 @@ class KernelReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "threads": torch.get_num_threads(), "versions": versions(self.problem.device)}
+        return {
+            **asdict(self), "threads": torch.get_num_threads(),
+            "versions": versions(self.problem.device)
+        }
 
 
 def run(problem: Problem, rounds: int = 15) -> KernelReport:
@@ -75,8 +84,9 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
 
 
 def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> KernelResult:
-    return KernelResult(work.operation, name, chosen, times.median * 1e3, times.best * 1e3, bound * 1e3, bound / times.median,
-                        work.bytes / times.median / 1e9, work.flops / times.median / 1e12)
+    return KernelResult(work.operation, name, chosen, times.median * 1e3, times.best * 1e3,
+                        bound * 1e3, bound / times.median, work.bytes / times.median / 1e9,
+                        work.flops / times.median / 1e12)
 
 
 def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[float, float]:
@@ -86,7 +96,8 @@ def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[floa
     side = 8192 if device.type == "cuda" else 1024
     a = torch.randn(side, side, device=device).to(problem.torch_dtype)
     out = torch.empty_like(a)
-    copy, gemm = interleaved([lambda: target.copy_(source), lambda: torch.mm(a, a, out=out)], device, rounds)
+    copy, gemm = interleaved([lambda: target.copy_(source), lambda: torch.mm(a, a, out=out)],
+                             device, rounds)
     return copy.median / (8 * numel), 2 * side**3 / gemm.median
 
 
@@ -95,7 +106,8 @@ def work_list(problem: Problem) -> Iterator[Work]:
     data = make_data(problem)
     logits_TE = data.x_TD.float() @ data.router_ED.float().t()
     mask_T = torch.ones(problem.tokens, dtype=torch.bool, device=problem.device)
-    routed = kernels.get("route_top_k").implementation("torch")(logits_TE, mask_T, None, problem.top_k, True)
+    routed = kernels.get("route_top_k").implementation("torch")(logits_TE, mask_T, None,
+                                                                problem.top_k, True)
     plan = exact_rows(routed[0], routed[1], problem.experts)
     yield from _routing(problem, logits_TE, mask_T, routed)
     rows_RD = data.x_TD.repeat_interleave(problem.top_k, 0)
@@ -107,10 +119,13 @@ def _size(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def _routing(p: Problem, logits_TE: Tensor, mask_T: Tensor, routed: tuple[Tensor, ...]) -> Iterator[Work]:
+def _routing(p: Problem, logits_TE: Tensor, mask_T: Tensor, routed: tuple[Tensor,
+                                                                          ...]) -> Iterator[Work]:
     ids, weights, lse, importance, z, _ = routed
-    yield Work("route_top_k", (logits_TE, mask_T, None, p.top_k, True), _size(logits_TE, mask_T, ids, weights, lse))
-    yield Work("route_top_k_backward", (logits_TE, mask_T, ids, weights, lse, weights, importance, z, True),
+    yield Work("route_top_k", (logits_TE, mask_T, None, p.top_k, True),
+               _size(logits_TE, mask_T, ids, weights, lse))
+    yield Work("route_top_k_backward",
+               (logits_TE, mask_T, ids, weights, lse, weights, importance, z, True),
                2 * _size(logits_TE) + _size(ids, weights, weights, lse))
     yield Work("running_count", (ids.reshape(-1), p.experts), 2 * _size(ids))
 
@@ -118,8 +133,10 @@ def _routing(p: Problem, logits_TE: Tensor, mask_T: Tensor, routed: tuple[Tensor
 def _rows(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Work]:
     position, source = plan.position_TK, plan.source_R
     yield Work("take_rows", (data.x_TD, source, p.top_k, None), _size(data.x_TD, source, rows_RD))
-    yield Work("sum_rows", (rows_RD, position, plan.weights_TK), _size(rows_RD, position, plan.weights_TK, data.x_TD))
-    yield Work("dot_rows", (data.grad_TD, rows_RD, position), _size(data.grad_TD, rows_RD, position, plan.weights_TK))
+    yield Work("sum_rows", (rows_RD, position, plan.weights_TK),
+               _size(rows_RD, position, plan.weights_TK, data.x_TD))
+    yield Work("dot_rows", (data.grad_TD, rows_RD, position),
+               _size(data.grad_TD, rows_RD, position, plan.weights_TK))
     if p.rows % 8 == 0:
         yield Work("transpose_chunks", (rows_RD, 4, 2), 2 * _size(rows_RD))
     scales = p.rows * -(-p.model_dim // 128) * 4
@@ -132,12 +149,17 @@ def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Wo
     gate, act = (h_RF.flip(0), "silu") if p.gated else (None, "gelu")
     flops, weights = 2 * p.rows * p.model_dim * p.hidden_dim, _size(data.w_in_LDF)
     scale = torch.rand(p.rows, device=p.device)
-    yield Work("expert_first", (data.x_TD, groups, data.w_in_LDF, None, token, gate, act), _size(data.x_TD, h_RF, h_RF, gate) + weights, flops)
-    yield Work("expert_product", (h_RF, groups, data.w_out_LFD, None, None, None), _size(h_RF, rows_RD) + weights, flops)
-    yield Work("expert_second_backward", (data.grad_TD, groups, data.w_out_LFD, h_RF, gate, scale, token, act),
+    yield Work("expert_first", (data.x_TD, groups, data.w_in_LDF, None, token, gate, act),
+               _size(data.x_TD, h_RF, h_RF, gate) + weights, flops)
+    yield Work("expert_product", (h_RF, groups, data.w_out_LFD, None, None, None),
+               _size(h_RF, rows_RD) + weights, flops)
+    yield Work("expert_second_backward",
+               (data.grad_TD, groups, data.w_out_LFD, h_RF, gate, scale, token, act),
                _size(data.grad_TD, h_RF, h_RF, h_RF, gate, gate) + weights, flops)
-    yield Work("expert_weight_grad", (data.x_TD, h_RF, groups, token, None, None), _size(data.x_TD, h_RF) + weights, flops)
+    yield Work("expert_weight_grad", (data.x_TD, h_RF, groups, token, None, None),
+               _size(data.x_TD, h_RF) + weights, flops)
     main_grad_LDF = torch.zeros(data.w_in_LDF.shape, device=p.device)
-    yield Work("expert_weight_grad_add", (data.x_TD, h_RF, groups, token, None, None, main_grad_LDF),
+    yield Work("expert_weight_grad_add",
+               (data.x_TD, h_RF, groups, token, None, None, main_grad_LDF),
                _size(data.x_TD, h_RF) + 2 * _size(main_grad_LDF), flops)
     yield Work("expert_bias_grad", (h_RF, groups, None, None), _size(h_RF))

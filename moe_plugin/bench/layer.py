@@ -18,12 +18,15 @@ from moe_plugin.bench.versions import versions
 
 logger = logging.getLogger(__name__)
 SLOW = 3.0  # times the bound, from which on a candidate is measured less often
-TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # relative, in the norm of the whole output
+# relative, in the norm of the whole output
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One candidate. Times in ms; ratio: median over the bound's median. error: relative distance of its output from ours."""
+    """One candidate. Times in ms; ratio: median over the bound's median. error: relative distance
+    of its output from ours.
+    """
 
     name: str
     median_ms: float
@@ -39,7 +42,9 @@ class Result:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """All candidates of one problem; the first result is ours. refused: peers that could not run, and why."""
+    """All candidates of one problem; the first result is ours. refused: peers that could not run,
+    and why.
+    """
 
     problem: Problem
     bound_ms: float
@@ -51,8 +56,12 @@ class LayerReport:
     def as_dict(self) -> dict[str, object]:
         """Our numbers at the top, peers beside them."""
         mine = asdict(self.results[0])
-        return {**mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms, **asdict(self.problem), "threads": self.threads,
-                "peers": [asdict(r) for r in self.results[1:]], "refused": self.refused, "versions": versions(self.problem.device)}
+        return {
+            **mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms,
+            **asdict(self.problem), "threads": self.threads, "peers": [
+                asdict(r) for r in self.results[1:]
+            ], "refused": self.refused, "versions": versions(self.problem.device)
+        }
 
 
 def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport:
@@ -72,33 +81,45 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
             except Unfit as reason:
                 refused[name] = str(reason)
         errors = _agreement(candidates, data, problem)
-        steps = {n: step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(), data.grad_TD) for n, c in candidates.items()}
+        steps = {
+            n: step(c.forward, c.parameters,
+                    data.x_TD.clone().requires_grad_(), data.grad_TD)
+            for n, c in candidates.items()
+        }
         _wake(problem, data)
         memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
         bound = GemmBound(problem, data, loads(problem, data))
         times = interleaved([bound, *steps.values()], device, rounds, slow=SLOW)
-    results = [_result(problem, name, candidates[name].note, mine, times[0], memory[name], errors[name])
-               for name, mine in zip(steps, times[1:], strict=True)]
-    return LayerReport(problem, times[0].median * 1e3, times[0].best * 1e3, results, refused, torch.get_num_threads())
+    results = [
+        _result(problem, name, candidates[name].note, mine, times[0], memory[name], errors[name])
+        for name, mine in zip(steps, times[1:], strict=True)
+    ]
+    return LayerReport(problem, times[0].median * 1e3, times[0].best * 1e3, results, refused,
+                       torch.get_num_threads())
 
 
 def loads(problem: Problem, data: Data) -> list[int]:
     """Rows of each expert."""
-    ids_TK = torch.topk(data.x_TD.float() @ data.router_ED.float().t(), problem.top_k, dim=1).indices
+    ids_TK = torch.topk(data.x_TD.float() @ data.router_ED.float().t(), problem.top_k,
+                        dim=1).indices
     return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
 
 
 def _wake(problem: Problem, data: Data) -> None:
-    """What happens once a process or machine happens before memory is counted: libraries make their buffers (a step of a small layer), and
-    the way to compute experts is chosen (a layer like ours, dropped again)."""
-    small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype, device=problem.device)
+    """What happens once a process or machine happens before memory is counted: libraries make their
+    buffers (a step of a small layer), and the way to compute experts is chosen (a layer like ours,
+    dropped again).
+    """
+    small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype,
+                    device=problem.device)
     little = make_data(small)
     candidate = ours(small, little)
     step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(), little.grad_TD)()
     ours(problem, data).forward(data.x_TD)
 
 
-def _agreement(candidates: dict[str, Candidate], data: Data, problem: Problem) -> dict[str, float | None]:
+def _agreement(candidates: dict[str, Candidate], data: Data,
+               problem: Problem) -> dict[str, float | None]:
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, candidate in candidates.items():
@@ -107,13 +128,16 @@ def _agreement(candidates: dict[str, Candidate], data: Data, problem: Problem) -
     for name, y in outputs.items():
         errors[name] = None if name == "dense" else float((y - mine).norm() / mine.norm())
         if errors[name] is not None and not errors[name] <= TOLERANCE[problem.dtype]:
-            raise ValueError(f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= {TOLERANCE[problem.dtype]}; "
-                             f"leave it out with --peers and report this for {problem.label()}")
+            raise ValueError(
+                f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= "
+                f"{TOLERANCE[problem.dtype]}; "
+                f"leave it out with --peers and report this for {problem.label()}")
     return errors
 
 
-def _result(problem: Problem, name: str, note: str, mine: Times, bound: Times, memory: float | None, error: float | None) -> Result:
-    return Result(
-        name=name, median_ms=mine.median * 1e3, min_ms=mine.best * 1e3, ratio_to_bound=mine.median / bound.median,
-        ratio_of_minima=mine.best / bound.best, peak_extra_mib=memory, tflops=problem.flops / mine.median / 1e12,
-        gbytes_per_s=problem.bytes / mine.median / 1e9, error=error, note=note)
+def _result(problem: Problem, name: str, note: str, mine: Times, bound: Times, memory: float | None,
+            error: float | None) -> Result:
+    return Result(name=name, median_ms=mine.median * 1e3, min_ms=mine.best * 1e3,
+                  ratio_to_bound=mine.median / bound.median, ratio_of_minima=mine.best / bound.best,
+                  peak_extra_mib=memory, tflops=problem.flops / mine.median / 1e12,
+                  gbytes_per_s=problem.bytes / mine.median / 1e9, error=error, note=note)

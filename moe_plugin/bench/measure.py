@@ -30,15 +30,20 @@ class Times:
         return min(self.seconds)
 
 
-def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15, warmup: int = 3,
-                slow: float = math.inf) -> list[Times]:
+def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15,
+                warmup: int = 3, slow: float = math.inf) -> list[Times]:
     """Each candidate once a round: what slows the machine down for a while slows all of them down.
 
-    slow: candidates that take more than so many times as long as the first one are in every fourth round only, so that those whose times
-    are close to each other are measured the more often in the same while.
+    slow: candidates that take more than so many times as long as the first one are in every fourth
+    round only, so that those whose times are close to each other are measured the more often in the
+    same while.
     """
     clock = _cuda_seconds if device.type == "cuda" else _cpu_seconds
-    first = [min(mine) for mine in zip(*([clock(candidate) for candidate in candidates] for _ in range(max(1, warmup))), strict=True)]
+    first = [
+        min(mine) for mine in zip(
+            *([clock(candidate) for candidate in candidates]
+              for _ in range(max(1, warmup))), strict=True)
+    ]
     every = [4 if mine > slow * first[0] else 1 for mine in first]
     seconds: list[list[float]] = [[] for _ in candidates]
     for number in range(rounds):
@@ -65,9 +70,11 @@ def _cuda_seconds(fn: Callable[[], object]) -> float:
 
 
 def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 3) -> float | None:
-    """Most memory over `calls` calls beyond what was held before the first, in MiB; None where the system cannot tell.
+    """Most memory over `calls` calls beyond what was held before the first, in MiB; None where the
+    system cannot tell.
 
-    CPU: resident memory of the process, whatever holds it (tensors, reused workspaces, the allocator). GPU: allocated bytes.
+    CPU: resident memory of the process, whatever holds it (tensors, reused workspaces, the
+    allocator). GPU: allocated bytes.
     """
     gc.collect()
     if device.type == "cuda":

@@ -21,12 +21,15 @@ def unfit(problem: Problem) -> str | None:
     if problem.device != "cuda":
         return "MegaBlocks needs a GPU"
     if problem.hidden_dim * problem.experts < BLOCK:
-        return f"MegaBlocks needs hidden_dim * experts >= {BLOCK}, not {problem.hidden_dim * problem.experts}"
-    return None if problem.dtype == "bfloat16" else f"MegaBlocks' grouped products take bfloat16, not {problem.dtype}"
+        return (f"MegaBlocks needs hidden_dim * experts >= {BLOCK}, not "
+                f"{problem.hidden_dim * problem.experts}")
+    return None if problem.dtype == "bfloat16" else ("MegaBlocks' grouped products take bfloat16, "
+                                                     f"not {problem.dtype}")
 
 
 class _Float32Router(nn.Linear):
-    # the package computes its logits in the layer's dtype, where close scores change places; all candidates must choose alike
+    # the package computes its logits in the layer's dtype, where close scores change places; all
+    # candidates must choose alike
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), self.weight.float())
 
@@ -42,11 +45,23 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     from megablocks.layers.dmoe import dMoE
 
     args = Arguments(
-        hidden_size=problem.model_dim, ffn_hidden_size=problem.hidden_dim, num_layers=1, bias=False, return_bias=False,
-        activation_fn=activation(problem), moe_num_experts=problem.experts, moe_top_k=problem.top_k,
-        moe_normalize_expert_weights=1 if problem.top_k > 1 else None,  # one choice keeps its probability, as ours
-        moe_loss_weight=LOSS_WEIGHT, moe_lbl_in_fp32=True, mlp_type="glu" if problem.gated else "mlp", mlp_impl="grouped",
-        fp16=problem.dtype == "float16", bf16=problem.dtype == "bfloat16", device=problem.device)
+        hidden_size=problem.model_dim,
+        ffn_hidden_size=problem.hidden_dim,
+        num_layers=1,
+        bias=False,
+        return_bias=False,
+        activation_fn=activation(problem),
+        moe_num_experts=problem.experts,
+        moe_top_k=problem.top_k,
+        # one choice keeps its probability, as ours
+        moe_normalize_expert_weights=1 if problem.top_k > 1 else None,
+        moe_loss_weight=LOSS_WEIGHT,
+        moe_lbl_in_fp32=True,
+        mlp_type="glu" if problem.gated else "mlp",
+        mlp_impl="grouped",
+        fp16=problem.dtype == "float16",
+        bf16=problem.dtype == "bfloat16",
+        device=problem.device)
     layer = dMoE(args)
     load(layer, problem, data)
 
@@ -61,8 +76,11 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def load(layer: Any, problem: Problem, data: Data) -> None:
-    """w1, v1 and w2 are [E * F, D], expert after expert: y = (act(x w1^T) * (x v1^T)) w2; a plain expert has no v1, and w1 is its first map."""
-    router = _Float32Router(problem.model_dim, problem.experts, bias=False, dtype=problem.torch_dtype, device=problem.device)
+    """w1, v1 and w2 are [E * F, D], expert after expert: y = (act(x w1^T) * (x v1^T)) w2; a plain
+    expert has no v1, and w1 is its first map.
+    """
+    router = _Float32Router(problem.model_dim, problem.experts, bias=False,
+                            dtype=problem.torch_dtype, device=problem.device)
     copy(router.weight, data.router_ED)
     layer.router.layer = router
     mlp = layer.experts.mlp

@@ -17,7 +17,9 @@ from moe_plugin.bench.problem import Data, Problem
 
 @contextlib.contextmanager
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """The layer with the problem's weights; a group of one rank is made for its life where there is none."""
+    """The layer with the problem's weights; a group of one rank is made for its life where there is
+    none.
+    """
     from moe_plugin.hosts.megatron import cpu
 
     if problem.device == "cpu":
@@ -46,18 +48,22 @@ def _layer(problem: Problem) -> tuple[nn.Module, str]:
     from moe_plugin.hosts.megatron import compat
 
     values: dict[str, Any] = {
-        "num_layers": 1, "hidden_size": problem.model_dim, "num_attention_heads": 1, "num_moe_experts": problem.experts,
-        "moe_ffn_hidden_size": problem.hidden_dim, "moe_router_topk": problem.top_k, "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False, "use_cpu_initialization": True,
-        "gradient_accumulation_fusion": False, "moe_router_pre_softmax": problem.top_k == 1, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01,
-        "params_dtype": problem.torch_dtype, "bf16": problem.dtype == "bfloat16", "gated_linear_unit": problem.gated,
+        "num_layers": 1, "hidden_size": problem.model_dim, "num_attention_heads": 1,
+        "num_moe_experts": problem.experts, "moe_ffn_hidden_size": problem.hidden_dim,
+        "moe_router_topk": problem.top_k, "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False,
+        "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
+        "moe_router_pre_softmax": problem.top_k == 1, "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01, "params_dtype": problem.torch_dtype,
+        "bf16": problem.dtype == "bfloat16", "gated_linear_unit": problem.gated,
     }
     if problem.gated:
         values["activation_func"] = F.silu
     spec = compat.gpt_moe_layer_spec(problem.device == "cuda" and compat.has_transformer_engine())
     submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
     config = TransformerConfig(**values)
-    layer = submodules.mlp(config=config) if hasattr(submodules.mlp, "keywords") else compat.build_module(submodules.mlp, config=config)
+    layer = submodules.mlp(config=config) if hasattr(
+        submodules.mlp, "keywords") else compat.build_module(submodules.mlp, config=config)
     layer.set_layer_number(1)
     return layer.to(problem.device), type(layer.experts).__name__
 

@@ -16,7 +16,8 @@ def one_rank(device: str) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo",
+                                init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield
         finally:

@@ -1,4 +1,6 @@
-"""One layer to measure: sizes, the weights and inputs that every candidate gets, and the least work it takes."""
+"""One layer to measure: sizes, the weights and inputs that every candidate gets, and the least work
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,17 @@ class Problem:
     def __post_init__(self) -> None:
         for name in ("tokens", "model_dim", "hidden_dim", "experts", "top_k"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is out of bounds: must be >= 1; pass --{name.replace('_', '-')}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is out of bounds: must be >= 1; pass "
+                    f"--{name.replace('_', '-')}"
+                )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
         if self.top_k > self.experts:
-            raise ValueError(f"top_k={self.top_k} is out of bounds: must be <= experts={self.experts}; lower --top-k")
+            raise ValueError(
+                f"top_k={self.top_k} is out of bounds: must be <= experts={self.experts}; lower "
+                "--top-k"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -49,19 +57,25 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Least traffic, forward and backward: weights read twice, their gradients written, x, y and both gradients once."""
+        """Least traffic, forward and backward: weights read twice, their gradients written, x, y
+        and both gradients once.
+        """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
-        return (3 * weights + 5 * self.tokens * self.model_dim) * torch.empty(0, dtype=self.torch_dtype).element_size()
+        return (3 * weights + 5 * self.tokens * self.model_dim) * torch.empty(
+            0, dtype=self.torch_dtype).element_size()
 
     def label(self) -> str:
         """For tables: T4096 D256 F512 E64 k2 float32."""
         gated = " gated" if self.gated else ""
-        return f"T{self.tokens} D{self.model_dim} F{self.hidden_dim} E{self.experts} k{self.top_k}{gated} {self.dtype}"
+        return (f"T{self.tokens} D{self.model_dim} F{self.hidden_dim} E{self.experts} "
+                f"k{self.top_k}{gated} {self.dtype}")
 
 
 @dataclass(frozen=True)
 class Data:
-    """Weights and inputs. router_ED; w_in_LDF, w_gate_LDF (gated), w_out_LFD; x_TD; grad_TD: gradient of the output."""
+    """Weights and inputs. router_ED; w_in_LDF, w_gate_LDF (gated), w_out_LFD; x_TD; grad_TD:
+    gradient of the output.
+    """
 
     router_ED: Tensor
     w_in_LDF: Tensor
@@ -72,7 +86,9 @@ class Data:
 
 
 def make_data(problem: Problem) -> Data:
-    """Random, the same for every candidate; never zeros, which some units multiply faster than data."""
+    """Random, the same for every candidate; never zeros, which some units multiply faster than
+    data.
+    """
     g = torch.Generator().manual_seed(problem.seed)
     p = problem
 
@@ -80,7 +96,8 @@ def make_data(problem: Problem) -> Data:
         return (torch.randn(*shape, generator=g) * std).to(p.device, p.torch_dtype)
 
     small = p.model_dim**-0.5
-    return Data(
-        draw(p.experts, p.model_dim, std=small), draw(p.experts, p.model_dim, p.hidden_dim, std=small),
-        draw(p.experts, p.model_dim, p.hidden_dim, std=small) if p.gated else None,
-        draw(p.experts, p.hidden_dim, p.model_dim, std=p.hidden_dim**-0.5), draw(p.tokens, p.model_dim), draw(p.tokens, p.model_dim))
+    return Data(draw(p.experts, p.model_dim, std=small),
+                draw(p.experts, p.model_dim, p.hidden_dim, std=small),
+                draw(p.experts, p.model_dim, p.hidden_dim, std=small) if p.gated else None,
+                draw(p.experts, p.hidden_dim, p.model_dim, std=p.hidden_dim**-0.5),
+                draw(p.tokens, p.model_dim), draw(p.tokens, p.model_dim))

@@ -13,35 +13,57 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table, padded so that it also reads well in a terminal."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     lines = [header, ["-" * w for w in widths], *rows]
-    return "\n".join("| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(cell.ljust(w)
+                                       for cell, w in zip(line, widths, strict=True)) + " |"
+                     for line in lines)
 
 
 def layer_table(report: LayerReport) -> str:
     """One problem: a line for each candidate."""
-    rows = [["GEMM bound", f"{report.bound_ms:.1f}", f"{report.bound_min_ms:.1f}", "1.00", "1.00", "", "", "", "", ""]]
+    rows = [[
+        "GEMM bound", f"{report.bound_ms:.1f}", f"{report.bound_min_ms:.1f}", "1.00", "1.00", "",
+        "", "", "", ""
+    ]]
     for r in report.results:
         memory = "?" if r.peak_extra_mib is None else f"{r.peak_extra_mib:.0f}"
         error = "" if r.error is None else f"{r.error:.0e}"
-        rows.append([r.name, f"{r.median_ms:.1f}", f"{r.min_ms:.1f}", f"{r.ratio_to_bound:.2f}", f"{r.ratio_of_minima:.2f}", memory,
-                     f"{r.tflops:.3f}", f"{r.gbytes_per_s:.1f}", error, r.note])
-    header = ["forward + backward", "median ms", "min ms", "ratio", "ratio of min", "peak MiB", "TFLOP/s", "GB/s", "error", "note"]
+        rows.append([
+            r.name, f"{r.median_ms:.1f}", f"{r.min_ms:.1f}", f"{r.ratio_to_bound:.2f}",
+            f"{r.ratio_of_minima:.2f}", memory, f"{r.tflops:.3f}", f"{r.gbytes_per_s:.1f}", error,
+            r.note
+        ])
+    header = [
+        "forward + backward", "median ms", "min ms", "ratio", "ratio of min", "peak MiB", "TFLOP/s",
+        "GB/s", "error", "note"
+    ]
     refused = "".join(f"\nnot measured: {name}: {why}" for name, why in report.refused.items())
-    return f"{report.problem.label()}, {report.problem.device}, {report.threads} threads\n\n{table(header, rows)}{refused}"
+    return (f"{report.problem.label()}, {report.problem.device}, {report.threads} "
+            f"threads\n\n{table(header, rows)}{refused}")
 
 
 def kernel_table(report: KernelReport) -> str:
     """A line for each operation and implementation; * marks what this device gets."""
-    rows = [[r.operation, r.implementation + " *" * r.chosen, f"{r.median_ms:.3f}", f"{r.min_ms:.3f}", f"{r.bound_ms:.3f}", f"{r.share_of_bound:.0%}",
-             f"{r.gbytes_per_s:.1f}", f"{r.tflops:.3f}"] for r in report.results]
-    head = (f"{report.problem.label()}, {report.problem.device}; copy {report.copy_gbytes_per_s:.1f} GB/s (read + written), "
-            f"one large product {report.gemm_tflops:.3f} TFLOP/s")
+    rows = [[
+        r.operation, r.implementation + " *" * r.chosen, f"{r.median_ms:.3f}", f"{r.min_ms:.3f}",
+        f"{r.bound_ms:.3f}", f"{r.share_of_bound:.0%}", f"{r.gbytes_per_s:.1f}", f"{r.tflops:.3f}"
+    ] for r in report.results]
+    head = (
+        f"{report.problem.label()}, {report.problem.device}; copy {report.copy_gbytes_per_s:.1f} "
+        "GB/s (read + written), "
+        f"one large product {report.gemm_tflops:.3f} TFLOP/s")
     return f"{head}\n\n{table(['operation', 'implementation', 'median ms', 'min ms', 'bound ms', 'of bound', 'GB/s', 'TFLOP/s'], rows)}"
 
 
 def resource_table(found: Sequence[tuple[str, Resources]]) -> str:
     """A line for each compiled kernel and target."""
-    rows = [[name, r.target, str(r.registers), str(r.spilled), str(r.shared), "yes" if r.matrix else ""] for name, r in found]
-    return table(["kernel", "target", "registers", "spilled bytes", "shared bytes", "matrix units"], rows)
+    rows = [[
+        name, r.target,
+        str(r.registers),
+        str(r.spilled),
+        str(r.shared), "yes" if r.matrix else ""
+    ] for name, r in found]
+    return table(["kernel", "target", "registers", "spilled bytes", "shared bytes", "matrix units"],
+                 rows)
 
 
 def layer_plot(report: LayerReport, path: str) -> None:
@@ -52,7 +74,8 @@ def layer_plot(report: LayerReport, path: str) -> None:
     _bars(axes[0], names, [r.median_ms for r in report.results], "forward + backward, ms")
     axes[0].axvline(report.bound_ms, color="black", linestyle="--", label="GEMM bound")
     axes[0].legend()
-    _bars(axes[1], names, [r.peak_extra_mib or 0.0 for r in report.results], "peak extra memory, MiB")
+    _bars(axes[1], names, [r.peak_extra_mib or 0.0 for r in report.results],
+          "peak extra memory, MiB")
     figure.suptitle(report.problem.label())
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
@@ -60,7 +83,9 @@ def layer_plot(report: LayerReport, path: str) -> None:
 
 
 def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
-    """Time, its bound and memory along each axis; log-log, so that what is linear is a line of slope one."""
+    """Time, its bound and memory along each axis; log-log, so that what is linear is a line of
+    slope one.
+    """
     plt = pyplot()
     axes_names = list(dict.fromkeys(axis for axis, _ in found))
     figure, grid = plt.subplots(2, len(axes_names), figsize=(4 * len(axes_names), 6), squeeze=False)

@@ -1,6 +1,7 @@
 """All committed benchmarks by one command: JSON, tables in markdown, plots.
 
-    python -m moe_plugin.bench.suite --out docs/benchmarks [--only layer,kernels,scaling] [--device cpu] [--threads 2]
+    python -m moe_plugin.bench.suite --out docs/benchmarks [--only layer,kernels,scaling] [--device
+    cpu] [--threads 2]
 """
 
 from __future__ import annotations
@@ -25,19 +26,26 @@ logger = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
 MANY = Problem(tokens=4096, model_dim=256, hidden_dim=512, experts=64, top_k=2)
 LAYERS = {
-    "cpu": [FEW, MANY, replace(FEW, dtype="bfloat16"), replace(MANY, dtype="bfloat16")],
-    "cuda": [
-        Problem(tokens=16384, model_dim=4096, hidden_dim=14336, experts=8, top_k=2, dtype="bfloat16", device="cuda"),
-        Problem(tokens=32768, model_dim=2048, hidden_dim=1408, experts=64, top_k=6, dtype="bfloat16", gated=True, device="cuda"),
-        Problem(tokens=65536, model_dim=2048, hidden_dim=2048, experts=64, top_k=2, dtype="bfloat16", device="cuda"),
-    ],
+    "cpu": [FEW, MANY, replace(FEW, dtype="bfloat16"),
+            replace(MANY, dtype="bfloat16")], "cuda": [
+                Problem(tokens=16384, model_dim=4096, hidden_dim=14336, experts=8, top_k=2,
+                        dtype="bfloat16", device="cuda"),
+                Problem(tokens=32768, model_dim=2048, hidden_dim=1408, experts=64, top_k=6,
+                        dtype="bfloat16", gated=True, device="cuda"),
+                Problem(tokens=65536, model_dim=2048, hidden_dim=2048, experts=64, top_k=2,
+                        dtype="bfloat16", device="cuda"),
+            ],
 }
-AXES = {"tokens": [512, 1024, 2048, 4096, 8192], "experts": [4, 8, 16, 32, 64], "top_k": [1, 2, 4, 8]}
+AXES = {
+    "tokens": [512, 1024, 2048, 4096, 8192], "experts": [4, 8, 16, 32, 64], "top_k": [1, 2, 4, 8]
+}
 TOO_LARGE_FOR_EINSUM = 1 << 31  # elements of T x E x C
 
 
 def settled(measure: Callable[[], LayerReport], attempts: int) -> LayerReport:
-    """The attempt during which the machine was quietest: median and minimum of the bound closest to each other."""
+    """The attempt during which the machine was quietest: median and minimum of the bound closest to
+    each other.
+    """
     best: LayerReport | None = None
     for _ in range(attempts):
         found = measure()
@@ -52,9 +60,13 @@ def layers(device: str, rounds: int, attempts: int) -> Iterator[LayerReport]:
     """Our layer beside its peers on each problem."""
     for problem in LAYERS[device]:
         slots = problem.rows // problem.experts
-        names = [n for n in peers.names() if n != "einsum" or problem.tokens * problem.experts * slots < TOO_LARGE_FOR_EINSUM]
+        names = [
+            n for n in peers.names()
+            if n != "einsum" or problem.tokens * problem.experts * slots < TOO_LARGE_FOR_EINSUM
+        ]
         logger.info("%s beside %s", problem.label(), ", ".join(names))
-        yield settled(lambda problem=problem, names=names: layer.run(problem, names, rounds), attempts)
+        yield settled(lambda problem=problem, names=names: layer.run(problem, names, rounds),
+                      attempts)
 
 
 def scaling(device: str, rounds: int) -> Iterator[tuple[str, LayerReport]]:
@@ -72,11 +84,14 @@ def main() -> None:
     """Measure and write."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
-    p.add_argument("--only", default="layer,kernels,scaling", help="parts, with commas (default: %(default)s)")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=sorted(LAYERS))
+    p.add_argument("--only", default="layer,kernels,scaling",
+                   help="parts, with commas (default: %(default)s)")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                   choices=sorted(LAYERS))
     p.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=25, help="timed rounds (default: %(default)s)")
-    p.add_argument("--attempts", type=int, default=3, help="a noisy measurement is taken again this often (default: %(default)s)")
+    p.add_argument("--attempts", type=int, default=3,
+                   help="a noisy measurement is taken again this often (default: %(default)s)")
     args = p.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
@@ -89,7 +104,8 @@ def write_layers(out: Path, suffix: str, args: argparse.Namespace) -> None:
     """layer.json, layer.md and a plot a problem."""
     found = list(layers(args.device, args.rounds, args.attempts))
     _json(out / f"layer{suffix}.json", [r.as_dict() for r in found])
-    _text(out / f"layer{suffix}.md", "The layer beside its peers", "\n\n".join(report.layer_table(r) for r in found), args.device)
+    _text(out / f"layer{suffix}.md", "The layer beside its peers",
+          "\n\n".join(report.layer_table(r) for r in found), args.device)
     for number, r in enumerate(found):
         report.layer_plot(r, str(out / f"layer{suffix}_{number}.svg"))
 
@@ -98,7 +114,8 @@ def write_kernels(out: Path, suffix: str, args: argparse.Namespace) -> None:
     """kernels.json and kernels.md."""
     found = [kernels.run(problem, args.rounds) for problem in LAYERS[args.device][:3]]
     _json(out / f"kernels{suffix}.json", [r.as_dict() for r in found])
-    _text(out / f"kernels{suffix}.md", "Each operation and its bound", "\n\n".join(report.kernel_table(r) for r in found), args.device)
+    _text(out / f"kernels{suffix}.md", "Each operation and its bound",
+          "\n\n".join(report.kernel_table(r) for r in found), args.device)
 
 
 def write_scaling(out: Path, suffix: str, args: argparse.Namespace) -> None:
@@ -118,7 +135,8 @@ def _json(path: Path, value: Any) -> None:
 
 def _text(path: Path, title: str, body: str, device: str) -> None:
     with_what = ", ".join(f"{k} {v}" for k, v in versions(device).items())
-    path.write_text(f"# {title}\n\nMade by `bash scripts/bench_all.sh`. {with_what}\n\n{body}\n", encoding="utf-8")
+    path.write_text(f"# {title}\n\nMade by `bash scripts/bench_all.sh`. {with_what}\n\n{body}\n",
+                    encoding="utf-8")
 
 
 if __name__ == "__main__":

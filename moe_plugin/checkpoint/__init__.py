@@ -1,4 +1,6 @@
-"""Checkpoints of expert-parallel models: shards by global expert index, from any number of ranks to any other."""
+"""Checkpoints of expert-parallel models: shards by global expert index, from any number of ranks to
+any other.
+"""
 
 from moe_plugin.checkpoint.files import CheckpointError, load, save
 from moe_plugin.checkpoint.reshard import merge, split

@@ -1,7 +1,9 @@
-"""Checkpoints of plain PyTorch training: a directory, written as a whole or not at all, read at any number of ranks.
+"""Checkpoints of plain PyTorch training: a directory, written as a whole or not at all, read at any
+number of ranks.
 
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
-    index.json                   format version, number of parts, their sizes in bytes, the caller's `extra` values
+    index.json                   format version, number of parts, their sizes in bytes, the caller's
+    `extra` values
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ VERSION = 1
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, truncated or of another model. The message names the file and the remedy."""
+    """A checkpoint is missing, truncated or of another model. The message names the file and the
+    remedy.
+    """
 
 
-def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-         comm: Comm | None = None, extra: Mapping[str, Any] | None = None) -> None:
+def save(directory: str | os.PathLike[str], model: nn.Module,
+         optimizer: torch.optim.Optimizer | None = None, comm: Comm | None = None,
+         extra: Mapping[str, Any] | None = None) -> None:
     """Write a checkpoint; all ranks of `comm` (the expert-parallel group) call it.
 
-    Everything is written beside the target and moved into place at the end, so that a killed run leaves either the old or the
-    new checkpoint whole.
+    Everything is written beside the target and moved into place at the end, so that a killed run
+    leaves either the old or the new checkpoint whole.
 
     Args:
         extra: JSON values of the caller (step, seed, ...), equal on all ranks.
@@ -54,30 +59,46 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
     with _together(comm, target):
         if comm.rank == 0:
             sizes = [(scratch / _part(rank, comm.size)).stat().st_size for rank in range(comm.size)]
-            index = {"version": VERSION, "parts": comm.size, "bytes": sizes, "extra": dict(extra or {})}
+            index = {
+                "version": VERSION, "parts": comm.size, "bytes": sizes, "extra": dict(extra or {})
+            }
             _write(scratch / "index.json", lambda path: path.write_text(json.dumps(index)))
             _move_into_place(scratch, target)
 
 
 @contextmanager
 def _together(comm: Comm, target: Path) -> Iterator[None]:
-    """A step that ends on all ranks alike: where it failed on one, it is an error on every rank, at once, that names the rank."""
+    """A step that ends on all ranks alike: where it failed on one, it is an error on every rank, at
+    once, that names the rank.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    failed = [rank for rank, bad in enumerate(comm.agree_max([float(error is not None and rank == comm.rank) for rank in range(comm.size)])) if bad]
+    failed = [
+        rank for rank, bad in enumerate(
+            comm.agree_max(
+                [float(error is not None and rank == comm.rank) for rank in range(comm.size)]))
+        if bad
+    ]
     if error is not None:
-        raise CheckpointError(f"checkpoint {str(target)!r}: rank {comm.rank} could not write its part: {type(error).__name__}: {error}; an older "
-                              "checkpoint there is untouched. Free space or choose another directory") from error
+        raise CheckpointError(
+            f"checkpoint {str(target)!r}: rank {comm.rank} could not write its part: "
+            f"{type(error).__name__}: {error}; an older "
+            "checkpoint there is untouched. Free space or choose another directory") from error
     if failed:
-        raise CheckpointError(f"checkpoint {str(target)!r}: not written, because of an error on rank(s) {', '.join(map(str, failed))}; see there")
+        raise CheckpointError(
+            f"checkpoint {str(target)!r}: not written, because of an error on rank(s) "
+            f"{', '.join(map(str, failed))}; see there"
+        )
 
 
-def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+def load(directory: str | os.PathLike[str], model: nn.Module,
+         optimizer: torch.optim.Optimizer | None = None,
          comm: Comm | None = None) -> dict[str, Any]:
-    """Read a checkpoint that any number of ranks wrote into this rank's model and optimizer; returns `extra`.
+    """Read a checkpoint that any number of ranks wrote into this rank's model and optimizer;
+    returns `extra`.
 
     Nothing is changed unless everything could be read.
 
@@ -87,7 +108,10 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
     comm = comm or LocalComm()
     source = _recover(Path(directory))
     index = _read_index(source)
-    parts = [_read_part(source / _part(rank, index["parts"]), size) for rank, size in enumerate(index["bytes"])]
+    parts = [
+        _read_part(source / _part(rank, index["parts"]), size)
+        for rank, size in enumerate(index["bytes"])
+    ]
     layers = moe_layers(parts[0]["model"])
     mine = moe_layers(model.state_dict())
     _check_layers(source, layers, mine)
@@ -136,84 +160,127 @@ def _read_index(source: Path) -> dict[str, Any]:
         if not isinstance(index, dict):
             raise ValueError(f"a {type(index).__name__}, not a mapping")
     except OSError as error:
-        raise CheckpointError(f"no checkpoint at {str(source)!r}: index.json cannot be read ({error.strerror}); give the directory that save() wrote") from error
+        raise CheckpointError(
+            f"no checkpoint at {str(source)!r}: index.json cannot be read ({error.strerror}); give "
+            "the directory that save() wrote"
+        ) from error
     except ValueError as error:  # no JSON, or no text at all
-        raise CheckpointError(f"checkpoint {str(source)!r}: index.json is damaged ({error}); use an older checkpoint") from error
+        raise CheckpointError(
+            f"checkpoint {str(source)!r}: index.json is damaged ({error}); use an older checkpoint"
+        ) from error
     if index.get("version") != VERSION:
-        raise CheckpointError(f"checkpoint {str(source)!r} has version {index.get('version')}, this release reads {VERSION}")
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} has version {index.get('version')}, this release reads "
+            f"{VERSION}"
+        )
     return index
 
 
 def _read_part(path: Path, size: int) -> dict[str, Any]:
     found = path.stat().st_size if path.exists() else None
     if found != size:
-        raise CheckpointError(f"checkpoint file {str(path)!r} has {'no' if found is None else found} bytes, its index says {size}: it is truncated or "
-                              "missing; use an older checkpoint")
+        raise CheckpointError(
+            f"checkpoint file {str(path)!r} has {'no' if found is None else found} bytes, its "
+            f"index says {size}: it is truncated or "
+            "missing; use an older checkpoint")
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
-        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read: {error}; use an older checkpoint") from error
+        raise CheckpointError(
+            f"checkpoint file {str(path)!r} cannot be read: {error}; use an older checkpoint"
+        ) from error
 
 
-def _check_layers(source: Path, theirs: Mapping[str, Mapping[str, int]], mine: Mapping[str, Mapping[str, int]]) -> None:
+def _check_layers(source: Path, theirs: Mapping[str, Mapping[str, int]],
+                  mine: Mapping[str, Mapping[str, int]]) -> None:
     for prefix, origin in mine.items():
         if prefix not in theirs:
-            raise CheckpointError(f"checkpoint {str(source)!r} has no MoE layer {prefix!r}; it has {', '.join(theirs) or 'none'}")
+            raise CheckpointError(
+                f"checkpoint {str(source)!r} has no MoE layer {prefix!r}; it has "
+                f"{', '.join(theirs) or 'none'}"
+            )
         if theirs[prefix]["num_experts"] != origin["num_experts"]:
-            raise CheckpointError(f"checkpoint {str(source)!r} has num_experts={theirs[prefix]['num_experts']} in layer {prefix!r}, the model has "
-                                  f"{origin['num_experts']}; build the model with the checkpoint's number")
+            raise CheckpointError(
+                f"checkpoint {str(source)!r} has num_experts={theirs[prefix]['num_experts']} in "
+                f"layer {prefix!r}, the model has "
+                f"{origin['num_experts']}; build the model with the checkpoint's number")
 
 
 def _check_tensors(source: Path, state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     for key in [*mine, *state]:
         if key not in state or key not in mine:
             where = "checkpoint" if key not in state else "model"
-            raise CheckpointError(f"{key!r} is not in the {where}: checkpoint {str(source)!r} is of another model")
+            raise CheckpointError(
+                f"{key!r} is not in the {where}: checkpoint {str(source)!r} is of another model")
         if isinstance(mine[key], Tensor) and mine[key].shape != state[key].shape:
-            raise CheckpointError(f"{key!r} has shape {tuple(state[key].shape)} in checkpoint {str(source)!r}, {tuple(mine[key].shape)} in the model")
+            raise CheckpointError(
+                f"{key!r} has shape {tuple(state[key].shape)} in checkpoint {str(source)!r}, "
+                f"{tuple(mine[key].shape)} in the model"
+            )
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
+    ]
 
 
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
+def _optimizer_state(model: nn.Module,
+                     optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
     if optimizer is None:
         return None
     state, names = optimizer.state_dict(), _names(model, optimizer)
-    return {"by_name": {names[index]: values for index, values in state["state"].items()},
-            "groups": [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]}
+    return {
+        "by_name": {names[index]: values for index, values in state["state"].items()},
+        "groups": [{key: value for key, value in group.items() if key != "params"}
+                   for group in state["param_groups"]]
+    }
 
 
-def _split_optimizer(parts: list[dict[str, Any] | None], layers: Mapping[str, Mapping[str, int]], comm: Comm,
-                     shards: Mapping[str, int]) -> dict[str, Any] | None:
+def _split_optimizer(parts: list[dict[str, Any] | None], layers: Mapping[str, Mapping[str, int]],
+                     comm: Comm, shards: Mapping[str, int]) -> dict[str, Any] | None:
     if parts[0] is None:
         return None
     fields = sorted({field for values in parts[0]["by_name"].values() for field in values})
     by_name: dict[str, dict[str, Any]] = {}
     for field in fields:
-        columns = [{name: values[field] for name, values in part["by_name"].items() if field in values} for part in parts]
-        for name, value in split(merge(columns, layers), comm.rank, comm.size, layers, shards).items():
+        columns = [{
+            name: values[field] for name, values in part["by_name"].items() if field in values
+        } for part in parts]
+        for name, value in split(merge(columns, layers), comm.rank, comm.size, layers,
+                                 shards).items():
             by_name.setdefault(name, {})[field] = value
     return {"by_name": by_name, "groups": parts[0]["groups"]}
 
 
-def _check_optimizer(source: Path, state: dict[str, Any] | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(source: Path, state: dict[str, Any] | None, model: nn.Module,
+                     optimizer: torch.optim.Optimizer) -> None:
     if state is None:
-        raise CheckpointError(f"checkpoint {str(source)!r} holds no optimizer state; load it without an optimizer")
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} holds no optimizer state; load it without an optimizer")
     if len(state["groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(f"checkpoint {str(source)!r} has {len(state['groups'])} optimizer groups, this optimizer has {len(optimizer.param_groups)}")
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} has {len(state['groups'])} optimizer groups, this "
+            f"optimizer has {len(optimizer.param_groups)}"
+        )
     unknown = sorted(set(state["by_name"]) - set(_names(model, optimizer)))
     if unknown:
-        raise CheckpointError(f"checkpoint {str(source)!r} has optimizer state for {unknown[0]!r}, which this optimizer does not train")
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} has optimizer state for {unknown[0]!r}, which this "
+            "optimizer does not train"
+        )
 
 
-def _load_optimizer(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _load_optimizer(state: dict[str, Any], model: nn.Module,
+                    optimizer: torch.optim.Optimizer) -> None:
     names = _names(model, optimizer)
     groups, start = [], 0
     for saved, group in zip(state["groups"], optimizer.param_groups, strict=True):
         groups.append({**saved, "params": list(range(start, start + len(group["params"])))})
         start += len(group["params"])
-    by_index = {index: state["by_name"][name] for index, name in enumerate(names) if name in state["by_name"]}
+    by_index = {
+        index: state["by_name"][name] for index, name in enumerate(names)
+        if name in state["by_name"]
+    }
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})

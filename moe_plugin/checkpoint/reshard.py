@@ -1,7 +1,8 @@
 """State dicts of ranks to whole experts and back.
 
-A rank's state holds its own experts; a *whole* state holds all of them, as one rank alone would: expert tensors start with the axis of
-all E experts. `merge` and `split` are inverse for every number of ranks that the experts fit.
+A rank's state holds its own experts; a *whole* state holds all of them, as one rank alone would:
+expert tensors start with the axis of all E experts. `merge` and `split` are inverse for every
+number of ranks that the experts fit.
 """
 
 from __future__ import annotations
@@ -14,24 +15,31 @@ import torch
 from torch import Tensor
 
 # axis along which an expert is cut where it lies on several ranks (axis 0 counts experts)
-SHARD_AXIS = {"w_in_LDF": 2, "w_gate_LDF": 2, "w_out_LFD": 1, "b_in_LF": 1, "b_gate_LF": 1, "b_out_LD": 1}
+SHARD_AXIS = {
+    "w_in_LDF": 2, "w_gate_LDF": 2, "w_out_LFD": 1, "b_in_LF": 1, "b_gate_LF": 1, "b_out_LD": 1
+}
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
 State = Mapping[str, Any]
 
 
 def moe_layers(state: State) -> dict[str, dict[str, int]]:
-    """Prefix of every MoE layer in a state dict, with where its experts come from (see `MoELayer.get_extra_state`)."""
+    """Prefix of every MoE layer in a state dict, with where its experts come from (see
+    `MoELayer.get_extra_state`).
+    """
     suffix = "_extra_state"
     return {key.removesuffix(suffix): value for key, value in state.items()
             if key.endswith(suffix) and isinstance(value, Mapping) and "ep_size" in value}
 
 
-def merge(states: Sequence[State], layers: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
-    """Whole state from the states of ranks 0..W-1 of one expert-parallel group. Shared entries are taken from rank 0.
+def merge(states: Sequence[State],
+          layers: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
+    """Whole state from the states of ranks 0..W-1 of one expert-parallel group. Shared entries are
+    taken from rank 0.
 
     Args:
         states: one a rank, in rank order; tensors of experts, and anything else with the same keys.
-        layers: prefixes and origins; None: read from rank 0's state (pass them for states that hold no layer, such as an optimizer's).
+        layers: prefixes and origins; None: read from rank 0's state (pass them for states that hold
+            no layer, such as an optimizer's).
     Raises:
         ValueError: the number of states is not the group's size, or they are not in rank order.
     """
@@ -39,17 +47,22 @@ def merge(states: Sequence[State], layers: Mapping[str, Mapping[str, int]] | Non
     for rank, state in enumerate(states):
         for prefix, origin in moe_layers(state).items():
             if origin["ep_size"] != len(states) or origin["ep_rank"] != rank:
-                raise ValueError(f"state {rank} of {len(states)} holds rank {origin['ep_rank']} of {origin['ep_size']} for layer {prefix!r}; pass the "
-                                 "states of all ranks of the group in rank order")
+                raise ValueError(
+                    f"state {rank} of {len(states)} holds rank {origin['ep_rank']} of "
+                    f"{origin['ep_size']} for layer {prefix!r}; pass the "
+                    "states of all ranks of the group in rank order")
     whole: dict[str, Any] = {}
     for key, value in states[0].items():
         prefix = _layer_of(key, layers)
         if prefix is None:
             whole[key] = value
         elif key == prefix + "_extra_state":
-            whole[key] = {**{k: v for k, v in value.items() if k != "shards"}, "ep_rank": 0, "ep_size": 1}
+            whole[key] = {
+                **{k: v for k, v in value.items() if k != "shards"}, "ep_rank": 0, "ep_size": 1
+            }
         else:
-            _merge_key(whole, states, prefix, key, layers[prefix]["num_experts"], layers[prefix].get("shards"))
+            _merge_key(whole, states, prefix, key, layers[prefix]["num_experts"],
+                       layers[prefix].get("shards"))
     return whole
 
 
@@ -57,7 +70,8 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
           shards: Mapping[str, int] | None = None) -> dict[str, Any]:
     """The state of rank `rank` of `size` from a whole state.
 
-    shards: ranks over which the experts of a layer, by prefix, are cut where that was set (`parallel.shards`).
+    shards: ranks over which the experts of a layer, by prefix, are cut where that was set
+    (`parallel.shards`).
     Raises:
         ValueError: the experts do not fit this number of ranks.
     """
@@ -80,7 +94,8 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
 def _layer_of(key: str, layers: Mapping[str, Mapping[str, int]]) -> str | None:
     """Prefix of the MoE layer whose experts (or origin) `key` names; None for shared entries."""
     for prefix in layers:
-        if key.startswith(prefix) and (key.startswith(prefix + "experts.") or key == prefix + "_extra_state"):
+        if key.startswith(prefix) and (key.startswith(prefix + "experts.")
+                                       or key == prefix + "_extra_state"):
             return prefix
     return None
 
@@ -88,18 +103,27 @@ def _layer_of(key: str, layers: Mapping[str, Mapping[str, int]]) -> str | None:
 def _check_fit(prefix: str, experts: int, size: int, shards: int | None) -> None:
     if shards is not None:
         if size % shards or experts % (size // shards):
-            raise ValueError(f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks with shards={shards}; choose others")
+            raise ValueError(
+                f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks with "
+                f"shards={shards}; choose others"
+            )
     elif experts % size and size % experts:
-        raise ValueError(f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks: must be a multiple or a divisor; choose another size")
+        raise ValueError(
+            f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks: must be "
+            "a multiple or a divisor; choose another size"
+        )
 
 
-def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key: str, experts: int, shards: int | None) -> None:
+def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key: str, experts: int,
+               shards: int | None) -> None:
     name = key.removeprefix(prefix + "experts.")
     custom = _CUSTOM.fullmatch(name)
     if custom:
         local = experts // len(states)
         for rank, state in enumerate(states):
-            whole[f"{prefix}experts.local_experts.{rank * local + int(custom[1])}.{custom[2]}"] = state[key]
+            whole[
+                f"{prefix}experts.local_experts.{rank * local + int(custom[1])}.{custom[2]}"] = state[
+                    key]
         return
     pieces = [state[key] for state in states]
     if not isinstance(pieces[0], Tensor) or pieces[0].dim() == 0:
@@ -108,16 +132,21 @@ def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key:
     shards = shards or max(1, len(states) // experts)
     if shards > 1:  # runs of ranks hold the shards of the same experts
         axis = _axis(key, name)
-        pieces = [torch.cat(pieces[first : first + shards], axis) for first in range(0, len(states), shards)]
+        pieces = [
+            torch.cat(pieces[first:first + shards], axis)
+            for first in range(0, len(states), shards)
+        ]
     whole[key] = torch.cat(pieces)
 
 
-def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size: int, shards: int | None) -> dict[str, Any]:
+def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size: int,
+               shards: int | None) -> dict[str, Any]:
     name = key.removeprefix(prefix + "experts.")
     custom = _CUSTOM.fullmatch(name)
     if custom:
         owner, local = divmod(int(custom[1]), max(1, experts // size))
-        return {f"{prefix}experts.local_experts.{local}.{custom[2]}": value} if owner == rank else {}
+        return {f"{prefix}experts.local_experts.{local}.{custom[2]}": value
+                } if owner == rank else {}
     if not isinstance(value, Tensor) or value.dim() == 0:
         return {key: value}
     shards = shards or max(1, size // experts)
@@ -129,5 +158,8 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
 
 def _axis(key: str, name: str) -> int:
     if name not in SHARD_AXIS:
-        raise ValueError(f"{key!r} is no parameter that can be cut; known: {', '.join(SHARD_AXIS)}; use at most as many ranks as experts")
+        raise ValueError(
+            f"{key!r} is no parameter that can be cut; known: {', '.join(SHARD_AXIS)}; use at most "
+            "as many ranks as experts"
+        )
     return SHARD_AXIS[name]

@@ -12,4 +12,5 @@ PARTS = ("layer", "kernels", "all-to-all")
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add `bench` with its parts."""
-    add_parts(commands, "bench", PARTS, "measure the layer, its kernels, the all-to-all algorithms", "what to measure")
+    add_parts(commands, "bench", PARTS, "measure the layer, its kernels, the all-to-all algorithms",
+              "what to measure")

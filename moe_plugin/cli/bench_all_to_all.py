@@ -1,4 +1,6 @@
-"""`moe-plugin bench all-to-all`: the all-to-all algorithms on your own ranks, or on an emulated cluster."""
+"""`moe-plugin bench all-to-all`: the all-to-all algorithms on your own ranks, or on an emulated
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,36 @@ SIZES = "16KiB,64KiB,256KiB,1MiB,4MiB,8MiB"
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add `all-to-all` to `bench`."""
     p = commands.add_parser(
-        "all-to-all", help="all-to-all algorithms by message size",
-        description="Time of each all-to-all algorithm by message size. On your own ranks: start it with torchrun (or Slurm), on each node. "
-                    "With --emulate: on a cluster of network namespaces on this machine.")
+        "all-to-all", help="all-to-all algorithms by message size", description=
+        "Time of each all-to-all algorithm by message size. On your own ranks: start it with "
+        "torchrun (or Slurm), on each node. "
+        "With --emulate: on a cluster of network namespaces on this machine.")
     add_cluster_options(p)
-    p.add_argument("--sizes", default=SIZES, metavar="LIST", help="bytes a rank (default: %(default)s)")
-    p.add_argument("--algorithms", default=NAMES, metavar="LIST", help="by registered name (default: %(default)s)")
-    p.add_argument("--repeats", type=int, default=7, help="timed repeats of each cell (default: %(default)s)")
-    p.add_argument("--topology", default="detect", help="detect, a number of ranks a node, or a YAML file (default: %(default)s)")
-    p.add_argument("--cluster", metavar="FILE", help="cluster file by which auto chooses; without, it measures")
+    p.add_argument("--sizes", default=SIZES, metavar="LIST",
+                   help="bytes a rank (default: %(default)s)")
+    p.add_argument("--algorithms", default=NAMES, metavar="LIST",
+                   help="by registered name (default: %(default)s)")
+    p.add_argument("--repeats", type=int, default=7,
+                   help="timed repeats of each cell (default: %(default)s)")
+    p.add_argument("--topology", default="detect",
+                   help="detect, a number of ranks a node, or a YAML file (default: %(default)s)")
+    p.add_argument("--cluster", metavar="FILE",
+                   help="cluster file by which auto chooses; without, it measures")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     p.add_argument("--plot", metavar="FILE", help="also draw time by size into FILE (.png or .svg)")
 
 
 def add_cluster_options(p: argparse.ArgumentParser) -> None:
     """Options of an emulated cluster, shared with `calibrate`."""
-    p.add_argument("--emulate", metavar="NxP", help="nodes x ranks a node of an emulated cluster, e.g. 8x4; several with commas")
-    p.add_argument("--rate", default="200mbit", help="emulated: rate of a node's link (default: %(default)s)")
-    p.add_argument("--delay", default="1ms", help="emulated: one-way delay between nodes (default: %(default)s)")
-    p.add_argument("--message-cost", default="0us", metavar="TIME", help="emulated: extra time a message of a node's card (default: %(default)s)")
+    p.add_argument(
+        "--emulate", metavar="NxP",
+        help="nodes x ranks a node of an emulated cluster, e.g. 8x4; several with commas")
+    p.add_argument("--rate", default="200mbit",
+                   help="emulated: rate of a node's link (default: %(default)s)")
+    p.add_argument("--delay", default="1ms",
+                   help="emulated: one-way delay between nodes (default: %(default)s)")
+    p.add_argument("--message-cost", default="0us", metavar="TIME",
+                   help="emulated: extra time a message of a node's card (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         algorithms.get(name)
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats} must be >= 1; e.g. 7")
-    plan = Plan(names, tuple(map(parse_size, args.sizes.split(","))), args.repeats, CommConfig(topology=args.topology, cluster=args.cluster))
+    plan = Plan(names, tuple(map(parse_size, args.sizes.split(","))), args.repeats,
+                CommConfig(topology=args.topology, cluster=args.cluster))
     rows, about = measure(args, plan)
     if rows:
         _show(args, rows, about)
@@ -65,7 +79,10 @@ def _emulated(args: argparse.Namespace, plan: Any) -> tuple[list, dict[str, Any]
     from moe_plugin.emulate import EmulatedCluster
     from moe_plugin.planner.units import parse_grid, parse_rate, parse_time
 
-    links = {"rate_bit_s": parse_rate(args.rate), "delay_s": parse_time(args.delay), "message_s": parse_time(args.message_cost)}
+    links = {
+        "rate_bit_s": parse_rate(args.rate), "delay_s": parse_time(args.delay),
+        "message_s": parse_time(args.message_cost)
+    }
     rows = []
     for grid in args.emulate.split(","):
         with EmulatedCluster(*parse_grid(grid), **links) as cluster:
@@ -81,8 +98,10 @@ def _own_ranks(plan: Any) -> tuple[list, dict[str, Any]]:
     from moe_plugin.comm import TorchComm
 
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
-        raise ValueError("no ranks to measure on: start it with `torchrun --nproc-per-node 2 -m moe_plugin.cli.main bench all-to-all` (on each node), "
-                         "or emulate a cluster: --emulate 4x4")
+        raise ValueError(
+            "no ranks to measure on: start it with `torchrun --nproc-per-node 2 -m "
+            "moe_plugin.cli.main bench all-to-all` (on each node), "
+            "or emulate a cluster: --emulate 4x4")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

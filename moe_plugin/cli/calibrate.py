@@ -15,15 +15,23 @@ SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     p = subparsers.add_parser(
-        "calibrate", help="fit the link model of a cluster into a YAML file",
-        description="Measures linear, 2dh and leader all-to-all by size and fits cost a message and a byte of the links, by which `auto` (comm.cluster) "
-                    "and `moe-plugin simulate` predict. On your own ranks: start it with torchrun on each node. Emulated: give several small grids.")
+        "calibrate", help="fit the link model of a cluster into a YAML file", description=
+        "Measures linear, 2dh and leader all-to-all by size and fits cost a message and a byte of "
+        "the links, by which `auto` (comm.cluster) "
+        "and `moe-plugin simulate` predict. On your own ranks: start it with torchrun on each "
+        "node. Emulated: give several small grids."
+    )
     add_cluster_options(p)
-    p.add_argument("--sizes", default=SIZES, metavar="LIST", help="bytes a rank (default: %(default)s)")
-    p.add_argument("--repeats", type=int, default=7, help="timed repeats of each cell (default: %(default)s)")
-    p.add_argument("--nics", type=int, default=1, help="network cards a node (default: %(default)s)")
-    p.add_argument("--name", default="cluster", help="the cluster's name in the file (default: %(default)s)")
-    p.add_argument("--out", type=Path, default=Path("cluster.yaml"), metavar="FILE", help="file to write (default: %(default)s)")
+    p.add_argument("--sizes", default=SIZES, metavar="LIST",
+                   help="bytes a rank (default: %(default)s)")
+    p.add_argument("--repeats", type=int, default=7,
+                   help="timed repeats of each cell (default: %(default)s)")
+    p.add_argument("--nics", type=int, default=1,
+                   help="network cards a node (default: %(default)s)")
+    p.add_argument("--name", default="cluster",
+                   help="the cluster's name in the file (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=Path("cluster.yaml"), metavar="FILE",
+                   help="file to write (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,15 +43,20 @@ def run(args: argparse.Namespace) -> int:
 
     if args.out.exists() and not args.out.is_file():
         raise ValueError(f"--out {args.out} is no file; give the path of a YAML file to write")
-    rows, about = measure(args, Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats))
+    rows, about = measure(
+        args,
+        Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats))
     if not rows:
         return 0  # a rank other than 0
     last = rows[-1]
-    shape = Cluster(name=args.name, nodes=last.nodes, ranks_per_node=last.ranks_per_node, nics=args.nics)
+    shape = Cluster(name=args.name, nodes=last.nodes, ranks_per_node=last.ranks_per_node,
+                    nics=args.nics)
     result = fit(measurements_of(rows), shape, emulated=bool(args.emulate))
     grids = ", ".join(dict.fromkeys(f"{row.nodes}x{row.ranks_per_node}" for row in rows))
-    comment = (f"Fitted by `moe-plugin calibrate` to {len(rows)} exchanges on {grids} ranks ({', '.join(f'{k} {v}' for k, v in about.items())}).\n"
-               f"Relative error of the fit: mean {result.mean_error:.1%}, largest {result.max_error:.1%}.")
+    comment = (
+        f"Fitted by `moe-plugin calibrate` to {len(rows)} exchanges on {grids} ranks "
+        f"({', '.join(f'{k} {v}' for k, v in about.items())}).\n"
+        f"Relative error of the fit: mean {result.mean_error:.1%}, largest {result.max_error:.1%}.")
     args.out.write_text(dump_cluster(result.cluster, comment), encoding="utf-8")
     print(f"{args.out}: {comment}")
     return 0

@@ -14,14 +14,19 @@ def add_parser(subparsers: Any) -> None:
     text = "write a text corpus made of the Python standard library's sources (no download)"
     parser = subparsers.add_parser("corpus", help=text, description=text)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
-    parser.add_argument("--size", type=int, default=4_000_000, metavar="BYTES", help="bytes of all splits together (default: %(default)s)")
-    parser.add_argument("--source", type=Path, default=None, metavar="DIR", help="folder of Python files (default: the standard library)")
+    parser.add_argument("--size", type=int, default=4_000_000, metavar="BYTES",
+                        help="bytes of all splits together (default: %(default)s)")
+    parser.add_argument("--source", type=Path, default=None, metavar="DIR",
+                        help="folder of Python files (default: the standard library)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write it and say what it holds."""
     info = build_corpus(args.out, size=args.size, source=args.source)
     for split in SPLITS:
-        print(f"{args.out / (split + '.txt')}: {info.tokens[split]:,} bytes from {info.files[split]} files")
+        print(
+            f"{args.out / (split + '.txt')}: {info.tokens[split]:,} bytes from {info.files[split]} "
+            "files"
+        )
     print(f"unigram entropy {info.unigram_entropy:.3f} nats a byte")
     return 0

@@ -1,4 +1,6 @@
-"""A command of several parts (`moe-plugin bench layer`): each part is a module `<command>_<part>` of this package."""
+"""A command of several parts (`moe-plugin bench layer`): each part is a module `<command>_<part>`
+of this package.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ import importlib
 from collections.abc import Iterable
 
 
-def add_parts(commands: argparse._SubParsersAction, command: str, parts: Iterable[str], text: str, title: str) -> None:
+def add_parts(commands: argparse._SubParsersAction, command: str, parts: Iterable[str], text: str,
+              title: str) -> None:
     """Add `command`, with one sub-command a part; each module's own `add_parser` adds it."""
-    group = commands.add_parser(command, help=text).add_subparsers(dest="part", metavar="what", required=True, title=f"{title} (each has its own --help)")
+    group = commands.add_parser(command, help=text).add_subparsers(
+        dest="part", metavar="what", required=True, title=f"{title} (each has its own --help)")
     for part in parts:
         _module(command, part).add_parser(group)
 

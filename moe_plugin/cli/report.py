@@ -10,11 +10,15 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     p = subparsers.add_parser(
-        "report", help="write a run's report: one HTML page with plots",
-        description="Reads what a run of either host left (layer statistics, training log; found by content) and writes one HTML page that needs no network.")
+        "report", help="write a run's report: one HTML page with plots", description=
+        "Reads what a run of either host left (layer statistics, training log; found by content) "
+        "and writes one HTML page that needs no network."
+    )
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
-    p.add_argument("--output", type=Path, default=None, metavar="FILE", help="file to write (default: RUN_DIR/report.html)")
-    p.add_argument("--png", type=Path, default=None, metavar="DIR", help="also write each plot as a PNG file to this folder (needs matplotlib)")
+    p.add_argument("--output", type=Path, default=None, metavar="FILE",
+                   help="file to write (default: RUN_DIR/report.html)")
+    p.add_argument("--png", type=Path, default=None, metavar="DIR",
+                   help="also write each plot as a PNG file to this folder (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:

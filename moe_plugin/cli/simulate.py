@@ -12,4 +12,5 @@ PARTS = ("all-to-all",)
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add `simulate` with its parts."""
-    add_parts(commands, "simulate", PARTS, "predict times on clusters that you do not have", "what to predict")
+    add_parts(commands, "simulate", PARTS, "predict times on clusters that you do not have",
+              "what to predict")

@@ -1,4 +1,5 @@
-"""`moe-plugin simulate all-to-all`: predicted time of each algorithm for 2 to thousands of ranks."""
+"""`moe-plugin simulate all-to-all`: predicted time of each algorithm for 2 to thousands of ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,19 @@ RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add `all-to-all` to `simulate`."""
     p = commands.add_parser(
-        "all-to-all", help="time of each all-to-all algorithm by ranks and size",
-        description="Predicts from a cluster file (`moe-plugin calibrate`, or configs/clusters) how long each all-to-all takes, and which is best.")
+        "all-to-all", help="time of each all-to-all algorithm by ranks and size", description=
+        "Predicts from a cluster file (`moe-plugin calibrate`, or configs/clusters) how long each "
+        "all-to-all takes, and which is best."
+    )
     p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
-    p.add_argument("--ranks", default=RANKS, metavar="LIST", help="numbers of ranks; the file says how many a node has (default: %(default)s)")
-    p.add_argument("--sizes", default="64KiB,1MiB,32MiB,256MiB", metavar="LIST", help="bytes a rank (default: %(default)s)")
+    p.add_argument(
+        "--ranks", default=RANKS, metavar="LIST",
+        help="numbers of ranks; the file says how many a node has (default: %(default)s)")
+    p.add_argument("--sizes", default="64KiB,1MiB,32MiB,256MiB", metavar="LIST",
+                   help="bytes a rank (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    p.add_argument("--plot", metavar="FILE", help="also draw time by ranks into FILE (.png or .svg)")
+    p.add_argument("--plot", metavar="FILE",
+                   help="also draw time by ranks into FILE (.png or .svg)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         ranks = [int(word) for word in args.ranks.split(",")]
     except ValueError:
-        raise ValueError(f"--ranks {args.ranks!r} must be whole numbers with commas, e.g. 16,256,4096") from None
-    rows = simulate(load_cluster(args.cluster), ranks, [parse_size(word) for word in args.sizes.split(",")])
+        raise ValueError(
+            f"--ranks {args.ranks!r} must be whole numbers with commas, e.g. 16,256,4096") from None
+    rows = simulate(load_cluster(args.cluster), ranks,
+                    [parse_size(word) for word in args.sizes.split(",")])
     if args.json:
         json.dump({"cluster": args.cluster, "rows": rows}, sys.stdout, indent=2)
         print()
@@ -56,8 +65,14 @@ def tables(rows: list[dict[str, Any]]) -> str:
         for ranks in dict.fromkeys(row["ranks"] for row in mine):
             times = {row["algorithm"]: row["ms"] for row in mine if row["ranks"] == ranks}
             ratio = times["linear"] / times["2dh"] if times["2dh"] else 1.0
-            lines.append([str(ranks), *[f"{times[name]:.4g}" for name in names], f"{ratio:.2f}", min(times, key=times.get)])
-        parts.append(f"{show_size(size)} a rank, predicted ms:\n\n{table(['ranks', *names, 'linear / 2dh', 'best'], lines)}")
+            lines.append([
+                str(ranks), *[f"{times[name]:.4g}" for name in names], f"{ratio:.2f}",
+                min(times, key=times.get)
+            ])
+        parts.append(
+            f"{show_size(size)} a rank, predicted "
+            f"ms:\n\n{table(['ranks', *names, 'linear / 2dh', 'best'], lines)}"
+        )
     return "\n\n".join(parts)
 
 
@@ -73,7 +88,8 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
         for name in dict.fromkeys(row["algorithm"] for row in rows):
             line = [row for row in rows if row["bytes"] == size and row["algorithm"] == name]
             axis.plot([r["ranks"] for r in line], [r["ms"] for r in line], marker=".", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="predicted ms", title=f"{show_size(size)} a rank")
+        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="predicted ms",
+                 title=f"{show_size(size)} a rank")
         axis.set_xscale("log", base=2)
         axis.legend()
     figure.tight_layout()

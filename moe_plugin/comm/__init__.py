@@ -1,4 +1,6 @@
-"""Groups of ranks and their collectives: real (torch.distributed), simulated (threads), or a group of one."""
+"""Groups of ranks and their collectives: real (torch.distributed), simulated (threads), or a group
+of one.
+"""
 
 from moe_plugin.comm.algorithms import algorithms
 from moe_plugin.comm.base import Comm, CommError
@@ -7,5 +9,7 @@ from moe_plugin.comm.simulated import SimulatedComm, Traffic, run_simulated
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.torch_comm import TorchComm, default_comm
 
-__all__ = ["Comm", "CommError", "LocalComm", "SimulatedComm", "Topology", "TorchComm", "Traffic", "algorithms", "default_comm",
-           "run_simulated"]
+__all__ = [
+    "Comm", "CommError", "LocalComm", "SimulatedComm", "Topology", "TorchComm", "Traffic",
+    "algorithms", "default_comm", "run_simulated"
+]

@@ -1,8 +1,9 @@
 """`Comm`: the only way in which a layer talks to other ranks.
 
-A `Comm` is a group of ranks with the collectives below, without autograd; the differentiable forms are written once, on
-top, in `moe_plugin.comm.functional`. The hierarchical all-to-all algorithms are sets of point-to-point messages of the
-group that is already there (`exchange`), so they need no further process groups.
+A `Comm` is a group of ranks with the collectives below, without autograd; the differentiable forms
+are written once, on top, in `moe_plugin.comm.functional`. The hierarchical all-to-all algorithms
+are sets of point-to-point messages of the group that is already there (`exchange`), so they need no
+further process groups.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class CommError(RuntimeError):
 class Counters:
     """What this rank sent to other ranks of a group, views of it included.
 
-    exchanges: all-to-alls by the algorithm that really ran, which is `linear` where a hierarchical one has nothing to gain.
+    exchanges: all-to-alls by the algorithm that really ran, which is `linear` where a hierarchical
+    one has nothing to gain.
     """
 
     bytes: int = 0
@@ -42,7 +44,8 @@ class Counters:
 class Comm(ABC):
     """A group of `size` ranks, of which this process (or thread) is `rank`.
 
-    receive_first: whether point-to-point messages with all receives posted first are the better linear all-to-all here.
+    receive_first: whether point-to-point messages with all receives posted first are the better
+    linear all-to-all here.
     threaded: whether exchanges may run in a thread beside this one (on `tagged` views).
     tag: tells apart exchanges that are under way at the same time, see `tagged`.
     """
@@ -55,8 +58,10 @@ class Comm(ABC):
     tag: int = 0
 
     @abstractmethod
-    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange along dimension 0, the backend's own way. Rank i's j-th piece becomes rank j's i-th piece.
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
+                   recv: Sequence[int] | None = None) -> Tensor:
+        """Exchange along dimension 0, the backend's own way. Rank i's j-th piece becomes rank j's
+        i-th piece.
 
         Args:
             x: contiguous, `sum(send)` long in dimension 0.
@@ -82,24 +87,32 @@ class Comm(ABC):
         """A new tensor equal to `x` of rank `root`."""
 
     @abstractmethod
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
-        """Point to point: send each (peer, contiguous tensor), fill each (peer, contiguous buffer). All receives are posted first.
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
+                                                                                  Tensor]]) -> None:
+        """Point to point: send each (peer, contiguous tensor), fill each (peer, contiguous buffer).
+        All receives are posted first.
 
-        Every rank of the group calls it, with empty lists where it has nothing to send or receive. Any dtype; no empty tensors.
+        Every rank of the group calls it, with empty lists where it has nothing to send or receive.
+        Any dtype; no empty tensors.
         """
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """The `Comm` of these ranks (indices in this group); None on ranks outside. All ranks must call it, in one order."""
+        """The `Comm` of these ranks (indices in this group); None on ranks outside. All ranks must
+        call it, in one order.
+        """
 
     def run_of(self, size: int) -> Comm:
-        """The subgroup of this rank's run of `size` consecutive ranks; `size` divides the group's. Made once; the first use is collective.
+        """The subgroup of this rank's run of `size` consecutive ranks; `size` divides the group's.
+        Made once; the first use is collective.
 
         What is sent in it counts as sent in this group.
         """
         runs: dict[int, Comm] = self.memo.setdefault("runs", {})
         if size not in runs:
-            made = [self.subgroup(range(start, start + size)) for start in range(0, self.size, size)]
+            made = [
+                self.subgroup(range(start, start + size)) for start in range(0, self.size, size)
+            ]
             runs[size] = made[self.rank // size]
             runs[size]._counters = self.counters
         return runs[size]
@@ -115,7 +128,9 @@ class Comm(ABC):
 
     @property
     def memo(self) -> dict[str, Any]:
-        """What is found out once for a group and kept with it (topology, measurements); shared by `tagged` views."""
+        """What is found out once for a group and kept with it (topology, measurements); shared by
+        `tagged` views.
+        """
         return self.__dict__.setdefault("_memo", {})
 
     @property
@@ -130,7 +145,9 @@ class Comm(ABC):
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node: as set, else detected. The first use is collective: all ranks must make it."""
+        """Which ranks share a node: as set, else detected. The first use is collective: all ranks
+        must make it.
+        """
         if "topology" not in self.memo:
             self.memo["topology"] = self.detect_topology()
         return self.memo["topology"]
@@ -138,10 +155,14 @@ class Comm(ABC):
     @topology.setter
     def topology(self, topology: Topology) -> None:
         if topology.size != self.size:
-            raise ValueError(f"topology of {topology.size} ranks does not fit {self.name!r} with {self.size}; give one node list for all ranks of the group")
+            raise ValueError(
+                f"topology of {topology.size} ranks does not fit {self.name!r} with {self.size}; "
+                "give one node list for all ranks of the group"
+            )
         if topology != self.memo.get("topology"):
             self.memo["topology"] = topology
-            for known in ("chooser", "2dh"):  # what was measured and planned, was so for another placement
+            # what was measured and planned, was so for another placement
+            for known in ("chooser", "2dh"):
                 self.memo.pop(known, None)
 
     def detect_topology(self) -> Topology:
@@ -149,23 +170,32 @@ class Comm(ABC):
         return Topology.one_node(self.size)
 
     def tagged(self, tag: int) -> Comm:
-        """A view of this group whose exchanges do not mix with those of other tags, for use from another thread."""
+        """A view of this group whose exchanges do not mix with those of other tags, for use from
+        another thread.
+        """
         self.memo, self.counters  # noqa: B018 - made here, so that views share them
         view = copy.copy(self)
         view.tag = tag
         return view
 
     def next_tag(self) -> int:
-        """A tag for an exchange in the background. Ranks start these in one order, so they draw alike."""
+        """A tag for an exchange in the background. Ranks start these in one order, so they draw
+        alike.
+        """
         return next(self.memo.setdefault("tags", itertools.count())) % (TAGS - 1) + 1
 
-    def exchange_ints(self, sends: Mapping[int, Sequence[int]], recvs: Mapping[int, int]) -> dict[int, list[int]]:
-        """Exchange host integers: `sends[peer]` out, `recvs[peer]` many in. What is meant for this rank itself stays here."""
+    def exchange_ints(self, sends: Mapping[int, Sequence[int]],
+                      recvs: Mapping[int, int]) -> dict[int, list[int]]:
+        """Exchange host integers: `sends[peer]` out, `recvs[peer]` many in. What is meant for this
+        rank itself stays here.
+        """
         def others(items: Mapping[int, Any]) -> list[int]:
             return [peer for peer in items if peer != self.rank]
 
-        out = [(p, torch.tensor(list(sends[p]), dtype=torch.int64, device=self.device)) for p in others(sends) if len(sends[p])]
-        buffers = [(p, torch.empty(recvs[p], dtype=torch.int64, device=self.device)) for p in others(recvs) if recvs[p]]
+        out = [(p, torch.tensor(list(sends[p]), dtype=torch.int64, device=self.device))
+               for p in others(sends) if len(sends[p])]
+        buffers = [(p, torch.empty(recvs[p], dtype=torch.int64, device=self.device))
+                   for p in others(recvs) if recvs[p]]
         self.exchange(out, buffers)
         # one copy to the host for all peers
         values = torch.cat([b for _, b in buffers]).tolist() if buffers else []
@@ -177,32 +207,43 @@ class Comm(ABC):
         return got
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over ranks, equal on all of them; by point-to-point messages alone (log2 of size rounds)."""
+        """Element-wise maximum over ranks, equal on all of them; by point-to-point messages alone
+        (log2 of size rounds).
+        """
         mine = torch.tensor(list(values), dtype=torch.float64)
         step = 1
         while step < self.size:
             theirs = torch.empty_like(mine, device=self.device)
-            self.exchange([((self.rank + step) % self.size, mine.to(self.device))], [((self.rank - step) % self.size, theirs)])
+            self.exchange([((self.rank + step) % self.size, mine.to(self.device))],
+                          [((self.rank - step) % self.size, theirs)])
             mine = torch.maximum(mine, theirs.cpu())
             step *= 2
         return mine.tolist()
 
     @contextmanager
     def explained(self, what: Callable[[], str]) -> Iterator[None]:
-        """Turn any failure inside into a `CommError` that names rank, group, collective and sizes."""
+        """Turn any failure inside into a `CommError` that names rank, group, collective and sizes.
+        """
         try:
             yield
         except CommError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {what()} failed: {error}{self.who_is_missing()}") from error
+            raise CommError(
+                f"rank {self.rank} of {self.size} in group {self.name!r}: {what()} failed: "
+                f"{error}{self.who_is_missing()}"
+            ) from error
 
     def store(self) -> Any:
-        """A key-value store that all ranks share, on a connection of its own; None where there is none."""
+        """A key-value store that all ranks share, on a connection of its own; None where there is
+        none.
+        """
         return None
 
     def who_is_missing(self) -> str:
-        """What is known of ranks that gave no sign of life, for an error message; empty where nothing watches."""
+        """What is known of ranks that gave no sign of life, for an error message; empty where
+        nothing watches.
+        """
         watchdog = self.memo.get("watchdog")
         return f"; {watchdog.report()}" if watchdog is not None else ""
 
@@ -219,7 +260,8 @@ def pieces(length: int, size: int, splits: Sequence[int] | None, what: str) -> l
     """Lengths of the pieces: `splits`, or equal ones. A `ValueError` names what does not add up."""
     if splits is not None:
         if len(splits) != size:
-            raise ValueError(f"{what} splits {list(splits)} name {len(splits)} ranks; the group has {size}")
+            raise ValueError(
+                f"{what} splits {list(splits)} name {len(splits)} ranks; the group has {size}")
         return list(splits)
     if length % size:
         raise ValueError(f"{what}: {length} rows cannot be cut in {size} equal pieces; pass splits")

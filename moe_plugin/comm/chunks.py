@@ -1,4 +1,6 @@
-"""Pieces of a tensor along dimension 0: reordering and exchanging them. What the algorithms are made of."""
+"""Pieces of a tensor along dimension 0: reordering and exchanging them. What the algorithms are
+made of.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from moe_plugin.kernels import transpose_chunks
 
 
 def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Cut `x` in pieces of `lengths` and put them together in another order. One copy; no empty piece is touched."""
+    """Cut `x` in pieces of `lengths` and put them together in another order. One copy; no empty
+    piece is touched.
+    """
     parts = x.split(list(lengths))
     wanted = [parts[i] for i in order if lengths[i]]
     return torch.cat(wanted) if wanted else x[:0]
@@ -26,13 +30,16 @@ def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
     return x if outer == 1 or inner == 1 or not x.numel() else transpose_chunks(x, outer, inner)
 
 
-def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]], recvs: Iterable[tuple[int, Tensor]]) -> None:
+def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
+                    recvs: Iterable[tuple[int, Tensor]]) -> None:
     """`comm.exchange` of what is not empty; what is meant for this rank itself is copied."""
     sends, recvs = list(sends), list(recvs)
     here = [x for peer, x in sends if peer == comm.rank and x.shape[0]]
-    for source, target in zip(here, [b for peer, b in recvs if peer == comm.rank and b.shape[0]], strict=True):
+    for source, target in zip(here, [b for peer, b in recvs if peer == comm.rank and b.shape[0]],
+                              strict=True):
         target.copy_(source)
-    comm.exchange([(p, x) for p, x in sends if p != comm.rank and x.numel()], [(p, b) for p, b in recvs if p != comm.rank and b.numel()])
+    comm.exchange([(p, x) for p, x in sends if p != comm.rank and x.numel()],
+                  [(p, b) for p, b in recvs if p != comm.rank and b.numel()])
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
@@ -42,18 +49,24 @@ def ring(ranks: Sequence[int], rank: int) -> list[int]:
 
 
 def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None:
-    """All-to-all of equal pieces among `ranks`, this one included: piece i of `x` to ranks[i], piece i of `out` from it."""
+    """All-to-all of equal pieces among `ranks`, this one included: piece i of `x` to ranks[i],
+    piece i of `out` from it.
+    """
     if not x.numel():
         return
     here, size = ranks.index(comm.rank), len(ranks)
     sources, targets = x.view(size, -1).unbind(), out.view(size, -1).unbind()
     targets[here].copy_(sources[here])
     order = [*range(here + 1, size), *range(here)]
-    comm.exchange([(ranks[i], sources[i]) for i in order], [(ranks[i], targets[i]) for i in reversed(order)])
+    comm.exchange([(ranks[i], sources[i]) for i in order],
+                  [(ranks[i], targets[i]) for i in reversed(order)])
 
 
-def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None, recv: Sequence[int] | None) -> Tensor:
-    """A linear all-to-all as point-to-point messages, all receives posted before any send; see `Comm.all_to_all`."""
+def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
+                  recv: Sequence[int] | None) -> Tensor:
+    """A linear all-to-all as point-to-point messages, all receives posted before any send; see
+    `Comm.all_to_all`.
+    """
     even = send is None and recv is None
     send = pieces(x.shape[0], comm.size, send, "all_to_all send")
     recv = pieces(x.shape[0], comm.size, recv, "all_to_all receive")
@@ -63,14 +76,17 @@ def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None, recv: Seque
         return out
     sources, targets = x.split(send), out.split(recv)
     peers = ring(range(comm.size), comm.rank)
-    exchange_pieces(comm, [(p, sources[p]) for p in peers], [(p, targets[p]) for p in peers[-2::-1] + peers[-1:]])
+    exchange_pieces(comm, [(p, sources[p]) for p in peers],
+                    [(p, targets[p]) for p in peers[-2::-1] + peers[-1:]])
     return out
 
 
 def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
-    """This rank's piece of the sum over ranks, by a ring of messages: each rank sends (n-1)/n of `x`, and a node's edge is crossed once.
+    """This rank's piece of the sum over ranks, by a ring of messages: each rank sends (n-1)/n of
+    `x`, and a node's edge is crossed once.
 
-    gloo's own sums all of `x` on every rank and throws the rest away: twice the bytes. Piece j is added up in the order of ranks j+1, ..., j.
+    gloo's own sums all of `x` on every rank and throws the rest away: twice the bytes. Piece j is
+    added up in the order of ranks j+1, ..., j.
     """
     length = pieces(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if comm.size == 1 or not x.numel():

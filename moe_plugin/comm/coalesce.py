@@ -1,4 +1,6 @@
-"""Several tensors in one exchange: rows, weights and ids that travel together cost one message a peer, not three."""
+"""Several tensors in one exchange: rows, weights and ids that travel together cost one message a
+peer, not three.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +22,41 @@ class Layout:
     def of(cls, tensors: Sequence[Tensor]) -> Layout:
         """Of these tensors; `ValueError` unless they have the same length."""
         if len({len(x) for x in tensors}) != 1:
-            raise ValueError(f"tensors of lengths {[len(x) for x in tensors]} cannot travel together; all must have one row for each row of the others")
-        return cls(tuple((x.dtype, tuple(x.shape[1:]), math.prod(x.shape[1:]) * x.element_size()) for x in tensors))
+            raise ValueError(
+                f"tensors of lengths {[len(x) for x in tensors]} cannot travel together; all must "
+                "have one row for each row of the others"
+            )
+        return cls(
+            tuple((x.dtype, tuple(x.shape[1:]), math.prod(x.shape[1:]) * x.element_size())
+                  for x in tensors))
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Layout]:
     """Tensors [R, ...] of any dtypes to bytes [R, B], and how to undo it."""
     layout = Layout.of(tensors)
-    return torch.cat([_as_bytes(x, size) for x, (_, _, size) in zip(tensors, layout.parts, strict=True)], dim=1), layout
+    return torch.cat(
+        [_as_bytes(x, size) for x, (_, _, size) in zip(tensors, layout.parts, strict=True)],
+        dim=1), layout
 
 
 def unpack(packed: Tensor, layout: Layout) -> list[Tensor]:
     """The inverse of `pack`, for any number of rows."""
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
-    return [_from_bytes(column, dtype, shape) for column, (dtype, shape, _) in zip(columns, layout.parts, strict=True)]
+    return [
+        _from_bytes(column, dtype, shape)
+        for column, (dtype, shape, _) in zip(columns, layout.parts, strict=True)
+    ]
 
 
 def _as_bytes(x: Tensor, size: int) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8).view(x.shape[0], size) if x.numel() else x.new_empty((x.shape[0], size), dtype=torch.uint8)
+    return x.contiguous().view(-1).view(torch.uint8).view(
+        x.shape[0], size) if x.numel() else x.new_empty((x.shape[0], size), dtype=torch.uint8)
 
 
 def _from_bytes(column: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not column.numel():
         return column.new_empty((column.shape[0], *shape), dtype=dtype)
-    # clone: a single row's column is contiguous where it lies, which may be no multiple of the element size
-    return column.clone(memory_format=torch.contiguous_format).view(-1).view(dtype).view(column.shape[0], *shape)
+    # clone: a single row's column is contiguous where it lies, which may be no multiple of the
+    # element size
+    return column.clone(memory_format=torch.contiguous_format).view(-1).view(dtype).view(
+        column.shape[0], *shape)

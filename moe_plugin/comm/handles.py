@@ -1,8 +1,8 @@
 """Exchanges in the background: start now, compute, wait later.
 
-gloo: a thread of the group, on a tagged view of it, so that its messages mix with nobody else's. CUDA: a side stream; an
-exchange of equal pieces needs no host synchronisation. Elsewhere (simulated ranks, a group of one) the exchange is over
-when `start` returns.
+gloo: a thread of the group, on a tagged view of it, so that its messages mix with nobody else's.
+CUDA: a side stream; an exchange of equal pieces needs no host synchronisation. Elsewhere (simulated
+ranks, a group of one) the exchange is over when `start` returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from moe_plugin.comm.base import AllToAll, Comm
 
 @dataclass
 class Handle:
-    """An exchange under way. `wait` may be called once or more; it raises what the exchange raised (`CommError`)."""
+    """An exchange under way. `wait` may be called once or more; it raises what the exchange raised
+    (`CommError`).
+    """
 
     finish: Callable[[], Tensor]
     result: Tensor | None = None
@@ -32,8 +34,11 @@ class Handle:
         return self.result
 
 
-def start(comm: Comm, algorithm: AllToAll, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Handle:
-    """Begin an all-to-all. All ranks start and run their exchanges in one order; `x` must not change until `wait`."""
+def start(comm: Comm, algorithm: AllToAll, x: Tensor, send: Sequence[int] | None = None,
+          recv: Sequence[int] | None = None) -> Handle:
+    """Begin an all-to-all. All ranks start and run their exchanges in one order; `x` must not
+    change until `wait`.
+    """
     x = x.detach()
     resolve = getattr(algorithm, "resolve", None)
     if resolve is not None:
@@ -57,7 +62,8 @@ def _without_autograd(algorithm: AllToAll, *args: Any) -> Tensor:
 
 
 def _worker() -> ThreadPoolExecutor:
-    # one thread: exchanges of a group share its links, so that running several at once gains nothing
+    # one thread: exchanges of a group share its links, so that running several at once gains
+    # nothing
     return ThreadPoolExecutor(1, thread_name_prefix="all-to-all")
 
 
@@ -65,7 +71,8 @@ def _finished(out: Tensor) -> Handle:
     return Handle(lambda: out, out)
 
 
-def _on_side_stream(comm: Comm, algorithm: AllToAll, x: Tensor, send: Sequence[int] | None, recv: Sequence[int] | None) -> Handle:
+def _on_side_stream(comm: Comm, algorithm: AllToAll, x: Tensor, send: Sequence[int] | None,
+                    recv: Sequence[int] | None) -> Handle:
     side: torch.cuda.Stream = comm.memo.setdefault("stream", torch.cuda.Stream(x.device))
     side.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(side):

@@ -15,7 +15,8 @@ class LocalComm(Comm):
     def __init__(self) -> None:
         self.rank, self.size, self.name = 0, 1, "local"
 
-    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
+                   recv: Sequence[int] | None = None) -> Tensor:
         return x.clone()
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -30,7 +31,8 @@ class LocalComm(Comm):
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return x.clone()
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
+                                                                                  Tensor]]) -> None:
         for (_, source), (_, target) in zip(sends, recvs, strict=True):
             target.copy_(source)
 

@@ -12,10 +12,11 @@ _NODE_INDEX = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """Launcher's node index where it tells one, and host name: two processes share a node where these are equal.
+    """Launcher's node index where it tells one, and host name: two processes share a node where
+    these are equal.
 
-    Both count: containers of different hosts may have one host name, and a launcher may start several agents on one host
-    (which are kept apart, because it was asked to).
+    Both count: containers of different hosts may have one host name, and a launcher may start
+    several agents on one host (which are kept apart, because it was asked to).
     """
     environment = os.environ if environment is None else environment
     index = next((f"{name}={environment[name]}" for name in _NODE_INDEX if name in environment), "")

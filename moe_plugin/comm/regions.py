@@ -1,7 +1,9 @@
-"""Differentiable collectives for ranks that hold the same tensor and whose losses are the same loss (tensor parallelism).
+"""Differentiable collectives for ranks that hold the same tensor and whose losses are the same loss
+(tensor parallelism).
 
-Each is its partner's mirror: what one does forward the other does backward. A gradient that arrives here is the same on all ranks
-and is never summed over them unless it is a part (Megatron's f and g).
+Each is its partner's mirror: what one does forward the other does backward. A gradient that arrives
+here is the same on all ranks and is never summed over them unless it is a part (Megatron's f and
+g).
 """
 
 from __future__ import annotations
@@ -48,14 +50,16 @@ class _Sum(torch.autograd.Function):
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None, comm: Comm) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
+                comm: Comm) -> tuple[Tensor, Tensor]:
         ctx.comm, ctx.dtypes = comm, (x_TD.dtype, weights_TK.dtype)
         return x_TD.view_as(x_TD), weights_TK.view_as(weights_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor, grad_TK: Tensor) -> tuple[Any, ...]:
         both = torch.cat([grad_TD, grad_TK.to(grad_TD.dtype)], dim=1)  # one all-reduce for both
-        x_TD, weights_TK = ctx.comm.all_reduce(both).split([grad_TD.shape[1], grad_TK.shape[1]], dim=1)
+        x_TD, weights_TK = ctx.comm.all_reduce(both).split([grad_TD.shape[1], grad_TK.shape[1]],
+                                                           dim=1)
         return x_TD.to(ctx.dtypes[0]), weights_TK.to(ctx.dtypes[1]), None, None
 
 
@@ -72,7 +76,9 @@ class _Broadcast(torch.autograd.Function):
 
 
 def split(x: Tensor, comm: Comm) -> Tensor:
-    """This rank's 1/size of a tensor that all ranks hold (dimension 0, a multiple of size); backward gathers the parts."""
+    """This rank's 1/size of a tensor that all ranks hold (dimension 0, a multiple of size);
+    backward gathers the parts.
+    """
     return x if comm.size == 1 else _Split.apply(x, comm)
 
 
@@ -86,11 +92,16 @@ def sum_parts(x: Tensor, comm: Comm) -> Tensor:
     return x if comm.size == 1 else _Sum.apply(x, comm)
 
 
-def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None, comm: Comm) -> tuple[Tensor, Tensor]:
-    """Both as they are; backward sums the ranks' parts of both gradients in one all-reduce (Megatron's f), in x's dtype."""
+def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
+          comm: Comm) -> tuple[Tensor, Tensor]:
+    """Both as they are; backward sums the ranks' parts of both gradients in one all-reduce
+    (Megatron's f), in x's dtype.
+    """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)
 
 
 def broadcast(x: Tensor, anchor: Tensor | None, comm: Comm, root: int) -> Tensor:
-    """`x` of rank root on all ranks, whose losses differ: backward sums their gradients at the root."""
+    """`x` of rank root on all ranks, whose losses differ: backward sums their gradients at the
+    root.
+    """
     return x if comm.size == 1 else _Broadcast.apply(x, anchor, comm, root)

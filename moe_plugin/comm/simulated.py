@@ -1,8 +1,8 @@
 """`Comm` with all ranks in one process: one thread a rank, rendezvous instead of a network.
 
-The algorithms above run on it unchanged, autograd included (on CPU, a thread's `backward()` runs in that thread). It
-counts messages and bytes, so that tests can hold algorithms to their formulas, and charges simulated time where it is
-given a clock. A rank that fails ends all others.
+The algorithms above run on it unchanged, autograd included (on CPU, a thread's `backward()` runs in
+that thread). It counts messages and bytes, so that tests can hold algorithms to their formulas, and
+charges simulated time where it is given a clock. A rank that fails ends all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """Messages and bytes by (source rank, destination rank) of the whole world; pieces of zero bytes count nothing."""
+    """Messages and bytes by (source rank, destination rank) of the whole world; pieces of zero
+    bytes count nothing.
+    """
 
     messages: dict[tuple[int, int], int] = field(default_factory=dict)
     bytes: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -53,7 +55,9 @@ class Clock(Protocol):
     topology: Topology
 
     def charge(self, sent: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """One round of messages, by sending rank: (destination rank, bytes) in the order in which they leave."""
+        """One round of messages, by sending rank: (destination rank, bytes) in the order in which
+        they leave.
+        """
 
 
 class _Board:
@@ -69,19 +73,23 @@ class _Board:
 class SimulatedComm(Comm):
     """One rank of a simulated group. Made by `run_simulated`."""
 
-    def __init__(self, board: _Board, ranks: Sequence[int], rank: int, traffic: Traffic, timeout_s: float, clock: Clock | None = None) -> None:
+    def __init__(self, board: _Board, ranks: Sequence[int], rank: int, traffic: Traffic,
+                 timeout_s: float, clock: Clock | None = None) -> None:
         self.board, self.ranks, self.rank, self.size = board, list(ranks), rank, len(ranks)
         self.traffic, self.timeout_s, self.name, self.clock = traffic, timeout_s, f"simulated ranks {self.ranks}", clock
 
-    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
+                   recv: Sequence[int] | None = None) -> Tensor:
         send = pieces(x.shape[0], self.size, send, "all_to_all send")
         recv = pieces(x.shape[0], self.size, recv, "all_to_all receive")
         mine = list(x.detach().split(send))
         posted = self._meet("all_to_all", mine, self._sent(enumerate(mine)))
         got = [row[self.rank] for row in posted]
         if [g.shape[0] for g in got] != recv:
-            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: all_to_all expected {recv} rows, "
-                            f"peers sent {[g.shape[0] for g in got]}")
+            raise CommError(
+                f"rank {self.rank} of {self.size} in group {self.name!r}: all_to_all expected "
+                f"{recv} rows, "
+                f"peers sent {[g.shape[0] for g in got]}")
         return torch.cat(got)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -89,32 +97,46 @@ class SimulatedComm(Comm):
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._meet("all_gather", x.detach(), self._sent((peer, x) for peer in range(self.size))))
+        return torch.cat(
+            self._meet("all_gather", x.detach(), self._sent(
+                (peer, x) for peer in range(self.size))))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         length = pieces(x.shape[0], self.size, None, "reduce_scatter")[0]
         mine = list(x.detach().split(length)) if length else [x.detach()] * self.size
-        return torch.stack([row[self.rank] for row in self._meet("reduce_scatter", mine, self._sent(enumerate(mine)))]).sum(0)
+        return torch.stack([
+            row[self.rank]
+            for row in self._meet("reduce_scatter", mine, self._sent(enumerate(mine)))
+        ]).sum(0)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return self._meet("broadcast", x.detach())[root].clone()
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
+                                                                                  Tensor]]) -> None:
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
             raise ValueError("exchange takes contiguous tensors only")
         mine = [(peer, x.detach().clone()) for peer, x in sends]
         posted = self._meet("exchange", mine, self._sent(sends), copy=False)
-        queues = {peer: [x for target, x in posted[peer] if target == self.rank] for peer in range(self.size)}
+        queues = {
+            peer: [x for target, x in posted[peer] if target == self.rank]
+            for peer in range(self.size)
+        }
         for peer, buffer in recvs:
             sent = queues[peer].pop(0) if queues[peer] else None
             if sent is None or sent.numel() != buffer.numel() or sent.dtype != buffer.dtype:
                 what = "nothing" if sent is None else f"{sent.dtype} {tuple(sent.shape)}"
-                raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: exchange expected {buffer.dtype} {tuple(buffer.shape)} "
-                                f"from rank {peer}, which sent {what}")
+                raise CommError(
+                    f"rank {self.rank} of {self.size} in group {self.name!r}: exchange expected "
+                    f"{buffer.dtype} {tuple(buffer.shape)} "
+                    f"from rank {peer}, which sent {what}")
             buffer.copy_(sent.view(buffer.shape))
         left = {peer: len(queue) for peer, queue in queues.items() if queue}
         if left:
-            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: exchange left messages unread, by sender: {left}")
+            raise CommError(
+                f"rank {self.rank} of {self.size} in group {self.name!r}: exchange left messages "
+                f"unread, by sender: {left}"
+            )
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedComm | None:
         key = tuple(ranks)
@@ -123,7 +145,8 @@ class SimulatedComm(Comm):
             return None
         with self.board.lock:
             board = self.board.children.setdefault(key, _Board(len(key), self.timeout_s))
-        child = SimulatedComm(board, [self.ranks[r] for r in key], key.index(self.rank), self.traffic, self.timeout_s, self.clock)
+        child = SimulatedComm(board, [self.ranks[r] for r in key], key.index(self.rank),
+                              self.traffic, self.timeout_s, self.clock)
         child.topology = self.topology.restrict(key)
         return child
 
@@ -151,11 +174,16 @@ class SimulatedComm(Comm):
                 self._account(what, posted)
             self.board.barrier.wait()
         except threading.BrokenBarrierError:
-            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {what} gave up: a peer failed or did "
-                            f"not arrive within {self.timeout_s} s") from None
+            raise CommError(
+                f"rank {self.rank} of {self.size} in group {self.name!r}: {what} gave up: a peer "
+                "failed or did "
+                f"not arrive within {self.timeout_s} s") from None
         names = [slot[0] for slot in posted]
         if set(names) != {what}:
-            raise CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: ranks are in different collectives: {names}")
+            raise CommError(
+                f"rank {self.rank} of {self.size} in group {self.name!r}: ranks are in different "
+                f"collectives: {names}"
+            )
         return [slot[1] for slot in posted]
 
     def _account(self, what: str, posted: list[Any]) -> None:
@@ -163,16 +191,19 @@ class SimulatedComm(Comm):
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
             if self.clock is not None:
-                self.clock.charge({self.ranks[i]: messages for i, (_, _, messages) in enumerate(posted)})
+                self.clock.charge(
+                    {self.ranks[i]: messages for i, (_, _, messages) in enumerate(posted)})
 
 
-def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0, traffic: Traffic | None = None,
-                  topology: Topology | None = None, clock: Clock | None = None) -> list[Result]:
+def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0,
+                  traffic: Traffic | None = None, topology: Topology | None = None,
+                  clock: Clock | None = None) -> list[Result]:
     """Run `fn(comm)` as `size` ranks, a thread each, and return the results in rank order.
 
-    topology: where the ranks are; None: that of the clock, or all on one node. clock: charged for every message.
-    The first failure is raised; the other ranks are woken and ended. Random numbers: threads share torch's global
-    generator, so ranks that must draw alike need generators of their own.
+    topology: where the ranks are; None: that of the clock, or all on one node. clock: charged for
+    every message. The first failure is raised; the other ranks are woken and ended. Random numbers:
+    threads share torch's global generator, so ranks that must draw alike need generators of their
+    own.
     """
     traffic = traffic or Traffic()
     topology = topology or (clock.topology if clock else Topology.one_node(size))
@@ -189,7 +220,10 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
             errors.append(error)
             _abort(board)
 
-    threads = [threading.Thread(target=work, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -10,9 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes of a group of ranks. Ranks need not be numbered node by node, and nodes need not be equal.
+    """Nodes of a group of ranks. Ranks need not be numbered node by node, and nodes need not be
+    equal.
 
-    nodes: for each node the ranks (indices in the group) on it, ascending; nodes in order of their first rank.
+    nodes: for each node the ranks (indices in the group) on it, ascending; nodes in order of their
+    first rank.
     nics: network cards a node has. source: where this came from, for people.
     """
 
@@ -24,9 +26,15 @@ class Topology:
         nodes = tuple(sorted(tuple(sorted(node)) for node in self.nodes))
         ranks = sorted(rank for node in nodes for rank in node)
         if not ranks or ranks != list(range(len(ranks))) or not all(nodes):
-            raise ValueError(f"topology nodes={self.nodes} must hold each rank 0..n-1 exactly once and no empty node; list the ranks node by node")
+            raise ValueError(
+                f"topology nodes={self.nodes} must hold each rank 0..n-1 exactly once and no empty "
+                "node; list the ranks node by node"
+            )
         if self.nics < 1:
-            raise ValueError(f"topology nics={self.nics} must be >= 1; give the number of network cards of a node")
+            raise ValueError(
+                f"topology nics={self.nics} must be >= 1; give the number of network cards of a "
+                "node"
+            )
         object.__setattr__(self, "nodes", nodes)
 
     @classmethod
@@ -38,12 +46,15 @@ class Topology:
     def uniform(cls, size: int, per_node: int, nics: int = 1, source: str = "given") -> Topology:
         """Nodes of `per_node` ranks in rank order; the last one has what is left."""
         if per_node < 1:
-            raise ValueError(f"ranks a node={per_node} must be >= 1; give the number of ranks that share a node")
-        nodes = tuple(tuple(range(start, min(start + per_node, size))) for start in range(0, size, per_node))
+            raise ValueError(
+                f"ranks a node={per_node} must be >= 1; give the number of ranks that share a node")
+        nodes = tuple(
+            tuple(range(start, min(start + per_node, size))) for start in range(0, size, per_node))
         return cls(nodes, nics, source)
 
     @classmethod
-    def from_keys(cls, keys: Sequence[Hashable], nics: int = 1, source: str = "detected") -> Topology:
+    def from_keys(cls, keys: Sequence[Hashable], nics: int = 1,
+                  source: str = "detected") -> Topology:
         """Ranks with equal keys (host names, say) share a node."""
         nodes: dict[Any, list[int]] = {}
         for rank, key in enumerate(keys):

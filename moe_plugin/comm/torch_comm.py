@@ -20,8 +20,8 @@ from moe_plugin.comm.topology import Topology
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 _KEY_BYTES = 16
-# Layers of one model make a TorchComm each over one group; what is known of the group is found out once. Process groups take
-# no attributes, so it lies here; it lives as long as the group does.
+# Layers of one model make a TorchComm each over one group; what is known of the group is found out
+# once. Process groups take no attributes, so it lies here; it lives as long as the group does.
 _MEMOS: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 # the older name is deprecated where the newer exists
 _gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -32,20 +32,25 @@ class TorchComm(Comm):
 
     Args:
         group: process group; None: the default group.
-        timeout_s: seconds that a point-to-point exchange may take, and the time-out of groups made by `subgroup`
-            (torch's own default there is 30 minutes, whatever the world's time-out is). Collectives of the group
-            itself keep the time-out that it was made with.
+        timeout_s: seconds that a point-to-point exchange may take, and the time-out of groups made
+            by `subgroup` (torch's own default there is 30 minutes, whatever the world's time-out
+            is). Collectives of the group itself keep the time-out that it was made with.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> None:
         self.group = group if group is not None else dist.group.WORLD
         if self.group is None:
-            raise ValueError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+            raise ValueError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group "
+                "first"
+            )
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.ranks = dist.get_process_group_ranks(self.group)
-        self.name = f"ranks {self.ranks}" if self.size <= 16 else f"{self.size} ranks from {self.ranks[0]}"
+        self.name = f"ranks {self.ranks}" if self.size <= 16 else (f"{self.size} ranks from "
+                                                                   f"{self.ranks[0]}")
         self.timeout = timedelta(seconds=timeout_s)
-        self.backend = str(dist.get_backend_config(self.group))  # by device, e.g. cpu:gloo,cuda:nccl
+        # by device, e.g. cpu:gloo,cuda:nccl
+        self.backend = str(dist.get_backend_config(self.group))
         self.receive_first = self.threaded = "gloo" in self.backend and "nccl" not in self.backend
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm:
@@ -57,7 +62,8 @@ class TorchComm(Comm):
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend and "gloo" not in self.backend else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device(
+        )) if "nccl" in self.backend and "gloo" not in self.backend else torch.device("cpu")
 
     def detect_topology(self) -> Topology:
         """Ranks whose launcher and host say the same place share a node; collective."""
@@ -65,8 +71,10 @@ class TorchComm(Comm):
         keys = self.all_gather(mine).cpu().view(self.size, _KEY_BYTES)
         return Topology.from_keys([bytes(key.tolist()) for key in keys])
 
-    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
-        if self.tag:  # a view for another thread: the group's own collectives would mix with the main thread's
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
+                   recv: Sequence[int] | None = None) -> Tensor:
+        # a view for another thread: the group's own collectives would mix with the main thread's
+        if self.tag:
             return receive_first(self, x, send, recv)
         send = pieces(x.shape[0], self.size, send, "all_to_all send")
         recv = pieces(x.shape[0], self.size, recv, "all_to_all receive")
@@ -74,8 +82,10 @@ class TorchComm(Comm):
         others = [n for peer, n in enumerate(send) if peer != self.rank and n]
         self._count_rows(len(others), x, sum(others))
         source, target, factor = _as_supported(x.contiguous()), _as_supported(out), _widening(x)
-        with self.explained(lambda: f"all_to_all of {x.dtype} {tuple(x.shape)}, send {send}, receive {recv}"):
-            dist.all_to_all_single(target, source, [n * factor for n in recv], [n * factor for n in send], group=self.group)
+        with self.explained(
+                lambda: f"all_to_all of {x.dtype} {tuple(x.shape)}, send {send}, receive {recv}"):
+            dist.all_to_all_single(target, source, [n * factor for n in recv],
+                                   [n * factor for n in send], group=self.group)
         return out
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -107,7 +117,8 @@ class TorchComm(Comm):
             dist.broadcast(out, self.ranks[root], group=self.group)
         return out
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
+                                                                                  Tensor]]) -> None:
         if not sends and not recvs:
             return
         self._count(len(sends), sum(x.nbytes for _, x in sends))
@@ -121,11 +132,13 @@ class TorchComm(Comm):
         if watchdog is not None:
             watchdog.leave()
 
-    def _exchange_one_by_one(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
+    def _exchange_one_by_one(self, sends: Sequence[tuple[int, Tensor]],
+                             recvs: Sequence[tuple[int, Tensor]]) -> None:
         """gloo: each message is awaited by itself, so that an error can name the peer."""
         group, tag, deadline = self.group, self.tag, time.monotonic() + self.timeout.total_seconds()
         with self.explained(lambda: _sizes(sends, recvs)):
-            # the group's own methods, as dist.isend calls them: a third of the time a message for small ones
+            # the group's own methods, as dist.isend calls them: a third of the time a message for
+            # small ones
             works = [group.recv([buffer], peer, tag) for peer, buffer in recvs]
             works += [group.send([x], peer, tag) for peer, x in sends]
         for index, work in enumerate(works):
@@ -134,16 +147,25 @@ class TorchComm(Comm):
             except RuntimeError as error:
                 raise self._broken(index, sends, recvs, error) from error
 
-    def _broken(self, index: int, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], error: RuntimeError) -> CommError:
-        way, (peer, x) = ("receive", recvs[index]) if index < len(recvs) else ("send", sends[index - len(recvs)])
+    def _broken(self, index: int, sends: Sequence[tuple[int, Tensor]],
+                recvs: Sequence[tuple[int, Tensor]], error: RuntimeError) -> CommError:
+        way, (peer, x) = ("receive",
+                          recvs[index]) if index < len(recvs) else ("send",
+                                                                    sends[index - len(recvs)])
         waiting = sorted({p for p, _ in recvs[index:]})
-        return CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {way} of {x.numel() * x.element_size()} bytes "
-                         f"{'from' if way == 'receive' else 'to'} rank {peer} failed (not received yet: from ranks {waiting}) "
-                         f"in {_sizes(sends, recvs)}: {error}{self.who_is_missing()}")
+        return CommError(
+            f"rank {self.rank} of {self.size} in group {self.name!r}: {way} of "
+            f"{x.numel() * x.element_size()} bytes "
+            f"{'from' if way == 'receive' else 'to'} rank {peer} failed (not received yet: from "
+            f"ranks {waiting}) "
+            f"in {_sizes(sends, recvs)}: {error}{self.who_is_missing()}")
 
-    def _exchange_batched(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
+    def _exchange_batched(self, sends: Sequence[tuple[int, Tensor]],
+                          recvs: Sequence[tuple[int, Tensor]]) -> None:
         """NCCL: one grouped call on the current stream, no host synchronisation."""
-        ops = [dist.P2POp(dist.irecv, buffer, self.ranks[peer], self.group) for peer, buffer in recvs]
+        ops = [
+            dist.P2POp(dist.irecv, buffer, self.ranks[peer], self.group) for peer, buffer in recvs
+        ]
         ops += [dist.P2POp(dist.isend, x, self.ranks[peer], self.group) for peer, x in sends]
         with self.explained(lambda: _sizes(sends, recvs)):
             for work in dist.batch_isend_irecv(ops):
@@ -153,15 +175,19 @@ class TorchComm(Comm):
         """See `Comm`. Ranks of the world outside this group need not call it."""
         if self.rank not in ranks:
             return None
-        # local synchronisation: the world may hold ranks that know nothing of this group and would never answer
-        group = dist.new_group([self.ranks[r] for r in ranks], timeout=self.timeout, use_local_synchronization=True)
+        # local synchronisation: the world may hold ranks that know nothing of this group and would
+        # never answer
+        group = dist.new_group([self.ranks[r] for r in ranks], timeout=self.timeout,
+                               use_local_synchronization=True)
         child = TorchComm(group, self.timeout.total_seconds())
         if "topology" in self.memo:
             child.topology = self.topology.restrict([self.ranks.index(r) for r in child.ranks])
         return child
 
     def store(self) -> dist.Store | None:
-        """The job's store, on a connection of its own: the watchdog asks it while other threads wait in theirs."""
+        """The job's store, on a connection of its own: the watchdog asks it while other threads
+        wait in theirs.
+        """
         return dist.distributed_c10d._get_default_store().clone()
 
     def barrier(self) -> None:
@@ -178,7 +204,8 @@ def _sizes(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tenso
         return shown + (f" and {len(items) - 16} more" if len(items) > 16 else "")
 
     dtype = next((x.dtype for _, x in (*sends, *recvs)), None)
-    return f"exchange of {dtype} (send to rank {short(sends) or 'none'}; receive from rank {short(recvs) or 'none'})"
+    return (f"exchange of {dtype} (send to rank {short(sends) or 'none'}; receive from rank "
+            f"{short(recvs) or 'none'})")
 
 
 _WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}

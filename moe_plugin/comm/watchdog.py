@@ -1,4 +1,6 @@
-"""Who is missing? Every rank shows signs of life in a store; after an error the silent ones and the late ones are named."""
+"""Who is missing? Every rank shows signs of life in a store; after an error the silent ones and the
+late ones are named.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ class Watchdog:
     """Signs of life of one rank of a group.
 
     Args:
-        store: a torch.distributed store (anything with `set` and `get` of keys that exist); it should live in no rank that
-            may die, as torchrun's does.
-        rank, size: in the group. name: tells groups apart in the store. interval_s: between two signs.
+        store: a torch.distributed store (anything with `set` and `get` of keys that exist); it
+            should live in no rank that may die, as torchrun's does.
+        rank, size: in the group. name: tells groups apart in the store. interval_s: between two
+            signs.
     """
 
     def __init__(self, store: Any, rank: int, size: int, name: str, interval_s: float) -> None:
@@ -46,22 +49,35 @@ class Watchdog:
         self._thread.join(self.interval_s + 5)
 
     def report(self) -> str:
-        """Who has not shown a sign for three intervals, and who is behind this rank; one sentence."""
+        """Who has not shown a sign for three intervals, and who is behind this rank; one sentence.
+        """
         signs = self._signs()
         if signs is None:
             return "watchdog: the store does not answer, so who is missing is not known"
         now = time.time()
-        silent = {r: now - s["time"] for r, s in enumerate(signs) if s is not None and now - s["time"] > 3 * self.interval_s and r != self.rank}
+        silent = {
+            r: now - s["time"] for r, s in enumerate(signs)
+            if s is not None and now - s["time"] > 3 * self.interval_s and r != self.rank
+        }
         never = [r for r, s in enumerate(signs) if s is None]
-        behind = {r: s for r, s in enumerate(signs) if s is not None and r not in silent and r != self.rank and s["count"] < self.count}
-        parts = [f"rank {r} silent for {age:.1f} s" for r, age in silent.items()] + [f"rank {r} never seen" for r in never]
-        parts += [f"rank {r} alive but {s['what']} {s['count']}, {self.count - s['count']} behind" for r, s in list(behind.items())[:8]]
+        behind = {
+            r: s for r, s in enumerate(signs)
+            if s is not None and r not in silent and r != self.rank and s["count"] < self.count
+        }
+        parts = [f"rank {r} silent for {age:.1f} s"
+                 for r, age in silent.items()] + [f"rank {r} never seen" for r in never]
+        parts += [
+            f"rank {r} alive but {s['what']} {s['count']}, {self.count - s['count']} behind"
+            for r, s in list(behind.items())[:8]
+        ]
         return "watchdog: " + ("; ".join(parts) or "all ranks show signs of life at this exchange")
 
     def _signs(self) -> list[dict[str, Any] | None] | None:
         try:
             keys = [f"{self.prefix}{rank}" for rank in range(self.size)]
-            return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+            return [
+                json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys
+            ]
         except (RuntimeError, ValueError):
             return None
 
@@ -74,4 +90,5 @@ class Watchdog:
                 return
 
     def _sign(self) -> None:
-        self.store.set(f"{self.prefix}{self.rank}", json.dumps({"time": time.time(), "count": self.count, "what": self.what}))
+        self.store.set(f"{self.prefix}{self.rank}",
+                       json.dumps({"time": time.time(), "count": self.count, "what": self.what}))

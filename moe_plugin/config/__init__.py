@@ -1,4 +1,5 @@
-"""The settings tree: one file per section, flags generated from it, YAML files, users' own modules."""
+"""The settings tree: one file per section, flags generated from it, YAML files, users' own modules.
+"""
 
 from moe_plugin.config.comm import CommConfig
 from moe_plugin.config.dispatch import DispatchConfig
@@ -6,9 +7,16 @@ from moe_plugin.config.experts import ExpertsConfig
 from moe_plugin.config.observe import ObserveConfig
 from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.config.router import RouterConfig
-from moe_plugin.config.tree import MoEConfig, from_dict, from_yaml, register_hydra, to_dict, with_overrides
+from moe_plugin.config.tree import (
+    MoEConfig,
+    from_dict,
+    from_yaml,
+    register_hydra,
+    to_dict,
+    with_overrides,
+)
 
 __all__ = [
-    "CommConfig", "DispatchConfig", "ExpertsConfig", "MoEConfig", "ObserveConfig", "ParallelConfig", "RouterConfig",
-    "from_dict", "from_yaml", "register_hydra", "to_dict", "with_overrides",
+    "CommConfig", "DispatchConfig", "ExpertsConfig", "MoEConfig", "ObserveConfig", "ParallelConfig",
+    "RouterConfig", "from_dict", "from_yaml", "register_hydra", "to_dict", "with_overrides",
 ]

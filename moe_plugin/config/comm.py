@@ -11,17 +11,35 @@ from moe_plugin.config.options import check, check_leaves, option
 class CommConfig:
     """How ranks exchange rows."""
 
-    all_to_all: str = option("linear", "all-to-all algorithm, by registered name: linear, 2dh, leader, native; auto measures and chooses", flag="all-to-all")
+    all_to_all: str = option(
+        "linear",
+        "all-to-all algorithm, by registered name: linear, 2dh, leader, native; auto measures and "
+        "chooses",
+        flag="all-to-all")
     topology: str = option(
-        "detect", "which ranks share a node: detect (launcher and host names), a number of ranks a node, or a YAML file with nodes: [[0, 1], ...]",
+        "detect",
+        "which ranks share a node: detect (launcher and host names), a number of ranks a node, or "
+        "a YAML file with nodes: [[0, 1], ...]",
         flag="topology")
-    cluster: str | None = option(None, "cluster file of `moe-plugin calibrate`, by which auto chooses; none: auto measures", flag="cluster")
-    wire: str = option("none", "dtype of rows between ranks, where it is smaller than theirs: bf16, fp16 or fp8 (error bounds: docs/all_to_all.md)",
-                       choices=("none", "bf16", "fp16", "fp8"), flag="wire")
-    watchdog_s: float = option(0.0, "> 0: seconds between signs of life, so that the error of a failed exchange names who is missing", flag="watchdog")
-    timeout_s: float = option(1800.0, "seconds after which a collective that waits for a peer ends in an error", flag="timeout")
+    cluster: str | None = option(
+        None, "cluster file of `moe-plugin calibrate`, by which auto chooses; none: auto measures",
+        flag="cluster")
+    wire: str = option(
+        "none",
+        "dtype of rows between ranks, where it is smaller than theirs: bf16, fp16 or fp8 (error "
+        "bounds: docs/all_to_all.md)",
+        choices=("none", "bf16", "fp16", "fp8"), flag="wire")
+    watchdog_s: float = option(
+        0.0,
+        "> 0: seconds between signs of life, so that the error of a failed exchange names who is "
+        "missing",
+        flag="watchdog")
+    timeout_s: float = option(
+        1800.0, "seconds after which a collective that waits for a peer ends in an error",
+        flag="timeout")
 
     def __post_init__(self) -> None:
         check_leaves(self, "comm.")
-        check(self.watchdog_s >= 0, "comm.watchdog_s", self.watchdog_s, ">= 0", "use 0 for no watchdog")
+        check(self.watchdog_s >= 0, "comm.watchdog_s", self.watchdog_s, ">= 0",
+              "use 0 for no watchdog")
         check(self.timeout_s > 0, "comm.timeout_s", self.timeout_s, "> 0", "use 1800")

@@ -11,18 +11,34 @@ from moe_plugin.config.options import check, check_leaves, option
 class ExpertsConfig:
     """What an expert is and how the experts of a rank are computed."""
 
-    kind: str = option("ffn", "expert: ffn (two linear maps) or gated_ffn (SwiGLU-like), by registered name", flag="expert-kind")
-    hidden_dim: int = option(0, "inner width of an expert; 0: four times model_dim", flag="expert-hidden-dim")
-    activation: str = option("gelu", "activation", choices=("gelu", "gelu_tanh", "relu", "silu", "squared_relu"), flag="expert-activation")
+    kind: str = option(
+        "ffn", "expert: ffn (two linear maps) or gated_ffn (SwiGLU-like), by registered name",
+        flag="expert-kind")
+    hidden_dim: int = option(0, "inner width of an expert; 0: four times model_dim",
+                             flag="expert-hidden-dim")
+    activation: str = option("gelu", "activation",
+                             choices=("gelu", "gelu_tanh", "relu", "silu", "squared_relu"),
+                             flag="expert-activation")
     bias: bool = option(True, "biases in the experts' linear maps", flag="expert-bias")
-    compute: str = option("auto", "how a rank's experts are computed, by registered name; auto chooses", flag="expert-compute")
-    compute_choice: str = option("measured", "by what compute=auto chooses: measured (the ways in question are timed once for a load, and the result "
-                                 "kept), or rule (nothing is timed)", choices=("measured", "rule"), flag="expert-compute-choice")
-    shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none", flag="shared-expert-hidden-dim")
-    init_std: float | None = option(None, "standard deviation of initial weights; none: Xavier uniform", flag="expert-init-std")
+    compute: str = option("auto",
+                          "how a rank's experts are computed, by registered name; auto chooses",
+                          flag="expert-compute")
+    compute_choice: str = option(
+        "measured",
+        "by what compute=auto chooses: measured (the ways in question are timed once for a load, "
+        "and the result "
+        "kept), or rule (nothing is timed)", choices=("measured", "rule"),
+        flag="expert-compute-choice")
+    shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none",
+                                    flag="shared-expert-hidden-dim")
+    init_std: float | None = option(
+        None, "standard deviation of initial weights; none: Xavier uniform", flag="expert-init-std")
 
     def __post_init__(self) -> None:
         check_leaves(self, "experts.")
         for name in ("hidden_dim", "shared_hidden_dim"):
-            check(getattr(self, name) >= 0, f"experts.{name}", getattr(self, name), ">= 0", "use 0 for the default")
-        check(self.init_std is None or self.init_std > 0, "experts.init_std", self.init_std, "> 0 or none", "use none")
+            check(
+                getattr(self, name) >= 0, f"experts.{name}", getattr(self, name), ">= 0",
+                "use 0 for the default")
+        check(self.init_std is None or self.init_std > 0, "experts.init_std", self.init_std,
+              "> 0 or none", "use none")

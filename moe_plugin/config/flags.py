@@ -1,6 +1,7 @@
 """Host flags generated from the config tree: every leaf that names a `flag` becomes `--moe-<flag>`.
 
-Values not given stay `None`, so that a YAML file (`--moe-config`) can lie below the flags and defaults below both.
+Values not given stay `None`, so that a YAML file (`--moe-config`) can lie below the flags and
+defaults below both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class FlagSpec:
         return self.flag.removeprefix("--").replace("-", "_")
 
 
-CONFIG_FLAG = FlagSpec("--moe-config", "", str, "YAML file with the settings of the MoE layers (see configs/)", ())
+CONFIG_FLAG = FlagSpec("--moe-config", "", str,
+                       "YAML file with the settings of the MoE layers (see configs/)", ())
 
 
 def _leaf_kind(hint: Any) -> type:
@@ -49,8 +51,8 @@ def _walk(cls: type, prefix: str) -> Iterator[FlagSpec]:
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _walk(hints[f.name], f"{prefix}{f.name}.")
         elif f.metadata.get("flag"):
-            yield FlagSpec("--moe-" + f.metadata["flag"], prefix + f.name, _leaf_kind(hints[f.name]),
-                           _help(f), f.metadata.get("choices", ()))
+            yield FlagSpec("--moe-" + f.metadata["flag"], prefix + f.name,
+                           _leaf_kind(hints[f.name]), _help(f), f.metadata.get("choices", ()))
 
 
 def _help(f: dataclasses.Field) -> str:
@@ -64,14 +66,18 @@ def flag_specs() -> list[FlagSpec]:
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
-    """A flag's text as a value of the tree. `none` is None; losses are `name=weight,name=weight`."""
+    """A flag's text as a value of the tree. `none` is None; losses are `name=weight,name=weight`.
+    """
     if not isinstance(text, str):
         return text
     if text.lower() == "none" and "none" not in spec.choices:
         return {} if spec.kind is dict else None
     try:
         if spec.kind is dict:
-            return {key.strip(): float(value) for key, value in (item.split("=") for item in text.split(","))}
+            return {
+                key.strip(): float(value)
+                for key, value in (item.split("=") for item in text.split(","))
+            }
         if spec.kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return spec.kind(text)
@@ -81,17 +87,21 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
-    """Add every generated flag to an argparse parser, except those whose config path is in `skip`."""
+    """Add every generated flag to an argparse parser, except those whose config path is in `skip`.
+    """
     group = parser.add_argument_group("moe-plugin")
     for spec in flag_specs():
         if spec.path not in skip:
             bool_flag = {"nargs": "?", "const": "true"} if spec.kind is bool else {}
-            group.add_argument(spec.flag, dest=spec.dest, default=None, help=spec.help.replace("%", "%%"),
-                               choices=spec.choices or None, metavar=None if spec.choices else "V", **bool_flag)
+            group.add_argument(spec.flag, dest=spec.dest, default=None, help=spec.help.replace(
+                "%", "%%"), choices=spec.choices or None, metavar=None if spec.choices else "V",
+                               **bool_flag)
 
 
-def config_from_flags(values: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> MoEConfig:
-    """Defaults, then the YAML file in `moe_config`, then `base` (dotted paths, from the host), then the flags given.
+def config_from_flags(values: Mapping[str, Any],
+                      base: Mapping[str, Any] | None = None) -> MoEConfig:
+    """Defaults, then the YAML file in `moe_config`, then `base` (dotted paths, from the host), then
+    the flags given.
 
     Args:
         values: parsed flags by `dest`; absent or None means "not given".

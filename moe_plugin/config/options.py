@@ -1,4 +1,6 @@
-"""Building blocks of the settings tree: a leaf with its help, and checks whose errors name value, bound and remedy."""
+"""Building blocks of the settings tree: a leaf with its help, and checks whose errors name value,
+bound and remedy.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "") -> Any:
-    """A leaf of the tree: default value, help text, optional fixed choices, optional host flag name."""
+    """A leaf of the tree: default value, help text, optional fixed choices, optional host flag
+    name.
+    """
     return field(default=default, metadata={"help": help, "choices": choices, "flag": flag})
 
 
@@ -21,7 +25,9 @@ def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
 
 
 def check_leaves(section: Any, prefix: str) -> None:
-    """`ValueError` for a value of the wrong type in a section that was built in code or below it, or none of its choices."""
+    """`ValueError` for a value of the wrong type in a section that was built in code or below it,
+    or none of its choices.
+    """
     hints = hints_of(type(section))
     for f in dataclasses.fields(section):
         value, path = getattr(section, f.name), prefix + f.name
@@ -30,18 +36,25 @@ def check_leaves(section: Any, prefix: str) -> None:
         elif isinstance(value, hints[f.name]):
             check_leaves(value, f"{path}.")
         else:
-            raise ValueError(f"{path}={value!r} is a {type(value).__name__}; must be {hints[f.name].__name__}(...)")
+            raise ValueError(
+                f"{path}={value!r} is a {type(value).__name__}; must be "
+                f"{hints[f.name].__name__}(...)"
+            )
         choices = f.metadata.get("choices")
         if choices:
-            check(value in choices, path, value, f"one of {', '.join(choices)}", "choose one of these")
+            check(value in choices, path, value, f"one of {', '.join(choices)}",
+                  "choose one of these")
 
 
 def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
-    """A section from plain nested values. Unknown keys, wrong types and bad values are a `ValueError` that names the path `prefix` + key."""
+    """A section from plain nested values. Unknown keys, wrong types and bad values are a
+    `ValueError` that names the path `prefix` + key.
+    """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(str(key) for key in set(values) - set(fields))
     if unknown:
-        raise ValueError(f"unknown key {prefix + unknown[0]!r}; known keys here: {', '.join(sorted(fields))}")
+        raise ValueError(
+            f"unknown key {prefix + unknown[0]!r}; known keys here: {', '.join(sorted(fields))}")
     hints = hints_of(cls)
     built = {name: _convert(hints[name], value, prefix + name) for name, value in values.items()}
     return cls(**built)
@@ -57,11 +70,13 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if isinstance(value, str) and hasattr(hint, "SHORTHAND"):
             value = {hint.SHORTHAND: value}
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={value!r} must be a mapping with keys {', '.join(hints_of(hint))}")
+            raise ValueError(
+                f"{path}={value!r} must be a mapping with keys {', '.join(hints_of(hint))}")
         return build(hint, value, path + ".")
     if typing.get_origin(hint) is dict:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={value!r} must be a mapping of name to number, e.g. {{gshard: 0.01}}")
+            raise ValueError(
+                f"{path}={value!r} must be a mapping of name to number, e.g. {{gshard: 0.01}}")
         return {str(key): _scalar(float, item, f"{path}.{key}") for key, item in value.items()}
     options = typing.get_args(hint)
     if type(None) in options:
@@ -74,6 +89,7 @@ def _scalar(kind: type, value: Any, path: str) -> Any:
         if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{path}={value!r} must be a finite number")
         return float(value)
-    if kind is not float and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+    if kind is not float and isinstance(value,
+                                        kind) and not (kind is int and isinstance(value, bool)):
         return value
     raise ValueError(f"{path}={value!r} is a {type(value).__name__}; must be {kind.__name__}")

@@ -11,16 +11,25 @@ from moe_plugin.config.options import check, check_leaves, option
 class HashConfig:
     """The hash router's table."""
 
-    kind: str = option("balanced", "random: any expert; balanced: tokens dealt out by falling frequency to the emptiest expert; file: as `path` says",
-                       choices=("random", "balanced", "file"), flag="hash")
+    kind: str = option(
+        "balanced",
+        "random: any expert; balanced: tokens dealt out by falling frequency to the emptiest "
+        "expert; file: as `path` says",
+        choices=("random", "balanced", "file"), flag="hash")
     vocabulary: int = option(0, "number of token ids", flag="hash-vocabulary")
-    path: str | None = option(None, "text file of one integer a token id: its expert (file) or how often it occurs (balanced)", flag="hash-file")
-    seed: int = option(0, "seed of a random table, and of the order among equally frequent tokens", flag="hash-seed")
+    path: str | None = option(
+        None,
+        "text file of one integer a token id: its expert (file) or how often it occurs (balanced)",
+        flag="hash-file")
+    seed: int = option(0, "seed of a random table, and of the order among equally frequent tokens",
+                       flag="hash-seed")
 
     def __post_init__(self) -> None:
         check_leaves(self, "router.hash.")
-        check(self.vocabulary >= 0, "router.hash.vocabulary", self.vocabulary, ">= 0", "set it to the size of the vocabulary")
-        check(self.kind != "file" or bool(self.path), "router.hash.path", self.path, "a file where router.hash.kind=file", "name the table")
+        check(self.vocabulary >= 0, "router.hash.vocabulary", self.vocabulary, ">= 0",
+              "set it to the size of the vocabulary")
+        check(self.kind != "file" or bool(self.path), "router.hash.path", self.path,
+              "a file where router.hash.kind=file", "name the table")
 
 
 @dataclass(kw_only=True)
@@ -29,15 +38,21 @@ class SparsityConfig:
 
     start: float = option(2.0, "temperature at the first step", flag="temperature-start")
     end: float = option(0.1, "temperature from step `steps` on", flag="temperature-end")
-    steps: int = option(10000, "optimizer steps from start to end, geometrically", flag="temperature-steps")
-    threshold: float = option(0.1, "experts below this share are skipped; a token's best expert never is", flag="gate-threshold")
+    steps: int = option(10000, "optimizer steps from start to end, geometrically",
+                        flag="temperature-steps")
+    threshold: float = option(
+        0.1, "experts below this share are skipped; a token's best expert never is",
+        flag="gate-threshold")
 
     def __post_init__(self) -> None:
         check_leaves(self, "router.sparsity.")
         for name in ("start", "end"):
-            check(getattr(self, name) > 0, f"router.sparsity.{name}", getattr(self, name), "> 0", "use 2.0 for start, 0.1 for end")
+            check(
+                getattr(self, name) > 0, f"router.sparsity.{name}", getattr(self, name), "> 0",
+                "use 2.0 for start, 0.1 for end")
         check(self.steps >= 1, "router.sparsity.steps", self.steps, ">= 1", "use 10000")
-        check(0 <= self.threshold < 1, "router.sparsity.threshold", self.threshold, "in [0, 1)", "use 0.1")
+        check(0 <= self.threshold < 1, "router.sparsity.threshold", self.threshold, "in [0, 1)",
+              "use 0.1")
 
 
 @dataclass(kw_only=True)
@@ -45,20 +60,31 @@ class LinksConfig:
     """How routers see the network (topology_quota, ta_moe, and the loss ta_moe)."""
 
     costs: str | None = option(
-        None, "YAML or JSON file with a square list of lists: seconds a byte from rank i to rank j of the expert-parallel group; none: by "
+        None,
+        "YAML or JSON file with a square list of lists: seconds a byte from rank i to rank j of "
+        "the expert-parallel group; none: by "
         "comm.cluster where it is set, else 1 on a node and `far` between nodes", flag="link-costs")
-    far: float = option(8.0, "cost of a byte to another node, where one on a node costs 1", flag="link-far-cost")
-    quota: float = option(0.14, "topology_quota: the largest share of choices that may leave the node", flag="off-node-quota")
-    blend: float = option(1.0, "loss ta_moe: 1: penalties by link cost alone; 0: none, the switch loss", flag="topology-blend")
+    far: float = option(8.0, "cost of a byte to another node, where one on a node costs 1",
+                        flag="link-far-cost")
+    quota: float = option(0.14,
+                          "topology_quota: the largest share of choices that may leave the node",
+                          flag="off-node-quota")
+    blend: float = option(1.0,
+                          "loss ta_moe: 1: penalties by link cost alone; 0: none, the switch loss",
+                          flag="topology-blend")
     pair_capacity: float = option(
-        0.0, "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are dropped; 0: none are", flag="pair-capacity")
+        0.0,
+        "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are "
+        "dropped; 0: none are",
+        flag="pair-capacity")
 
     def __post_init__(self) -> None:
         check_leaves(self, "router.links.")
         check(self.far > 0, "router.links.far", self.far, "> 0", "use 8")
         check(0 <= self.quota <= 1, "router.links.quota", self.quota, "in [0, 1]", "use 0.14")
         check(0 <= self.blend <= 1, "router.links.blend", self.blend, "in [0, 1]", "use 1")
-        check(self.pair_capacity >= 0, "router.links.pair_capacity", self.pair_capacity, ">= 0", "use 0 for none")
+        check(self.pair_capacity >= 0, "router.links.pair_capacity", self.pair_capacity, ">= 0",
+              "use 0 for none")
 
 
 @dataclass(kw_only=True)
@@ -66,20 +92,31 @@ class GateChoiceConfig:
     """Which router of a list decides a call that names none itself."""
 
     rule: str = option(
-        "first", "with several routers in `name`: first: always the first; layer: MoE layer n takes number n, over and over; cycle: each in its turn, "
-        "by optimizer step; random: a seeded draw by step and layer; by registered name", flag="gate-choice")
-    every: int = option(1, "cycle, random: optimizer steps until the next choice", flag="gate-choice-every")
-    seed: int = option(0, "random: seed of the draws, the same on all ranks", flag="gate-choice-seed")
-    outside_training: int = option(0, "cycle, random: place in `name`, counted from 0, of the router that decides outside training", flag="gate-choice-eval")
+        "first",
+        "with several routers in `name`: first: always the first; layer: MoE layer n takes number "
+        "n, over and over; cycle: each in its turn, "
+        "by optimizer step; random: a seeded draw by step and layer; by registered name",
+        flag="gate-choice")
+    every: int = option(1, "cycle, random: optimizer steps until the next choice",
+                        flag="gate-choice-every")
+    seed: int = option(0, "random: seed of the draws, the same on all ranks",
+                       flag="gate-choice-seed")
+    outside_training: int = option(
+        0,
+        "cycle, random: place in `name`, counted from 0, of the router that decides outside "
+        "training",
+        flag="gate-choice-eval")
 
     def __post_init__(self) -> None:
         check_leaves(self, "router.choice.")
         check(bool(self.rule), "router.choice.rule", self.rule, "a registered name", "use first")
         check(self.every >= 1, "router.choice.every", self.every, ">= 1", "use 1")
-        check(self.outside_training >= 0, "router.choice.outside_training", self.outside_training, ">= 0", "use 0 for the first router")
+        check(self.outside_training >= 0, "router.choice.outside_training", self.outside_training,
+              ">= 0", "use 0 for the first router")
         for name, default in (("every", 1), ("seed", 0), ("outside_training", 0)):
             fits = self.rule not in ("first", "layer") or getattr(self, name) == default
-            check(fits, f"router.choice.{name}", getattr(self, name), f"{default} where router.choice.rule={self.rule}, which does not read it",
+            check(fits, f"router.choice.{name}", getattr(self, name),
+                  f"{default} where router.choice.rule={self.rule}, which does not read it",
                   "leave it out, or use the rule cycle or random")
 
 
@@ -87,28 +124,51 @@ class GateChoiceConfig:
 class RouterConfig:
     """How each token chooses its experts."""
 
-    name: str = option("topk", "router, by registered name; several, with commas: `choice` says which decides a call", flag="router")
-    top_k: int = option(2, "experts per token (routers whose number is fixed do not read it; expert_choice: on average)", flag="top-k")
-    score: str = option("softmax", "score function over experts", choices=("softmax", "sigmoid"), flag="router-score")
+    name: str = option(
+        "topk",
+        "router, by registered name; several, with commas: `choice` says which decides a call",
+        flag="router")
+    top_k: int = option(
+        2,
+        "experts per token (routers whose number is fixed do not read it; expert_choice: on "
+        "average)",
+        flag="top-k")
+    score: str = option("softmax", "score function over experts", choices=("softmax", "sigmoid"),
+                        flag="router-score")
     normalize: str = option(
         "before_drop",
-        "divide the chosen scores by their sum (top_k > 1): before or after tokens are dropped, or none",
+        "divide the chosen scores by their sum (top_k > 1): before or after tokens are dropped, or "
+        "none",
         choices=("none", "before_drop", "after_drop"), flag="router-normalize",
     )
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
-    noise: float = option(0.0, "training: add noise/num_experts times a standard normal to the logits", flag="router-noise")
-    input_jitter: float = option(0.0, "training: multiply the router's input by U[1-j, 1+j]", flag="router-jitter")
+    noise: float = option(0.0,
+                          "training: add noise/num_experts times a standard normal to the logits",
+                          flag="router-noise")
+    input_jitter: float = option(0.0, "training: multiply the router's input by U[1-j, 1+j]",
+                                 flag="router-jitter")
     second_expert_policy: str = option(
-        "all", "training, top_k = 2: all keeps the second expert; sampling draws it with Gumbel noise; random keeps "
-        "it with probability min(1, 2 g2)", choices=("all", "sampling", "random"), flag="router-second-expert",
+        "all",
+        "training, top_k = 2: all keeps the second expert; sampling draws it with Gumbel noise; "
+        "random keeps "
+        "it with probability min(1, 2 g2)", choices=("all", "sampling", "random"),
+        flag="router-second-expert",
     )
     batch_prioritized: bool = option(
-        False, "when slots run out, drop the least confident tokens rather than the last", flag="batch-prioritized")
-    groups: int = option(0, "sam, group_limited, sigmoid_bias: groups of consecutive experts, e.g. one a node; 0: none", flag="router-groups")
-    group_top_k: int = option(1, "group_limited, sigmoid_bias: groups a token may choose from", flag="router-group-top-k")
-    bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves a step", flag="router-bias-rate")
-    cosine_dim: int = option(256, "cosine: width in which tokens and experts are compared", flag="router-cosine-dim")
-    sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns", flag="router-sinkhorn-rounds")
+        False, "when slots run out, drop the least confident tokens rather than the last",
+        flag="batch-prioritized")
+    groups: int = option(
+        0,
+        "sam, group_limited, sigmoid_bias: groups of consecutive experts, e.g. one a node; 0: none",
+        flag="router-groups")
+    group_top_k: int = option(1, "group_limited, sigmoid_bias: groups a token may choose from",
+                              flag="router-group-top-k")
+    bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves a step",
+                              flag="router-bias-rate")
+    cosine_dim: int = option(256, "cosine: width in which tokens and experts are compared",
+                             flag="router-cosine-dim")
+    sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns",
+                                  flag="router-sinkhorn-rounds")
     choice: GateChoiceConfig = field(default_factory=GateChoiceConfig)
     hash: HashConfig = field(default_factory=HashConfig)
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
@@ -116,24 +176,32 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_leaves(self, "router.")
-        check(bool(self.names) and all(self.names), "router.name", self.name, "a registered name, or several with commas", "use topk")
+        check(
+            bool(self.names) and all(self.names), "router.name", self.name,
+            "a registered name, or several with commas", "use topk")
         check(self.top_k >= 1, "router.top_k", self.top_k, ">= 1", "use 1 (Switch) or 2 (GShard)")
         check(self.noise >= 0, "router.noise", self.noise, ">= 0", "use 0 for no noise")
-        check(0 <= self.input_jitter < 1, "router.input_jitter", self.input_jitter, "in [0, 1)", "use 0 for none")
+        check(0 <= self.input_jitter < 1, "router.input_jitter", self.input_jitter, "in [0, 1)",
+              "use 0 for none")
         check(self.scaling > 0, "router.scaling", self.scaling, "> 0", "use 1")
         two = self.second_expert_policy == "all" or self.top_k == 2
-        check(two, "router.second_expert_policy", self.second_expert_policy, "'all' unless router.top_k=2",
+        check(two, "router.second_expert_policy", self.second_expert_policy,
+              "'all' unless router.top_k=2",
               f"router.top_k is {self.top_k}: set it to 2 or the policy to 'all'")
         check(self.groups >= 0, "router.groups", self.groups, ">= 0", "use 0 for none")
-        check(1 <= self.group_top_k <= max(1, self.groups), "router.group_top_k", self.group_top_k, f"in 1..router.groups={self.groups}", "use 1")
+        check(1 <= self.group_top_k <= max(1, self.groups), "router.group_top_k", self.group_top_k,
+              f"in 1..router.groups={self.groups}", "use 1")
         check(self.bias_rate >= 0, "router.bias_rate", self.bias_rate, ">= 0", "use 0.001")
         several, choice = len(self.names), self.choice
-        check(choice.rule == "first" or several > 1, "router.choice.rule", choice.rule, f"'first' with the one router {self.name!r}",
+        check(choice.rule == "first" or several > 1, "router.choice.rule", choice.rule,
+              f"'first' with the one router {self.name!r}",
               "list several in router.name, e.g. switch,hash")
-        check(choice.outside_training < several, "router.choice.outside_training", choice.outside_training, f"in 0..{several - 1}",
-              f"router.name lists {several}")
+        check(choice.outside_training < several, "router.choice.outside_training",
+              choice.outside_training, f"in 0..{several - 1}", f"router.name lists {several}")
         for name in ("cosine_dim", "sinkhorn_rounds"):
-            check(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), ">= 1", "use the default")
+            check(
+                getattr(self, name) >= 1, f"router.{name}", getattr(self, name), ">= 1",
+                "use the default")
 
     @property
     def names(self) -> list[str]:

@@ -1,8 +1,10 @@
-"""The one tree of settings. Defaults live here and nowhere else; host flags are generated from it (`moe_plugin.config.flags`).
+"""The one tree of settings. Defaults live here and nowhere else; host flags are generated from it
+(`moe_plugin.config.flags`).
 
-Each leaf field carries `help`, and may carry `choices` (a fixed set) or `flag` (the host flag's name after `--moe-`).
-Names that come from a registry (router, dispatcher, all-to-all, expert compute) are checked against that registry
-when the layer is built, because users may register their own.
+Each leaf field carries `help`, and may carry `choices` (a fixed set) or `flag` (the host flag's
+name after `--moe-`). Names that come from a registry (router, dispatcher, all-to-all, expert
+compute) are checked against that registry when the layer is built, because users may register their
+own.
 """
 
 from __future__ import annotations
@@ -26,19 +28,29 @@ from moe_plugin.yaml_file import read_yaml
 
 @dataclass(kw_only=True)
 class MoEConfig:
-    """Everything one MoE layer needs to know. Hosts fill `model_dim`; users set the rest by flag, YAML or code."""
+    """Everything one MoE layer needs to know. Hosts fill `model_dim`; users set the rest by flag,
+    YAML or code.
+    """
 
     model_dim: int = option(0, "width of a token; the host fills it in")
     num_experts: int = option(8, "experts in the whole expert-parallel group", flag="num-experts")
     imports: str | None = option(
-        None, "your own modules, imported before names are looked up, so that they can register routers, losses, ...: dotted names or .py files, "
+        None,
+        "your own modules, imported before names are looked up, so that they can register routers, "
+        "losses, ...: dotted names or .py files, "
         "with commas", flag="import")
     deterministic: bool = option(
-        False, "the same seed and settings give the same bits, on GPU too; an operator that cannot is an error (docs/routers.md)", flag="deterministic")
+        False,
+        "the same seed and settings give the same bits, on GPU too; an operator that cannot is an "
+        "error (docs/routers.md)",
+        flag="deterministic")
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: dict[str, float] = field(
-        default_factory=lambda: {"gshard": 0.01},
-        metadata={"help": "weights of the router losses by registered name: gshard, switch, sequence, global_batch, z, ... (see docs/routers.md)", "flag": "losses"},
+        default_factory=lambda: {"gshard": 0.01}, metadata={
+            "help": "weights of the router losses by registered name: gshard, switch, sequence, "
+                    "global_batch, z, ... (see docs/routers.md)",
+            "flag": "losses"
+        },
     )
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
@@ -54,11 +66,16 @@ class MoEConfig:
                f"<= num_experts={self.num_experts}", "lower router.top_k or raise num_experts")
         for name, weight in self.losses.items():
             check(weight >= 0, f"losses.{name}", weight, ">= 0", "use 0 to switch a loss off")
-        check(not self.deterministic or self.parallel.mode != "auto", "parallel.mode", self.parallel.mode, "fixed where deterministic=True",
-               "a layout chosen by measured time adds up in another order from run to run: name one with parallel.r and parallel.d")
+        check(
+            not self.deterministic or self.parallel.mode != "auto", "parallel.mode",
+            self.parallel.mode, "fixed where deterministic=True",
+            "a layout chosen by measured time adds up in another order from run to run: name one "
+            "with parallel.r and parallel.d"
+        )
         uses_load = self.losses.get("load_importance", 0) > 0
-        check(not uses_load or self.router.noise > 0, "losses.load_importance", self.losses.get("load_importance"),
-               "0 unless router.noise > 0", "its load term is the probability under the noise: set router.noise, e.g. 1.0")
+        check(not uses_load or self.router.noise > 0, "losses.load_importance",
+              self.losses.get("load_importance"), "0 unless router.noise > 0",
+              "its load term is the probability under the noise: set router.noise, e.g. 1.0")
 
     @property
     def hidden_dim(self) -> int:
@@ -69,13 +86,16 @@ class MoEConfig:
 def from_dict(values: Mapping[str, Any]) -> MoEConfig:
     """Build and validate a config from plain nested values (YAML, Hydra, a checkpoint).
 
-    Unknown keys, wrong types and bad values are a `ValueError` that names the key, what was expected and the remedy.
+    Unknown keys, wrong types and bad values are a `ValueError` that names the key, what was
+    expected and the remedy.
     """
     return build(MoEConfig, values, "")
 
 
 def from_yaml(path: str) -> MoEConfig:
-    """Read a YAML file (see `configs/`) into a validated config. A file that is no YAML mapping is a `ValueError`."""
+    """Read a YAML file (see `configs/`) into a validated config. A file that is no YAML mapping is
+    a `ValueError`.
+    """
     return from_dict(read_yaml(path))
 
 
@@ -89,7 +109,8 @@ def with_overrides(config: MoEConfig, overrides: Mapping[str, Any]) -> MoEConfig
     tree = OmegaConf.create(to_dict(config))
     for path, value in overrides.items():
         section = hints_of(MoEConfig).get(path)
-        if isinstance(value, str) and hasattr(section, "SHORTHAND"):  # else it would wipe out the section's other overrides
+        # else it would wipe out the section's other overrides
+        if isinstance(value, str) and hasattr(section, "SHORTHAND"):
             path = f"{path}.{section.SHORTHAND}"
         OmegaConf.update(tree, path, value, merge=False, force_add=True)
     return from_dict(OmegaConf.to_container(tree))  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Modules of the user's own, imported for what they register: routers, losses, dispatchers, experts."""
+"""Modules of the user's own, imported for what they register: routers, losses, dispatchers,
+experts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import sys
 
 
 def import_user_modules(names: str | None) -> None:
-    """Import each module of a comma-separated list: a dotted name, or the path of a `.py` file. Each is imported once a process.
+    """Import each module of a comma-separated list: a dotted name, or the path of a `.py` file.
+    Each is imported once a process.
 
     Raises:
         ValueError: one that cannot be imported, whatever goes wrong in it; with the reason.
@@ -21,8 +24,10 @@ def import_user_modules(names: str | None) -> None:
         try:
             _import_file(name) if name.endswith(".py") else importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - somebody else's code
-            raise ValueError(f"imports={name!r} cannot be imported: {type(error).__name__}: {error}; give a module that Python finds "
-                             "(PYTHONPATH), or the path of a .py file") from error
+            raise ValueError(
+                f"imports={name!r} cannot be imported: {type(error).__name__}: {error}; give a "
+                "module that Python finds "
+                "(PYTHONPATH), or the path of a .py file") from error
 
 
 def _import_file(path: str) -> None:

@@ -7,5 +7,7 @@ from moe_plugin.dispatch.padded import PaddedDispatcher
 from moe_plugin.dispatch.parm import SharedSlotsDispatcher
 from moe_plugin.dispatch.ragged import RaggedDispatcher
 
-__all__ = ["AllGatherDispatcher", "Dispatcher", "IndexSliceDispatcher", "PaddedDispatcher", "RaggedDispatcher",
-           "SharedSlotsDispatcher", "check_capacity", "dispatchers"]
+__all__ = [
+    "AllGatherDispatcher", "Dispatcher", "IndexSliceDispatcher", "PaddedDispatcher",
+    "RaggedDispatcher", "SharedSlotsDispatcher", "check_capacity", "dispatchers"
+]

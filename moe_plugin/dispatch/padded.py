@@ -14,12 +14,15 @@ from moe_plugin.dispatch.ragged import exact_rows
 from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.records import Placement, Routing, RowCounts, RowPlan
 
-NO_CAPACITY = "dispatch.name='padded' needs a capacity: set dispatch.capacity_factor (0 never drops)"
+NO_CAPACITY = ("dispatch.name='padded' needs a capacity: set dispatch.capacity_factor (0 never "
+               "drops)")
 
 
 @dataclass(frozen=True)
 class PaddedHandle:
-    """What `combine` needs; slots: C. source_V, position_TK: see kernels.rows, over slots v*C + c of virtual experts v."""
+    """What `combine` needs; slots: C. source_V, position_TK: see kernels.rows, over slots v*C + c
+    of virtual experts v.
+    """
 
     weights_TK: Tensor
     source_V: Tensor
@@ -29,15 +32,17 @@ class PaddedHandle:
 
 @dispatchers.register("padded")
 class PaddedDispatcher:
-    """Fixed slots with Tutel's flexible layout: [E, C, D] becomes [L, W*C, D], so GEMM rows do not shrink with W."""
+    """Fixed slots with Tutel's flexible layout: [E, C, D] becomes [L, W*C, D], so GEMM rows do not
+    shrink with W.
+    """
 
     needs_capacity = True
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None, capacity: int | None,
-                 anchor: Tensor) -> tuple[Tensor, RowCounts, PaddedHandle]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None,
+                 capacity: int | None, anchor: Tensor) -> tuple[Tensor, RowCounts, PaddedHandle]:
         """See `Dispatcher`. Needs slots and a capacity; empty slots are zero rows."""
         if slots_TK is None or capacity is None:
             raise ValueError(NO_CAPACITY)
@@ -49,9 +54,11 @@ class PaddedDispatcher:
         rows_VD = all_to_all(rows_VD, place.comm, place.algorithm, anchor=anchor)
         size, local, width = place.comm.size, place.local, x_TD.shape[1]
         rows_RD = rows_VD.view(size, local, capacity, width).transpose(0, 1).reshape(-1, width)
-        return rows_RD, RowCounts([size * capacity] * local), PaddedHandle(weights_TK, source_V, position_TK, capacity)
+        return rows_RD, RowCounts([size * capacity] * local), PaddedHandle(
+            weights_TK, source_V, position_TK, capacity)
 
-    def pieces(self, routing: Routing, slots_TK: Tensor | None, capacity: int | None, number: int) -> PiecePlan:
+    def pieces(self, routing: Routing, slots_TK: Tensor | None, capacity: int | None,
+               number: int) -> PiecePlan:
         """See `dispatch.pieces`: the capacity cut in `number` pieces."""
         if slots_TK is None or capacity is None:
             raise ValueError(NO_CAPACITY)
@@ -59,8 +66,11 @@ class PaddedDispatcher:
         slots_TK, capacity = expand_slots(self.placement, slots_TK, capacity)
         return padded_pieces(self.placement, ids_TK, weights_TK, slots_TK, capacity, number)
 
-    def plan(self, routing: Routing, slots_TK: Tensor | None, capacity: int | None) -> RowPlan | None:
-        """See `Dispatcher`. On CPU the empty slots are left out: there the counts are on the host already."""
+    def plan(self, routing: Routing, slots_TK: Tensor | None,
+             capacity: int | None) -> RowPlan | None:
+        """See `Dispatcher`. On CPU the empty slots are left out: there the counts are on the host
+        already.
+        """
         experts = self.placement.experts
         if slots_TK is None or capacity is None or self.placement.comm.size > 1:
             return None
@@ -73,7 +83,8 @@ class PaddedDispatcher:
         """See `Dispatcher`."""
         place = self.placement
         width = rows_RD.shape[1]
-        rows_VD = rows_RD.view(place.local, place.comm.size, handle.slots, width).transpose(0, 1).reshape(-1, width)
+        rows_VD = rows_RD.view(place.local, place.comm.size, handle.slots,
+                               width).transpose(0, 1).reshape(-1, width)
         rows_VD = all_to_all(rows_VD, place.comm, place.algorithm, anchor=anchor)
         return combine_rows(rows_VD, handle.weights_TK, handle.source_V, handle.position_TK)
 

@@ -1,8 +1,10 @@
-"""Parm's schedule S2: ranks that hold the same tokens route all of them, and share the slots between them.
+"""Parm's schedule S2: ranks that hold the same tokens route all of them, and share the slots
+between them.
 
-N ranks hold the same tokens. Each sends 1/N of every expert's slots through the all-to-all, to all shards of the expert at once; the
-rows that come back are gathered over the N ranks and then weighed and summed. (Schedule S1 splits the tokens before they are
-routed; it is `parallel.replicas` with any other dispatcher.) Source: Pan et al. 2024 (Parm); k f T D elements gathered.
+N ranks hold the same tokens. Each sends 1/N of every expert's slots through the all-to-all, to all
+shards of the expert at once; the rows that come back are gathered over the N ranks and then weighed
+and summed. (Schedule S1 splits the tokens before they are routed; it is `parallel.replicas` with
+any other dispatcher.) Source: Pan et al. 2024 (Parm); k f T D elements gathered.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from moe_plugin.records import Placement, Routing, RowCounts
 
 @dataclass(frozen=True)
 class ParmHandle:
-    """What `combine` needs. source_V, position_TK: over slots (part of the capacity, expert, slot in the part); order_R, inverse_R: rows from
-    source-rank-major to expert-major."""
+    """What `combine` needs. source_V, position_TK: over slots (part of the capacity, expert, slot
+    in the part); order_R, inverse_R: rows from source-rank-major to expert-major.
+    """
 
     weights_TK: Tensor
     source_V: Tensor
@@ -34,7 +37,9 @@ class ParmHandle:
 
 @dispatchers.register("parm_s2")
 class SharedSlotsDispatcher:
-    """Parm S2: for `parallel.replicas` ranks that hold the same tokens; fixed slots, shared between them after the gate."""
+    """Parm S2: for `parallel.replicas` ranks that hold the same tokens; fixed slots, shared between
+    them after the gate.
+    """
 
     same_tokens = False
     splits_slots = True
@@ -43,8 +48,8 @@ class SharedSlotsDispatcher:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None, capacity: int | None,
-                 anchor: Tensor) -> tuple[Tensor, RowCounts, ParmHandle]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None,
+                 capacity: int | None, anchor: Tensor) -> tuple[Tensor, RowCounts, ParmHandle]:
         """See `Dispatcher`. Needs slots and a capacity."""
         if slots_TK is None or capacity is None:
             raise ValueError(NO_CAPACITY.replace("padded", "parm_s2"))
@@ -53,7 +58,8 @@ class SharedSlotsDispatcher:
         ids_TK, weights_TK = expand(place, routing, slots_TK)
         slots_TK, capacity = expand_slots(place, slots_TK, capacity)
         part = -(-capacity // parts)
-        position_TK = (slots_TK // max(1, part)) * (place.virtual * part) + ids_TK * part + slots_TK % max(1, part)
+        position_TK = (slots_TK // max(1, part)) * (place.virtual *
+                                                    part) + ids_TK * part + slots_TK % max(1, part)
         position_TK = position_TK.masked_fill(ids_TK < 0, -1)
         source_V = slot_sources(position_TK, parts * place.virtual * part)
         rows_VD = gather_rows(x_TD, source_V, position_TK)

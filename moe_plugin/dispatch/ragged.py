@@ -1,4 +1,5 @@
-"""Ragged dispatch: exactly the rows that were routed, no padding; sizes are exchanged before data."""
+"""Ragged dispatch: exactly the rows that were routed, no padding; sizes are exchanged before data.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from moe_plugin.records import Placement, Routing, RowCounts, RowPlan
 
 @dataclass(frozen=True)
 class RaggedHandle:
-    """What `combine` needs. source_N, position_TK: see kernels.rows; send, recv: rows by rank; order_R, inverse_R: the
-    permutation from source-rank-major to expert-major rows (None where they are the same)."""
+    """What `combine` needs. source_N, position_TK: see kernels.rows; send, recv: rows by rank;
+    order_R, inverse_R: the permutation from source-rank-major to expert-major rows (None where they
+    are the same).
+    """
 
     weights_TK: Tensor
     source_N: Tensor
@@ -30,13 +33,15 @@ class RaggedHandle:
 
 @dispatchers.register("ragged")
 class RaggedDispatcher:
-    """Exact rows: expert-major sort, count exchange, uneven all-to-all (FastMoE, MegaBlocks). The dropless default."""
+    """Exact rows: expert-major sort, count exchange, uneven all-to-all (FastMoE, MegaBlocks). The
+    dropless default.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None, capacity: int | None,
-                 anchor: Tensor) -> tuple[Tensor, RowCounts, RaggedHandle]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None,
+                 capacity: int | None, anchor: Tensor) -> tuple[Tensor, RowCounts, RaggedHandle]:
         """See `Dispatcher`. One device-to-host copy, of the counts."""
         place = self.placement
         ids_TK, weights_TK = expand(place, routing, slots_TK)
@@ -50,7 +55,8 @@ class RaggedDispatcher:
         if order_R is not None:
             rows_RD = permute_rows(rows_RD, order_R, inverse_R)
         counts = RowCounts([sum(column) for column in zip(*recv_WL, strict=True)])
-        return rows_RD, counts, RaggedHandle(weights_TK, source_N, position_TK, send, recv, order_R, inverse_R)
+        return rows_RD, counts, RaggedHandle(weights_TK, source_N, position_TK, send, recv, order_R,
+                                             inverse_R)
 
     def combine(self, rows_RD: Tensor, handle: RaggedHandle, anchor: Tensor) -> Tensor:
         """See `Dispatcher`."""
@@ -60,15 +66,20 @@ class RaggedDispatcher:
         rows_ND = all_to_all(rows_RD, place.comm, place.algorithm, handle.recv, handle.send, anchor)
         return combine_rows(rows_ND, handle.weights_TK, handle.source_N, handle.position_TK)
 
-    def pieces(self, routing: Routing, slots_TK: Tensor | None, capacity: int | None, number: int) -> PiecePlan:
-        """See `dispatch.pieces`: every expert's rows cut in `number` pieces, nearly equal. One device-to-host copy, of the counts."""
+    def pieces(self, routing: Routing, slots_TK: Tensor | None, capacity: int | None,
+               number: int) -> PiecePlan:
+        """See `dispatch.pieces`: every expert's rows cut in `number` pieces, nearly equal. One
+        device-to-host copy, of the counts.
+        """
         ids_TK, weights_TK = expand(self.placement, routing, slots_TK)
         order_N, send_WL, recv_WL = self._plan(ids_TK)
         return ragged_pieces(order_N, send_WL, recv_WL, ids_TK, weights_TK, number)
 
-    def plan(self, routing: Routing, slots_TK: Tensor | None, capacity: int | None) -> RowPlan | None:
+    def plan(self, routing: Routing, slots_TK: Tensor | None,
+             capacity: int | None) -> RowPlan | None:
         """See `Dispatcher`. One device-to-host copy, of the counts."""
-        return exact_rows(routing.ids_TK, routing.weights_TK, self.placement.experts) if self.placement.comm.size == 1 else None
+        return exact_rows(routing.ids_TK, routing.weights_TK,
+                          self.placement.experts) if self.placement.comm.size == 1 else None
 
     def _plan(self, ids_TK: Tensor) -> tuple[Tensor, list[list[int]], list[list[int]]]:
         place = self.placement
@@ -79,7 +90,9 @@ class RaggedDispatcher:
 
 
 def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
-    """Every chosen (token, expert) pair is one row, sorted by expert; within an expert in token order."""
+    """Every chosen (token, expert) pair is one row, sorted by expert; within an expert in token
+    order.
+    """
     order_N, count_E = _sort(ids_TK, experts)
     counts = RowCounts(count_E.tolist())
     source_R = order_N[: counts.total]
@@ -91,4 +104,5 @@ def _sort(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     ids_N = ids_TK.reshape(-1)
     key_N = torch.where(ids_N < 0, experts, ids_N)
     count_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TK.device)
-    return torch.argsort(key_N, stable=True), count_E.index_add_(0, key_N, torch.ones_like(key_N))[:experts]
+    return torch.argsort(key_N, stable=True), count_E.index_add_(0, key_N,
+                                                                 torch.ones_like(key_N))[:experts]

@@ -1,13 +1,15 @@
 """Fewer bits on the wire than in memory, with stated error bounds.
 
-For an element x of a row whose largest magnitude is m, and of a block of 128 consecutive elements of that row whose largest is b, with
-2^-110 <= b <= m < 2^127, one exchange changes x by at most
+For an element x of a row whose largest magnitude is m, and of a block of 128 consecutive elements
+of that row whose largest is b, with 2^-110 <= b <= m < 2^127, one exchange changes x by at most
 
     bf16   2^-8 |x|
-    fp16   2^-11 |x| + 2^-39 m     rows are scaled by a power of two, so nothing overflows: one byte more a row
-    fp8    2^-4 |x| + 2^-18 b      e4m3, blocks are scaled (`kernels.quantize_fp8`, in Triton on a GPU): four bytes more a block
+    fp16   2^-11 |x| + 2^-39 m     rows are scaled by a power of two, so nothing overflows: one byte
+    more a row fp8    2^-4 |x| + 2^-18 b      e4m3, blocks are scaled (`kernels.quantize_fp8`, in
+    Triton on a GPU): four bytes more a block
 
-A row with an infinity or a NaN keeps being not finite, so that loss scaling still sees it. Gradients take the same way back.
+A row with an infinity or a NaN keeps being not finite, so that loss scaling still sees it.
+Gradients take the same way back.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from moe_plugin.kernels.fp8 import BLOCK
 
 @dataclass(frozen=True)
 class Format:
-    """encode: rows [R, ...] to what travels, each part [R, ...]. decode: parts and a dtype to rows. row_bytes: what a row of n elements takes."""
+    """encode: rows [R, ...] to what travels, each part [R, ...]. decode: parts and a dtype to rows.
+    row_bytes: what a row of n elements takes.
+    """
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
@@ -36,20 +40,25 @@ class Format:
 
 @dataclass(frozen=True)
 class WireFormat:
-    """An all-to-all whose rows travel in another format. Integers, single numbers a row and what would not be smaller pass unchanged."""
+    """An all-to-all whose rows travel in another format. Integers, single numbers a row and what
+    would not be smaller pass unchanged.
+    """
 
     algorithm: AllToAll
     name: str
 
-    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
+    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
+                 recv: Sequence[int] | None = None) -> Tensor:
         return self._carry(self.algorithm, comm, x, send, recv)
 
-    def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None, recv: Sequence[int] | None) -> AllToAll:
+    def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
+                recv: Sequence[int] | None) -> AllToAll:
         """See `handles.start`: the choice in program order, the conversion in the background."""
         resolve = getattr(self.algorithm, "resolve", None)
         return self if resolve is None else _Resolved(self, resolve(comm, x, send, recv))
 
-    def _carry(self, algorithm: AllToAll, comm: Comm, x: Tensor, send: Sequence[int] | None, recv: Sequence[int] | None) -> Tensor:
+    def _carry(self, algorithm: AllToAll, comm: Comm, x: Tensor, send: Sequence[int] | None,
+               recv: Sequence[int] | None) -> Tensor:
         form = FORMATS[self.name]
         if not x.is_floating_point() or x.dim() < 2 or not _saves(form, x):
             return algorithm(comm, x, send, recv)
@@ -65,7 +74,8 @@ class _Resolved:
         self.wire, self.algorithm = wire, algorithm
         self.synchronous = getattr(algorithm, "synchronous", False)
 
-    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
+    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
+                 recv: Sequence[int] | None = None) -> Tensor:
         return self.wire._carry(self.algorithm, comm, x, send, recv)
 
 
@@ -76,7 +86,9 @@ def _saves(form: Format, x: Tensor) -> bool:
 
 
 def _scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows in fp16, int8 scale exponents [R]): x = row * 2^scale, exactly undone but for rounding; magnitudes up to 2^15."""
+    """(rows in fp16, int8 scale exponents [R]): x = row * 2^scale, exactly undone but for rounding;
+    magnitudes up to 2^15.
+    """
     largest_R = x.detach().flatten(1).abs().amax(1) if x[0:1].numel() else x.new_zeros(x.shape[0])
     power_R = torch.frexp(largest_R.float())[1]  # largest < 2^power
     usable_R = torch.isfinite(largest_R) & (largest_R > 0)
@@ -103,14 +115,17 @@ def _from_blocks(codes: Tensor, scales_RB: Tensor, dtype: torch.dtype) -> Tensor
 
 
 FORMATS: dict[str, Format] = {
-    "bf16": Format(lambda x: (x.to(torch.bfloat16),), lambda rows, dtype: rows.to(dtype), lambda n: 2 * n),
-    "fp16": Format(_scaled_rows, _unscaled_rows, lambda n: 2 * n + 1),
+    "bf16": Format(lambda x: (x.to(torch.bfloat16),), lambda rows, dtype: rows.to(dtype),
+                   lambda n: 2 * n), "fp16": Format(_scaled_rows, _unscaled_rows,
+                                                    lambda n: 2 * n + 1),
     "fp8": Format(_blocks, _from_blocks, lambda n: n + 4 * -(-n // BLOCK)),
 }
 
 
 def with_wire(algorithm: AllToAll, name: str) -> AllToAll:
-    """The algorithm in a wire format: `none`, `bf16`, `fp16` or `fp8`; another name is a `ValueError`."""
+    """The algorithm in a wire format: `none`, `bf16`, `fp16` or `fp8`; another name is a
+    `ValueError`.
+    """
     if name == "none":
         return algorithm
     if name not in FORMATS:

@@ -21,20 +21,26 @@ def compiler() -> str | None:
 
 
 def build_switch(cache: Path | None = None) -> Path:
-    """The compiled switch, named by its source's digest, so that a new version never runs an old program.
+    """The compiled switch, named by its source's digest, so that a new version never runs an old
+    program.
 
     Raises: ValueError: no compiler, or it fails; with its message.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    target = user_cache("the emulated cluster's switch cannot be compiled there", cache) / f"switch-{digest}"
+    target = user_cache("the emulated cluster's switch cannot be compiled there",
+                        cache) / f"switch-{digest}"
     if target.exists():
         return target
     cc = compiler()
     if cc is None:
-        raise ValueError(f"no C compiler ({', '.join(COMPILERS)}) for the emulated cluster's switch; on Debian or Ubuntu: sudo apt-get install gcc")
+        raise ValueError(
+            f"no C compiler ({', '.join(COMPILERS)}) for the emulated cluster's switch; on Debian "
+            "or Ubuntu: sudo apt-get install gcc"
+        )
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "switch"
-        done = subprocess.run([cc, "-O2", "-o", str(made), str(SOURCE)], capture_output=True, text=True, check=False)
+        done = subprocess.run([cc, "-O2", "-o", str(made), str(SOURCE)], capture_output=True,
+                              text=True, check=False)
         if done.returncode:
             raise ValueError(f"{cc} could not compile {SOURCE}: {done.stderr.strip()}")
         os.replace(made, target)  # whole or not at all, also when two processes build at once

@@ -1,4 +1,6 @@
-"""`EmulatedCluster`: nodes as network namespaces on this machine, joined by a switch with shaped ports."""
+"""`EmulatedCluster`: nodes as network namespaces on this machine, joined by a switch with shaped
+ports.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from typing import Any
 
 from moe_plugin.emulate.build import build_switch
 from moe_plugin.emulate.namespaces import Node, make_node, why_not
-from moe_plugin.emulate.ranks import RankEnd, RankProcess, collect, fork, initialise, serve_store, stop
+from moe_plugin.emulate.ranks import (
+    RankEnd,
+    RankProcess,
+    collect,
+    fork,
+    initialise,
+    serve_store,
+    stop,
+)
 
 MAX_NODES = 64
 ERRORS_SHOWN = 3
@@ -21,7 +31,9 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class PortStats:
-    """What a node has sent and received. bytes_in: on the wire, from the node. messages: frames that ended one."""
+    """What a node has sent and received. bytes_in: on the wire, from the node. messages: frames
+    that ended one.
+    """
 
     frames_in: int
     bytes_in: int
@@ -34,20 +46,29 @@ class PortStats:
 class EmulatedCluster:
     """A cluster of `nodes` x `ranks_per_node` ranks on this machine; a context manager.
 
-    Every node has its own network, host name and link; ranks of a node talk over its loopback. Nothing is left behind when
-    this process ends, however it ends: namespaces have no names, the switch ends with its control socket, ranks with us.
+    Every node has its own network, host name and link; ranks of a node talk over its loopback.
+    Nothing is left behind when this process ends, however it ends: namespaces have no names, the
+    switch ends with its control socket, ranks with us.
 
     Args:
-        rate_bit_s: of each node's link, both ways. delay_s: one way. message_s: extra cost a message of a node's card.
+        rate_bit_s: of each node's link, both ways. delay_s: one way. message_s: extra cost a
+            message of a node's card.
         mtu: of the links, bytes.
     Raises: ValueError: values out of bounds, or no such cluster can run here, with the reason.
     """
 
-    def __init__(self, nodes: int, ranks_per_node: int, rate_bit_s: float = 200e6, delay_s: float = 1e-3, message_s: float = 0.0, mtu: int = 1500) -> None:
+    def __init__(self, nodes: int, ranks_per_node: int, rate_bit_s: float = 200e6,
+                 delay_s: float = 1e-3, message_s: float = 0.0, mtu: int = 1500) -> None:
         if not 1 <= nodes <= MAX_NODES or ranks_per_node < 1:
-            raise ValueError(f"emulated cluster {nodes}x{ranks_per_node}: must be 1 to {MAX_NODES} nodes and at least one rank a node")
+            raise ValueError(
+                f"emulated cluster {nodes}x{ranks_per_node}: must be 1 to {MAX_NODES} nodes and at "
+                "least one rank a node"
+            )
         if rate_bit_s <= 0 or delay_s < 0 or message_s < 0:
-            raise ValueError(f"emulated cluster: rate {rate_bit_s} must be > 0, delay {delay_s} and message cost {message_s} >= 0; e.g. 200mbit, 1ms")
+            raise ValueError(
+                f"emulated cluster: rate {rate_bit_s} must be > 0, delay {delay_s} and message "
+                f"cost {message_s} >= 0; e.g. 200mbit, 1ms"
+            )
         self.nodes_wanted, self.ranks_per_node = nodes, ranks_per_node
         self.rate_bit_s, self.delay_s, self.message_s, self.mtu = rate_bit_s, delay_s, message_s, mtu
         self.nodes: list[Node] = []
@@ -93,50 +114,70 @@ class EmulatedCluster:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(10)
         inherited = [theirs.fileno(), *(node.net for node in self.nodes)]
-        numbers = [theirs.fileno(), self.rate_bit_s, self.delay_s * 1e6, self.message_s * 1e6, self.mtu, *inherited[1:]]
-        self._switch = subprocess.Popen([str(program), *map(str, numbers)], stdout=subprocess.PIPE, text=True, pass_fds=inherited)
+        numbers = [
+            theirs.fileno(), self.rate_bit_s, self.delay_s * 1e6, self.message_s * 1e6, self.mtu,
+            *inherited[1:]
+        ]
+        self._switch = subprocess.Popen([str(program), *map(str, numbers)], stdout=subprocess.PIPE,
+                                        text=True, pass_fds=inherited)
         theirs.close()
         said = self._switch.stdout.readline()
         if not said.startswith("ready"):
-            raise ValueError(f"the emulated cluster's switch did not start: {said.strip() or 'no word'}; run as root, or see `moe-plugin doctor`")
+            raise ValueError(
+                f"the emulated cluster's switch did not start: {said.strip() or 'no word'}; run as "
+                "root, or see `moe-plugin doctor`"
+            )
 
-    def start(self, fn: Callable[..., Any], *args: Any, group_timeout_s: float = 60.0, join: bool = True) -> list[RankProcess]:
-        """Start `fn(*args)` on every rank, with the launcher's variables set and (join) the gloo world initialised."""
+    def start(self, fn: Callable[..., Any], *args: Any, group_timeout_s: float = 60.0,
+              join: bool = True) -> list[RankProcess]:
+        """Start `fn(*args)` on every rank, with the launcher's variables set and (join) the gloo
+        world initialised.
+        """
         ours = [self._control.fileno()] if self._control else []
         store, port = serve_store(self.nodes[0], ours)
         self.running.append(store)
         ranks = []
         for rank in range(self.size):
             node = self.nodes[rank // self.ranks_per_node]
-            work = partial(_rank, self._environment(rank, port), group_timeout_s if join else None, fn, args)
+            work = partial(_rank, self._environment(rank, port), group_timeout_s if join else None,
+                           fn, args)
             ranks.append(fork(work, node, rank, ours))
         self.running += ranks
         return ranks
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, group_timeout_s: float = 60.0) -> list[Any]:
-        """`fn(*args)` on every rank; the results in rank order. Any rank's failure is a RuntimeError with all traces."""
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
+            group_timeout_s: float = 60.0) -> list[Any]:
+        """`fn(*args)` on every rank; the results in rank order. Any rank's failure is a
+        RuntimeError with all traces.
+        """
         ends = self.collect(self.start(fn, *args, group_timeout_s=group_timeout_s), timeout_s)
         failed = [end.error for end in ends if end.error is not None]
         if failed:
-            more = f"\nand {len(failed) - ERRORS_SHOWN} more ranks failed" if len(failed) > ERRORS_SHOWN else ""
+            more = f"\nand {len(failed) - ERRORS_SHOWN} more ranks failed" if len(
+                failed) > ERRORS_SHOWN else ""
             raise RuntimeError("\n".join(failed[:ERRORS_SHOWN]) + more)
         return [end.value for end in ends]
 
     def collect(self, ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-        """How the ranks ended; those without an answer after `timeout_s` are killed. Stores are stopped, too."""
+        """How the ranks ended; those without an answer after `timeout_s` are killed. Stores are
+        stopped, too.
+        """
         ends = collect(ranks, timeout_s)
         stop([process for process in self.running if process.rank < 0])
         self.running = []
         return ends
 
     def command(self, node: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen:
-        """Run a program on a node (torchrun, say). All that it starts dies with it, and it with this cluster."""
+        """Run a program on a node (torchrun, say). All that it starts dies with it, and it with
+        this cluster.
+        """
         where = self.nodes[node]
         environment = {**os.environ, **popen.pop("env", {}), "GLOO_SOCKET_IFNAME": "eth0"}
         enter = ["nsenter", f"--net=/proc/self/fd/{where.net}", f"--uts=/proc/self/fd/{where.uts}"]
         seal = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         # setpriv: the chain begins to die when we do, and unshare --kill-child passes it on
-        started = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *enter, *seal, *argv], env=environment, pass_fds=[where.net, where.uts], **popen)
+        started = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *enter, *seal, *argv],
+                                   env=environment, pass_fds=[where.net, where.uts], **popen)
         self.commands.append(started)
         return started
 
@@ -160,7 +201,8 @@ class EmulatedCluster:
         """Counters of every node's port since the start."""
         return [PortStats(*map(int, line.split())) for line in self._tell("stats").splitlines()[1:]]
 
-    def signal_node(self, ranks: Sequence[RankProcess], node: int, number: int = signal.SIGKILL) -> None:
+    def signal_node(self, ranks: Sequence[RankProcess], node: int,
+                    number: int = signal.SIGKILL) -> None:
         """Send a signal to every rank of a node."""
         for process in ranks:
             if process.rank // self.ranks_per_node == node:
@@ -180,14 +222,24 @@ class EmulatedCluster:
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         local = rank % self.ranks_per_node
-        return {"RANK": str(rank), "WORLD_SIZE": str(self.size), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
-                "GROUP_RANK": str(rank // self.ranks_per_node), "GROUP_WORLD_SIZE": str(self.nodes_wanted),
-                "MASTER_ADDR": self.nodes[0].address, "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already: with env:// rank 0 must not serve another
-                "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            "GROUP_RANK": str(rank // self.ranks_per_node),
+            "GROUP_WORLD_SIZE": str(self.nodes_wanted),
+            "MASTER_ADDR": self.nodes[0].address,
+            "MASTER_PORT": str(port),
+            # the store is served already: with env:// rank 0 must not serve another
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1"
+        }
 
 
-def _rank(environment: dict[str, str], join_timeout_s: float | None, fn: Callable[..., Any], args: tuple) -> Any:
+def _rank(environment: dict[str, str], join_timeout_s: float | None, fn: Callable[..., Any],
+          args: tuple) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -195,7 +247,8 @@ def _rank(environment: dict[str, str], join_timeout_s: float | None, fn: Callabl
     torch.set_num_threads(1)
     if join_timeout_s is None:
         return fn(*args)
-    initialise(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), int(environment["RANK"]), int(environment["WORLD_SIZE"]), join_timeout_s)
+    initialise(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]),
+               int(environment["RANK"]), int(environment["WORLD_SIZE"]), join_timeout_s)
     value = fn(*args)
     if dist.is_initialized():  # unless `fn` took the group down itself
         dist.barrier()

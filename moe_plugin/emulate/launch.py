@@ -16,11 +16,13 @@ PORT = 29400  # of the rendezvous; the nodes' networks are their own, so it is f
 GRACE_S = 15.0
 
 
-def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restarts: int = 0, **popen: object) -> list[subprocess.Popen]:
+def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restarts: int = 0,
+                   **popen: object) -> list[subprocess.Popen]:
     """Start torchrun on every node with `ranks_per_node` ranks each.
 
     Args:
-        program: `script.py ARGS`, `-m module ARGS`, or an installed command such as `fairseq-train ARGS`.
+        program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
+            `fairseq-train ARGS`.
         max_restarts: how often torchrun starts all ranks again after one failed.
         popen: of `EmulatedCluster.command`; `stdout`, say.
     Raises: ValueError: no such program.
@@ -30,23 +32,39 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
     started = []
     for node in cluster.nodes:
         # the host names of emulated nodes are in no register: everything is said by address
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", "emulated", "--rdzv-endpoint", f"{first}:{PORT}",
-                      "--rdzv-conf", f"is_host={int(node.index == 0)}", "--local-addr", node.address]
-        argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(cluster.nodes)), "--nproc-per-node", str(cluster.ranks_per_node),
-                "--max-restarts", str(max_restarts), *rendezvous, *program]
+        rendezvous = [
+            "--rdzv-backend", "c10d", "--rdzv-id", "emulated", "--rdzv-endpoint", f"{first}:{PORT}",
+            "--rdzv-conf", f"is_host={int(node.index == 0)}", "--local-addr", node.address
+        ]
+        argv = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes",
+            str(len(cluster.nodes)), "--nproc-per-node",
+            str(cluster.ranks_per_node), "--max-restarts",
+            str(max_restarts), *rendezvous, *program
+        ]
         started.append(cluster.command(node.index, argv, env=_environment(), **popen))
     return started
 
 
-def start_plain(cluster: EmulatedCluster, program: Sequence[str], **popen: object) -> list[subprocess.Popen]:
-    """Start a launch script of one's own on every node; it is told MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and NPROC_PER_NODE."""
-    env = {"MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT), "NNODES": str(len(cluster.nodes)),
-           "NPROC_PER_NODE": str(cluster.ranks_per_node)}
-    return [cluster.command(node.index, list(program), env={**env, "NODE_RANK": str(node.index)}, **popen) for node in cluster.nodes]
+def start_plain(cluster: EmulatedCluster, program: Sequence[str],
+                **popen: object) -> list[subprocess.Popen]:
+    """Start a launch script of one's own on every node; it is told MASTER_ADDR, MASTER_PORT,
+    NNODES, NODE_RANK and NPROC_PER_NODE.
+    """
+    env = {
+        "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
+        "NNODES": str(len(cluster.nodes)), "NPROC_PER_NODE": str(cluster.ranks_per_node)
+    }
+    return [
+        cluster.command(node.index, list(program), env={**env, "NODE_RANK": str(node.index)},
+                        **popen) for node in cluster.nodes
+    ]
 
 
 def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
-    """Wait for all; the first exit status that is not 0. After a failure the others have `grace_s` seconds to end by themselves."""
+    """Wait for all; the first exit status that is not 0. After a failure the others have `grace_s`
+    seconds to end by themselves.
+    """
     deadline = None
     while any(process.poll() is None for process in started):
         failed = [process.returncode for process in started if process.returncode]
@@ -59,9 +77,13 @@ def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
 
 
 def _environment() -> dict[str, str]:
-    # torchrun's c10d rendezvous keeps one store for all restarts, in which new ranks find the addresses of dead ones and are refused
-    # there (seen: torch 2.13, gloo; pytorch/pytorch 135712). With this each start has a store of its own.
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # torchrun's c10d rendezvous keeps one store for all restarts, in which new ranks find the
+    # addresses of dead ones and are refused there (seen: torch 2.13, gloo; pytorch/pytorch 135712).
+    # With this each start has a store of its own.
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+    }
 
 
 def _python_or_command(program: Sequence[str]) -> list[str]:
@@ -70,5 +92,8 @@ def _python_or_command(program: Sequence[str]) -> list[str]:
         return [name, *rest]
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
-        raise ValueError(f"program {name!r} is not installed: give a script (train.py), a module (-m package.module) or a command (fairseq-train)")
+        raise ValueError(
+            f"program {name!r} is not installed: give a script (train.py), a module (-m "
+            "package.module) or a command (fairseq-train)"
+        )
     return ["--no-python", found, *rest]

@@ -1,4 +1,6 @@
-"""Linux namespaces that no name and no file holds: they are gone when the last descriptor and process are."""
+"""Linux namespaces that no name and no file holds: they are gone when the last descriptor and
+process are.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ from moe_plugin.emulate.build import compiler
 _NEWUTS, _NEWNET = 0x04000000, 0x40000000
 _PR_SET_PDEATHSIG = 1
 _SYSCTL = {
-    # an exchange after a pause must not begin with a small window again, nor remember an earlier run's losses
+    # an exchange after a pause must not begin with a small window again, nor remember an earlier
+    # run's losses
     "/proc/sys/net/ipv4/tcp_slow_start_after_idle": "0",
     "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
-    # the same on every machine; BBR, some machines' default, paces itself to 80 % of a link that many flows share
+    # the same on every machine; BBR, some machines' default, paces itself to 80 % of a link that
+    # many flows share
     "/proc/sys/net/ipv4/tcp_congestion_control": "reno",
-    # frames of up to 46 KB cross the switch as one unit: pacing would cut them to two segments, for four times the processor time
+    # frames of up to 46 KB cross the switch as one unit: pacing would cut them to two segments, for
+    # four times the processor time
     "/proc/sys/net/ipv4/tcp_min_tso_segs": "32",
 }
 
@@ -66,7 +71,9 @@ def make_node(index: int) -> Node:
             for path, value in _SYSCTL.items():
                 Path(path).write_text(value)
             flags = os.O_RDONLY | os.O_CLOEXEC
-            found.append(Node(index, os.open("/proc/thread-self/ns/net", flags), os.open("/proc/thread-self/ns/uts", flags)))
+            found.append(
+                Node(index, os.open("/proc/thread-self/ns/net", flags),
+                     os.open("/proc/thread-self/ns/uts", flags)))
         except BaseException as error:  # noqa: BLE001 - handed to the caller below
             found.append(error)
 
@@ -79,7 +86,8 @@ def make_node(index: int) -> Node:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the process that made it ends, however that happens."""
+    """Have the kernel kill this process when the process that made it ends, however that happens.
+    """
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -90,14 +98,18 @@ def why_not() -> str | None:
     if sys.platform != "linux":
         return f"an emulated cluster needs Linux namespaces; this is {sys.platform}"
     if compiler() is None:
-        return "an emulated cluster needs a C compiler for its switch; on Debian or Ubuntu: sudo apt-get install gcc"
+        return ("an emulated cluster needs a C compiler for its switch; on Debian or Ubuntu: sudo "
+                "apt-get install gcc")
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-        return "an emulated cluster needs /dev/net/tun; in a container, start it with --device /dev/net/tun --cap-add NET_ADMIN --cap-add SYS_ADMIN"
+        return ("an emulated cluster needs /dev/net/tun; in a container, start it with --device "
+                "/dev/net/tun --cap-add NET_ADMIN --cap-add SYS_ADMIN")
     try:
         make_node(0).close()
     except OSError as error:
-        return (f"an emulated cluster needs CAP_SYS_ADMIN and CAP_NET_ADMIN ({error.strerror or error}); run as root, "
-                "or in a user namespace: unshare --user --map-root-user --net COMMAND")
+        return (
+            "an emulated cluster needs CAP_SYS_ADMIN and CAP_NET_ADMIN "
+            f"({error.strerror or error}); run as root, "
+            "or in a user namespace: unshare --user --map-root-user --net COMMAND")
     return None
 
 

@@ -1,4 +1,6 @@
-"""Ranks of an emulated cluster: forked from this process, which has imported torch once, each into its node."""
+"""Ranks of an emulated cluster: forked from this process, which has imported torch once, each into
+its node.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ TRACE_S = 0.5  # for ranks to write their traces before they are killed
 
 @dataclass
 class RankEnd:
-    """How a rank ended: with a value; with an error (text with its trace); or without a word (killed, no answer in time).
+    """How a rank ended: with a value; with an error (text with its trace); or without a word
+    (killed, no answer in time).
 
-    seconds: from its start to its end. exit: exit status, negative for a signal, None where it had to be killed.
+    seconds: from its start to its end. exit: exit status, negative for a signal, None where it had
+    to be killed.
     """
 
     rank: int
@@ -54,7 +58,9 @@ class RankProcess:
 
 
 def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = ()) -> RankProcess:
-    """Run `work` in a forked process on `node`; it dies with this process. close: descriptors that it must not keep."""
+    """Run `work` in a forked process on `node`; it dies with this process. close: descriptors that
+    it must not keep.
+    """
     ours, theirs = Pipe(duplex=False)
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_close`, when the rank has ended
     sys.stdout.flush()
@@ -83,7 +89,9 @@ def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = 
 
 
 def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-    """Wait for all; those that have not answered after `timeout_s` are killed, and their errors tell where they were."""
+    """Wait for all; those that have not answered after `timeout_s` are killed, and their errors
+    tell where they were.
+    """
     ends: dict[int, RankEnd] = {}
     waiting = {process.pipe: process for process in ranks}
     deadline = time.monotonic() + timeout_s
@@ -98,7 +106,8 @@ def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
         _kill(process.pid)
         os.waitpid(process.pid, 0)
         error = f"rank {process.rank} gave no answer within {timeout_s} s{_close(process)}"
-        ends[process.rank] = RankEnd(process.rank, error=error, seconds=time.monotonic() - process.started)
+        ends[process.rank] = RankEnd(process.rank, error=error,
+                                     seconds=time.monotonic() - process.started)
     return [ends[process.rank] for process in ranks]
 
 
@@ -118,12 +127,16 @@ def initialise(address: str, port: int, rank: int, world: int, timeout_s: float)
     """Join the gloo world over the store at `address`, which lives in no rank."""
     import torch.distributed as dist
 
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(timeout_s, 30)))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    store = dist.TCPStore(address, port, is_master=False,
+                          timeout=timedelta(seconds=max(timeout_s, 30)))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world,
+                            timeout=timedelta(seconds=timeout_s))
 
 
 def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int]:
-    """A process on `node` that holds the ranks' store, so that any rank may die. Returns it and its port."""
+    """A process on `node` that holds the ranks' store, so that any rank may die. Returns it and its
+    port.
+    """
     told, tell = os.pipe()
 
     def work() -> None:
@@ -139,7 +152,8 @@ def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int
     port = os.read(told, 16)
     os.close(told)
     if not port:
-        raise RuntimeError(f"the store on {node.hostname} did not start: {collect([process], 5)[0].error}")
+        raise RuntimeError(
+            f"the store on {node.hostname} did not start: {collect([process], 5)[0].error}")
     return process, int(port)
 
 

@@ -10,4 +10,7 @@ from moe_plugin.ensembles.cmcl import (
 )
 from moe_plugin.ensembles.heads import EnsembleHeads
 
-__all__ = ["EnsembleHeads", "OracleLoss", "confident_oracle_loss", "ensemble_errors", "responsible", "share_features", "uniform_divergence"]
+__all__ = [
+    "EnsembleHeads", "OracleLoss", "confident_oracle_loss", "ensemble_errors", "responsible",
+    "share_features", "uniform_divergence"
+]

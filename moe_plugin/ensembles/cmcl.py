@@ -1,6 +1,8 @@
-"""Confident multiple choice learning: an ensemble whose members specialise and know what they do not know.
+"""Confident multiple choice learning: an ensemble whose members specialise and know what they do
+not know.
 
-Legend: N samples, M members (models, heads or experts), C classes, G groups of samples. Source: CMCL (Lee et al. 2017).
+Legend: N samples, M members (models, heads or experts), C classes, G groups of samples. Source:
+CMCL (Lee et al. 2017).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ LABELLING = ("exact", "stochastic")
 class OracleLoss:
     """Result of `confident_oracle_loss`.
 
-    loss_N: loss of each sample, differentiable. chosen_NM: bool, the members responsible for it. cross_entropy_NM: detached.
+    loss_N: loss of each sample, differentiable. chosen_NM: bool, the members responsible for it.
+    cross_entropy_NM: detached.
     """
 
     loss_N: Tensor
@@ -35,52 +38,69 @@ def uniform_divergence(logits_NMC: Tensor) -> Tensor:
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """The assignment v of least loss with k members a sample, bool [N, M]: the k smallest of CE_m - beta KL_m, ties to the lower index.
+    """The assignment v of least loss with k members a sample, bool [N, M]: the k smallest of CE_m -
+    beta KL_m, ties to the lower index.
 
-    Exact, because the loss is a sum over members: choosing m instead of not choosing it changes it by CE_m - beta KL_m.
+    Exact, because the loss is a sum over members: choosing m instead of not choosing it changes it
+    by CE_m - beta KL_m.
     """
     members = cross_entropy_NM.shape[1]
     if not 1 <= k <= members:
-        raise ValueError(f"k={k} is out of bounds: must be in 1..{members}, the members of the ensemble; 1 is multiple choice learning")
+        raise ValueError(
+            f"k={k} is out of bounds: must be in 1..{members}, the members of the ensemble; 1 is "
+            "multiple choice learning"
+        )
     best_NK = top_k_stable(beta * divergence_NM - cross_entropy_NM, k)
     return torch.zeros_like(cross_entropy_NM, dtype=torch.bool).scatter_(1, best_NK, True)
 
 
-def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: float, *, labels: str = "exact",
-                          group_N: Tensor | None = None, groups: int = 0, mask_N: Tensor | None = None) -> OracleLoss:
-    """sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ] for each sample, with the best v of k members.
+def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: float, *,
+                          labels: str = "exact", group_N: Tensor | None = None, groups: int = 0,
+                          mask_N: Tensor | None = None) -> OracleLoss:
+    """sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ] for each sample, with the best v of k
+    members.
 
-    beta = 0 and k = 1 is multiple choice learning; k = M is an independent ensemble. Computed in float32 or better.
+    beta = 0 and k = 1 is multiple choice learning; k = M is an independent ensemble. Computed in
+    float32 or better.
 
     Args:
         logits_NMC: of all members. target_N: int64 classes.
-        k: members responsible for a sample. beta: weight of the others' pull to the uniform distribution.
-        labels: exact: that divergence itself; stochastic: the others get cross entropy with weight beta to a label drawn uniformly for each
-            member and sample, whose gradient is the divergence's on average.
-        group_N: int64 in 0..groups-1; samples of a group (the tokens of a sequence) have the same responsible members. None: each its own.
+        k: members responsible for a sample. beta: weight of the others' pull to the uniform
+            distribution.
+        labels: exact: that divergence itself; stochastic: the others get cross entropy with weight
+            beta to a label drawn uniformly for each member and sample, whose gradient is the
+            divergence's on average.
+        group_N: int64 in 0..groups-1; samples of a group (the tokens of a sequence) have the same
+            responsible members. None: each its own.
         mask_N: bool, True = counts; other samples have loss 0 and no say.
     Raises:
         ValueError: k outside 1..M, unknown labelling, negative beta.
     """
     if labels not in LABELLING:
-        raise ValueError(f"labels={labels!r} is out of bounds: must be one of {', '.join(LABELLING)}")
+        raise ValueError(
+            f"labels={labels!r} is out of bounds: must be one of {', '.join(LABELLING)}")
     if beta < 0:
         raise ValueError(f"beta={beta} is out of bounds: must be >= 0; use 0.75")
     logits_NMC = logits_NMC.to(torch.promote_types(logits_NMC.dtype, torch.float32))
-    real_N1 = torch.ones_like(target_N, dtype=torch.bool)[:, None] if mask_N is None else mask_N[:, None]
+    real_N1 = torch.ones_like(target_N, dtype=torch.bool)[:,
+                                                          None] if mask_N is None else mask_N[:,
+                                                                                              None]
     target_N = torch.where(real_N1[:, 0], target_N, 0)
     log_p_NMC = F.log_softmax(logits_NMC, dim=-1)
-    ce_NM = -log_p_NMC.gather(2, target_N[:, None, None].expand(-1, logits_NMC.shape[1], 1))[..., 0] * real_N1
+    ce_NM = -log_p_NMC.gather(2, target_N[:, None, None].expand(-1, logits_NMC.shape[1],
+                                                                1))[..., 0] * real_N1
     kl_NM = uniform_divergence(logits_NMC) * real_N1
     chosen_NM = _choose(ce_NM.detach(), kl_NM.detach(), k, beta, group_N, groups)
     other_NM = kl_NM
     if labels == "stochastic":
         drawn_NM = torch.randint(logits_NMC.shape[2], ce_NM.shape, device=ce_NM.device)
         other_NM = -log_p_NMC.gather(2, drawn_NM[..., None])[..., 0] * real_N1
-    return OracleLoss(torch.where(chosen_NM, ce_NM, beta * other_NM).sum(1), chosen_NM & real_N1, ce_NM.detach())
+    return OracleLoss(
+        torch.where(chosen_NM, ce_NM, beta * other_NM).sum(1), chosen_NM & real_N1, ce_NM.detach())
 
 
-def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor | None, groups: int) -> Tensor:
+def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor | None,
+            groups: int) -> Tensor:
     if group_N is None:
         return responsible(ce_NM, kl_NM, k, beta)
     total_2GM = [x.new_zeros(groups, x.shape[1]).index_add_(0, group_N, x) for x in (ce_NM, kl_NM)]
@@ -88,19 +108,25 @@ def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor |
 
 
 def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(oracle, top-1) bool [N]: no member is right; the class of largest mean probability is wrong."""
+    """(oracle, top-1) bool [N]: no member is right; the class of largest mean probability is wrong.
+    """
     right_NM = logits_NMC.argmax(-1) == target_N[:, None]
     mean_NC = F.softmax(logits_NMC.float(), dim=-1).mean(1)
     return ~right_NM.any(1), mean_NC.argmax(1) != target_N
 
 
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
-    """h_m + sum_{n != m} s_nm * h_n, s_nm drawn element by element, 1 with the given probability; not in training: its mean.
+    """h_m + sum_{n != m} s_nm * h_n, s_nm drawn element by element, 1 with the given probability;
+    not in training: its mean.
 
-    features: with the members along `dim`. Source: CMCL, section 3.3; at test time its public code still draws.
+    features: with the members along `dim`. Source: CMCL, section 3.3; at test time its public code
+    still draws.
     """
     if not 0 <= probability <= 1:
-        raise ValueError(f"sharing probability {probability} is out of bounds: must be in [0, 1]; 0 shares nothing")
+        raise ValueError(
+            f"sharing probability {probability} is out of bounds: must be in [0, 1]; 0 shares "
+            "nothing"
+        )
     if probability == 0 or features.shape[dim] == 1:
         return features
     if not training:
@@ -108,6 +134,9 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
     members = features.unbind(dim)
     mixed = []
     for m, own in enumerate(members):
-        others = [torch.bernoulli(torch.full_like(h, probability)) * h for n, h in enumerate(members) if n != m]
+        others = [
+            torch.bernoulli(torch.full_like(h, probability)) * h for n, h in enumerate(members)
+            if n != m
+        ]
         mixed.append(own + torch.stack(others).sum(0))
     return torch.stack(mixed, dim)

@@ -18,7 +18,9 @@ from moe_plugin.registry import Registry
 
 expert_kinds: Registry[Callable[..., nn.Module]] = Registry("experts")
 # axis along which an expert is cut where there are fewer experts than ranks (axis 0 counts experts)
-SHARD_AXIS = {"w_in_LDF": 2, "b_in_LF": 1, "w_gate_LDF": 2, "b_gate_LF": 1, "w_out_LFD": 1, "b_out_LD": 1}
+SHARD_AXIS = {
+    "w_in_LDF": 2, "b_in_LF": 1, "w_gate_LDF": 2, "b_gate_LF": 1, "w_out_LFD": 1, "b_out_LD": 1
+}
 
 
 def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
@@ -28,7 +30,9 @@ def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class MarkedExperts(nn.Module):
-    """Base of all kinds of experts: its parameters stay marked where torch makes new ones of them (deepcopy, leaving the meta device)."""
+    """Base of all kinds of experts: its parameters stay marked where torch makes new ones of them
+    (deepcopy, leaving the meta device).
+    """
 
     def mark(self) -> None:
         """Mark every parameter as an expert's."""
@@ -49,15 +53,18 @@ class MarkedExperts(nn.Module):
 class FFNExperts(MarkedExperts):
     """y = act(x w_in + b_in) w_out + b_out, for the experts of this rank.
 
-    Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is cut in S shards (see `Placement`), F here is
-    hidden/S, and b_out holds D/S columns: shard j adds its bias to columns [j*D/S, (j+1)*D/S) alone, so that the sum over shards
-    counts each bias once. Nothing in this layout depends on how rows are exchanged or computed.
+    Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is cut in S shards (see
+    `Placement`), F here is hidden/S, and b_out holds D/S columns: shard j adds its bias to columns
+    [j*D/S, (j+1)*D/S) alone, so that the sum over shards counts each bias once. Nothing in this
+    layout depends on how rows are exchanged or computed.
     """
 
     gated = False
-    adds_to_main_grad = False  # a host that keeps weight gradients in `parameter.main_grad` sets it; see `experts.main_grad`
+    # a host that keeps weight gradients in `parameter.main_grad` sets it; see `experts.main_grad`
+    adds_to_main_grad = False
 
-    def __init__(self, config: MoEConfig, placement: Placement, *, dtype: torch.dtype | None = None, device: Any = None) -> None:
+    def __init__(self, config: MoEConfig, placement: Placement, *, dtype: torch.dtype | None = None,
+                 device: Any = None) -> None:
         super().__init__()
         self.config, self.placement = config.experts, placement
         self.compute = strategies.get(config.experts.compute)
@@ -81,8 +88,8 @@ class FFNExperts(MarkedExperts):
     def reset_parameters(self) -> None:
         """Xavier uniform (or normal with `init_std`) for each whole expert, zero biases.
 
-        One draw from torch's generator seeds all experts by their global index, so that values do not depend on the number of
-        ranks, and every rank's generator moves on alike.
+        One draw from torch's generator seeds all experts by their global index, so that values do
+        not depend on the number of ranks, and every rank's generator moves on alike.
         """
         base = int(torch.randint(2**31, ()))
         with torch.no_grad():
@@ -106,32 +113,48 @@ class FFNExperts(MarkedExperts):
             whole.normal_(0.0, self.config.init_std, generator=generator)
         return whole.chunk(self.placement.shards, axis)[self.placement.shard]
 
-    def forward(self, rows_RD: Tensor, counts: RowCounts, held: FFNParameters | None = None, compute: Strategy | None = None) -> Tensor:
-        """Rows of expert after expert through their experts; [R, D], a shard's part of the result where experts are cut.
+    def forward(self, rows_RD: Tensor, counts: RowCounts, held: FFNParameters | None = None,
+                compute: Strategy | None = None) -> Tensor:
+        """Rows of expert after expert through their experts; [R, D], a shard's part of the result
+        where experts are cut.
 
-        held: parameters to compute with, see `held`; None: the stored ones. compute: strategy of this call; None: the configured one.
+        held: parameters to compute with, see `held`; None: the stored ones. compute: strategy of
+        this call; None: the configured one.
         """
         return (compute or self.compute)(rows_RD, counts, held or self.held())
 
-    def tokens(self, x_TD: Tensor, plan: RowPlan, held: FFNParameters | None = None, compute: Strategy | None = None) -> Tensor:
-        """Tokens through their experts and back in one step, where all experts are here; [T, D]. held, compute: see `forward`."""
+    def tokens(self, x_TD: Tensor, plan: RowPlan, held: FFNParameters | None = None,
+               compute: Strategy | None = None) -> Tensor:
+        """Tokens through their experts and back in one step, where all experts are here; [T, D].
+        held, compute: see `forward`.
+        """
         return (compute or self.compute)(x_TD, plan, held or self.held())
 
     def stored(self) -> dict[str, Tensor]:
-        """The parameters by name, those of `SHARD_AXIS` that this kind of expert has; to compute with: see `owners`."""
+        """The parameters by name, those of `SHARD_AXIS` that this kind of expert has; to compute
+        with: see `owners`.
+        """
         owners = self.owners()
         return {name: main_grad.take_over(value) if name in owners else value
                 for name in SHARD_AXIS if (value := getattr(self, name, None)) is not None}
 
     def owners(self) -> dict[str, Tensor]:
-        """The weights, by name, whose gradients now go to the host's `main_grad` and not to autograd."""
+        """The weights, by name, whose gradients now go to the host's `main_grad` and not to
+        autograd.
+        """
         if not (self.adds_to_main_grad and torch.is_grad_enabled()):
             return {}
-        return {name: value for name in main_grad.WEIGHTS if (value := getattr(self, name)) is not None and main_grad.keeps(value)}
+        return {
+            name: value for name in main_grad.WEIGHTS
+            if (value := getattr(self, name)) is not None and main_grad.keeps(value)
+        }
 
-    def held(self, tensors: Mapping[str, Tensor] | None = None, first_shard: int | None = None) -> FFNParameters:
-        """What to compute with. tensors: in the form of `stored`, but of other or more experts, or of several consecutive shards,
-        the first of which is `first_shard` of its expert; None: what is stored here."""
+    def held(self, tensors: Mapping[str, Tensor] | None = None,
+             first_shard: int | None = None) -> FFNParameters:
+        """What to compute with. tensors: in the form of `stored`, but of other or more experts, or
+        of several consecutive shards, the first of which is `first_shard` of its expert; None: what
+        is stored here.
+        """
         owners = self.owners() if tensors is None else {}
         tensors = self.stored() if tensors is None else tensors
         first_shard = self.placement.shard if first_shard is None else first_shard
@@ -140,13 +163,17 @@ class FFNExperts(MarkedExperts):
         if bias_LD is not None and bias_LD.shape[1] < width:
             before = first_shard * own
             bias_LD = F.pad(bias_LD, (before, width - before - bias_LD.shape[1]))
-        return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"), tensors.get("b_gate_LF"),
-                             tensors["w_out_LFD"], bias_LD, self.config.activation, self.memory, self.config.compute_choice, owners)
+        return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"),
+                             tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
+                             self.config.activation, self.memory, self.config.compute_choice,
+                             owners)
 
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out; with silu this is SwiGLU (Shazeer 2020)."""
+    """y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out; with silu this is SwiGLU
+    (Shazeer 2020).
+    """
 
     gated = True
 
@@ -160,19 +187,29 @@ class CustomExperts(MarkedExperts):
     def __init__(self, factory: Callable[[int], nn.Module], placement: Placement) -> None:
         super().__init__()
         if placement.shards > 1:
-            raise ValueError(f"custom experts cannot be cut in {placement.shards} shards: num_experts={placement.experts} must be >= the "
-                             f"{placement.comm.size} expert-parallel ranks; use more experts or fewer ranks, and leave parallel.shards out")
+            raise ValueError(
+                f"custom experts cannot be cut in {placement.shards} shards: "
+                f"num_experts={placement.experts} must be >= the "
+                f"{placement.comm.size} expert-parallel ranks; use more experts or fewer ranks, "
+                "and leave parallel.shards out"
+            )
         first = placement.comm.rank * placement.local
         self.local_experts = nn.ModuleList(factory(first + slot) for slot in range(placement.local))
         self.mark()
 
     def forward(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:
         """Each expert on its rows, also on zero rows, so that every parameter gets a gradient."""
-        return torch.cat([expert(rows) for expert, rows in zip(self.local_experts, rows_RD.split(counts.host), strict=True)])
+        return torch.cat([
+            expert(rows)
+            for expert, rows in zip(self.local_experts, rows_RD.split(counts.host), strict=True)
+        ])
 
 
 def _check_shards(config: MoEConfig, shards: int) -> None:
     for path, value in (("experts.hidden_dim", config.hidden_dim), ("model_dim", config.model_dim)):
         if value % shards:
             why = f"parallel.shards={shards}" if config.parallel.shards else f"num_experts={config.num_experts} is {shards} times smaller than the expert-parallel group"
-            raise ValueError(f"{path}={value} cannot be cut in {shards} shards: {why}; use a multiple of {shards}, more experts, or fewer ranks")
+            raise ValueError(
+                f"{path}={value} cannot be cut in {shards} shards: {why}; use a multiple of "
+                f"{shards}, more experts, or fewer ranks"
+            )

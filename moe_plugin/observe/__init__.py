@@ -1,4 +1,6 @@
-"""Where the layers' statistics go besides the host's own log, and what a person sees of a run: progress, report, live view."""
+"""Where the layers' statistics go besides the host's own log, and what a person sees of a run:
+progress, report, live view.
+"""
 
 from __future__ import annotations
 

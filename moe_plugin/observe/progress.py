@@ -25,10 +25,12 @@ class _Silent:
         self.close()
 
 
-def progress(total: int | None, description: str, *, unit: str = "step", stream: TextIO | None = None) -> Any:
+def progress(total: int | None, description: str, *, unit: str = "step",
+             stream: TextIO | None = None) -> Any:
     """A bar with `update(n)`, `set_postfix_str(text)` and `close()`, also a context manager.
 
-    A tqdm bar where `stream` (default: standard error) is a terminal and tqdm is installed; else one that shows nothing.
+    A tqdm bar where `stream` (default: standard error) is a terminal and tqdm is installed; else
+    one that shows nothing.
     """
     stream = stream if stream is not None else sys.stderr
     if not stream.isatty():
@@ -37,4 +39,5 @@ def progress(total: int | None, description: str, *, unit: str = "step", stream:
         from tqdm import tqdm
     except ImportError:
         return _Silent()
-    return tqdm(total=total, desc=description, unit=unit, file=stream, dynamic_ncols=True, leave=False)
+    return tqdm(total=total, desc=description, unit=unit, file=stream, dynamic_ncols=True,
+                leave=False)

@@ -1,8 +1,10 @@
-"""What ran when in one training step, by torch's profiler: layers, exchanges, matrix products, and a GPU's kernels.
+"""What ran when in one training step, by torch's profiler: layers, exchanges, matrix products, and
+a GPU's kernels.
 
     timeline = Timeline(config.observe, {"layer3": layer}, comm)
     for step in ...:
-        with timeline.around(step):     # does nothing unless this is the step of `observe.timeline`, and rank 0 of `comm`
+        with timeline.around(step):     # does nothing unless this is the step of
+        `observe.timeline`, and rank 0 of `comm`
             train(step)
 
 The other ranks run undisturbed; they wait for rank 0 no longer than it takes to start the profiler.
@@ -28,7 +30,8 @@ MARK = "moe-plugin layer "
 BACKWARD = "autograd::engine::evaluate_function: "
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_grouped_mm"}
 EXCHANGES = ("gloo:", "nccl:")
-GPU_KINDS = (("GPU exchange", ("nccl",)), ("GPU products", ("gemm", "cutlass", "_mm_", "matmul", "grouped")), ("GPU other", ("",)))
+GPU_KINDS = (("GPU exchange", ("nccl",)), ("GPU products", ("gemm", "cutlass", "_mm_", "matmul",
+                                                            "grouped")), ("GPU other", ("",)))
 SPANS = 2000  # kept of one step, the longest
 JOINED_S = 5e-5  # spans of one name closer than this become one
 
@@ -39,11 +42,13 @@ class Timeline:
     """Records one step.
 
     Args:
-        config: `timeline`, the step; `jsonl`, the file that one record is appended to. layers: by name; their forward and backward passes
-            are shown. comm: whose rank 0 records; None: this rank does. rank: written into the record.
+        config: `timeline`, the step; `jsonl`, the file that one record is appended to. layers: by
+            name; their forward and backward passes are shown. comm: whose rank 0 records; None:
+            this rank does. rank: written into the record.
     """
 
-    def __init__(self, config: ObserveConfig, layers: Mapping[str, nn.Module], comm: Comm | None = None, rank: int = 0) -> None:
+    def __init__(self, config: ObserveConfig, layers: Mapping[str, nn.Module],
+                 comm: Comm | None = None, rank: int = 0) -> None:
         self.path = config.jsonl if comm is None or comm.rank == 0 else None
         self.step, self.layers, self.rank = config.timeline, dict(layers), rank
 
@@ -66,7 +71,10 @@ class Timeline:
             for handle in handles:
                 handle.remove()
         sink = JsonlSink(self.path)
-        sink.write({"step": step, "time": time.time(), "rank": self.rank, "timeline": spans(recorded.events())})
+        sink.write({
+            "step": step, "time": time.time(), "rank": self.rank,
+            "timeline": spans(recorded.events())
+        })
         sink.close()
 
 
@@ -81,12 +89,17 @@ def _marked(name: str, layer: nn.Module) -> list[Any]:
     def leave(*_: Any) -> None:
         open_marks.pop().__exit__(None, None, None)
 
-    return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
+    return [
+        layer.register_forward_pre_hook(enter),
+        layer.register_forward_hook(leave, always_call=True)
+    ]
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A layer's forward pass: when, and the numbers of the autograd nodes that it made, [first, after)."""
+    """A layer's forward pass: when, and the numbers of the autograd nodes that it made, [first,
+    after).
+    """
 
     name: str
     begin: float
@@ -96,24 +109,33 @@ class _Pass:
 
 
 def spans(events: Sequence[Any]) -> list[list[Any]]:
-    """[track, name, begin, end] of what a profile's events tell, seconds since its first event; at most `SPANS`, by begin.
+    """[track, name, begin, end] of what a profile's events tell, seconds since its first event; at
+    most `SPANS`, by begin.
 
-    events: with `name`, `time_range.start/end` (microseconds), `sequence_nr` and `device_type`, as `torch.profiler.profile.events()` has them.
+    events: with `name`, `time_range.start/end` (microseconds), `sequence_nr` and `device_type`, as
+    `torch.profiler.profile.events()` has them.
     """
-    timed = sorted((e for e in events if e.time_range.end >= e.time_range.start), key=lambda e: e.time_range.start)
+    timed = sorted((e for e in events if e.time_range.end >= e.time_range.start),
+                   key=lambda e: e.time_range.start)
     if not timed:
         return []
     zero = timed[0].time_range.start
     passes = _passes(timed)
     rows = [("layers", f"{p.name} forward", p.begin, p.end) for p in passes]
-    rows += [(track, name, e.time_range.start, e.time_range.end) for e in timed if (named := _named(e, passes)) for track, name in [named]]
-    joined = sorted(_joined([(track, name, (a - zero) / 1e6, (b - zero) / 1e6) for track, name, a, b in rows]), key=lambda row: row[2] - row[3])[:SPANS]
-    return [[track, name, round(a, 7), round(b, 7)] for track, name, a, b in sorted(joined, key=lambda row: (_order(row[0]), row[2]))]
+    rows += [(track, name, e.time_range.start, e.time_range.end) for e in timed
+             if (named := _named(e, passes)) for track, name in [named]]
+    joined = sorted(
+        _joined([(track, name, (a - zero) / 1e6, (b - zero) / 1e6) for track, name, a, b in rows]),
+        key=lambda row: row[2] - row[3])[:SPANS]
+    return [[track, name, round(a, 7), round(b, 7)]
+            for track, name, a, b in sorted(joined, key=lambda row: (_order(row[0]), row[2]))]
 
 
 def _passes(timed: Sequence[Any]) -> list[_Pass]:
-    # autograd numbers its nodes as the forward pass makes them: those made between begin and end of a layer are the layer's
-    made = [(e.time_range.start, e.sequence_nr) for e in timed if e.sequence_nr >= 0 and not e.name.startswith(BACKWARD)]
+    # autograd numbers its nodes as the forward pass makes them: those made between begin and end of
+    # a layer are the layer's
+    made = [(e.time_range.start, e.sequence_nr) for e in timed
+            if e.sequence_nr >= 0 and not e.name.startswith(BACKWARD)]
     starts = [start for start, _ in made]
 
     def following(moment: float) -> float:
@@ -124,7 +146,8 @@ def _passes(timed: Sequence[Any]) -> list[_Pass]:
     for e in timed:
         if e.name.startswith(MARK) and _on_host(e):
             begin, end = e.time_range.start, e.time_range.end
-            found.append(_Pass(e.name.removeprefix(MARK), begin, end, following(begin), following(end)))
+            found.append(
+                _Pass(e.name.removeprefix(MARK), begin, end, following(begin), following(end)))
     return found
 
 
@@ -138,7 +161,8 @@ def _named(event: Any, passes: Sequence[_Pass]) -> tuple[str, str] | None:
     if not _on_host(event):
         if name.startswith((MARK, *EXCHANGES)):
             return None  # the profiler's copies of marks on the device's row
-        return next((track, name[:80]) for track, words in GPU_KINDS if any(word in name.lower() for word in words))
+        return next((track, name[:80]) for track, words in GPU_KINDS
+                    if any(word in name.lower() for word in words))
     if name.startswith(BACKWARD) and event.sequence_nr >= 0:
         owner = next((p for p in passes if p.first <= event.sequence_nr < p.after), None)
         return None if owner is None else ("layers", f"{owner.name} backward")

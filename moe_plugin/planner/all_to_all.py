@@ -1,17 +1,19 @@
 """What an all-to-all costs: messages, bytes and seconds of each algorithm, in closed form.
 
-N nodes of P ranks, W = N P; S bytes a rank, cut in W equal pieces. A node's ranks share `nics` network cards, so that one
-card carries the messages of s = P / min(nics, P) ranks. Per rank, or per card where a card is the slower of the two:
+N nodes of P ranks, W = N P; S bytes a rank, cut in W equal pieces. A node's ranks share `nics`
+network cards, so that one card carries the messages of s = P / min(nics, P) ranks. Per rank, or per
+card where a card is the slower of the two:
 
     linear   s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
     2dh      4 S b_copy + (P-1) (a_intra + S/P b_intra) + s (N-1) (a_inter + S P/W b_inter)
     leader   4 P S b_copy + 2 (P-1) (a_intra + S b_intra) + (N-1) (a_inter + P P S/W b_inter)
 
-plus `phase_s` a phase. The first two are the forms of the Tutel paper's analysis with m = P, n = W; for s = 1 and phase_s = 0
-they are exactly those.
+plus `phase_s` a phase. The first two are the forms of the Tutel paper's analysis with m = P, n = W;
+for s = 1 and phase_s = 0 they are exactly those.
 
-Where a machine emulates the cluster, a phase also costs that machine's processors: `wake_s` k^(2/3) for a rank that sends and gets k
-messages (those that come together are handled together; the exponent is an observation), `host` for each message and byte of all ranks. Wire and processors work
+Where a machine emulates the cluster, a phase also costs that machine's processors: `wake_s` k^(2/3)
+for a rank that sends and gets k messages (those that come together are handled together; the
+exponent is an observation), `host` for each message and byte of all ranks. Wire and processors work
 at the same time, so a phase takes (wire^4 + machine^4)^(1/4), near the larger of the two.
 """
 
@@ -30,9 +32,10 @@ WAKES = 2 / 3
 class Phase:
     """One round of messages.
 
-    inter: (messages, bytes) of the busiest card; intra: of the busiest rank. machine: of all ranks together, (sum over ranks of k^WAKES for the k
-    messages that it sends and gets, messages, bytes). copied: bytes that the busiest rank reads and writes. side_by_side: the
-    bytes of the two links move at the same time.
+    inter: (messages, bytes) of the busiest card; intra: of the busiest rank. machine: of all ranks
+    together, (sum over ranks of k^WAKES for the k messages that it sends and gets, messages,
+    bytes). copied: bytes that the busiest rank reads and writes. side_by_side: the bytes of the two
+    links move at the same time.
     """
 
     inter: tuple[float, float]
@@ -44,11 +47,13 @@ class Phase:
     def wire_s(self, cluster: Cluster) -> float:
         """Time of the links."""
         bandwidth = self.inter[1] * cluster.inter.beta_s, self.intra[1] * cluster.intra.beta_s
-        return self.inter[0] * cluster.inter.alpha_s + self.intra[0] * cluster.intra.alpha_s + (max(bandwidth) if self.side_by_side else sum(bandwidth))
+        return self.inter[0] * cluster.inter.alpha_s + self.intra[0] * cluster.intra.alpha_s + (
+            max(bandwidth) if self.side_by_side else sum(bandwidth))
 
     def seconds(self, cluster: Cluster) -> float:
         """Time of the round."""
-        return self.copied * cluster.copy_s + cluster.phase_s + together(self.wire_s(cluster), cluster.machine_s(*self.machine))
+        return self.copied * cluster.copy_s + cluster.phase_s + together(
+            self.wire_s(cluster), cluster.machine_s(*self.machine))
 
 
 def together(wire: float, machine: float) -> float:
@@ -61,7 +66,8 @@ def together(wire: float, machine: float) -> float:
 class Cost:
     """One exchange.
 
-    seconds: predicted time. inter_messages, inter_bytes: leaving one node. intra_messages, intra_bytes: inside one node. phases: its rounds.
+    seconds: predicted time. inter_messages, inter_bytes: leaving one node. intra_messages,
+    intra_bytes: inside one node. phases: its rounds.
     """
 
     seconds: float
@@ -87,8 +93,8 @@ def linear_cost(cluster: Cluster, size: float) -> Cost:
     inter, intra = w - p, p - 1
     share = _sharing(cluster)
     node = (p * inter, p * inter * size / w, p * intra, p * intra * size / w)
-    phase = Phase((share * inter, share * inter * size / w), (intra, intra * size / w), (w * (w - 1) ** WAKES, w * (w - 1), (w - 1) * size),
-                  side_by_side=n > 1)
+    phase = Phase((share * inter, share * inter * size / w), (intra, intra * size / w),
+                  (w * (w - 1)**WAKES, w * (w - 1), (w - 1) * size), side_by_side=n > 1)
     return _cost(cluster, node, [phase] if w > 1 else [])
 
 
@@ -99,8 +105,10 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
         return linear_cost(cluster, size)
     share = _sharing(cluster)
     node = (p * (n - 1), p * (n - 1) * size * p / w, p * (p - 1), (p - 1) * size)
-    inside = Phase((0, 0), (p - 1, (p - 1) * size / p), (w * (p - 1) ** WAKES, w * (p - 1), n * node[3]), 2 * size)
-    between = Phase((share * (n - 1), share * node[1] / p), (0, 0), (w * (n - 1) ** WAKES, w * (n - 1), n * node[1]), 2 * size)
+    inside = Phase((0, 0), (p - 1, (p - 1) * size / p),
+                   (w * (p - 1)**WAKES, w * (p - 1), n * node[3]), 2 * size)
+    between = Phase((share * (n - 1), share * node[1] / p), (0, 0),
+                    (w * (n - 1)**WAKES, w * (n - 1), n * node[1]), 2 * size)
     return _cost(cluster, node, [inside, between])
 
 
@@ -114,15 +122,19 @@ def leader_cost(cluster: Cluster, size: float) -> Cost:
     # a message one way: half of what `machine` counts for one each way
     wakes = ((p - 1) / 2) ** WAKES + (p - 1) * 0.5**WAKES
     inside = Phase((0, 0), (p - 1, (p - 1) * size), (n * wakes, n * (p - 1), n * (p - 1) * size))
-    between = Phase((n - 1, out), (0, 0), (n * (n - 1) ** WAKES, n * (n - 1), n * out), 4 * p * size)
+    between = Phase((n - 1, out), (0, 0), (n * (n - 1)**WAKES, n * (n - 1), n * out), 4 * p * size)
     return _cost(cluster, node, [inside, between, inside])
 
 
-COSTS: dict[str, Callable[[Cluster, float], Cost]] = {"linear": linear_cost, "2dh": two_d_cost, "leader": leader_cost}
+COSTS: dict[str,
+            Callable[[Cluster, float],
+                     Cost]] = {"linear": linear_cost, "2dh": two_d_cost, "leader": leader_cost}
 
 
 def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
-    """Cost of one exchange of `size` bytes a rank by `algorithm`; an unknown name is a `ValueError`."""
+    """Cost of one exchange of `size` bytes a rank by `algorithm`; an unknown name is a
+    `ValueError`.
+    """
     if algorithm not in COSTS:
         raise ValueError(f"no cost model for all-to-all {algorithm!r}; known: {', '.join(COSTS)}")
     return COSTS[algorithm](cluster, size)
@@ -133,10 +145,13 @@ def best(cluster: Cluster, size: float) -> str:
     return min(COSTS, key=lambda name: COSTS[name](cluster, size).seconds)
 
 
-def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float, mtu: int = 1500) -> float:
-    """Seconds that the bytes of one exchange need at least on one node's link, TCP/IP and Ethernet framing included.
+def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float,
+                 mtu: int = 1500) -> float:
+    """Seconds that the bytes of one exchange need at least on one node's link, TCP/IP and Ethernet
+    framing included.
 
-    Every node sends P S (N-1)/N bytes; a frame of `mtu` carries mtu - 52 of them and takes mtu + 38 on the wire.
+    Every node sends P S (N-1)/N bytes; a frame of `mtu` carries mtu - 52 of them and takes mtu + 38
+    on the wire.
     """
     if nodes == 1:
         return 0.0

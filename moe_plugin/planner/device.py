@@ -13,8 +13,9 @@ from typing import Any
 class Device:
     """One rank's processor.
 
-    flops: arithmetic of large matrix products that is reached in practice, FLOP/s. half_rows: rows of a product at which half of it
-    is reached (efficiency n / (n + half_rows)). memory_bytes_s: memory traffic, bytes/s. launch_s: fixed cost of one operation.
+    flops: arithmetic of large matrix products that is reached in practice, FLOP/s. half_rows: rows
+    of a product at which half of it is reached (efficiency n / (n + half_rows)). memory_bytes_s:
+    memory traffic, bytes/s. launch_s: fixed cost of one operation.
     memory_bytes: what a rank may fill.
     """
 
@@ -30,10 +31,13 @@ class Device:
             value = getattr(self, f.name)
             least = 0 if f.name in ("half_rows", "launch_s") else 1
             if not least <= value < float("inf"):
-                raise ValueError(f"device {f.name}={value} must be a finite number >= {least}; correct the file")
+                raise ValueError(
+                    f"device {f.name}={value} must be a finite number >= {least}; correct the file")
 
     def product_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
-        """Roofline of a matrix product of `rows` rows: the slower of arithmetic and of moving `traffic` bytes, plus a launch."""
+        """Roofline of a matrix product of `rows` rows: the slower of arithmetic and of moving
+        `traffic` bytes, plus a launch.
+        """
         if flops <= 0:
             return 0.0
         reached = self.flops * rows / (rows + self.half_rows)
@@ -57,13 +61,19 @@ def device_from_dict(values: Mapping[str, Any], where: str = "device") -> Device
 
 
 def load_device(path: str | Path) -> Device:
-    """Read a device file (`configs/devices/`); what is missing or no YAML mapping is a `ValueError`."""
+    """Read a device file (`configs/devices/`); what is missing or no YAML mapping is a
+    `ValueError`.
+    """
     import yaml
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"device file {str(path)!r} cannot be read ({error}); see configs/devices/") from error
+        raise ValueError(
+            f"device file {str(path)!r} cannot be read ({error}); see configs/devices/") from error
     if not isinstance(values, Mapping):
-        raise ValueError(f"device file {str(path)!r} holds a {type(values).__name__}, not a mapping; see configs/devices/")
+        raise ValueError(
+            f"device file {str(path)!r} holds a {type(values).__name__}, not a mapping; see "
+            "configs/devices/"
+        )
     return device_from_dict(values, f"device file {str(path)!r}")

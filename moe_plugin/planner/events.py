@@ -1,4 +1,6 @@
-"""A small event simulator: tasks on resources, each resource one task at a time in the order in which they were issued."""
+"""A small event simulator: tasks on resources, each resource one task at a time in the order in
+which they were issued.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """name; resource it holds; seconds; names of tasks it waits for; the phase under which its time is accounted."""
+    """name; resource it holds; seconds; names of tasks it waits for; the phase under which its time
+    is accounted.
+    """
 
     name: str
     resource: str
@@ -45,7 +49,8 @@ class Timeline:
         """Busy seconds by phase, overlap not subtracted."""
         total: dict[str, float] = {}
         for span in self.spans:
-            total[span.task.phase or span.task.name] = total.get(span.task.phase or span.task.name, 0.0) + span.task.seconds
+            total[span.task.phase or span.task.name] = total.get(span.task.phase or span.task.name,
+                                                                 0.0) + span.task.seconds
         return total
 
     @property
@@ -55,9 +60,11 @@ class Timeline:
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Run tasks in issue order. A task starts when its resource is free and everything it waits for has ended.
+    """Run tasks in issue order. A task starts when its resource is free and everything it waits for
+    has ended.
 
-    A task may wait only for tasks issued before it; anything else is a `ValueError` (on a real machine: a deadlock).
+    A task may wait only for tasks issued before it; anything else is a `ValueError` (on a real
+    machine: a deadlock).
     """
     free: dict[str, float] = {}
     ended: dict[str, float] = {}
@@ -65,7 +72,10 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     for task in tasks:
         unknown = [name for name in task.after if name not in ended]
         if unknown or task.name in ended:
-            raise ValueError(f"task {task.name!r} waits for {unknown} or is there twice; issue each task once, after what it waits for")
+            raise ValueError(
+                f"task {task.name!r} waits for {unknown} or is there twice; issue each task once, "
+                "after what it waits for"
+            )
         start = max([free.get(task.resource, 0.0), *(ended[name] for name in task.after)])
         ended[task.name] = free[task.resource] = start + task.seconds
         spans.append(Span(task, start, ended[task.name]))

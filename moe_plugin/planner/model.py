@@ -18,9 +18,11 @@ from moe_plugin.planner.layer_cost import LayerShape
 class ModelShape:
     """A decoder with experts in every `moe_every`-th layer.
 
-    ffn_dim: inner width of dense layers; hidden_dim: of an expert. sequence, global_batch: tokens of a sequence, sequences of a step.
-    capacity_factor: None: dropless. element_bytes: of weights and activations; state_bytes: gradient and optimizer state of a parameter
-    beside its weight (fp32 gradient 4, master 4, Adam moments 8).
+    ffn_dim: inner width of dense layers; hidden_dim: of an expert. sequence, global_batch: tokens
+    of a sequence, sequences of a step.
+    capacity_factor: None: dropless. element_bytes: of weights and activations; state_bytes:
+    gradient and optimizer state of a parameter beside its weight (fp32 gradient 4, master 4, Adam
+    moments 8).
     """
 
     layers: int
@@ -40,9 +42,11 @@ class ModelShape:
     state_bytes: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("layers", "model_dim", "ffn_dim", "heads", "sequence", "global_batch", "moe_every", "experts", "top_k"):
+        for name in ("layers", "model_dim", "ffn_dim", "heads", "sequence", "global_batch",
+                     "moe_every", "experts", "top_k"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model {name}={getattr(self, name)} must be >= 1; correct the file")
+                raise ValueError(
+                    f"model {name}={getattr(self, name)} must be >= 1; correct the file")
 
     @property
     def moe_layers(self) -> int:
@@ -63,20 +67,25 @@ class ModelShape:
     @property
     def expert_parameters(self) -> float:
         """Parameters of all experts of all layers."""
-        return self.moe_layers * self.experts * self.matrices * self.model_dim * (self.hidden_dim or self.ffn_dim)
+        return self.moe_layers * self.experts * self.matrices * self.model_dim * (self.hidden_dim
+                                                                                  or self.ffn_dim)
 
     def layer(self, tokens: int) -> LayerShape:
         """One MoE layer with `tokens` on a rank."""
-        return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim, hidden_dim=self.hidden_dim or self.ffn_dim, experts=self.experts,
-                          top_k=self.top_k, capacity_factor=self.capacity_factor, gated=self.gated, element_bytes=self.element_bytes)
+        return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim,
+                          hidden_dim=self.hidden_dim or self.ffn_dim, experts=self.experts,
+                          top_k=self.top_k, capacity_factor=self.capacity_factor, gated=self.gated,
+                          element_bytes=self.element_bytes)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Plan:
-    """How a model lies on a cluster. Rank order as in Megatron: tensor, expert, data, pipeline; experts fold over tensor and data ranks.
+    """How a model lies on a cluster. Rank order as in Megatron: tensor, expert, data, pipeline;
+    experts fold over tensor and data ranks.
 
-    tp, pp, dp: tensor-, pipeline- and data-parallel sizes, tp * pp * dp = ranks. ep: ranks over which whole experts are spread; etp:
-    ranks among which one expert is cut. micro_batch: sequences at a time. layout: of the MoE layers in their groups of ep * etp.
+    tp, pp, dp: tensor-, pipeline- and data-parallel sizes, tp * pp * dp = ranks. ep: ranks over
+    which whole experts are spread; etp: ranks among which one expert is cut. micro_batch: sequences
+    at a time. layout: of the MoE layers in their groups of ep * etp.
     """
 
     tp: int
@@ -102,13 +111,18 @@ class Plan:
         return model.global_batch // (self.dp * self.micro_batch)
 
     def tokens(self, model: ModelShape) -> int:
-        """Tokens that one rank routes at a time: tensor-parallel ranks share a micro-batch's tokens between them."""
+        """Tokens that one rank routes at a time: tensor-parallel ranks share a micro-batch's tokens
+        between them.
+        """
         return self.micro_batch * model.sequence // self.tp
 
     def groups(self) -> dict[str, Group]:
         """The groups of ranks."""
-        return {"tp": Group(self.tp), "dp": Group(self.dp, self.tp), "experts": Group(self.expert_ranks),
-                "expert_dp": Group(self.expert_dp, self.expert_ranks)}
+        return {
+            "tp": Group(self.tp), "dp": Group(self.dp, self.tp),
+            "experts": Group(self.expert_ranks), "expert_dp": Group(self.expert_dp,
+                                                                    self.expert_ranks)
+        }
 
     def expert_cluster(self, cluster: Cluster) -> Cluster:
         """The cluster that one expert group is."""
@@ -116,22 +130,30 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, "layout": self.layout.as_dict(), "expert_dp": self.expert_dp}
+        return {
+            **{
+                f.name: getattr(self, f.name) for f in dataclasses.fields(self)
+            }, "layout": self.layout.as_dict(), "expert_dp": self.expert_dp
+        }
 
     @property
     def label(self) -> str:
         """Short text."""
-        return f"TP{self.tp} PP{self.pp} DP{self.dp} EP{self.ep} ETP{self.etp} mb{self.micro_batch} {self.layout.label}"
+        return (f"TP{self.tp} PP{self.pp} DP{self.dp} EP{self.ep} ETP{self.etp} "
+                f"mb{self.micro_batch} {self.layout.label}")
 
 
 def load_model(path: str | Path) -> ModelShape:
-    """Read a model file (`configs/plans/`); unknown keys, wrong types and what cannot be read are a `ValueError`."""
+    """Read a model file (`configs/plans/`); unknown keys, wrong types and what cannot be read are a
+    `ValueError`.
+    """
     import yaml
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"model file {str(path)!r} cannot be read ({error}); see configs/plans/") from error
+        raise ValueError(
+            f"model file {str(path)!r} cannot be read ({error}); see configs/plans/") from error
     return model_from_dict(values, f"model file {str(path)!r}")
 
 
@@ -140,7 +162,8 @@ def model_from_dict(values: Mapping[str, Any], where: str = "model") -> ModelSha
     known = [f.name for f in dataclasses.fields(ModelShape)]
     if not isinstance(values, Mapping) or not set(values) <= set(known):
         wrong = sorted(set(values) - set(known)) if isinstance(values, Mapping) else values
-        raise ValueError(f"{where}: {wrong} cannot be read; must be a mapping with keys of {', '.join(known)}")
+        raise ValueError(
+            f"{where}: {wrong} cannot be read; must be a mapping with keys of {', '.join(known)}")
     try:
         return ModelShape(**values)
     except TypeError as error:

@@ -1,8 +1,10 @@
-"""Time of one step and memory of one rank for a plan: roofline, alpha-beta, event timelines of the MoE layers, 1F1B for stages.
+"""Time of one step and memory of one rank for a plan: roofline, alpha-beta, event timelines of the
+MoE layers, 1F1B for stages.
 
-Stage times are those of the fullest stage. A step is (m + pp - 1) times a stage's forward and backward, m micro-batches (1F1B without
-interleaving), then the gradients' reduction. Activations: 34 bytes a token and width for a dense layer in 16 bits without
-recomputation and without attention scores (Korthikanti et al. 2022), divided over tensor-parallel ranks.
+Stage times are those of the fullest stage. A step is (m + pp - 1) times a stage's forward and
+backward, m micro-batches (1F1B without interleaving), then the gradients' reduction. Activations:
+34 bytes a token and width for a dense layer in 16 bits without recomputation and without attention
+scores (Korthikanti et al. 2022), divided over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What a plan costs. time: seconds of a step by part; memory: bytes of the fullest rank by part; layer: one MoE layer's cost."""
+    """What a plan costs. time: seconds of a step by part; memory: bytes of the fullest rank by
+    part; layer: one MoE layer's cost.
+    """
 
     plan: Plan
     time: dict[str, float]
@@ -42,11 +46,14 @@ class PlanCost:
 
 def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: Plan) -> PlanCost:
     """Predicted cost of a plan."""
-    layer = layer_cost(model.layer(plan.tokens(model)), plan.expert_cluster(cluster), device, plan.layout)
-    return PlanCost(plan, time_of(model, cluster, device, plan, layer), memory_of(model, plan, layer), layer)
+    layer = layer_cost(model.layer(plan.tokens(model)), plan.expert_cluster(cluster), device,
+                       plan.layout)
+    return PlanCost(plan, time_of(model, cluster, device, plan, layer),
+                    memory_of(model, plan, layer), layer)
 
 
-def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: Plan, layer: LayerCost) -> dict[str, float]:
+def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
+            layer: LayerCost) -> dict[str, float]:
     """Seconds of a step by part."""
     stage = _stage(model, cluster, device, plan, layer)
     micro = plan.micro_batches(model)
@@ -56,23 +63,29 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: Plan, lay
     return parts
 
 
-def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: Plan, layer: LayerCost) -> dict[str, float]:
+def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
+           layer: LayerCost) -> dict[str, float]:
     """Forward and backward of one micro-batch on the fullest stage."""
     layers = math.ceil(model.layers / plan.pp)
     moe = math.ceil(model.moe_layers / plan.pp)
     tokens, d = plan.micro_batch * model.sequence, model.model_dim
     passes = 1 + BACKWARD
-    attention = passes * device.product_s(tokens, tokens * (8 * d * d + 4 * model.sequence * d) / plan.tp)
-    dense = passes * device.product_s(tokens, 2.0 * model.matrices * tokens * d * model.ffn_dim / plan.tp)
-    head = passes * device.product_s(tokens, 2.0 * tokens * d * model.vocab / plan.tp) if model.vocab else 0.0
+    attention = passes * device.product_s(tokens,
+                                          tokens * (8 * d * d + 4 * model.sequence * d) / plan.tp)
+    dense = passes * device.product_s(tokens,
+                                      2.0 * model.matrices * tokens * d * model.ffn_dim / plan.tp)
+    head = passes * device.product_s(tokens, 2.0 * tokens * d * model.vocab /
+                                     plan.tp) if model.vocab else 0.0
     size = tokens * d * model.element_bytes
     groups = plan.groups()
     reduce = all_reduce_s(cluster, groups["tp"], size) if plan.tp > 1 else 0.0
-    # a dense layer pays two all-reduces a direction; in an MoE layer the second is the one that splits and gathers its tokens
+    # a dense layer pays two all-reduces a direction; in an MoE layer the second is the one that
+    # splits and gathers its tokens
     exchange = 2 * 2 * reduce * layers
     return {
-        "attention": attention * layers, "dense FFN": dense * (layers - moe), "output head": head, "tensor parallel": exchange,
-        "MoE layers": layer.seconds * moe, "stage to stage": _stage_to_stage_s(cluster, plan, size / plan.tp),
+        "attention": attention * layers, "dense FFN": dense * (layers - moe), "output head": head,
+        "tensor parallel": exchange, "MoE layers": layer.seconds * moe,
+        "stage to stage": _stage_to_stage_s(cluster, plan, size / plan.tp),
     }
 
 
@@ -84,12 +97,16 @@ def _stage_to_stage_s(cluster: Cluster, plan: Plan, size: float) -> float:
 
 
 def gradient_s(model: ModelShape, cluster: Cluster, plan: Plan) -> float:
-    """All-reduce of fp32 gradients once a step: dense ones over data-parallel ranks, experts' over their replicas."""
+    """All-reduce of fp32 gradients once a step: dense ones over data-parallel ranks, experts' over
+    their replicas.
+    """
     groups, total = plan.groups(), 0.0
     if plan.dp > 1:
-        total += all_reduce_s(cluster, groups["dp"], 4 * model.dense_parameters / (plan.tp * plan.pp))
+        total += all_reduce_s(cluster, groups["dp"],
+                              4 * model.dense_parameters / (plan.tp * plan.pp))
     if plan.expert_dp > 1:
-        total += all_reduce_s(cluster, groups["expert_dp"], 4 * model.expert_parameters / (plan.expert_ranks * plan.pp))
+        total += all_reduce_s(cluster, groups["expert_dp"],
+                              4 * model.expert_parameters / (plan.expert_ranks * plan.pp))
     return total
 
 
@@ -109,9 +126,13 @@ def memory_of(model: ModelShape, plan: Plan, layer: LayerCost) -> dict[str, floa
 
 
 def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: Plan) -> float:
-    """No layout of the MoE layers can be faster than arithmetic at full speed and everything else as it is."""
-    rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)  # r = 0 pads nothing
-    flops = (1 + BACKWARD) * 2 * model.matrices * rows * model.model_dim * (model.hidden_dim or model.ffn_dim)
+    """No layout of the MoE layers can be faster than arithmetic at full speed and everything else
+    as it is.
+    """
+    # r = 0 pads nothing
+    rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
+    flops = (1 + BACKWARD) * 2 * model.matrices * rows * model.model_dim * (model.hidden_dim
+                                                                            or model.ffn_dim)
     free = LayerCost(plan.layout, _NoTime(flops / device.flops), _NoTime(0.0), 0.0)  # type: ignore[arg-type]
     return sum(time_of(model, cluster, device, plan, free).values())
 

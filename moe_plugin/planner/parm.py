@@ -1,6 +1,7 @@
 """Parm: which schedule for tensor x expert x expert-tensor parallelism (Pan et al. 2024).
 
-B L tokens a rank, M width, T = k f B L / E slots an expert, N_MP ranks with the same tokens, N_ESP shards of an expert.
+B L tokens a rank, M width, T = k f B L / E slots an expert, N_MP ranks with the same tokens, N_ESP
+shards of an expert.
 
 | schedule | forward |
 |---|---|
@@ -22,7 +23,9 @@ SCHEDULES = ("baseline", "s1", "s2")
 
 @dataclass(frozen=True, kw_only=True)
 class ParmShape:
-    """tokens: BL of a rank; model_dim: M; rows_factor: k f; element_bytes; replicas: N_MP; shards: N_ESP."""
+    """tokens: BL of a rank; model_dim: M; rows_factor: k f; element_bytes; replicas: N_MP; shards:
+    N_ESP.
+    """
 
     tokens: int
     model_dim: int
@@ -42,16 +45,24 @@ class ParmShape:
         return self.rows_factor * self.bytes_in
 
 
-def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False, pieces: int = 1) -> list[Task]:
-    """Exchanges of one forward pass. overlap: S2's gather runs beside the all-to-all, which goes in steps anyway: `pieces` of them."""
+def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
+                   pieces: int = 1) -> list[Task]:
+    """Exchanges of one forward pass. overlap: S2's gather runs beside the all-to-all, which goes in
+    steps anyway: `pieces` of them.
+    """
     world, mp, esp = Group(cluster.ranks), Group(shape.replicas), Group(shape.shards)
     if schedule == "baseline":
         volume = shape.bytes_rows * shape.shards
         parallel = Group(max(1, cluster.ranks // shape.shards), shape.shards)
-        return [Task("esp gather", "network", all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
-                Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume), ("esp gather",)),
-                Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
-                Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume), ("esp reduce",))]
+        return [
+            Task("esp gather", "network",
+                 all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
+            Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume),
+                 ("esp gather",)),
+            Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
+            Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume),
+                 ("esp reduce",))
+        ]
     volume = shape.bytes_rows * shape.shards / shape.replicas
     out = Task("out", "network", all_to_all_s(cluster, world, "linear", volume))
     gathered = shape.bytes_in if schedule == "s1" else shape.bytes_rows
@@ -60,7 +71,9 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
     tasks = [out]
     for i in range(pieces):
         tasks.append(Task(f"back{i}", "network", out.seconds / pieces, ("out",)))
-        tasks.append(Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces, (f"back{i}",)))
+        tasks.append(
+            Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces,
+                 (f"back{i}",)))
     return tasks
 
 
@@ -75,10 +88,13 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 
 
 def choose_schedule(shape: ParmShape, cluster: Cluster, overlap: bool = False) -> str:
-    """`s1` or `s2`, whichever the model says is faster; equal: s1, which also splits the gate's work."""
+    """`s1` or `s2`, whichever the model says is faster; equal: s1, which also splits the gate's
+    work.
+    """
     return min(("s1", "s2"), key=lambda s: schedule_s(shape, cluster, s, overlap))
 
 
-def simulated_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False, pieces: int = 16) -> float:
+def simulated_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
+                pieces: int = 16) -> float:
     """Seconds of the event timeline, in which S2's gather is pipelined behind the all-to-all."""
     return simulate(schedule_tasks(shape, cluster, schedule, overlap, pieces)).seconds

@@ -10,17 +10,23 @@ from moe_plugin.planner.cluster import Cluster
 
 
 def shape_for(cluster: Cluster, ranks: int) -> Cluster:
-    """The cluster with this many ranks: whole nodes, or one node that is not full. `ValueError` where neither fits."""
+    """The cluster with this many ranks: whole nodes, or one node that is not full. `ValueError`
+    where neither fits.
+    """
     if ranks < 1:
         raise ValueError(f"{ranks} ranks: must be at least 1")
     if ranks <= cluster.ranks_per_node:
         return cluster.resized(1, ranks)
     if ranks % cluster.ranks_per_node:
-        raise ValueError(f"{ranks} ranks are no whole nodes of {cluster.ranks_per_node} ranks (cluster {cluster.name!r}); use a multiple")
+        raise ValueError(
+            f"{ranks} ranks are no whole nodes of {cluster.ranks_per_node} ranks (cluster "
+            f"{cluster.name!r}); use a multiple"
+        )
     return cluster.resized(ranks // cluster.ranks_per_node)
 
 
-def simulate(cluster: Cluster, ranks: Sequence[int], sizes: Sequence[float]) -> list[dict[str, Any]]:
+def simulate(cluster: Cluster, ranks: Sequence[int],
+             sizes: Sequence[float]) -> list[dict[str, Any]]:
     """One row for each size, number of ranks and algorithm, ready for JSON."""
     rows = []
     for size in sizes:
@@ -28,6 +34,9 @@ def simulate(cluster: Cluster, ranks: Sequence[int], sizes: Sequence[float]) -> 
             shape = shape_for(cluster, number)
             for name in COSTS:
                 cost = predict(shape, name, size)
-                rows.append({"ranks": number, "nodes": shape.nodes, "bytes": size, "algorithm": name, "ms": 1e3 * cost.seconds,
-                             "messages": cost.inter_messages, "inter_bytes": cost.inter_bytes})
+                rows.append({
+                    "ranks": number, "nodes": shape.nodes, "bytes": size, "algorithm": name,
+                    "ms": 1e3 * cost.seconds, "messages": cost.inter_messages,
+                    "inter_bytes": cost.inter_bytes
+                })
     return rows

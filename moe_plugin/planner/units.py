@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_SIZES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SIZES = {
+    "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9
+}
 _RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 

@@ -26,8 +26,9 @@ from moe_plugin.routing.selector import Gates, number_layers
 routers = registry.routers  # the registry; the package of this name holds its members
 
 __all__ = [
-    "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter", "GateCall", "Gates", "GroupLimitedRouter", "HashRouter",
-    "LossInputs", "NoisyTopKRouter", "PrototypeRouter", "Router", "SAMRouter", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter",
+    "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
+    "GateCall", "Gates", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
+    "PrototypeRouter", "Router", "SAMRouter", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter",
     "TAMoERouter", "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step",
     "gate_choices", "losses", "number_layers", "routers",
 ]

@@ -1,8 +1,11 @@
-"""Balanced assignment of tokens to experts, the heart of the BASE router: of all balanced assignments the one with the largest score.
+"""Balanced assignment of tokens to experts, the heart of the BASE router: of all balanced
+assignments the one with the largest score.
 
-Prices p_e as in an auction (Bertsekas): with every token where v(t, e) - p_e is largest, an assignment is the best for the loads that it has.
-So prices are moved until loads are almost equal, and what is still too much somewhere goes where it is missing by cheapest paths, after
-each of which the assignment is again the best for its loads. Pure functions on the CPU, without gradient, in float64.
+Prices p_e as in an auction (Bertsekas): with every token where v(t, e) - p_e is largest, an
+assignment is the best for the loads that it has. So prices are moved until loads are almost equal,
+and what is still too much somewhere goes where it is missing by cheapest paths, after each of which
+the assignment is again the best for its loads. Pure functions on the CPU, without gradient, in
+float64.
 """
 
 from __future__ import annotations
@@ -10,16 +13,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROUNDS, COOLING = 12, (0.1, 0.03, 0.01)  # of scaling, at temperatures relative to the spread of the scores
-SLACK = 1e-12  # relative to the spread: a path must be better by that much, so that rounding makes no cycle
+# of scaling, at temperatures relative to the spread of the scores
+ROUNDS, COOLING = 12, (0.1, 0.03, 0.01)
+# relative to the spread: a path must be better by that much, so that rounding makes no cycle
+SLACK = 1e-12
 
 
 def balanced_assignment(scores_TE: Tensor) -> Tensor:
-    """An expert for each token, int64 [T], no expert with more than ceil(T / E) tokens: exactly T / E where E divides T.
+    """An expert for each token, int64 [T], no expert with more than ceil(T / E) tokens: exactly T /
+    E where E divides T.
 
-    The sum of the chosen scores is the largest possible (up to rounding). Where E does not divide T, tokens that are worth nothing to
-    anybody fill up. NaN counts as 0. Source of the problem: BASE layers (Lewis et al. 2021), which solves it by an auction to within
-    epsilon a token.
+    The sum of the chosen scores is the largest possible (up to rounding). Where E does not divide
+    T, tokens that are worth nothing to anybody fill up. NaN counts as 0. Source of the problem:
+    BASE layers (Lewis et al. 2021), which solves it by an auction to within epsilon a token.
     """
     tokens, experts = scores_TE.shape
     value_TE = scores_TE.detach().to("cpu", torch.float64).nan_to_num(0.0)
@@ -33,7 +39,9 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
 
 def _prices(value_NE: Tensor, each: int, spread: float) -> Tensor:
-    """Prices [E] at which experts are about equally wanted: log-sum-exp demand, scaled at falling temperatures, then exact demand."""
+    """Prices [E] at which experts are about equally wanted: log-sum-exp demand, scaled at falling
+    temperatures, then exact demand.
+    """
     price_E = value_NE.new_zeros(value_NE.shape[1])
     if spread == 0.0:
         return price_E
@@ -66,7 +74,8 @@ def _level(value_NE: Tensor, owner_N: Tensor, each: int, slack: float) -> Tensor
         if not bool((excess_E > 0).any()):
             return owner_N
         path = _cheapest_path(cost_EE, excess_E, slack)
-        _move(value_NE, owner_N, cost_EE, path, min(int(excess_E[path[0]]), -int(excess_E[path[-1]])))
+        _move(value_NE, owner_N, cost_EE, path, min(int(excess_E[path[0]]),
+                                                    -int(excess_E[path[-1]])))
         for e in path:
             cost_EE[e] = _costs(value_NE, owner_N, e)
 
@@ -88,7 +97,8 @@ def _cheapest_path(cost_EE: Tensor, excess_E: Tensor, slack: float) -> list[int]
         better_E = through_E < dist_E - slack
         if not bool(better_E.any()):
             break
-        dist_E, parent_E = torch.where(better_E, through_E, dist_E), torch.where(better_E, best_E, parent_E)
+        dist_E, parent_E = torch.where(better_E, through_E,
+                                       dist_E), torch.where(better_E, best_E, parent_E)
     at = int(torch.where(excess_E < 0, dist_E, float("inf")).argmin())
     path = [at]
     while int(parent_E[path[-1]]) >= 0:
@@ -97,7 +107,9 @@ def _cheapest_path(cost_EE: Tensor, excess_E: Tensor, slack: float) -> list[int]
 
 
 def _move(value_NE: Tensor, owner_N: Tensor, cost_EE: Tensor, path: list[int], most: int) -> None:
-    """Along each step of the path move the cheapest tokens, as many as every step has at its least cost, at most `most`."""
+    """Along each step of the path move the cheapest tokens, as many as every step has at its least
+    cost, at most `most`.
+    """
     steps = []
     for source, target in zip(path, path[1:], strict=False):
         mine_M = (owner_N == source).nonzero()[:, 0]

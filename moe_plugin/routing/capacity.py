@@ -1,6 +1,7 @@
 """Capacity: how many rows an expert takes from one rank, and which choices get them.
 
-T tokens of a rank, E experts, k choices, f capacity factor, s = ceil(T / E). Source: Tutel (`fast_dispatch`).
+T tokens of a rank, E experts, k choices, f capacity factor, s = ceil(T / E). Source: Tutel
+(`fast_dispatch`).
 
 | f | slots C an expert and source rank |
 |---|---|
@@ -9,7 +10,8 @@ T tokens of a rank, E experts, k choices, f capacity factor, s = ceil(T / E). So
 | f = 0 | the largest number of tokens that any expert got from any rank: never drops |
 | f < 0 | min(the f = 0 value, k * int(-f * s)) |
 
-Worked example: T = 10, E = 4, k = 2 gives s = 3. f = 1: C = 6. f = 1.25: C = 2 * int(3.75) = 6. f = -1 with a largest load of 5: C = 5.
+Worked example: T = 10, E = 4, k = 2 gives s = 3. f = 1: C = 6. f = 1.25: C = 2 * int(3.75) = 6. f =
+-1 with a largest load of 5: C = 5.
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
     return top_k * int(abs(factor) * math.ceil(tokens / experts))
 
 
-def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm, training: bool) -> int | None:
-    """Slots an expert and source rank, the same number on every rank; None where nothing is ever dropped.
+def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
+             training: bool) -> int | None:
+    """Slots an expert and source rank, the same number on every rank; None where nothing is ever
+    dropped.
 
-    Unless `equal_tokens` is promised, T is the largest number of real tokens of any rank: one all-reduce of two integers
-    (T and, where f <= 0, the largest load) and one device-to-host copy. With the promise and f > 0 there is neither, except in a
-    call whose T differs from the last call's: there the promise is checked.
+    Unless `equal_tokens` is promised, T is the largest number of real tokens of any rank: one
+    all-reduce of two integers (T and, where f <= 0, the largest load) and one device-to-host copy.
+    With the promise and f > 0 there is neither, except in a call whose T differs from the last
+    call's: there the promise is checked.
 
     Raises:
-        ValueError: the promise is broken. Where T changed on some ranks only, these wait for the others in vain: a `CommError` after
-            the group's time-out.
+        ValueError: the promise is broken. Where T changed on some ranks only, these wait for the
+            others in vain: a `CommError` after the group's time-out.
     """
     factor = config.capacity_factor
     fraction = 0.0 if training else config.eval_token_fraction
@@ -66,8 +71,12 @@ def _promised(routing: Routing, comm: Comm) -> int:
         seen_2 = torch.tensor([tokens, -tokens], device=routing.ids_TK.device)
         most, least = comm.all_reduce(seen_2, "max").tolist()
         if most != -least:
-            raise ValueError(f"dispatch.equal_tokens=True is a promise that was broken: rank {comm.rank} of {comm.size} has {tokens} tokens, must be "
-                             f"the same on all ranks, which have {-least} to {most}; pad the batch (token_mask), or set dispatch.equal_tokens to False")
+            raise ValueError(
+                f"dispatch.equal_tokens=True is a promise that was broken: rank {comm.rank} of "
+                f"{comm.size} has {tokens} tokens, must be "
+                f"the same on all ranks, which have {-least} to {most}; pad the batch "
+                "(token_mask), or set dispatch.equal_tokens to False"
+            )
         comm.memo["equal_tokens"] = tokens
     return tokens
 
@@ -75,7 +84,8 @@ def _promised(routing: Routing, comm: Comm) -> int:
 def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
     load_E = torch.zeros(experts + 1, dtype=torch.int64, device=routing.ids_TK.device)
     ids_N = routing.ids_TK.reshape(-1)
-    load_E.index_add_(0, ids_N % (experts + 1), torch.ones_like(ids_N))  # -1 falls in the last, unread bin
+    # -1 falls in the last, unread bin
+    load_E.index_add_(0, ids_N % (experts + 1), torch.ones_like(ids_N))
     seen_2 = comm.all_reduce(torch.stack([routing.tokens, load_E[:experts].max()]), "max")
     tokens, load = seen_2.tolist()
     return tokens, load
@@ -84,8 +94,8 @@ def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
     """Slot of each choice inside its expert, int64 [T, K]; -1 where there is no expert.
 
-    First choices of all tokens come before second choices, and so on; within one choice, tokens come in sequence order,
-    or by decreasing `priority_T` (stable) under batch-prioritised routing.
+    First choices of all tokens come before second choices, and so on; within one choice, tokens
+    come in sequence order, or by decreasing `priority_T` (stable) under batch-prioritised routing.
     """
     if not prioritized:
         return slot_index(routing.ids_TK, experts)
@@ -95,7 +105,9 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
 
 
 def drop(routing: Routing, slots_TK: Tensor, limit: int | None, normalize_after: bool) -> Routing:
-    """Remove the choices whose slot is past the capacity; optionally divide what is left by its sum."""
+    """Remove the choices whose slot is past the capacity; optionally divide what is left by its
+    sum.
+    """
     keep_TK = routing.ids_TK >= 0
     if limit is not None:
         keep_TK = keep_TK & (slots_TK < limit)

@@ -1,10 +1,12 @@
 """Balance losses by name. Each is a function of `LossInputs` and returns a raw float32 scalar.
 
-Where a batch's tokens lie on several ranks of one group (`LossInputs.comm`), each rank gets its part of the group's loss and
-the parts sum to it: loads and counts are the group's, importance is this rank's.
+Where a batch's tokens lie on several ranks of one group (`LossInputs.comm`), each rank gets its
+part of the group's loss and the parts sum to it: loads and counts are the group's, importance is
+this rank's.
 
-Legend: S real tokens of this rank, E experts, k choices a token, p(s, e) the scores after softmax (noisy where noise is
-on), n_e tokens whose first choice is e, N_e tokens with e among their k choices. Without real tokens every loss is 0.
+Legend: S real tokens of this rank, E experts, k choices a token, p(s, e) the scores after softmax
+(noisy where noise is on), n_e tokens whose first choice is e, N_e tokens with e among their k
+choices. Without real tokens every loss is 0.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from moe_plugin.registry import Registry
 class LossInputs:
     """What a router knows when it computes its losses.
 
-    logits_TE: noisy logits; probs_TE: scores, rows sum to 1; clean_probs_TE: scores without the noise.
-    ids_TK: chosen experts, -1: none (all k, before policies and capacity); mask_T: bool, True = real token.
+    logits_TE: noisy logits; probs_TE: scores, rows sum to 1; clean_probs_TE: scores without the
+    noise.
+    ids_TK: chosen experts, -1: none (all k, before policies and capacity); mask_T: bool, True =
+    real token.
     noise: standard deviation of the logit noise (already divided by E), 0 where none was added.
     comm: ranks that share the batch's tokens; None: this rank has them all.
-    sequence_T: int64 in 0..sequences-1, sequence of each token, for `sequence`. outside_TE: bool, experts that a token was not free to choose (of
-    groups not chosen). margin_TE: see `noisy_load`. penalty_E: link penalties of this rank, mean 1. step_load_E: choices by expert and
-    tokens (last element) of all ranks and micro-batches of the step so far, this one included.
+    sequence_T: int64 in 0..sequences-1, sequence of each token, for `sequence`. outside_TE: bool,
+    experts that a token was not free to choose (of groups not chosen). margin_TE: see `noisy_load`.
+    penalty_E: link penalties of this rank, mean 1. step_load_E: choices by expert and tokens (last
+    element) of all ranks and micro-batches of the step so far, this one included.
     """
 
     logits_TE: Tensor
@@ -49,15 +54,23 @@ class LossInputs:
 
     @property
     def count(self) -> Tensor:
-        """Number of real tokens (of the group), at least 1 (a divisor), in the scores' dtype; found out once."""
-        # not cached_property: up to Python 3.11 that holds one lock for all instances, and ranks that are threads meet in here
+        """Number of real tokens (of the group), at least 1 (a divisor), in the scores' dtype; found
+        out once.
+        """
+        # not cached_property: up to Python 3.11 that holds one lock for all instances, and ranks
+        # that are threads meet in here
         if "_count" not in self.__dict__:
-            self.__dict__["_count"] = self._total(self.mask_T.sum()).clamp(min=1).to(self.probs_TE.dtype)
+            self.__dict__["_count"] = self._total(self.mask_T.sum()).clamp(min=1).to(
+                self.probs_TE.dtype)
         return self.__dict__["_count"]
 
     def load_E(self, choices: slice) -> Tensor:
-        """Tokens (of the group) by expert over the given choices, in the scores' dtype; no gradient."""
-        return self._total(load_of(self.ids_TK[:, choices], self.mask_T, self.probs_TE.shape[1]).to(self.probs_TE.dtype))
+        """Tokens (of the group) by expert over the given choices, in the scores' dtype; no
+        gradient.
+        """
+        return self._total(
+            load_of(self.ids_TK[:, choices], self.mask_T,
+                    self.probs_TE.shape[1]).to(self.probs_TE.dtype))
 
     def importance_E(self) -> Tensor:
         """Sum of the scores over real tokens by expert."""
@@ -83,7 +96,8 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class FusedLossInputs(LossInputs):
-    """Inputs whose sums over tokens came out of the router's own pass: no T x E score is kept. For losses in `FUSED` alone.
+    """Inputs whose sums over tokens came out of the router's own pass: no T x E score is kept. For
+    losses in `FUSED` alone.
 
     probs_TE here only lends its shape and dtype. routed: see `moe_plugin.kernels.router`.
     """
@@ -103,14 +117,17 @@ class FusedLossInputs(LossInputs):
         return self.routed.entropy / self.mask_T.sum().clamp(min=1)
 
 
-FUSED = frozenset({"gshard", "switch", "global_batch", "z"})  # losses that ask for nothing but these sums and loads
+# losses that ask for nothing but these sums and loads
+FUSED = frozenset({"gshard", "switch", "global_batch", "z"})
 
 
 def load_of(ids_TK: Tensor, mask_T: Tensor, experts: int) -> Tensor:
     """Choices by expert, int64 [E], over real tokens; -1 is no choice."""
-    counted_TK = torch.where(mask_T[:, None], ids_TK, -1) % (experts + 1)  # -1 falls in the last bin
+    # -1 falls in the last bin
+    counted_TK = torch.where(mask_T[:, None], ids_TK, -1) % (experts + 1)
     load_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TK.device)
-    return load_E.index_add_(0, counted_TK.reshape(-1), torch.ones_like(counted_TK.reshape(-1)))[:experts]
+    return load_E.index_add_(0, counted_TK.reshape(-1),
+                             torch.ones_like(counted_TK.reshape(-1)))[:experts]
 
 
 LossFn = Callable[[LossInputs], Tensor]
@@ -121,8 +138,9 @@ losses: Registry[LossFn] = Registry("loss")
 def gshard(x: LossInputs) -> Tensor:
     """GShard: sum_e (sum_s p(s,e)) * (n_e * E / S) / S.
 
-    Only the first choice counts. A uniform router with evenly spread first choices gives exactly 1, its minimum over
-    routers whose scores follow their load. Source: GShard (Lepikhin et al. 2020), algorithm 1; as in Tutel and fairseq.
+    Only the first choice counts. A uniform router with evenly spread first choices gives exactly 1,
+    its minimum over routers whose scores follow their load. Source: GShard (Lepikhin et al. 2020),
+    algorithm 1; as in Tutel and fairseq.
     """
     experts = x.probs_TE.shape[1]
     return (x.importance_E() * x.load_E(slice(0, 1))).sum() * experts / x.count**2
@@ -132,42 +150,54 @@ def gshard(x: LossInputs) -> Tensor:
 def switch(x: LossInputs) -> Tensor:
     """Switch over all choices: E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e.
 
-    With k choices a token the factor is E / (k S^2); equal to `gshard` for k = 1; a uniform router gives exactly 1. Source: Switch
-    Transformer (Fedus et al. 2021), eq. 4, with N_e over all choices as Megatron-core's `aux_loss`.
+    With k choices a token the factor is E / (k S^2); equal to `gshard` for k = 1; a uniform router
+    gives exactly 1. Source: Switch Transformer (Fedus et al. 2021), eq. 4, with N_e over all
+    choices as Megatron-core's `aux_loss`.
     """
     return _switch(x, x.load_E(slice(None)))
 
 
 def _switch(x: LossInputs, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> Tensor:
     experts = x.probs_TE.shape[1]
-    return (x.importance_E() * load_E * penalty_E).sum() * experts / (x.count * load_E.sum().clamp(min=1))
+    return (x.importance_E() * load_E * penalty_E).sum() * experts / (x.count *
+                                                                      load_E.sum().clamp(min=1))
 
 
 @losses.register("sequence")
 def sequence(x: LossInputs) -> Tensor:
-    """`switch` for each sequence by itself, then the mean over sequences, each counted alike: mean_q E / (S_q N_q) sum_e P_qe N_qe.
+    """`switch` for each sequence by itself, then the mean over sequences, each counted alike:
+    mean_q E / (S_q N_q) sum_e P_qe N_qe.
 
-    P_qe, N_qe: scores and choices of sequence q by expert; S_q its real tokens, N_q = sum_e N_qe. Uniform: 1. Does not depend on how
-    whole sequences are cut into micro-batches of equal numbers of sequences. Source: DeepSeek-V2 (2024), section 2.2.3.
+    P_qe, N_qe: scores and choices of sequence q by expert; S_q its real tokens, N_q = sum_e N_qe.
+    Uniform: 1. Does not depend on how whole sequences are cut into micro-batches of equal numbers
+    of sequences. Source: DeepSeek-V2 (2024), section 2.2.3.
     """
     assert x.sequence_T is not None
     experts, count = x.probs_TE.shape[1], x.sequences
-    importance_QE = x.probs_TE.new_zeros(count, experts).index_add(0, x.sequence_T, x.probs_TE * x.mask_T[:, None])
-    chosen_TE = x.probs_TE.new_zeros(x.probs_TE.shape[0], experts + 1).scatter_(1, x.ids_TK % (experts + 1), 1.0)[:, :experts]
-    load_QE = x._total(x.probs_TE.new_zeros(count, experts).index_add(0, x.sequence_T, chosen_TE * x.mask_T[:, None]))
-    tokens_Q = x._total(x.probs_TE.new_zeros(count).index_add(0, x.sequence_T, x.mask_T.to(x.probs_TE.dtype)))
+    importance_QE = x.probs_TE.new_zeros(count, experts).index_add(0, x.sequence_T,
+                                                                   x.probs_TE * x.mask_T[:, None])
+    chosen_TE = x.probs_TE.new_zeros(x.probs_TE.shape[0], experts + 1).scatter_(
+        1, x.ids_TK % (experts + 1), 1.0)[:, :experts]
+    load_QE = x._total(
+        x.probs_TE.new_zeros(count, experts).index_add(0, x.sequence_T,
+                                                       chosen_TE * x.mask_T[:, None]))
+    tokens_Q = x._total(
+        x.probs_TE.new_zeros(count).index_add(0, x.sequence_T, x.mask_T.to(x.probs_TE.dtype)))
     value_Q = (importance_QE * load_QE).sum(1) * experts / (tokens_Q * load_QE.sum(1)).clamp(min=1)
     return value_Q.sum() / (tokens_Q > 0).sum().clamp(min=1)
 
 
 @losses.register("global_batch")
 def global_batch(x: LossInputs) -> Tensor:
-    """`switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e, N_e over all ranks and the step so far.
+    """`switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e, N_e over
+    all ranks and the step so far.
 
-    Scores p and their count S are of this call; N_e counts the choices of all data-parallel ranks and of all micro-batches since the
-    last optimizer step (`moe_plugin.routing.finish_step`), N = sum_e N_e. Uniform: 1. The sum over ranks does not depend on how the batch
-    is cut over ranks; micro-batches of a step see the load up to themselves, the last one all of it. Source: Qiu et al. 2025
-    ("Demons in the Detail", global-batch load balancing loss), eq. 6, and its buffer for gradient accumulation.
+    Scores p and their count S are of this call; N_e counts the choices of all data-parallel ranks
+    and of all micro-batches since the last optimizer step (`moe_plugin.routing.finish_step`), N =
+    sum_e N_e. Uniform: 1. The sum over ranks does not depend on how the batch is cut over ranks;
+    micro-batches of a step see the load up to themselves, the last one all of it. Source: Qiu et
+    al. 2025 ("Demons in the Detail", global-batch load balancing loss), eq. 6, and its buffer for
+    gradient accumulation.
     """
     assert x.step_load_E is not None
     return _switch(x, x.step_load_E[:-1].to(x.probs_TE.dtype))
@@ -175,20 +205,23 @@ def global_batch(x: LossInputs) -> Tensor:
 
 @losses.register("ta_moe")
 def ta_moe(x: LossInputs) -> Tensor:
-    """TA-MoE: `switch` with a penalty for the link from this rank i to each expert: E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e.
+    """TA-MoE: `switch` with a penalty for the link from this rank i to each expert: E / (S N) *
+    sum_e q_ie (sum_s p(s,e)) N_e.
 
-    q_ie = blend * Norm(1 / c_ie) + (1 - blend), c_ie: topology-aware share of expert e (`links.target_shares`), Norm: mean 1. Far
-    experts cost more; equal links, or blend = 0, give `switch`. Uniform: 1. Source: TA-MoE (Chen et al. 2022), section 4.2.
+    q_ie = blend * Norm(1 / c_ie) + (1 - blend), c_ie: topology-aware share of expert e
+    (`links.target_shares`), Norm: mean 1. Far experts cost more; equal links, or blend = 0, give
+    `switch`. Uniform: 1. Source: TA-MoE (Chen et al. 2022), section 4.2.
     """
-    return _switch(x, x.load_E(slice(None)), 1.0 if x.penalty_E is None else x.penalty_E.to(x.probs_TE.dtype))
+    return _switch(x, x.load_E(slice(None)),
+                   1.0 if x.penalty_E is None else x.penalty_E.to(x.probs_TE.dtype))
 
 
 @losses.register("sam_alignment")
 def sam_alignment(x: LossInputs) -> Tensor:
     """mean_s sum_{e outside the chosen group} max(0, p(s,e) - p(s, k-th choice inside)).
 
-    0 exactly where the k-th choice is at least as likely as every expert outside; 0 for routers without groups. Source: HetuMoE (Nie et
-    al. 2022), gate SAM.
+    0 exactly where the k-th choice is at least as likely as every expert outside; 0 for routers
+    without groups. Source: HetuMoE (Nie et al. 2022), gate SAM.
     """
     if x.outside_TE is None:
         return x.probs_TE.sum() * 0
@@ -199,11 +232,13 @@ def sam_alignment(x: LossInputs) -> Tensor:
 
 @losses.register("load_importance")
 def load_importance(x: LossInputs) -> Tensor:
-    """(CV^2(importance) + CV^2(load)) / 2, with importance_e = sum_s p(s,e) and a load that is smooth in the scores.
+    """(CV^2(importance) + CV^2(load)) / 2, with importance_e = sum_s p(s,e) and a load that is
+    smooth in the scores.
 
-    load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)): q the score without noise, thr_s the k-th largest noisy score of
-    token s, Phi the standard normal distribution function. CV^2 is the unbiased variance over the squared mean; a
-    router that is uniform in both gives 0. Source: Shazeer et al. 2017, appendix A, in the form that Tutel uses.
+    load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)): q the score without noise, thr_s the k-th
+    largest noisy score of token s, Phi the standard normal distribution function. CV^2 is the
+    unbiased variance over the squared mean; a router that is uniform in both gives 0. Source:
+    Shazeer et al. 2017, appendix A, in the form that Tutel uses.
     """
     threshold_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
@@ -213,16 +248,20 @@ def load_importance(x: LossInputs) -> Tensor:
 
 @losses.register("importance")
 def importance(x: LossInputs) -> Tensor:
-    """CV^2(sum_s p(s, e)) over experts, unbiased variance over squared mean; uniform: 0. Source: Shazeer et al. 2017, eq. 6."""
+    """CV^2(sum_s p(s, e)) over experts, unbiased variance over squared mean; uniform: 0. Source:
+    Shazeer et al. 2017, eq. 6.
+    """
     return _squared_cv(x.importance_E()) * x.share()
 
 
 @losses.register("noisy_load")
 def noisy_load(x: LossInputs) -> Tensor:
-    """CV^2(sum_s P(s, e)), P(s, e) = Phi(margin(s, e)): the chance that e is among s's k choices when its noise alone is drawn anew.
+    """CV^2(sum_s P(s, e)), P(s, e) = Phi(margin(s, e)): the chance that e is among s's k choices
+    when its noise alone is drawn anew.
 
-    margin(s, e) = (clean logit - k-th largest noisy logit of the others) / standard deviation of the noise. Uniform: 0. Router
-    noisy_topk, in training. Source: Shazeer et al. 2017, eqs. 8 to 11.
+    margin(s, e) = (clean logit - k-th largest noisy logit of the others) / standard deviation of
+    the noise. Uniform: 0. Router noisy_topk, in training. Source: Shazeer et al. 2017, eqs. 8 to
+    11.
     """
     assert x.margin_TE is not None
     return _squared_cv((torch.special.ndtr(x.margin_TE) * x.mask_T[:, None]).sum(0)) * x.share()

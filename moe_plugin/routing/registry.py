@@ -16,11 +16,13 @@ from moe_plugin.registry import Registry
 routers: Registry[Callable[..., nn.Module]] = Registry("router")
 
 
-def build_router(config: MoEConfig, comm: Comm | None = None, *, dtype: torch.dtype | None = None, device: Any = None) -> nn.Module:
+def build_router(config: MoEConfig, comm: Comm | None = None, *, dtype: torch.dtype | None = None,
+                 device: Any = None) -> nn.Module:
     """The configured router, or a `Gates` of several.
 
-    A router is made by `factory(config, comm=, dtype=, device=)` and called as `router(x_TD, mask_T, top_k)`, with a `TokenInfo` as fourth
-    argument where the call has one. comm: ranks that hold the experts; None: this rank alone.
+    A router is made by `factory(config, comm=, dtype=, device=)` and called as
+    `router(x_TD, mask_T, top_k)`, with a `TokenInfo` as fourth argument where the call has one.
+    comm: ranks that hold the experts; None: this rank alone.
     """
     from moe_plugin.routing.selector import Gates
 
@@ -28,13 +30,20 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, dtype: torch.dt
     factories = [routers.get(name) for name in config.router.names]
     if len(factories) == 1:
         return factories[0](config, **where)
-    return Gates([factory(_with_own_losses(config, factory, factories), **where) for factory in factories], config.router, comm, device)
+    return Gates(
+        [factory(_with_own_losses(config, factory, factories), **where) for factory in factories],
+        config.router, comm, device)
 
 
-def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module], factories: list[Callable[..., nn.Module]]) -> MoEConfig:
-    """Without the losses that only other routers of the list can compute; one that none can is left for the router to refuse."""
+def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
+                     factories: list[Callable[..., nn.Module]]) -> MoEConfig:
+    """Without the losses that only other routers of the list can compute; one that none can is left
+    for the router to refuse.
+    """
     def own(one: Callable[..., nn.Module]) -> frozenset[str]:
         return getattr(one, "own_losses", frozenset())
 
     others = frozenset().union(*(own(one) for one in factories)) - own(factory)
-    return replace(config, losses={name: weight for name, weight in config.losses.items() if name not in others})
+    return replace(
+        config,
+        losses={name: weight for name, weight in config.losses.items() if name not in others})

@@ -1,13 +1,16 @@
 """Routing that repeats itself when activations are recomputed.
 
-Activation checkpointing runs a layer twice: once forward, once more inside backward. If the second pass routed a
-token elsewhere (noise, a tie broken by another rounding), shapes and gradients would be wrong. So the chosen experts of the first
-pass are recorded and used again in the second. Two ways, for two kinds of checkpointing:
+Activation checkpointing runs a layer twice: once forward, once more inside backward. If the second
+pass routed a token elsewhere (noise, a tie broken by another rounding), shapes and gradients would
+be wrong. So the chosen experts of the first pass are recorded and used again in the second. Two
+ways, for two kinds of checkpointing:
 
-* `torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False, context_fn=routing_replay)`: one recording for each
-  checkpointed call, matched by order of the routers inside it. Or simply `checkpoint(fn, x)` of this module.
-* reentrant checkpointing that hosts bring (fairseq's, Megatron's): the host sets `router.replay = True`. A pass in training
-  without gradients is a first pass and records; a pass inside backward takes the oldest recording of that router.
+* `torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False, context_fn=routing_replay)`: one
+  recording for each checkpointed call, matched by order of the routers inside it. Or simply
+  `checkpoint(fn, x)` of this module.
+* reentrant checkpointing that hosts bring (fairseq's, Megatron's): the host sets
+  `router.replay = True`. A pass in training without gradients is a first pass and records; a pass
+  inside backward takes the oldest recording of that router.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class _Tape:
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The pair (first pass, recomputation) that `torch.utils.checkpoint`'s `context_fn` asks for."""
+    """The pair (first pass, recomputation) that `torch.utils.checkpoint`'s `context_fn` asks for.
+    """
     tape = _Tape()
     return _use(tape, None), _use(tape, 0)
 
@@ -51,9 +55,11 @@ def _use(tape: _Tape, position: int | None) -> Iterator[None]:
 
 @contextmanager
 def record_routing() -> Iterator[_Tape]:
-    """Routing of everything inside is recorded; the value is for `replay_routing`. Not around activation checkpointing, which has its own.
+    """Routing of everything inside is recorded; the value is for `replay_routing`. Not around
+    activation checkpointing, which has its own.
 
-    What is recorded (`.ids`: the routers' choices in call order, and noise where weights depend on it) can be saved with `torch.save`.
+    What is recorded (`.ids`: the routers' choices in call order, and noise where weights depend on
+    it) can be saved with `torch.save`.
     """
     tape = _Tape()
     with _use(tape, None):
@@ -62,7 +68,9 @@ def record_routing() -> Iterator[_Tape]:
 
 @contextmanager
 def replay_routing(tape: _Tape) -> Iterator[None]:
-    """The same calls in the same order route as recorded, whatever weights and noise are now; the weights of the choices are computed anew."""
+    """The same calls in the same order route as recorded, whatever weights and noise are now; the
+    weights of the choices are computed anew.
+    """
     with _use(tape, 0):
         yield
 
@@ -77,7 +85,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def replayed(router: nn.Module, choose: Callable[[], Tensor]) -> Tensor:
     """`choose()` in a first or plain pass; the recorded choice in a recomputation."""
     if torch.compiler.is_compiling():
-        return choose()  # the compiler recomputes inside one graph, from the values the first pass had
+        # the compiler recomputes inside one graph, from the values the first pass had
+        return choose()
     tape = _active.get()
     if tape is not None:
         return _from_tape(tape, choose)
@@ -86,25 +95,32 @@ def replayed(router: nn.Module, choose: Callable[[], Tensor]) -> Tensor:
     records: deque[Tensor] = router.__dict__.setdefault("_replay_records", deque())
     if inside_backward():
         if not records:
-            raise RuntimeError("a recomputation found no recorded routing: its first pass ran with gradients on; use "
-                               "moe_plugin.routing.replay.checkpoint, or set router.replay = False")
+            raise RuntimeError(
+                "a recomputation found no recorded routing: its first pass ran with gradients on; "
+                "use "
+                "moe_plugin.routing.replay.checkpoint, or set router.replay = False")
         return records.popleft()
     ids_TK = choose()
     if not torch.is_grad_enabled():
         if len(records) >= MAX_RECORDS:
-            raise RuntimeError(f"{MAX_RECORDS} routings were recorded for a recomputation that never came; set router.replay "
-                               "= False, or call eval() for passes without backward")
+            raise RuntimeError(
+                f"{MAX_RECORDS} routings were recorded for a recomputation that never came; set "
+                "router.replay "
+                "= False, or call eval() for passes without backward")
         records.append(ids_TK)
     return ids_TK
 
 
 def forget(model: nn.Module) -> None:
-    """Drop recordings whose recomputation never came, as after a step that was given up (out of memory, say).
+    """Drop recordings whose recomputation never came, as after a step that was given up (out of
+    memory, say).
 
-    The next recomputation would take them for its own. A host with `router.replay` calls it where it knows that no backward pass is due.
+    The next recomputation would take them for its own. A host with `router.replay` calls it where
+    it knows that no backward pass is due.
     """
     for module in model.modules():
-        for holder in (module, getattr(module, "auto", None), getattr(getattr(module, "layouts", None), "shadows", None)):
+        for holder in (module, getattr(module, "auto", None),
+                       getattr(getattr(module, "layouts", None), "shadows", None)):
             if holder is not None:
                 holder.__dict__.pop("_replay_records", None)
 

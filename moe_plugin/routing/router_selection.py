@@ -1,4 +1,6 @@
-"""Which router of a list decides a call, by name. A rule sees only what all ranks share, so that all of them take the same one."""
+"""Which router of a list decides a call, by name. A rule sees only what all ranks share, so that
+all of them take the same one.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from moe_plugin.registry import Registry
 class GateCall:
     """What a rule may look at.
 
-    count: routers in the list. step: optimizer steps that are over. layer: number of this MoE layer in its model, from 0; None: nobody said
-    (`moe_plugin.routing.number_layers`). training: of the layer. settings: `router.choice`.
+    count: routers in the list. step: optimizer steps that are over. layer: number of this MoE layer
+    in its model, from 0; None: nobody said (`moe_plugin.routing.number_layers`). training: of the
+    layer. settings: `router.choice`.
     """
 
     count: int
@@ -44,21 +47,27 @@ def first(call: GateCall) -> int:
 def layer(call: GateCall) -> int:
     """MoE layer n takes router n mod count, in training and outside."""
     if call.layer is None:
-        raise ValueError("layer=None does not fit router.choice.rule=layer: must be the number of this MoE layer in its model; call "
-                         "moe_plugin.routing.number_layers(model) once (fairseq and Megatron-core do so)")
+        raise ValueError(
+            "layer=None does not fit router.choice.rule=layer: must be the number of this MoE "
+            "layer in its model; call "
+            "moe_plugin.routing.number_layers(model) once (fairseq and Megatron-core do so)")
     return call.layer % call.count
 
 
 @gate_choices.register("cycle")
 def cycle(call: GateCall) -> int:
-    """Each in its turn, `every` optimizer steps long; outside training number `outside_training`."""
+    """Each in its turn, `every` optimizer steps long; outside training number `outside_training`.
+    """
     return call.turn % call.count if call.training else call.settings.outside_training
 
 
 @gate_choices.register("random")
 def drawn(call: GateCall) -> int:
-    """A uniform draw every `every` optimizer steps, from seed, step and layer alone; outside training number `outside_training`."""
+    """A uniform draw every `every` optimizer steps, from seed, step and layer alone; outside
+    training number `outside_training`.
+    """
     if not call.training:
         return call.settings.outside_training
     # seeded by text, which Python hashes alike on every machine and in every version since 3.2
-    return random.Random(f"{call.settings.seed} {call.turn} {call.layer or 0}").randrange(call.count)
+    return random.Random(f"{call.settings.seed} {call.turn} {call.layer or 0}").randrange(
+        call.count)

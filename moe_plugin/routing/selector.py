@@ -19,24 +19,30 @@ from moe_plugin.routing.router_selection import GateCall, gate_choices
 
 
 class Gates(nn.Module):
-    """Routers of which one decides a call: the one that `TokenInfo.gate_index` names, else the one that `router.choice` chooses.
+    """Routers of which one decides a call: the one that `TokenInfo.gate_index` names, else the one
+    that `router.choice` chooses.
 
-    All micro-batches of an optimizer step take the same one, and a recomputation takes the one of its first pass. The choice follows from
-    settings, the layer's number and the steps that are over (`finish_step`), which all ranks share; these steps are saved with the weights,
-    so that a run that goes on from a checkpoint goes on in the sequence. Parameters of the routers that did not decide get a gradient of
-    zero, so that data-parallel wrappers that wait for every parameter do not wait for ever.
+    All micro-batches of an optimizer step take the same one, and a recomputation takes the one of
+    its first pass. The choice follows from settings, the layer's number and the steps that are over
+    (`finish_step`), which all ranks share; these steps are saved with the weights, so that a run
+    that goes on from a checkpoint goes on in the sequence. Parameters of the routers that did not
+    decide get a gradient of zero, so that data-parallel wrappers that wait for every parameter do
+    not wait for ever.
 
-    Attributes: `layer`: number of this MoE layer in its model, from 0; None: not known. `steps`: optimizer steps that are over.
-    What a host sets (`replay`, `loss_comm`, `batch_comm`) goes to all routers.
+    Attributes: `layer`: number of this MoE layer in its model, from 0; None: not known. `steps`:
+    optimizer steps that are over. What a host sets (`replay`, `loss_comm`, `batch_comm`) goes to
+    all routers.
 
     Args:
-        routers: in the order of `router.name`. config: its section `router`; None: the first decides.
+        routers: in the order of `router.name`. config: its section `router`; None: the first
+            decides.
         comm: ranks that hold the experts; with more than one, building is collective.
     Raises:
         ValueError: an unknown rule; ranks whose settings differ.
     """
 
-    def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None, comm: Comm | None = None, device: Any = None) -> None:
+    def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None,
+                 comm: Comm | None = None, device: Any = None) -> None:
         super().__init__()
         self.gates = nn.ModuleList(routers)
         self.config = config or RouterConfig(name=",".join(type(gate).__name__ for gate in routers))
@@ -51,17 +57,23 @@ class Gates(nn.Module):
         """What any of them wants to know of a call."""
         return frozenset().union(*(getattr(gate, "needs", frozenset()) for gate in self.gates))
 
-    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
+    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
+                info: TokenInfo | None = None) -> Routing:
         """As the chosen router. `ValueError`: there is no router of that index."""
         if torch.compiler.is_compiling():
             index = self._choose(info)
-        else:  # recorded with the router's choice: replayed elsewhere, under another step number, it must be the same router's
+        # recorded with the router's choice: replayed elsewhere, under another step number, it must
+        # be the same router's
+        else:
             index = int(replayed(self, lambda: torch.tensor(self._choose(info))))
         gate = self.gates[index]
         routing = gate(x_TD, mask_T, top_k) if info is None else gate(x_TD, mask_T, top_k, info)
         weights_TK = routing.weights_TK
         if self.training and torch.is_grad_enabled():
-            idle = [p for other in self.gates if other is not gate for p in other.parameters() if p.requires_grad]
+            idle = [
+                p for other in self.gates if other is not gate for p in other.parameters()
+                if p.requires_grad
+            ]
             weights_TK = _WithIdle.apply(weights_TK, *idle) if idle else weights_TK
         return replace(routing, weights_TK=weights_TK, gate=self.config.names[index])
 
@@ -70,13 +82,20 @@ class Gates(nn.Module):
         if info is not None and info.gate_index is not None:
             index, who = info.gate_index, "gate_index"
         else:
-            index, who = self.rule(GateCall(count, self.steps, self.layer, self.training, self.config.choice)), f"choice {self.config.choice.rule!r}: index"
+            index, who = self.rule(
+                GateCall(count, self.steps, self.layer, self.training,
+                         self.config.choice)), f"choice {self.config.choice.rule!r}: index"
         if not 0 <= index < count:
-            raise ValueError(f"{who}={index} is out of bounds: must be in 0..{count - 1}; router.name lists {count}")
+            raise ValueError(
+                f"{who}={index} is out of bounds: must be in 0..{count - 1}; router.name lists "
+                f"{count}"
+            )
         return index
 
     def finish_step(self) -> None:
-        """One optimizer step further; the routers themselves are told by `moe_plugin.routing.finish_step`."""
+        """One optimizer step further; the routers themselves are told by
+        `moe_plugin.routing.finish_step`.
+        """
         self.steps += 1
         self.step.fill_(self.steps)
 
@@ -119,7 +138,9 @@ class Gates(nn.Module):
 
 
 class _WithIdle(torch.autograd.Function):
-    """Gate weights as they are; parameters that had no part in them get a gradient of zero (not 0 * value, which may be NaN)."""
+    """Gate weights as they are; parameters that had no part in them get a gradient of zero (not 0 *
+    value, which may be NaN).
+    """
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, *idle: Tensor) -> Tensor:
@@ -128,11 +149,14 @@ class _WithIdle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, ...]:
-        return (grad_TK, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
+        return (grad_TK, *(torch.zeros(shape, dtype=dtype, device=device)
+                           for shape, dtype, device in ctx.like))
 
 
 def number_layers(model: nn.Module) -> int:
-    """Number the lists of routers in a model from 0 in the order of its modules, for `router.choice.rule`; returns how many there are."""
+    """Number the lists of routers in a model from 0 in the order of its modules, for
+    `router.choice.rule`; returns how many there are.
+    """
     found = [module for module in model.modules() if isinstance(module, Gates)]
     for index, gates in enumerate(found):
         gates.layer = index
@@ -145,7 +169,10 @@ def _check_agreement(config: RouterConfig, comm: Comm) -> None:
         return
     text = repr((config.names, config.choice))
     mark = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    high, low = comm.all_reduce(torch.tensor([mark, -mark], dtype=torch.int64, device=comm.device), "max").tolist()
+    high, low = comm.all_reduce(torch.tensor([mark, -mark], dtype=torch.int64, device=comm.device),
+                                "max").tolist()
     if high != -low:
-        raise ValueError(f"router.name and router.choice differ between the {comm.size} ranks that share experts; rank {comm.rank} has {text}: "
-                         "give all ranks the same settings, the seed too")
+        raise ValueError(
+            f"router.name and router.choice differ between the {comm.size} ranks that share "
+            f"experts; rank {comm.rank} has {text}: "
+            "give all ranks the same settings, the seed too")

@@ -1,8 +1,9 @@
-"""Which ways to compute experts are in question under a load, and which of them measured times speak for. Pure functions, no timing.
+"""Which ways to compute experts are in question under a load, and which of them measured times
+speak for. Pure functions, no timing.
 
-The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows an expert, a GEMM an expert for many, and in between whichever
-is faster. What it leaves is measured (see `measured`). The choice is local: it changes no shape and no collective, so ranks may choose
-differently.
+The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows an expert, a GEMM an
+expert for many, and in between whichever is faster. What it leaves is measured (see `measured`).
+The choice is local: it changes no shape and no collective, so ranks may choose differently.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch
 
 FEW_ROWS, MANY_ROWS = 2048, 4096  # of one expert
 MARGIN = 0.95  # the first in question stays unless another takes less than this part of its time
-SMALL_LAYER = 1 << 30  # FLOP of all experts' first products, below which nothing is timed: not worth it
+# FLOP of all experts' first products, below which nothing is timed: not worth it
+SMALL_LAYER = 1 << 30
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a choice depends on. device: its type. rows: of all experts. even: all experts have the same number of rows. planned: rows are
-    gathered from this rank's own tokens, see `RowPlan`; top_k: then, rows a token."""
+    """What a choice depends on. device: its type. rows: of all experts. even: all experts have the
+    same number of rows. planned: rows are gathered from this rank's own tokens, see `RowPlan`;
+    top_k: then, rows a token.
+    """
 
     device: str
     dtype: torch.dtype
@@ -47,8 +51,10 @@ class Load:
     @property
     def label(self) -> str:
         """For keys and people."""
-        kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (f"own tokens k{self.top_k}" if self.planned else "rows")
-        return f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} L{self.experts} {kind} {2**self.bucket} rows an expert"
+        kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (
+            f"own tokens k{self.top_k}" if self.planned else "rows")
+        return (f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} "
+                f"L{self.experts} {kind} {2**self.bucket} rows an expert")
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,12 @@ class Choice:
 
 
 def candidates(load: Load, usable: Collection[str]) -> list[str]:
-    """The ways in question, the one to take unmeasured first. usable: those that can compute such rows here.
+    """The ways in question, the one to take unmeasured first. usable: those that can compute such
+    rows here.
 
-    CPU: `fused`, which is a GEMM an expert, and for few rows the grouped and (even loads) batched ones. GPU: grouped kernels, and from
-    `FEW_ROWS` on a GEMM an expert. The kernels stay first even from `MANY_ROWS` on: `loop` keeps more for backward, so it has to be faster.
+    CPU: `fused`, which is a GEMM an expert, and for few rows the grouped and (even loads) batched
+    ones. GPU: grouped kernels, and from `FEW_ROWS` on a GEMM an expert. The kernels stay first even
+    from `MANY_ROWS` on: `loop` keeps more for backward, so it has to be faster.
     """
     each = load.rows_each
     if load.device == "cpu":
@@ -78,7 +86,9 @@ def candidates(load: Load, usable: Collection[str]) -> list[str]:
 
 
 def why_unmeasured(load: Load, names: Sequence[str], setting: str) -> str | None:
-    """Why the first candidate is taken as it is; None: the candidates are to be measured. setting: experts.compute_choice."""
+    """Why the first candidate is taken as it is; None: the candidates are to be measured. setting:
+    experts.compute_choice.
+    """
     if setting == "rule":
         return "experts.compute_choice=rule"
     if len(names) == 1:
@@ -87,12 +97,15 @@ def why_unmeasured(load: Load, names: Sequence[str], setting: str) -> str | None
 
 
 def decide(names: Sequence[str], seconds: Mapping[str, float]) -> Choice:
-    """The choice among candidates from measured seconds; a candidate without a time could not run."""
+    """The choice among candidates from measured seconds; a candidate without a time could not run.
+    """
     timed = [name for name in names if name in seconds]
     if not timed:
         return Choice(names[0], f"none of {', '.join(names)} could be measured")
     best = min(timed, key=lambda name: seconds[name])
     if seconds[best] >= MARGIN * seconds[timed[0]]:
         best = timed[0]
-    listed = ", ".join(f"{name} {seconds[name] * 1e3:.3g} ms" if name in seconds else f"{name} could not run" for name in names)
+    listed = ", ".join(
+        f"{name} {seconds[name] * 1e3:.3g} ms" if name in seconds else f"{name} could not run"
+        for name in names)
     return Choice(best, f"measured: {listed}")

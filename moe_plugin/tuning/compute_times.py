@@ -1,4 +1,6 @@
-"""Times of ways to compute experts: taken once, without waiting for a device, and kept in the process and in the user's cache."""
+"""Times of ways to compute experts: taken once, without waiting for a device, and kept in the
+process and in the user's cache.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ LONG_S = 1.0  # all candidates once took longer: then one more round is enough
 
 
 class Trial:
-    """Every candidate's time for one and the same work, the best of some rounds. On a GPU only launched: `seconds` is None until it is through."""
+    """Every candidate's time for one and the same work, the best of some rounds. On a GPU only
+    launched: `seconds` is None until it is through.
+    """
 
     def __init__(self, runs: Mapping[str, Callable[[], object]], device: torch.device) -> None:
         self.device, self.marks = device, {}
@@ -46,10 +50,16 @@ class Trial:
     def seconds(self) -> dict[str, float] | None:
         """By candidate, those that could not run left out; None: not known yet."""
         if self.device.type != "cuda":
-            return {name: min(end - start for start, end in marks) for name, marks in self.marks.items()}
+            return {
+                name: min(end - start for start, end in marks)
+                for name, marks in self.marks.items()
+            }
         if not all(end.query() for marks in self.marks.values() for _, end in marks):
             return None
-        return {name: min(start.elapsed_time(end) for start, end in marks) / 1e3 for name, marks in self.marks.items()}
+        return {
+            name: min(start.elapsed_time(end) for start, end in marks) / 1e3
+            for name, marks in self.marks.items()
+        }
 
     def _mark(self) -> Any:
         if self.device.type != "cuda":
@@ -60,10 +70,12 @@ class Trial:
 
 
 class MeasuredChoices:
-    """Choices by key, kept in memory and as one small file a key, so that processes do not write into each other's.
+    """Choices by key, kept in memory and as one small file a key, so that processes do not write
+    into each other's.
 
     Args:
-        folder: where files lie; None: the user's cache. Where that cannot be written, choices last as long as the process.
+        folder: where files lie; None: the user's cache. Where that cannot be written, choices last
+            as long as the process.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -91,9 +103,11 @@ class MeasuredChoices:
             records = [_load(path) for path in sorted(self._place().glob("*.json"))]
         except (OSError, ValueError):
             return []
-        return [(record["key"], Choice(record["name"], record["why"])) for record in records if record is not None]
+        return [(record["key"], Choice(record["name"], record["why"])) for record in records
+                if record is not None]
 
-    def _measure(self, key: str, names: Sequence[str], start: Callable[[], Trial] | None) -> Choice | None:
+    def _measure(self, key: str, names: Sequence[str],
+                 start: Callable[[], Trial] | None) -> Choice | None:
         if key not in self._trials:
             if start is None:
                 return None
@@ -107,7 +121,8 @@ class MeasuredChoices:
         return choice
 
     def _place(self) -> Path:
-        return user_cache("choices of the experts' computation are not kept between runs", self._folder) / "expert-compute"
+        return user_cache("choices of the experts' computation are not kept between runs",
+                          self._folder) / "expert-compute"
 
     def _path(self, key: str) -> Path:
         return self._place() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -127,9 +142,11 @@ class MeasuredChoices:
         try:
             path = self._path(key)
             path.parent.mkdir(exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as stream:
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False,
+                                             encoding="utf-8") as stream:
                 json.dump({"key": key, "name": choice.name, "why": choice.why}, stream)
-            os.replace(stream.name, path)  # whole or not at all, also when two processes write at once
+            # whole or not at all, also when two processes write at once
+            os.replace(stream.name, path)
         except (OSError, ValueError) as error:
             log.warning("the choice for %s is measured again in the next run: %s", key, error)
 
@@ -143,7 +160,8 @@ def _load(path: Path) -> dict[str, str] | None:
     except (OSError, ValueError) as error:
         log.warning("%s is not used: %s", path, error)
         return None
-    if not isinstance(record, dict) or not all(isinstance(record.get(field), str) for field in ("key", "name", "why")):
+    if not isinstance(record, dict) or not all(
+            isinstance(record.get(field), str) for field in ("key", "name", "why")):
         log.warning("%s is not used: it has no key, name and why", path)
         return None
     return record

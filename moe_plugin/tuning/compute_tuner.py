@@ -1,7 +1,8 @@
 """`compute: auto`: the way to compute experts that suits device and load.
 
-Candidates are timed forward and backward on random rows of the bucket's load, with the layer's own weights, where nothing of the call that
-asks for it can be seen or disturbed: no autograd graph, no autocast, no hooks on saved tensors, no random number of torch's generators.
+Candidates are timed forward and backward on random rows of the bucket's load, with the layer's own
+weights, where nothing of the call that asks for it can be seen or disturbed: no autograd graph, no
+autocast, no hooks on saved tensors, no random number of torch's generators.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ CHOICES = MeasuredChoices()
 
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """The fastest way for device and load: by rule, and among what the rule leaves as measured once (see `experts.compute_choice`)."""
+    """The fastest way for device and load: by rule, and among what the rule leaves as measured once
+    (see `experts.compute_choice`).
+    """
     return strategies.get(choose(x, rows, parameters).name)(x, rows, parameters)
 
 
-def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters, known: MeasuredChoices = CHOICES) -> Choice:
-    """What `auto` takes for these rows. known: choices that are measured already, and where new ones go."""
+def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
+           known: MeasuredChoices = CHOICES) -> Choice:
+    """What `auto` takes for these rows. known: choices that are measured already, and where new
+    ones go.
+    """
     counts = (rows if isinstance(rows, RowCounts) else rows.counts).host
     if torch.compiler.is_compiling():
         return Choice(_compiled(x, counts), "torch.compile looks on")
@@ -41,10 +47,12 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters, know
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)
     if why is None and torch.are_deterministic_algorithms_enabled():
-        why = "deterministic algorithms are asked for, and a clock would choose another way to add up"
+        why = ("deterministic algorithms are asked for, and a clock would choose another way to "
+               "add up")
     if why is not None:
         return Choice(names[0], why)
-    start = functools.partial(trial, load, names, x.device, parameters) if _may_measure(x.device) else None
+    start = functools.partial(trial, load, names, x.device, parameters) if _may_measure(
+        x.device) else None
     return known.choose(_key(load, names, x.device), names, start)
 
 
@@ -54,23 +62,29 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> Load:
     counts = (rows.counts if planned else rows).host
     dtype = torch.get_autocast_dtype(x.device.type) if _autocast(x) else x.dtype
     experts, width, inner = p.w_in_LDF.shape
-    return Load(x.device.type, dtype, experts, width, inner, p.w_gate_LDF is not None, sum(counts), len(set(counts)) == 1, planned,
-                rows.position_TK.shape[1] if planned else 1)
+    return Load(x.device.type, dtype, experts, width, inner, p.w_gate_LDF is not None, sum(counts),
+                len(set(counts)) == 1, planned, rows.position_TK.shape[1] if planned else 1)
 
 
 def trial(load: Load, names: list[str], device: torch.device, parameters: FFNParameters) -> Trial:
     """Candidates' forward and backward passes for a load's bucket."""
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
-        own = {n: t.detach().to(load.dtype).requires_grad_() if isinstance(t, Tensor) else t for n, t in tensors.items()}
-        p = FFNParameters(**{**own, "memory": Workspace(), "owners": {}})  # a trial's gradients are nobody's
+        own = {
+            n: t.detach().to(load.dtype).requires_grad_() if isinstance(t, Tensor) else t
+            for n, t in tensors.items()
+        }
+        # a trial's gradients are nobody's
+        p = FFNParameters(**{**own, "memory": Workspace(), "owners": {}})
         x, rows = _sample(load, device)
-        grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1), device=device).to(load.dtype)
+        grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
+                           device=device).to(load.dtype)
         wanted = [x, *(t for t in own.values() if isinstance(t, Tensor))]
         return Trial({name: _step(name, x, rows, p, wanted, grad) for name in names}, device)
 
 
-def _step(name: str, x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters, wanted: list[Tensor], grad: Tensor) -> Callable[[], object]:
+def _step(name: str, x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters, wanted: list[Tensor],
+          grad: Tensor) -> Callable[[], object]:
     return lambda: torch.autograd.grad(strategies.get(name)(x, rows, p), wanted, grad)
 
 
@@ -79,11 +93,14 @@ def _sample(load: Load, device: torch.device) -> tuple[Tensor, RowCounts | RowPl
     total = load.experts * 2**load.bucket // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(total // load.top_k, load.width, generator=generator, device=device).to(load.dtype).requires_grad_()
+    x = torch.randn(total // load.top_k, load.width, generator=generator,
+                    device=device).to(load.dtype).requires_grad_()
     if not load.planned:
         return x, counts
-    lengths_L, choice_N = counts.device(device), torch.arange(total, device=device)  # all made on the device: nothing waits for it
-    position_N = (lengths_L.cumsum(0) - lengths_L)[choice_N % load.experts] + torch.div(choice_N, load.experts, rounding_mode="floor")
+    # all made on the device: nothing waits for it
+    lengths_L, choice_N = counts.device(device), torch.arange(total, device=device)
+    position_N = (lengths_L.cumsum(0) - lengths_L)[choice_N % load.experts] + torch.div(
+        choice_N, load.experts, rounding_mode="floor")
     source_R = torch.empty_like(choice_N).index_copy_(0, position_N, choice_N)
     weights_TK = torch.full((total // load.top_k, load.top_k), 1.0 / load.top_k, device=device)
     return x, RowPlan(source_R, position_N.view(-1, load.top_k), weights_TK, counts)
@@ -91,32 +108,41 @@ def _sample(load: Load, device: torch.device) -> tuple[Tensor, RowCounts | RowPl
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """As in a thread that does nothing else. The innermost hooks on saved tensors are the ones that count."""
+    """As in a thread that does nothing else. The innermost hooks on saved tensors are the ones that
+    count.
+    """
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
-    with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(device.type, enabled=False):
+    with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(
+            device.type, enabled=False):
         yield
 
 
 def _compiled(x: Tensor, counts: list[int]) -> str:
     if x.device.type == "cuda":
         return "kernels" if INSTALLED and x.dtype in DTYPES else "grouped"
-    return "batched" if all(count == counts[0] for count in counts) else "loop"  # no set: hashing a symbolic size would fix it
+    # no set: hashing a symbolic size would fix it
+    return "batched" if all(count == counts[0] for count in counts) else "loop"
 
 
 def _usable(x: Tensor, p: FFNParameters) -> set[str]:
-    """Ways that can compute such rows on this device; what hands its work to another way is none."""
+    """Ways that can compute such rows on this device; what hands its work to another way is none.
+    """
     names = {"fused", "batched", "loop"} if x.device.type == "cpu" else {"loop"}
     if x.device.type == "cuda" and INSTALLED and x.dtype in DTYPES:
         names.add("kernels")
-    if strategies.entry("grouped").why_not() is None and grouped_refusal(x, p.w_in_LDF) is None and p.w_out_LFD.dtype == x.dtype:
+    if strategies.entry("grouped").why_not() is None and grouped_refusal(
+            x, p.w_in_LDF) is None and p.w_out_LFD.dtype == x.dtype:
         names.add("grouped")
     return names
 
 
 def _may_measure(device: torch.device) -> bool:
-    """Not where no gradients are wanted (there may be no room for them), while a CUDA graph is captured, or under a mode that watches operations."""
+    """Not where no gradients are wanted (there may be no room for them), while a CUDA graph is
+    captured, or under a mode that watches operations.
+    """
     watched = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return torch.is_grad_enabled() and not watched and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    return torch.is_grad_enabled() and not watched and not (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _autocast(x: Tensor) -> bool:
@@ -125,4 +151,5 @@ def _autocast(x: Tensor) -> bool:
 
 def _key(load: Load, names: list[str], device: torch.device) -> str:
     threads = f" {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"{device_name(device)}{threads}, torch {torch.__version__}, moe-plugin {__version__}: {load.label}, of {' '.join(names)}"
+    return (f"{device_name(device)}{threads}, torch {torch.__version__}, moe-plugin {__version__}: "
+            f"{load.label}, of {' '.join(names)}")

@@ -1,4 +1,6 @@
-"""A group's links and processors as numbers: from files where settings name them, else guessed from what is known of the group."""
+"""A group's links and processors as numbers: from files where settings name them, else guessed from
+what is known of the group.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,30 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.device import Device, load_device
 
-_GPU_LINKS = {"intra": Link(alpha_s=5e-6, beta_s=1 / 200e9), "inter": Link(alpha_s=10e-6, beta_s=1 / 20e9)}
-_CPU_LINKS = {"intra": Link(alpha_s=50e-6, beta_s=1 / 2e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)}
-_GPU = Device(name="guessed", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5, memory_bytes=40e9)
-_CPU = Device(name="guessed", flops=5e10, half_rows=16, memory_bytes_s=8e9, launch_s=3e-5, memory_bytes=8e9)
+_GPU_LINKS = {
+    "intra": Link(alpha_s=5e-6, beta_s=1 / 200e9), "inter": Link(alpha_s=10e-6, beta_s=1 / 20e9)
+}
+_CPU_LINKS = {
+    "intra": Link(alpha_s=50e-6, beta_s=1 / 2e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)
+}
+_GPU = Device(name="guessed", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
+              memory_bytes=40e9)
+_CPU = Device(name="guessed", flops=5e10, half_rows=16, memory_bytes_s=8e9, launch_s=3e-5,
+              memory_bytes=8e9)
 
 
 def guess_cluster(comm: Comm, device: torch.device) -> Cluster:
-    """The calibrated cluster in the shape of the group, or one with usual links. The first use may be collective."""
+    """The calibrated cluster in the shape of the group, or one with usual links. The first use may
+    be collective.
+    """
     nodes = len(comm.topology.nodes) if comm.size > 1 and comm.topology.uniform_nodes else 1
     known: Cluster | None = comm.memo.get("cluster")
     if known is not None:
         return known.resized(nodes, comm.size // nodes)
     gpu = device.type == "cuda"
     links = _GPU_LINKS if gpu else _CPU_LINKS
-    return Cluster(name="guessed", nodes=nodes, ranks_per_node=comm.size // nodes, nics=comm.size // nodes if gpu else 1, **links)
+    return Cluster(name="guessed", nodes=nodes, ranks_per_node=comm.size // nodes,
+                   nics=comm.size // nodes if gpu else 1, **links)
 
 
 def guess_device(config: MoEConfig, device: torch.device) -> Device:

@@ -1,4 +1,6 @@
-"""From settings to a group that is ready: topology, cluster model, watchdog; and the all-to-all that a layer uses."""
+"""From settings to a group that is ready: topology, cluster model, watchdog; and the all-to-all
+that a layer uses.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def prepare(comm: Comm, config: CommConfig) -> AllToAll:
-    """Give the group what `config` says of it, and return the configured all-to-all. All ranks call it alike.
+    """Give the group what `config` says of it, and return the configured all-to-all. All ranks call
+    it alike.
 
-    Raises: ValueError: an unknown name, a file that cannot be read, a topology that does not fit the group.
+    Raises: ValueError: an unknown name, a file that cannot be read, a topology that does not fit
+    the group.
     """
     algorithm = with_wire(algorithms.get(config.all_to_all), config.wire)
     if comm.size == 1:
@@ -37,17 +41,22 @@ def prepare(comm: Comm, config: CommConfig) -> AllToAll:
 
 
 def _announce(comm: Comm, name: str) -> None:
-    """Say once for a group where its ranks are, and where an algorithm that was asked for has nothing to gain. Collective."""
+    """Say once for a group where its ranks are, and where an algorithm that was asked for has
+    nothing to gain. Collective.
+    """
     topology = comm.topology
     if comm.rank or name in comm.memo.setdefault("announced", set()):
         return
     comm.memo["announced"].add(name)
     reason = topology.why_flat() if name in ("2dh", "leader") else None
-    log.info("all-to-all %s over %s: %s%s", name, comm.name, topology, f"; it runs as linear, because {reason}" if reason else "")
+    log.info("all-to-all %s over %s: %s%s", name, comm.name, topology,
+             f"; it runs as linear, because {reason}" if reason else "")
 
 
 def read_topology(text: str, size: int, nics: int = 1) -> Topology:
-    """`4`: nodes of four ranks in rank order; otherwise a YAML file with `nodes: [[0, 1], [2, 3]]`, ranks of the group by node."""
+    """`4`: nodes of four ranks in rank order; otherwise a YAML file with `nodes: [[0, 1], [2, 3]]`,
+    ranks of the group by node.
+    """
     if text.isdigit():
         return Topology.uniform(size, int(text), nics)
     import yaml
@@ -55,11 +64,15 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
     try:
         values = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"comm.topology={text!r} cannot be read: {error}; use detect, a number of ranks a node, or a YAML file "
-                         "with nodes: [[0, 1], [2, 3]]") from error
+        raise ValueError(
+            f"comm.topology={text!r} cannot be read: {error}; use detect, a number of ranks a "
+            "node, or a YAML file "
+            "with nodes: [[0, 1], [2, 3]]") from error
     nodes = values.get("nodes") if isinstance(values, dict) else None
-    if not isinstance(nodes, list) or not all(isinstance(node, list) and all(isinstance(r, int) for r in node) for node in nodes):
-        raise ValueError(f"comm.topology={text!r} holds no node lists; write nodes: [[0, 1], [2, 3]]")
+    if not isinstance(nodes, list) or not all(
+            isinstance(node, list) and all(isinstance(r, int) for r in node) for node in nodes):
+        raise ValueError(
+            f"comm.topology={text!r} holds no node lists; write nodes: [[0, 1], [2, 3]]")
     return Topology(tuple(tuple(node) for node in nodes), nics, source=text)
 
 

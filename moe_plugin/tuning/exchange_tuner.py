@@ -1,4 +1,6 @@
-"""`auto`: the algorithm that is fastest here, by measurement or by a calibrated model, agreed by all ranks."""
+"""`auto`: the algorithm that is fastest here, by measurement or by a calibrated model, agreed by
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from moe_plugin.planner.all_to_all import COSTS, predict
 from moe_plugin.planner.cluster import Cluster
 
 log = logging.getLogger(__name__)
-CANDIDATES: dict[str, AllToAll] = {"linear": linear, "native": native, "2dh": two_d, "leader": leader}
+CANDIDATES: dict[str,
+                 AllToAll] = {"linear": linear, "native": native, "2dh": two_d, "leader": leader}
 WARM_UP, TRIALS = 1, 6
 AGREE_EVERY = 64
 MARGIN = 0.03
@@ -28,7 +31,8 @@ MARGIN = 0.03
 
 @dataclass
 class Trials:
-    """Measures candidates in turn, then settles on the fastest. A pure state machine, equal on all ranks.
+    """Measures candidates in turn, then settles on the fastest. A pure state machine, equal on all
+    ranks.
 
     names: candidates, the plainest first: a later one must be faster by `MARGIN` to replace it.
     """
@@ -43,12 +47,15 @@ class Trials:
         return self.chosen or self.names[self.done % len(self.names)]
 
     def record(self, seconds: float, agree: Callable[[list[float]], list[float]]) -> None:
-        """How long it took. After the last trial `agree` (maximum over ranks) makes the ranks' times one, and so the choice."""
+        """How long it took. After the last trial `agree` (maximum over ranks) makes the ranks'
+        times one, and so the choice.
+        """
         self.seconds.setdefault(self.next(), []).append(seconds)
         self.done += 1
         if self.done == len(self.names) * (WARM_UP + TRIALS):
             # the median: the fastest of a few favours an algorithm whose times scatter
-            self.settle(agree([statistics.median(self.seconds[name][WARM_UP:]) for name in self.names]))
+            self.settle(
+                agree([statistics.median(self.seconds[name][WARM_UP:]) for name in self.names]))
 
     def settle(self, times: Sequence[float]) -> None:
         """Choose by the slowest rank's time of each candidate."""
@@ -72,17 +79,22 @@ class Chooser:
 
     @classmethod
     def of(cls, comm: Comm) -> Chooser:
-        """The group's chooser; made at the first use, with a logged reason where there is nothing to choose."""
+        """The group's chooser; made at the first use, with a logged reason where there is nothing
+        to choose.
+        """
         if "chooser" not in comm.memo:
             flat = comm.topology.why_flat()
-            names = ["linear"] + ["native"] * comm.receive_first + ([] if flat else ["2dh", "leader"])
+            names = ["linear"
+                     ] + ["native"] * comm.receive_first + ([] if flat else ["2dh", "leader"])
             if flat:
                 log.info("all-to-all auto falls back to linear: %s", flat)
             comm.memo["chooser"] = cls(names, comm.memo.get("cluster"))
         return comm.memo["chooser"]
 
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
-        """Bytes a rank, equal on all ranks. Uneven exchanges agree at the first call and then now and again: the choice needs no exact size."""
+        """Bytes a rank, equal on all ranks. Uneven exchanges agree at the first call and then now
+        and again: the choice needs no exact size.
+        """
         mine = float(x.numel() * x.element_size())
         if even:
             return mine
@@ -103,20 +115,27 @@ class Chooser:
     def by_model(self, comm: Comm, size: float) -> str:
         """The candidate of least predicted time."""
         shape = self.cluster.resized(len(comm.topology.nodes), max(map(len, comm.topology.nodes)))
-        return min((name for name in self.names if name in COSTS), key=lambda name: predict(shape, name, size).seconds)
+        return min((name for name in self.names if name in COSTS),
+                   key=lambda name: predict(shape, name, size).seconds)
 
 
 class Auto:
-    """The fastest of linear, native, 2dh and leader for each size: by the cluster file where one is set, else measured in the first calls.
+    """The fastest of linear, native, 2dh and leader for each size: by the cluster file where one is
+    set, else measured in the first calls.
 
-    On one node, or with one rank a node, only the linear ones are candidates, and the log says why. Ranks always agree.
+    On one node, or with one rank a node, only the linear ones are candidates, and the log says why.
+    Ranks always agree.
     """
 
-    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
+    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
+                 recv: Sequence[int] | None = None) -> Tensor:
         return self.resolve(comm, x, send, recv)(comm, x, send, recv)
 
-    def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None, recv: Sequence[int] | None) -> AllToAll:
-        """What to run for this call. Collective, in program order; a measured trial must not run in the background."""
+    def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
+                recv: Sequence[int] | None) -> AllToAll:
+        """What to run for this call. Collective, in program order; a measured trial must not run in
+        the background.
+        """
         chooser = Chooser.of(comm)
         if chooser.cluster is None and len(chooser.names) == 1:
             return CANDIDATES[chooser.names[0]]
@@ -132,16 +151,22 @@ class _Trial:
     trials: Trials
     synchronous = True
 
-    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
-        comm.agree_max([0.0])  # all begin together: else the end of the last exchange is charged to this one
+    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
+                 recv: Sequence[int] | None = None) -> Tensor:
+        # all begin together: else the end of the last exchange is charged to this one
+        comm.agree_max([0.0])
         _synchronise(x)
         start = time.perf_counter()
         out = CANDIDATES[self.trials.next()](comm, x, send, recv)
         _synchronise(out)
         self.trials.record(time.perf_counter() - start, comm.agree_max)
         if self.trials.chosen and comm.rank == 0:
-            log.info("all-to-all auto: %s for about %d bytes a rank (slowest rank's ms: %s)", self.trials.chosen, x.numel() * x.element_size(),
-                     ", ".join(f"{name} {1e3 * values[0]:.2f}" for name, values in self.trials.seconds.items()))
+            log.info(
+                "all-to-all auto: %s for about %d bytes a rank (slowest rank's ms: %s)",
+                self.trials.chosen,
+                x.numel() * x.element_size(),
+                ", ".join(f"{name} {1e3 * values[0]:.2f}"
+                          for name, values in self.trials.seconds.items()))
         return out
 
 

@@ -1,6 +1,8 @@
-"""Every layout of one layer over its one storage: switching builds a plan, moves no parameter and changes no number.
+"""Every layout of one layer over its one storage: switching builds a plan, moves no parameter and
+changes no number.
 
-r = 0: all parameters are gathered, tokens stay. r >= 1: tokens go to r ranks each; see `dispatch.base.Placement` and docs/adaptive.md.
+r = 0: all parameters are gathered, tokens stay. r >= 1: tokens go to r ranks each; see
+`dispatch.base.Placement` and docs/adaptive.md.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from moe_plugin.tuning.timer import Stopwatch
 
 @dataclass(frozen=True)
 class Layout:
-    """One choice, made ready. gather: ranks whose parameters this one gathers before it computes; None: it has what it needs.
+    """One choice, made ready. gather: ranks whose parameters this one gathers before it computes;
+    None: it has what it needs.
 
-    together: consecutive ranks of `gather` that hold shards of one expert. first_shard: the first shard held after gathering. cut: rows
-    travel in pieces.
+    together: consecutive ranks of `gather` that hold shards of one expert. first_shard: the first
+    shard held after gathering. cut: rows travel in pieces.
     """
 
     choice: LayoutChoice
@@ -44,9 +47,12 @@ class Layout:
     first_shard: int
     cut: bool
 
-    def run(self, experts: nn.Module, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None, limit: int | None,
-            watch: Stopwatch | None = None, shadows: tuple[int, ...] = ()) -> tuple[Tensor, int]:
-        """(y_TD, rows computed here): tokens through their experts and back. watch: times it. shadows: experts computed everywhere."""
+    def run(self, experts: nn.Module, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None,
+            limit: int | None, watch: Stopwatch | None = None,
+            shadows: tuple[int, ...] = ()) -> tuple[Tensor, int]:
+        """(y_TD, rows computed here): tokens through their experts and back. watch: times it.
+        shadows: experts computed everywhere.
+        """
         if watch is not None:
             x_TD = watch.started(x_TD, next(experts.parameters(), None))
         if shadows and self.dispatcher.placement.comm.size > 1:
@@ -55,7 +61,8 @@ class Layout:
             y_TD, rows = self._run(experts, x_TD, routing, slots_TK, limit)
         return y_TD if watch is None else watch.stopped(y_TD), rows
 
-    def _run(self, experts: nn.Module, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None, limit: int | None) -> tuple[Tensor, int]:
+    def _run(self, experts: nn.Module, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None,
+             limit: int | None) -> tuple[Tensor, int]:
         if torch.compiler.is_compiling() and not getattr(self.dispatcher, "needs_capacity", False):
             # rows by expert are read on the host: compiled, every new load would be compiled anew
             from moe_plugin.tuning.uncompiled import uncompiled
@@ -64,7 +71,9 @@ class Layout:
         held = self._held(experts)
         extra = {} if not hasattr(experts, "stored") else {"held": held, "compute": self.compute}
         if hasattr(self.dispatcher, "run"):
-            return self.dispatcher.run(x_TD, routing, lambda x, plan: _tokens(experts, x, plan, extra), next(experts.parameters(), None))
+            return self.dispatcher.run(x_TD, routing,
+                                       lambda x, plan: _tokens(experts, x, plan, extra),
+                                       next(experts.parameters(), None))
         # where no row leaves this rank, experts may gather and combine by themselves
         can_plan = hasattr(experts, "tokens") and hasattr(self.dispatcher, "plan")
         plan = self.dispatcher.plan(routing, slots_TK, limit) if can_plan else None
@@ -74,14 +83,16 @@ class Layout:
         if self.cut:
             number = pieces_for(self.choice.d, self.choice.backward_d)
             pieces = self.dispatcher.pieces(routing, slots_TK, limit, number)
-            y_TD = pipelined(x_TD, pieces, lambda rows, counts: experts(rows, counts, **extra), self.dispatcher.placement,
-                             self.choice.d, self.choice.backward_d, anchor)
+            y_TD = pipelined(x_TD, pieces, lambda rows, counts: experts(rows, counts, **extra),
+                             self.dispatcher.placement, self.choice.d, self.choice.backward_d,
+                             anchor)
             return y_TD, sum(piece.counts.total for piece in pieces.pieces)
         rows_RD, counts, handle = self.dispatcher.dispatch(x_TD, routing, slots_TK, limit, anchor)
-        return self.dispatcher.combine(experts(rows_RD, counts, **extra), handle, anchor), counts.total
+        return self.dispatcher.combine(experts(rows_RD, counts, **extra), handle,
+                                       anchor), counts.total
 
-    def _shadowed(self, experts: nn.Module, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None, limit: int | None,
-                  shadows: tuple[int, ...]) -> tuple[Tensor, int]:
+    def _shadowed(self, experts: nn.Module, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None,
+                  limit: int | None, shadows: tuple[int, ...]) -> tuple[Tensor, int]:
         """Tokens of shadowed experts are computed here, the others travel."""
         sent, plan = parted(routing, shadows)
         held = experts.held(fetched(experts.stored(), self.dispatcher.placement, shadows), 0)
@@ -92,7 +103,8 @@ class Layout:
     def _held(self, experts: nn.Module) -> FFNParameters | None:
         if self.gather is None:
             return None
-        return experts.held(gathered(experts.stored(), self.gather, self.together), self.first_shard)
+        return experts.held(gathered(experts.stored(), self.gather, self.together),
+                            self.first_shard)
 
 
 def _tokens(experts: nn.Module, x_TD: Tensor, plan: RowPlan, extra: dict) -> Tensor:
@@ -104,10 +116,12 @@ def _tokens(experts: nn.Module, x_TD: Tensor, plan: RowPlan, extra: dict) -> Ten
 
 
 class Layouts:
-    """The layouts of one layer, each made when it is first asked for. All ranks must ask alike: making one may be collective.
+    """The layouts of one layer, each made when it is first asked for. All ranks must ask alike:
+    making one may be collective.
 
     Args:
-        config: the layer's. place: where its parameters are stored. whole: experts that can be computed with gathered parameters.
+        config: the layer's. place: where its parameters are stored. whole: experts that can be
+            computed with gathered parameters.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, whole: bool = True) -> None:
@@ -125,7 +139,8 @@ class Layouts:
         """The choice that the settings name."""
         parallel, place = self.config.parallel, self.place
         r = parallel.r if parallel.r is not None else place.shards if place.comm.size > 1 else 1
-        return LayoutChoice(r=r, d=parallel.d, d_backward=parallel.d_backward, algorithm=self.config.comm.all_to_all,
+        return LayoutChoice(r=r, d=parallel.d, d_backward=parallel.d_backward,
+                            algorithm=self.config.comm.all_to_all,
                             kernel=self.config.experts.compute)
 
     @property
@@ -137,7 +152,9 @@ class Layouts:
     def copies(self) -> int:
         """Ranks that all route the same tokens."""
         place = self.place
-        return place.comm.size if getattr(self.make, "same_tokens", False) else place.replicas.size if place.replicas is not None else 1
+        return place.comm.size if getattr(
+            self.make, "same_tokens",
+            False) else place.replicas.size if place.replicas is not None else 1
 
     @property
     def cuts(self) -> bool:
@@ -146,7 +163,8 @@ class Layouts:
 
     def legal(self) -> list[int]:
         """Values of r that this layer can run in."""
-        return legal_r(self.place.experts, self.place.comm.size, self.place.shards) if self.whole else [self.place.shards]
+        return legal_r(self.place.experts, self.place.comm.size,
+                       self.place.shards) if self.whole else [self.place.shards]
 
     def at(self, choice: LayoutChoice) -> Layout:
         """The layout of a choice. `ValueError`: it does not fit this layer; it names what does."""
@@ -158,17 +176,21 @@ class Layouts:
         place, size = self.place, self.place.comm.size
         legal = self.legal()
         if choice.r not in legal and not (size == 1 and choice.r == 0):
-            raise ValueError(f"parallel.r={choice.r} does not fit {place.experts} experts on {size} expert-parallel ranks: must be one of {legal}; "
-                             f"the nearest is {min(legal, key=lambda r: abs(r - choice.r))}")
+            raise ValueError(
+                f"parallel.r={choice.r} does not fit {place.experts} experts on {size} "
+                f"expert-parallel ranks: must be one of {legal}; "
+                f"the nearest is {min(legal, key=lambda r: abs(r - choice.r))}")
         algorithm, compute = self._algorithm(choice.algorithm), strategies.get(choice.kernel)
         make = self.make
         if self.alone:
             if choice.d > 1 or choice.backward_d > 1:
                 raise ValueError(self._cannot_cut(choice))
-            return Layout(choice, make(dataclasses.replace(place, algorithm=algorithm)), compute, None, 1, 0, False)
+            return Layout(choice, make(dataclasses.replace(place, algorithm=algorithm)), compute,
+                          None, 1, 0, False)
         if choice.r == 0 or (size == 1 and not hasattr(make, "splits_slots")):
             alone = Placement(LocalComm(), place.experts, algorithm)  # whole experts
-            return Layout(choice, make(alone), compute, place.comm if size > 1 else None, place.shards, 0, False)
+            return Layout(choice, make(alone), compute, place.comm if size > 1 else None,
+                          place.shards, 0, False)
         here = dataclasses.replace(place, algorithm=algorithm, copies=choice.r)
         run = here.spread
         first = place.shard // run * run
@@ -180,20 +202,28 @@ class Layouts:
         return Layout(choice, dispatcher, compute, gather, run, first, cut)
 
     def _cannot_cut(self, choice: LayoutChoice) -> str:
-        return (f"parallel.d={choice.d}, d_backward={choice.d_backward} does not fit dispatch.name={self.config.dispatch.name!r}, which cannot cut its rows; "
-                "use 1 and 0, or 'ragged' or 'padded'")
+        return (
+            f"parallel.d={choice.d}, d_backward={choice.d_backward} does not fit "
+            f"dispatch.name={self.config.dispatch.name!r}, which cannot cut its rows; "
+            "use 1 and 0, or 'ragged' or 'padded'")
 
     def _shadows(self, whole: bool) -> Shadows:
         c = self.config
         if not whole or self.alone:
-            raise ValueError(f"parallel.shadow={c.parallel.shadow} does not fit custom experts or dispatch.name={c.dispatch.name!r}; use 0")
+            raise ValueError(
+                f"parallel.shadow={c.parallel.shadow} does not fit custom experts or "
+                f"dispatch.name={c.dispatch.name!r}; use 0"
+            )
         comm = self.place.comm
         cluster, device = guess_cluster(comm, comm.device), guess_device(c, comm.device)
         beta = (cluster.inter if cluster.nodes > 1 else cluster.intra).beta_s
-        return Shadows(self.place, c.parallel.shadow, ShadowModel(
-            model_dim=c.model_dim, hidden_dim=c.hidden_dim, flops=device.flops, bytes_s=1 / max(beta, 1e-13),
-            matrices=3 if c.experts.kind == "gated_ffn" else 2))
+        return Shadows(
+            self.place, c.parallel.shadow,
+            ShadowModel(model_dim=c.model_dim, hidden_dim=c.hidden_dim, flops=device.flops,
+                        bytes_s=1 / max(beta, 1e-13),
+                        matrices=3 if c.experts.kind == "gated_ffn" else 2))
 
     def _algorithm(self, name: str) -> AllToAll:
         comm = self.config.comm
-        return self.place.algorithm if name == comm.all_to_all else with_wire(algorithms.get(name), comm.wire)
+        return self.place.algorithm if name == comm.all_to_all else with_wire(
+            algorithms.get(name), comm.wire)

@@ -1,10 +1,13 @@
-"""Pieces of rows that travel while others are computed (Tutel's adaptive pipelining), forward and backward.
+"""Pieces of rows that travel while others are computed (Tutel's adaptive pipelining), forward and
+backward.
 
-Forward posts all pieces at once; each is computed when it has arrived and posted back when it is done; the last step waits for all.
-Backward is the mirror and may cut the exchange otherwise: rows are cut in `lcm(d, d_backward)` pieces, and exchanges carry groups of them.
+Forward posts all pieces at once; each is computed when it has arrived and posted back when it is
+done; the last step waits for all. Backward is the mirror and may cut the exchange otherwise: rows
+are cut in `lcm(d, d_backward)` pieces, and exchanges carry groups of them.
 
-Four kinds of autograd node, tied by scalar tokens: rows themselves pass through the exchange's hands, so that a node may end before
-its rows have arrived. Nodes run in the reverse order of their creation on all ranks, so all ranks post alike.
+Four kinds of autograd node, tied by scalar tokens: rows themselves pass through the exchange's
+hands, so that a node may end before its rows have arrived. Nodes run in the reverse order of their
+creation on all ranks, so all ranks post alike.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ def pieces_for(d: int, d_backward: int) -> int:
     return math.lcm(d, d_backward)
 
 
-def pipelined(x_TD: Tensor, plan: PiecePlan, experts: Experts, place: Placement, d: int, d_backward: int, anchor: Tensor | None) -> Tensor:
+def pipelined(x_TD: Tensor, plan: PiecePlan, experts: Experts, place: Placement, d: int,
+              d_backward: int, anchor: Tensor | None) -> Tensor:
     """y_TD: rows out, through `experts` and back, weighed and summed.
 
-    experts: `(rows_RD, counts) -> rows_RD` for this rank's rows of one piece. d, d_backward: groups of pieces that travel together.
+    experts: `(rows_RD, counts) -> rows_RD` for this rank's rows of one piece. d, d_backward: groups
+    of pieces that travel together.
     anchor: a parameter, see `comm.functional`.
     """
     rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK)
@@ -58,13 +63,17 @@ def _compute(rows_RD: Tensor, piece: Piece, experts: Experts) -> Tensor:
 
 
 class _Way:
-    """One direction of one exchange: pieces are put in, travel in groups, are taken out on the other side."""
+    """One direction of one exchange: pieces are put in, travel in groups, are taken out on the
+    other side.
+    """
 
-    def __init__(self, place: Placement, sends: Sequence[list[int]], recvs: Sequence[list[int]], groups: int, even: bool) -> None:
+    def __init__(self, place: Placement, sends: Sequence[list[int]], recvs: Sequence[list[int]],
+                 groups: int, even: bool) -> None:
         self.place, self.sends, self.recvs, self.even = place, sends, recvs, even
         size = -(-len(sends) // groups)
         self.group_of = [number // size for number in range(len(sends))]
-        self.members = [[n for n, g in enumerate(self.group_of) if g == group] for group in range(self.group_of[-1] + 1)]
+        self.members = [[n for n, g in enumerate(self.group_of) if g == group]
+                        for group in range(self.group_of[-1] + 1)]
         self.put_in: dict[int, Tensor] = {}
         self.posted: dict[int, Handle] = {}
         self.arrived: dict[int, Tensor] = {}
@@ -108,14 +117,16 @@ def _by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
     if len(lengths) == 1:
         return [rows]
     ranks = len(lengths[0])
-    split = rows.split([lengths[piece][rank] for rank in range(ranks) for piece in range(len(lengths))])
+    split = rows.split(
+        [lengths[piece][rank] for rank in range(ranks) for piece in range(len(lengths))])
     return [torch.cat(split[piece :: len(lengths)]) for piece in range(len(lengths))]
 
 
 class _Exchange:
     """One exchange of all pieces: the way of the rows, and of their gradients."""
 
-    def __init__(self, place: Placement, sends: Sequence[list[int]], recvs: Sequence[list[int]], groups: tuple[int, int], even: bool) -> None:
+    def __init__(self, place: Placement, sends: Sequence[list[int]], recvs: Sequence[list[int]],
+                 groups: tuple[int, int], even: bool) -> None:
         self.sends, self.recvs = [sum(s) for s in sends], [sum(r) for r in recvs]
         self.forward = _Way(place, sends, recvs, groups[0], even)
         self.backward = _Way(place, recvs, sends, groups[1], even)
@@ -129,9 +140,12 @@ class _Send(torch.autograd.Function):
     """Rows of some pieces go in; out comes a token. Backward waits for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, numbers: range, rows: Tensor, anchor: Tensor | None) -> Tensor:
+    def forward(ctx: Any, exchange: _Exchange, numbers: range, rows: Tensor,
+                anchor: Tensor | None) -> Tensor:
         ctx.exchange, ctx.numbers = exchange, numbers
-        for number, part in zip(numbers, rows.detach().split([exchange.sends[n] for n in numbers]), strict=True):
+        for number, part in zip(numbers,
+                                rows.detach().split([exchange.sends[n] for n in numbers]),
+                                strict=True):
             exchange.forward.put(number, part)
         return rows.new_zeros(())
 
@@ -142,7 +156,9 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Tokens of the pieces in, their rows out, when they have arrived. Backward sets their gradients off, last piece first."""
+    """Tokens of the pieces in, their rows out, when they have arrived. Backward sets their
+    gradients off, last piece first.
+    """
 
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, numbers: range, *tokens: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""Expert shadowing (FasterMoE) at run time: hot experts' weights on every rank for one call, their gradients back at the owner.
+"""Expert shadowing (FasterMoE) at run time: hot experts' weights on every rank for one call, their
+gradients back at the owner.
 
-Any set of shadows gives the same outputs and gradients, so the set may be a few calls old: it is agreed every `EVERY` calls.
+Any set of shadows gives the same outputs and gradients, so the set may be a few calls old: it is
+agreed every `EVERY` calls.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Shadows:
         self.replay = self.training = False  # as the router's: see parallel.recompute
 
     def now(self, routing: Routing, training: bool, replay: bool) -> tuple[int, ...]:
-        """The shadow set of this call. In training looks at the load now and then; a recomputation repeats its first pass."""
+        """The shadow set of this call. In training looks at the load now and then; a recomputation
+        repeats its first pass.
+        """
         self.training, self.replay = training, replay
         return replayed(self, lambda: self._update(routing)) if training else self.current
 
@@ -52,8 +56,11 @@ class Shadows:
         return self.current
 
 
-def fetched(stored: Mapping[str, Tensor], place: Placement, experts: tuple[int, ...]) -> dict[str, Tensor]:
-    """Whole parameters of some experts on every rank, [len(experts), ...]: one broadcast a shard, backward one all-reduce each."""
+def fetched(stored: Mapping[str, Tensor], place: Placement,
+            experts: tuple[int, ...]) -> dict[str, Tensor]:
+    """Whole parameters of some experts on every rank, [len(experts), ...]: one broadcast a shard,
+    backward one all-reduce each.
+    """
     anchor = next(iter(stored.values()))
     whole: dict[str, list[Tensor]] = {name: [] for name in stored}
     for expert in experts:
@@ -61,10 +68,17 @@ def fetched(stored: Mapping[str, Tensor], place: Placement, experts: tuple[int, 
         for shard in range(place.shards):
             root, slot = place.home(expert, shard)
             # the others give a tensor of the right size; its values are not used
-            flat = torch.cat([value[slot if root == place.comm.rank else 0].reshape(-1) for value in stored.values()])
-            flat = broadcast(flat if root == place.comm.rank else flat.detach(), anchor, place.comm, root)
+            flat = torch.cat([
+                value[slot if root == place.comm.rank else 0].reshape(-1)
+                for value in stored.values()
+            ])
+            flat = broadcast(flat if root == place.comm.rank else flat.detach(), anchor, place.comm,
+                             root)
             parts = flat.split([value[0].numel() for value in stored.values()])
-            slices.append({name: part.view(stored[name].shape[1:]) for name, part in zip(stored, parts, strict=True)})
+            slices.append({
+                name: part.view(stored[name].shape[1:])
+                for name, part in zip(stored, parts, strict=True)
+            })
         for name in stored:
             whole[name].append(torch.cat([part[name] for part in slices], dim=SHARD_AXIS[name] - 1))
     return {name: torch.stack(values) for name, values in whole.items()}
@@ -75,6 +89,7 @@ def parted(routing: Routing, experts: tuple[int, ...]) -> tuple[Routing, RowPlan
     ids_TK = routing.ids_TK
     index_E = torch.full((max(experts) + 1,), -1, dtype=torch.int64, device=ids_TK.device)
     index_E[list(experts)] = torch.arange(len(experts), device=ids_TK.device)
-    local_TK = index_E[ids_TK.clamp(min=0, max=max(experts))].masked_fill((ids_TK < 0) | (ids_TK > max(experts)), -1)
+    local_TK = index_E[ids_TK.clamp(min=0, max=max(experts))].masked_fill(
+        (ids_TK < 0) | (ids_TK > max(experts)), -1)
     sent = dataclasses.replace(routing, ids_TK=ids_TK.masked_fill(local_TK >= 0, -1))
     return sent, exact_rows(local_TK, routing.weights_TK, len(experts))

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class Stopwatch:
-    """From `start` to `stopped(y)`, and from the gradient of y to the gradient of `started(x)`; seconds when both are over."""
+    """From `start` to `stopped(y)`, and from the gradient of y to the gradient of `started(x)`;
+    seconds when both are over.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -18,7 +20,9 @@ class Stopwatch:
         self.wants_backward = False
 
     def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
-        """x itself, from where on time counts; anchor: a parameter, so that backward comes by here whatever x is."""
+        """x itself, from where on time counts; anchor: a parameter, so that backward comes by here
+        whatever x is.
+        """
         self._mark("forward")
         return _Mark.apply(x, anchor, self, "backward_end")
 
@@ -31,13 +35,15 @@ class Stopwatch:
     @property
     def over(self) -> bool:
         """Whether all marks are set."""
-        return "forward_end" in self.marks and (not self.wants_backward or "backward_end" in self.marks)
+        return "forward_end" in self.marks and (not self.wants_backward
+                                                or "backward_end" in self.marks)
 
     def seconds(self) -> float:
         """Forward plus backward; 0 where they are not over. On GPU waits for the last mark."""
         if not self.over:
             return 0.0
-        return self._between("forward", "forward_end") + (self._between("backward", "backward_end") if self.wants_backward else 0.0)
+        return self._between("forward", "forward_end") + (self._between("backward", "backward_end")
+                                                          if self.wants_backward else 0.0)
 
     def _mark(self, name: str) -> None:
         if self.device.type == "cuda":

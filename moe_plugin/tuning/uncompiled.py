@@ -1,4 +1,6 @@
-"""Code that `torch.compile` leaves alone. Import this module where it is used, under `torch.compiler.is_compiling()`: it loads the compiler."""
+"""Code that `torch.compile` leaves alone. Import this module where it is used, under
+`torch.compiler.is_compiling()`: it loads the compiler.
+"""
 
 from __future__ import annotations
 

@@ -11,15 +11,21 @@ from moe_plugin.bench.peers import ours
 from moe_plugin.bench.problem import Problem, make_data
 
 
-def same_function(peer_module: Any, problem: Problem) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
-    """(the peer's losses, our parameters' gradients, the peer's); outputs and input gradients are held to each other."""
+def same_function(
+        peer_module: Any,
+        problem: Problem) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
+    """(the peer's losses, our parameters' gradients, the peer's); outputs and input gradients are
+    held to each other.
+    """
     data, results = make_data(problem), []
     with peer_module.build(problem, data) as peer:
         for candidate in (ours(problem, data), peer):
             x = data.x_TD.clone().requires_grad_()
             for _ in range(2):  # its list of losses does not grow
                 y, losses = candidate.forward(x)
-            results.append((y, losses, torch.autograd.grad((y * data.grad_TD).sum(), [x, *candidate.parameters], allow_unused=True)))
+            results.append((y, losses,
+                            torch.autograd.grad((y * data.grad_TD).sum(),
+                                                [x, *candidate.parameters], allow_unused=True)))
     (y, _, mine), (other, losses, theirs) = results
     torch.testing.assert_close(other, y, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(theirs[0], mine[0], rtol=1e-4, atol=1e-5)

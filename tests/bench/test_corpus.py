@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.bench.corpus import SPLITS, build_corpus, byte_token, read_info, text_from_tokens, unigram_entropy
+from moe_plugin.bench.corpus import (
+    SPLITS,
+    build_corpus,
+    byte_token,
+    read_info,
+    text_from_tokens,
+    unigram_entropy,
+)
 from moe_plugin.cli.main import main
 
 SIZE = 300_000
@@ -28,8 +35,12 @@ def test_same_text_every_time_and_disjoint_splits(tmp_path: Path) -> None:
 def test_tokens_are_the_bytes_of_the_text(tmp_path: Path) -> None:
     build_corpus(tmp_path, size=SIZE)
     lines = (tmp_path / "valid.tok").read_text(encoding="utf-8").splitlines()
-    assert b"".join(text_from_tokens(line) + b"\n" for line in lines) == (tmp_path / "valid.txt").read_bytes()
-    known = {line.split()[0] for line in (tmp_path / "dict.txt").read_text(encoding="utf-8").splitlines()}
+    assert b"".join(text_from_tokens(line) + b"\n"
+                    for line in lines) == (tmp_path / "valid.txt").read_bytes()
+    known = {
+        line.split()[0]
+        for line in (tmp_path / "dict.txt").read_text(encoding="utf-8").splitlines()
+    }
     assert len(known) == 255 and {token for line in lines for token in line.split()} <= known
 
 
@@ -41,7 +52,8 @@ def test_tokens_of_all_bytes_differ() -> None:
 def test_a_finished_corpus_is_kept_and_a_broken_one_made_again(tmp_path: Path) -> None:
     info = build_corpus(tmp_path, size=SIZE)
     stamp = (tmp_path / "train.txt").stat().st_mtime_ns
-    assert build_corpus(tmp_path, size=SIZE) == info and (tmp_path / "train.txt").stat().st_mtime_ns == stamp
+    assert build_corpus(tmp_path,
+                        size=SIZE) == info and (tmp_path / "train.txt").stat().st_mtime_ns == stamp
     (tmp_path / "valid.tok").unlink()
     assert read_info(tmp_path) is None
     assert build_corpus(tmp_path, size=SIZE) == info and (tmp_path / "valid.tok").is_file()

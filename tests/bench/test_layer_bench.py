@@ -1,4 +1,6 @@
-"""The benchmarks say what they promise, and refuse to compare layers that do not compute the same. No time is asserted."""
+"""The benchmarks say what they promise, and refuse to compare layers that do not compute the same.
+No time is asserted.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,26 @@ from moe_plugin.bench.problem import Problem
 from moe_plugin.cli.main import main
 
 SMALL = Problem(tokens=64, model_dim=16, hidden_dim=24, experts=4, top_k=2)
-OPTIONS = ["--tokens", "64", "--model-dim", "16", "--hidden-dim", "24", "--experts", "4", "--top-k", "2", "--threads", "1", "--rounds", "1"]
+OPTIONS = [
+    "--tokens", "64", "--model-dim", "16", "--hidden-dim", "24", "--experts", "4", "--top-k", "2",
+    "--threads", "1", "--rounds", "1"
+]
 
 
 def test_json_of_the_layer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "layer", *OPTIONS, "--peers", "none", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"median_ms", "bound_ms", "ratio_to_bound", "peak_extra_mib", "tflops", "gbytes_per_s"} <= set(found)
-    assert found["ratio_to_bound"] == pytest.approx(found["median_ms"] / found["bound_ms"]) and found["peers"] == []
+    assert {"median_ms", "bound_ms", "ratio_to_bound", "peak_extra_mib", "tflops",
+            "gbytes_per_s"} <= set(found)
+    assert found["ratio_to_bound"] == pytest.approx(
+        found["median_ms"] / found["bound_ms"]) and found["peers"] == []
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peers_agree_and_are_drawn(dtype: str, gated: bool, tmp_path: object) -> None:
-    problem = Problem(tokens=64, model_dim=16, hidden_dim=24, experts=4, top_k=2, dtype=dtype, gated=gated)
+    problem = Problem(tokens=64, model_dim=16, hidden_dim=24, experts=4, top_k=2, dtype=dtype,
+                      gated=gated)
     found = layer.run(problem, ["dense", "einsum"], rounds=1)
     assert [r.name for r in found.results] == ["moe-plugin", "dense", "einsum"]
     assert found.results[1].error is None and found.results[2].error <= layer.TOLERANCE[dtype]
@@ -46,9 +54,11 @@ def test_a_peer_that_computes_something_else_is_an_error(monkeypatch: pytest.Mon
     @contextlib.contextmanager
     def off(problem, data):  # noqa: ANN001, ANN202
         with einsum(problem, data) as candidate:
-            yield type(candidate)(lambda x: (candidate.forward(x)[0] * 1.01, []), candidate.parameters)
+            yield type(candidate)(lambda x: (candidate.forward(x)[0] * 1.01, []),
+                                  candidate.parameters)
 
-    monkeypatch.setitem(peers._entries, "off", type(peers.entry("einsum"))("off", off, lambda: None))
+    monkeypatch.setitem(peers._entries, "off",
+                        type(peers.entry("einsum"))("off", off, lambda: None))
     with pytest.raises(ValueError, match="off's output differs from ours"):
         layer.run(SMALL, ["off"], rounds=1)
 
@@ -56,8 +66,12 @@ def test_a_peer_that_computes_something_else_is_an_error(monkeypatch: pytest.Mon
 def test_slow_candidates_are_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_cpu_seconds", lambda candidate: candidate())
     device, candidates = torch.device("cpu"), [lambda: 1.0, lambda: 2.9, lambda: 3.1]
-    assert [times.seconds for times in measure.interleaved(candidates, device, rounds=9, slow=3.0)] == [[1.0] * 9, [2.9] * 9, [3.1] * 3]
-    assert [len(times.seconds) for times in measure.interleaved(candidates, device, rounds=9)] == [9, 9, 9]
+    assert [times.seconds
+            for times in measure.interleaved(candidates, device, rounds=9, slow=3.0)] == [[1.0] * 9,
+                                                                                          [2.9] * 9,
+                                                                                          [3.1] * 3]
+    assert [len(times.seconds)
+            for times in measure.interleaved(candidates, device, rounds=9)] == [9, 9, 9]
 
 
 def test_bad_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +81,9 @@ def test_bad_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_kernels() -> None:
     found = bench_kernels.run(SMALL, rounds=1)
-    assert {r.operation for r in found.results} >= {"route_top_k", "take_rows", "sum_rows", "dot_rows", "expert_first", "expert_weight_grad"}
+    assert {r.operation for r in found.results} >= {
+        "route_top_k", "take_rows", "sum_rows", "dot_rows", "expert_first", "expert_weight_grad"
+    }
     assert all(r.chosen and r.implementation == "torch" for r in found.results)
     assert "expert_first" in report.kernel_table(found)
 
@@ -76,4 +92,5 @@ def test_least_work() -> None:
     assert SMALL.flops == 3 * 2 * (64 * 2) * 16 * 24 * 2
     assert SMALL.bytes == 4 * (3 * 4 * 16 * 24 * 2 + 5 * 64 * 16)
     data = layer.make_data(SMALL)
-    assert sum(layer.loads(SMALL, data)) == 128 and not torch.equal(data.x_TD, torch.zeros_like(data.x_TD))
+    assert sum(layer.loads(SMALL,
+                           data)) == 128 and not torch.equal(data.x_TD, torch.zeros_like(data.x_TD))

@@ -1,6 +1,8 @@
-"""The MegaBlocks peer without a GPU: its call and its weights, on a stand-in that has the package's names, shapes and formulas.
+"""The MegaBlocks peer without a GPU: its call and its weights, on a stand-in that has the package's
+names, shapes and formulas.
 
-Stand-in written after megablocks 0.10.0: `layers/arguments.py`, `layers/moe.py`, `layers/router.py`, `layers/mlp.py`, `layers/glu.py`.
+Stand-in written after megablocks 0.10.0: `layers/arguments.py`, `layers/moe.py`,
+`layers/router.py`, `layers/mlp.py`, `layers/glu.py`.
 """
 
 from __future__ import annotations
@@ -52,13 +54,15 @@ class Router(nn.Module):
 
     def __init__(self, args: Arguments) -> None:
         super().__init__()
-        self.args, self.layer = args, nn.Linear(args.hidden_size, args.moe_num_experts, bias=False, dtype=args.dtype)
+        self.args, self.layer = args, nn.Linear(args.hidden_size, args.moe_num_experts, bias=False,
+                                                dtype=args.dtype)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores = self.layer(x.view(-1, x.shape[-1])).softmax(dim=-1)
         weights, experts = torch.topk(scores, self.args.moe_top_k, dim=-1)
         if self.args.moe_normalize_expert_weights:
-            weights = weights / torch.norm(weights, p=self.args.moe_normalize_expert_weights, dim=-1, keepdim=True)
+            weights = weights / torch.norm(weights, p=self.args.moe_normalize_expert_weights,
+                                           dim=-1, keepdim=True)
         return scores, weights, experts
 
 
@@ -69,10 +73,15 @@ class Mlp(nn.Module):
         super().__init__()
         self.args = args
         for name in ("w1", "w2", *(["v1"] if args.mlp_type == "glu" else [])):
-            self.register_parameter(name, nn.Parameter(torch.empty(args.moe_num_experts * args.ffn_hidden_size, args.hidden_size, dtype=args.dtype)))
+            self.register_parameter(
+                name,
+                nn.Parameter(
+                    torch.empty(args.moe_num_experts * args.ffn_hidden_size, args.hidden_size,
+                                dtype=args.dtype)))
 
     def row(self, x_D: Tensor, expert: int) -> Tensor:
-        w1, w2, *v1 = (getattr(self, n).view(self.args.moe_num_experts, -1, self.args.hidden_size)[expert]
+        w1, w2, *v1 = (getattr(self, n).view(self.args.moe_num_experts, -1,
+                                             self.args.hidden_size)[expert]
                        for n in ("w1", "w2", "v1") if hasattr(self, n))
         inner = self.args.activation_fn(x_D @ w1.t())
         return (inner * (x_D @ v1[0].t()) if v1 else inner) @ w2
@@ -100,8 +109,12 @@ class DMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _, _, width = x.size()
         scores, weights, experts = self.router(x)
-        rows = [sum(w.to(x.dtype) * self.experts.mlp.row(token, int(e)) for w, e in zip(ws, es, strict=True))
-                for token, ws, es in zip(x.reshape(-1, width), weights, experts, strict=True)]
+        rows = [
+            sum(
+                w.to(x.dtype) * self.experts.mlp.row(token, int(e))
+                for w, e in zip(ws, es, strict=True))
+            for token, ws, es in zip(x.reshape(-1, width), weights, experts, strict=True)
+        ]
         LOSSES.append((torch.bincount(experts.reshape(-1), minlength=scores.shape[1]), scores))
         return torch.stack(rows).view(x.shape)
 
@@ -109,15 +122,23 @@ class DMoE(nn.Module):
 def batched_load_balancing_loss(args: Arguments) -> Tensor:
     """As the package's; one entry a layer, or an error."""
     (counts, scores), = LOSSES
-    return args.moe_loss_weight * args.moe_num_experts / (args.num_layers * scores.shape[0] * args.moe_top_k) * torch.dot(counts.float(), scores.float().mean(0))
+    return args.moe_loss_weight * args.moe_num_experts / (args.num_layers * scores.shape[0] *
+                                                          args.moe_top_k) * torch.dot(
+                                                              counts.float(),
+                                                              scores.float().mean(0))
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something importable as megablocks, and no refusal for want of a GPU."""
-    modules = {"megablocks": {}, "grouped_gemm": {}, "megablocks.layers": {}, "megablocks.layers.arguments": {"Arguments": Arguments},
-               "megablocks.layers.dmoe": {"dMoE": DMoE},
-               "megablocks.layers.moe": {"clear_load_balancing_loss": LOSSES.clear, "batched_load_balancing_loss": batched_load_balancing_loss}}
+    modules = {
+        "megablocks": {}, "grouped_gemm": {}, "megablocks.layers": {},
+        "megablocks.layers.arguments": {"Arguments": Arguments},
+        "megablocks.layers.dmoe": {"dMoE": DMoE}, "megablocks.layers.moe": {
+            "clear_load_balancing_loss": LOSSES.clear,
+            "batched_load_balancing_loss": batched_load_balancing_loss
+        }
+    }
     for name, content in modules.items():
         module = ModuleType(name)
         module.__dict__.update(content)
@@ -132,24 +153,31 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_same_function_and_gradients(gated: bool, top_k: int) -> None:
     problem = Problem(tokens=24, model_dim=16, hidden_dim=20, experts=4, top_k=top_k, gated=gated)
     losses, mine, theirs = same_function(megablocks_peer, problem)
-    assert len(losses) == 1 and 0.5 * megablocks_peer.LOSS_WEIGHT < float(losses[0].detach()) < problem.experts * megablocks_peer.LOSS_WEIGHT
+    assert len(losses) == 1 and 0.5 * megablocks_peer.LOSS_WEIGHT < float(
+        losses[0].detach()) < problem.experts * megablocks_peer.LOSS_WEIGHT
     norms = [sorted(float(g.norm()) for g in grads if g is not None) for grads in (mine, theirs)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_in_a_report() -> None:
-    problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2, dtype="bfloat16", gated=True)
+    problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2, dtype="bfloat16",
+                      gated=True)
     data = make_data(problem)
     with megablocks_peer.build(problem, data) as peer:
-        error = layer._agreement({"moe-plugin": ours(problem, data), "megablocks": peer}, data, problem)["megablocks"]
+        error = layer._agreement({"moe-plugin": ours(problem, data), "megablocks": peer}, data,
+                                 problem)["megablocks"]
     assert error <= layer.TOLERANCE["bfloat16"]
 
 
 def test_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2)
-    monkeypatch.setitem(peers._entries, "megablocks", type(peers.entry("megablocks"))("megablocks", peers.get("megablocks"), lambda: None))
+    monkeypatch.setitem(
+        peers._entries, "megablocks",
+        type(peers.entry("megablocks"))("megablocks", peers.get("megablocks"), lambda: None))
     found = layer.run(problem, ["megablocks"], rounds=1)
     assert found.refused == {"megablocks": "MegaBlocks needs a GPU"} and len(found.results) == 1
-    assert "take bfloat16, not float32" in megablocks_peer.unfit(Problem(tokens=1, model_dim=1, hidden_dim=128, experts=1, top_k=1, device="cuda"))
-    assert "hidden_dim * experts >= 128, not 96" in megablocks_peer.unfit(dataclasses.replace(problem, device="cuda"))
+    assert "take bfloat16, not float32" in megablocks_peer.unfit(
+        Problem(tokens=1, model_dim=1, hidden_dim=128, experts=1, top_k=1, device="cuda"))
+    assert "hidden_dim * experts >= 128, not 96" in megablocks_peer.unfit(
+        dataclasses.replace(problem, device="cuda"))

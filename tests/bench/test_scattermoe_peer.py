@@ -1,4 +1,5 @@
-"""The ScatterMoE peer without a GPU: its call and its weights, on a stand-in that has the package's names, shapes and formulas.
+"""The ScatterMoE peer without a GPU: its call and its weights, on a stand-in that has the package's
+names, shapes and formulas.
 
 Stand-in written after `scattermoe/mlp.py` and `scattermoe/parallel_experts.py`.
 """
@@ -29,13 +30,18 @@ class Experts(nn.Module):
 
 
 class MLP(nn.Module):
-    """One row at a time; `forward` takes tokens, gate weights [T, K] in their dtype, and expert numbers [T, K]."""
+    """One row at a time; `forward` takes tokens, gate weights [T, K] in their dtype, and expert
+    numbers [T, K].
+    """
 
     halves = 1
 
-    def __init__(self, input_size: int, hidden_size: int, num_experts: int, top_k: int, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, input_size: int, hidden_size: int, num_experts: int, top_k: int,
+                 activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.experts, self.output_experts = Experts(num_experts, input_size, self.halves * hidden_size), Experts(num_experts, hidden_size, input_size)
+        self.experts, self.output_experts = Experts(num_experts, input_size,
+                                                    self.halves * hidden_size), Experts(
+                                                        num_experts, hidden_size, input_size)
         self.top_k, self.activation = top_k, activation
 
     def inner(self, rows_F: Tensor) -> Tensor:
@@ -43,9 +49,13 @@ class MLP(nn.Module):
         return self.activation(rows_F)
 
     def forward(self, x: Tensor, expert_p: Tensor, expert_idxs: Tensor) -> Tensor:
-        assert expert_p.dtype == x.dtype and expert_p.shape == expert_idxs.shape == (len(x), self.top_k)
-        return torch.stack([sum(p * F.linear(self.inner(F.linear(row, self.experts.weight[e])), self.output_experts.weight[e])
-                                for p, e in zip(ps, es, strict=True)) for row, ps, es in zip(x, expert_p, expert_idxs, strict=True)])
+        assert expert_p.dtype == x.dtype and expert_p.shape == expert_idxs.shape == (len(x),
+                                                                                     self.top_k)
+        return torch.stack([
+            sum(p * F.linear(self.inner(F.linear(row, self.experts.weight[e])),
+                             self.output_experts.weight[e]) for p, e in zip(ps, es, strict=True))
+            for row, ps, es in zip(x, expert_p, expert_idxs, strict=True)
+        ])
 
 
 class GLUMLP(MLP):
@@ -77,11 +87,13 @@ def test_same_function_and_gradients(gated: bool, top_k: int) -> None:
     losses, mine, theirs = same_function(scattermoe_peer, problem)
     assert len(losses) == 1 and 0.5 < float(losses[0].detach()) < problem.experts
     # the gated layer keeps two matrices as one: the sums of squares agree
-    assert sum(float(g.square().sum()) for g in theirs) == pytest.approx(sum(float(g.square().sum()) for g in mine), rel=1e-4)
+    assert sum(float(g.square().sum()) for g in theirs) == pytest.approx(
+        sum(float(g.square().sum()) for g in mine), rel=1e-4)
 
 
 def test_refused_with_the_reason() -> None:
     problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2)
-    with pytest.raises(Unfit, match="needs a GPU"), scattermoe_peer.build(problem, make_data(problem)):
+    with pytest.raises(Unfit,
+                       match="needs a GPU"), scattermoe_peer.build(problem, make_data(problem)):
         pass
     assert peers.entry("scattermoe").why_not() == "scattermoe is not installed"

@@ -25,23 +25,33 @@ SIZES = [1, 2, 4, 8]
 class Model(nn.Module):
     """Two MoE layers (more and fewer experts than ranks) around a linear one."""
 
-    def __init__(self, comm: Comm, experts: int = 4, seed: int = 0, shards: int | None = None) -> None:
+    def __init__(self, comm: Comm, experts: int = 4, seed: int = 0,
+                 shards: int | None = None) -> None:
         super().__init__()
         with LOCK:  # simulated ranks share torch's generator
             torch.manual_seed(seed)
-            self.first = MoELayer(from_dict({"model_dim": 8, "num_experts": 8, "experts": {"kind": "gated_ffn", "hidden_dim": 16}, "parallel": {"shards": shards}}), comm)
+            self.first = MoELayer(
+                from_dict({
+                    "model_dim": 8, "num_experts": 8,
+                    "experts": {"kind": "gated_ffn",
+                                "hidden_dim": 16}, "parallel": {"shards": shards}
+                }), comm)
             self.middle = nn.Linear(8, 8)
-            self.second = MoELayer(from_dict({"model_dim": 8, "num_experts": experts, "experts": {"hidden_dim": 16}}), comm)
+            self.second = MoELayer(
+                from_dict({"model_dim": 8, "num_experts": experts, "experts": {"hidden_dim": 16}}),
+                comm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.middle(self.first(x).output)).output
 
 
-def train(model: Model, optimizer: torch.optim.Optimizer, comm: Comm, start: int, steps: int) -> list[float]:
+def train(model: Model, optimizer: torch.optim.Optimizer, comm: Comm, start: int,
+          steps: int) -> list[float]:
     """Steps on a batch that does not depend on the number of ranks."""
     curve = []
     for step in range(start, start + steps):
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).chunk(comm.size)[comm.rank]
+        x = torch.randn(16, 8,
+                        generator=torch.Generator().manual_seed(step)).chunk(comm.size)[comm.rank]
         loss = (model(x) - x.flip(1)).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -51,9 +61,12 @@ def train(model: Model, optimizer: torch.optim.Optimizer, comm: Comm, start: int
     return curve
 
 
-@pytest.mark.parametrize("old,new,cut", [*((old, new, (None, None)) for old, new in itertools.product(SIZES, SIZES)),
-                                         (4, 2, (2, 2)), (2, 4, (None, 4)), (4, 4, (4, 2)), (8, 1, (2, None))])
-def test_resume_at_any_size_continues_the_curve(tmp_path: Path, old: int, new: int, cut: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize("old,new,cut", [
+    *((old, new, (None, None)) for old, new in itertools.product(SIZES, SIZES)), (4, 2, (2, 2)),
+    (2, 4, (None, 4)), (4, 4, (4, 2)), (8, 1, (2, None))
+])
+def test_resume_at_any_size_continues_the_curve(tmp_path: Path, old: int, new: int,
+                                                cut: tuple[int | None, int | None]) -> None:
     """cut: ranks over which the first layer's experts are cut, before and after."""
     def before(comm: Comm) -> None:
         model = Model(comm, shards=cut[0])
@@ -73,13 +86,16 @@ def test_resume_at_any_size_continues_the_curve(tmp_path: Path, old: int, new: i
 
     run_simulated(old, before)
     got = run_simulated(new, after)[0]
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(run_simulated(1, whole)[0]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(run_simulated(1, whole)[0]),
+                               rtol=1e-4, atol=1e-5)
 
 
 def test_states_of_other_shards_do_not_load_by_themselves() -> None:
     def rank(comm: Comm) -> None:
         whole, cut = Model(comm), Model(comm, shards=2)
-        for model, state, words in [(whole, cut, "checkpoint has shards=2, this layer has shards=None"), (cut, whole, "checkpoint has shards=None")]:
+        for model, state, words in [(whole, cut,
+                                     "checkpoint has shards=2, this layer has shards=None"),
+                                    (cut, whole, "checkpoint has shards=None")]:
             with pytest.raises(ValueError, match=words):
                 model.load_state_dict(state.state_dict())
 
@@ -89,12 +105,15 @@ def test_states_of_other_shards_do_not_load_by_themselves() -> None:
 
 
 def test_merge_and_split_are_inverse_also_for_custom_experts() -> None:
-    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 4}), experts=lambda index: nn.Linear(4, 4))
+    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 4}),
+                     experts=lambda index: nn.Linear(4, 4))
     whole = layer.state_dict()
     for size in (1, 2, 4):
         back = merge([split(whole, rank, size) for rank in range(size)])
         assert back.keys() == whole.keys()
-        assert all(torch.equal(back[k], v) if isinstance(v, torch.Tensor) else back[k] == v for k, v in whole.items())
+        assert all(
+            torch.equal(back[k], v) if isinstance(v, torch.Tensor) else back[k] == v
+            for k, v in whole.items())
     with pytest.raises(ValueError, match="does not fit 3 ranks"):
         split(whole, 0, 3)
     with pytest.raises(ValueError, match="pass the states of all ranks"):
@@ -109,11 +128,15 @@ def saved(tmp_path: Path) -> Path:
 def load_here(path: Path, experts: int = 4, optimizer: bool = False) -> None:
     def rank(comm: Comm) -> None:
         model = Model(comm, experts)
-        before = {k: v.clone() for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+        before = {
+            k: v.clone() for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)
+        }
         try:
             load(path, model, torch.optim.SGD(model.parameters(), 0.1) if optimizer else None, comm)
         finally:
-            assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items() if k in before), "a failed load changed the model"
+            assert all(
+                torch.equal(v, before[k]) for k, v in model.state_dict().items()
+                if k in before), "a failed load changed the model"
 
     run_simulated(1, rank)
 
@@ -171,7 +194,8 @@ def errors_of_saves(path: Path, size: int) -> list[str]:
     return run_simulated(size, rank)
 
 
-def test_a_rank_that_cannot_write_ends_the_save_on_all_and_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_write_ends_the_save_on_all_and_keeps_the_old_checkpoint(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write = saved(tmp_path), torch.save
     before = {file.name: file.read_bytes() for file in path.iterdir()}
 

@@ -20,38 +20,48 @@ emulated = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def test_simulate_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "all-to-all", "--cluster", CLUSTER, "--ranks", "2,16,4096", "--sizes", "1MiB", "--json"]) == 0
+    assert main([
+        "simulate", "all-to-all", "--cluster", CLUSTER, "--ranks", "2,16,4096", "--sizes", "1MiB",
+        "--json"
+    ]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {(row["ranks"], row["algorithm"]) for row in rows} == {(n, a) for n in (2, 16, 4096) for a in ("linear", "2dh", "leader")}
+    assert {(row["ranks"], row["algorithm"])
+            for row in rows} == {(n, a) for n in (2, 16, 4096) for a in ("linear", "2dh", "leader")}
     by_name = {row["algorithm"]: row["ms"] for row in rows if row["ranks"] == 16}
     assert round(by_name["linear"] / by_name["2dh"], 2) == 1.50
 
 
 def test_simulate_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "all-to-all", "--cluster", CLUSTER, "--plot", str(tmp_path / "a.png")]) == 0
+    assert main(["simulate", "all-to-all", "--cluster", CLUSTER, "--plot",
+                 str(tmp_path / "a.png")]) == 0
     out = capsys.readouterr().out
     assert out.count("a rank, predicted ms:") == 4 and "| 4096 " in out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("args", "said"), [
-    (["--ranks", "many"], "must be whole numbers"), (["--ranks", "12"], "no whole nodes"), (["--sizes", "big"], "'big' is not a size"), (["--cluster", "/nowhere"], "cannot be read"),
-])
+@pytest.mark.parametrize(("args", "said"), [(["--ranks", "many"], "must be whole numbers"),
+                                            (["--ranks", "12"], "no whole nodes"),
+                                            (["--sizes", "big"], "'big' is not a size"),
+                                            (["--cluster", "/nowhere"], "cannot be read"),])
 def test_simulate_refuses(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "all-to-all", "--cluster", CLUSTER, *args]) == 2
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("args", "said"), [
-    (["--emulate", "8"], "'8' is no grid"), (["--emulate", "2x2", "--rate", "fast"], "is not a rate"), (["--algorithms", "quick", "--emulate", "2x2"], "unknown all_to_all 'quick'"),
-    (["--repeats", "0", "--emulate", "2x2"], "--repeats 0"), (["--sizes", "x", "--emulate", "2x2"], "is not a size"),
-])
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [(["--emulate", "8"], "'8' is no grid"),
+     (["--emulate", "2x2", "--rate", "fast"], "is not a rate"),
+     (["--algorithms", "quick", "--emulate", "2x2"], "unknown all_to_all 'quick'"),
+     (["--repeats", "0", "--emulate", "2x2"], "--repeats 0"),
+     (["--sizes", "x", "--emulate", "2x2"], "is not a size"),])
 def test_bench_refuses(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "all-to-all", *args]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_bench_without_ranks_says_how_to_start_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_without_ranks_says_how_to_start_it(capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert main(["bench", "all-to-all"]) == 2
     assert "torchrun" in capsys.readouterr().err
@@ -60,39 +70,62 @@ def test_bench_without_ranks_says_how_to_start_it(capsys: pytest.CaptureFixture[
 @emulated
 @pytest.mark.distributed
 def test_bench_on_an_emulated_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "all-to-all", "--emulate", "2x2", "--rate", "200mbit", "--delay", "1ms", "--sizes", "16KiB,64KiB", "--repeats", "2",
-                 "--json", "--plot", str(tmp_path / "a.png")]) == 0
+    assert main([
+        "bench", "all-to-all", "--emulate", "2x2", "--rate", "200mbit", "--delay", "1ms", "--sizes",
+        "16KiB,64KiB", "--repeats", "2", "--json", "--plot",
+        str(tmp_path / "a.png")
+    ]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rate_bit_s"] == 200e6 and told["delay_s"] == 1e-3
     cells = {(row["algorithm"], row["bytes"]): row for row in told["rows"]}
-    assert set(cells) == {(name, size) for name in ("native", "linear", "2dh", "leader", "auto") for size in (16384, 65536)}
+    assert set(cells) == {(name, size) for name in ("native", "linear", "2dh", "leader", "auto")
+                          for size in (16384, 65536)}
     for row in told["rows"]:
         assert row["median_ms"] >= row["min_ms"] > row["floor_ms"] > 1.0 and row["cpu_ms"] > 0
-    assert [cells[name, 16384]["messages"] for name in ("native", "linear", "2dh", "leader")] == [4, 4, 2, 1]
+    assert [cells[name, 16384]["messages"]
+            for name in ("native", "linear", "2dh", "leader")] == [4, 4, 2, 1]
     assert cells["auto", 65536]["chosen"] in {"native", "linear", "2dh", "leader"}
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @emulated
 @pytest.mark.distributed
-def test_calibrate_on_small_emulated_grids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_on_small_emulated_grids(tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
-    assert main(["calibrate", "--emulate", "2x2,3x2", "--sizes", "4KiB,64KiB", "--repeats", "2", "--name", "mine", "--out", str(file)]) == 0
+    assert main([
+        "calibrate", "--emulate", "2x2,3x2", "--sizes", "4KiB,64KiB", "--repeats", "2", "--name",
+        "mine", "--out",
+        str(file)
+    ]) == 0
     cluster = load_cluster(file)
     assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == ("mine", 3, 2)
-    # which constants the time lands in is the machine's business; all of them zero would be none of it
-    assert cluster.phase_s + sum(link.alpha_s + link.beta_s for link in (cluster.inter, cluster.intra, cluster.host)) > 0
+    # which constants the time lands in is the machine's business; all of them zero would be none of
+    # it
+    assert cluster.phase_s + sum(link.alpha_s + link.beta_s
+                                 for link in (cluster.inter, cluster.intra, cluster.host)) > 0
     assert "Relative error of the fit" in file.read_text() and "2x2, 3x2" in capsys.readouterr().out
 
 
 @pytest.mark.distributed
 def test_bench_on_own_ranks() -> None:
     """As torchrun would start it, on two ranks."""
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "all-to-all", "--sizes", "4KiB", "--repeats", "2", "--algorithms", "linear,2dh", "--topology", "1", "--json"]
-    ranks = [subprocess.Popen(command, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    environment = {
+        **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""
+    }
+    command = [
+        sys.executable, "-m", "moe_plugin.cli.main", "bench", "all-to-all", "--sizes", "4KiB",
+        "--repeats", "2", "--algorithms", "linear,2dh", "--topology", "1", "--json"
+    ]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)},
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
     out = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], out
     told = json.loads(out[0][0])
     assert out[1][0] == "" and told["ranks"] == 2 and "2 node(s) of 1 rank(s)" in told["topology"]
-    assert [(row["algorithm"], row["floor_ms"], row["messages"]) for row in told["rows"]] == [("linear", None, 1), ("2dh", None, 1)]
+    assert [(row["algorithm"], row["floor_ms"], row["messages"])
+            for row in told["rows"]] == [("linear", None, 1), ("2dh", None, 1)]

@@ -1,4 +1,6 @@
-"""The documentation agrees with the code: generated pages, the worked example of the capacity, links, examples of settings."""
+"""The documentation agrees with the code: generated pages, the worked example of the capacity,
+links, examples of settings.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "generate_docs.py"), "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "generate_docs.py"), "--check"],
+        capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def example_rows() -> list[tuple[int, int, int, float, int, int]]:
     text = (ROOT / "docs" / "capacity.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (-?[\d.]+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (-?[\d.]+) \| (\d+) \| (\d+) \|", text,
+                      re.MULTILINE)
     return [(int(t), int(e), int(k), float(f), int(load), int(c)) for t, e, k, f, load, c in rows]
 
 
@@ -37,13 +42,16 @@ def test_the_worked_example_has_its_rows() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k", "factor", "load", "wanted"), example_rows())
-def test_worked_example_of_the_capacity(tokens: int, experts: int, k: int, factor: float, load: int, wanted: int) -> None:
+def test_worked_example_of_the_capacity(tokens: int, experts: int, k: int, factor: float, load: int,
+                                        wanted: int) -> None:
     """A routing whose expert 0 has exactly `load` choices and no other has more."""
     others = [1 + i % (experts - 1) for i in range(tokens * k - load)]
     ids_TK = torch.tensor([0] * load + others).view(k, tokens).t()
     assert ids_TK.flatten().bincount().max() == max(load, -(-len(others) // (experts - 1))) == load
-    routing = Routing(ids_TK, torch.ones(tokens, k), torch.zeros(tokens), {}, torch.zeros(()), torch.tensor(tokens))
-    assert capacity(DispatchConfig(capacity_factor=factor), routing, experts, LocalComm(), training=True) == wanted
+    routing = Routing(ids_TK, torch.ones(tokens, k), torch.zeros(tokens), {}, torch.zeros(()),
+                      torch.tensor(tokens))
+    assert capacity(DispatchConfig(capacity_factor=factor), routing, experts, LocalComm(),
+                    training=True) == wanted
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -54,16 +62,19 @@ def test_links_into_the_repository_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_files_named_in_the_text_exist(page: Path) -> None:
-    for name in re.findall(r"`((?:scripts|configs|docs|tests|moe_plugin|kernels)/[\w./-]+)`", page.read_text(encoding="utf-8")):
+    for name in re.findall(r"`((?:scripts|configs|docs|tests|moe_plugin|kernels)/[\w./-]+)`",
+                           page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
 @pytest.mark.parametrize("path", MOE_FILES, ids=lambda path: path.stem)
 def test_settings_files_build_a_layer_that_runs(path: Path) -> None:
     config = from_yaml(str(path))
-    config.model_dim, config.experts.hidden_dim, config.experts.shared_hidden_dim = 16, 32, min(config.experts.shared_hidden_dim, 32)
+    config.model_dim, config.experts.hidden_dim, config.experts.shared_hidden_dim = 16, 32, min(
+        config.experts.shared_hidden_dim, 32)
     out = MoELayer(config)(torch.randn(64, 16))
-    assert out.output.isfinite().all() and set(out.losses) == {name for name, weight in config.losses.items() if weight}
+    assert out.output.isfinite().all() and set(
+        out.losses) == {name for name, weight in config.losses.items() if weight}
 
 
 def test_settings_files_are_found() -> None:
@@ -83,10 +94,12 @@ def test_settings_files_are_a_hydra_group_over_the_base(path: Path) -> None:
     assert from_dict(OmegaConf.to_container(base.moe)) == MoEConfig()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "observability.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "observability.md"],
+                         ids=lambda path: path.name)
 def test_python_examples_run(page: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:
-        done = subprocess.run([sys.executable, "-c", block], check=True, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", block], check=True, capture_output=True,
+                              text=True)
         assert done.stdout

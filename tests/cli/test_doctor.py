@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Spares the hosts' imports (seconds each); `test_hosts` tests these. What this machine has measured is left out."""
+    """Spares the hosts' imports (seconds each); `test_hosts` tests these. What this machine has
+    measured is left out.
+    """
     monkeypatch.setattr(hosts, "host_rows", list)
     monkeypatch.setattr(auto.CHOICES, "_folder", tmp_path)
 
@@ -43,31 +45,38 @@ def wrong_dispatcher() -> Iterator[None]:
     del dispatchers._entries["wrong"]
 
 
-def test_json_is_one_object_with_every_registered_name(no_hosts: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_with_every_registered_name(no_hosts: None,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["works"] and report["failed_imports"] == []
-    assert {kind: [row["name"] for row in rows] for kind, rows in report["registries"].items()} == {k: r.names() for k, r in KINDS.items()}
-    assert {"router", "loss", "dispatcher", "all_to_all", "kernel", "experts", "expert_compute"} <= set(report["registries"])
+    assert {kind: [row["name"] for row in rows] for kind, rows in report["registries"].items()
+            } == {k: r.names() for k, r in KINDS.items()}
+    assert {"router", "loss", "dispatcher", "all_to_all", "kernel", "experts",
+            "expert_compute"} <= set(report["registries"])
     states = {row["name"]: row["state"] for row in report["registries"]["dispatcher"]}
     assert states["ragged"] == "active" and states["padded"] == "available"
     checked = {(row["dispatcher"], row["ranks"]) for row in report["self_check"]}
     assert checked >= {(name, ranks) for name in dispatchers.names() for ranks in (1, 2)}
-    assert all(row["implementations"][0]["name"] == "torch" for row in report["registries"]["kernel"])
+    assert all(row["implementations"][0]["name"] == "torch"
+               for row in report["registries"]["kernel"])
 
 
-def test_text_names_the_sections_and_the_verdict(no_hosts: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_names_the_sections_and_the_verdict(no_hosts: None,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("moe_plugin.comm")
     logger.setLevel(logging.NOTSET)
     assert main(["doctor"]) == 0
     assert logger.level == logging.NOTSET  # quiet for its self check alone
     text = capsys.readouterr().out
-    for word in ("Devices", "torch.distributed", "Packages", "dispatcher", "ragged", "take_rows", "Self check", "the layer works here"):
+    for word in ("Devices", "torch.distributed", "Packages", "dispatcher", "ragged", "take_rows",
+                 "Self check", "the layer works here"):
         assert word in text
     assert max(map(len, text.splitlines())) < 200
 
 
-def test_a_wrong_layer_is_found_and_the_exit_status_says_so(no_hosts: None, wrong_dispatcher: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_layer_is_found_and_the_exit_status_says_so(
+        no_hosts: None, wrong_dispatcher: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "does NOT work" in text
@@ -75,7 +84,8 @@ def test_a_wrong_layer_is_found_and_the_exit_status_says_so(no_hosts: None, wron
 
 
 def test_a_crashing_layer_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MoELayer, "forward", lambda *args: (_ for _ in ()).throw(RuntimeError("no rows today")))
+    monkeypatch.setattr(MoELayer, "forward", lambda *args:
+                        (_ for _ in ()).throw(RuntimeError("no rows today")))
     rows = selfcheck.check_rows([CPU])
     assert rows and all(not row["ok"] and "no rows today" in row["reason"] for row in rows)
 
@@ -83,7 +93,8 @@ def test_a_crashing_layer_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_run_here_is_listed_with_its_reason() -> None:
     dispatchers.register("elsewhere", why_not=lambda: "needs a quantum computer")(RaggedDispatcher)
     try:
-        row = next(row for row in registries.registry_rows(CPU)["dispatcher"] if row["name"] == "elsewhere")
+        row = next(row for row in registries.registry_rows(CPU)["dispatcher"]
+                   if row["name"] == "elsewhere")
         assert (row["state"], row["reason"]) == ("not available", "needs a quantum computer")
         assert "elsewhere" not in {row["dispatcher"] for row in selfcheck.check_rows([CPU])}
     finally:
@@ -93,7 +104,8 @@ def test_what_cannot_run_here_is_listed_with_its_reason() -> None:
 def test_every_kernel_takes_the_sample_arguments() -> None:
     for entry in KINDS["kernel"]:
         args = registries.sample_arguments(entry.value, CPU)
-        assert args is not None, f"{entry.name} has a parameter that the table of sample arguments does not know"
+        assert args is not None, (f"{entry.name} has a parameter that the table of sample "
+                                  "arguments does not know")
         result = entry.value(*args)
         assert torch.is_tensor(result[0] if isinstance(result, tuple) else result), entry.name
 
@@ -109,26 +121,34 @@ def test_a_kernel_with_other_parameters_is_listed_without_a_choice() -> None:
 def test_missing_packages_get_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "installed_version", lambda package: None)
     rows = {row["name"]: row for row in packages.package_rows(has_gpu=False)}
-    assert "megatron-core" in rows["megatron-core"]["install"] and "--no-deps fairseq==0.12.2" in rows["fairseq"]["install"]
+    assert "megatron-core" in rows["megatron-core"][
+        "install"] and "--no-deps fairseq==0.12.2" in rows["fairseq"]["install"]
     assert rows["apex"]["state"] == "not needed here (no GPU)" and rows["apex"]["install"] is None
     assert packages.package_rows(has_gpu=True)[-2]["install"] is not None
 
 
 def test_requirements_are_those_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.metadata, "requires", lambda name: ['tensorboard>=2.14; extra == "observe"', "torch>=2.6"])
-    assert packages.requirement("tensorboard") == "tensorboard>=2.14" and packages.requirement("torch") == "torch>=2.6"
+    monkeypatch.setattr(packages.metadata, "requires",
+                        lambda name: ['tensorboard>=2.14; extra == "observe"', "torch>=2.6"])
+    assert packages.requirement("tensorboard") == "tensorboard>=2.14" and packages.requirement(
+        "torch") == "torch>=2.6"
     assert packages.requirement("other") == "other"
 
 
 def test_fairseq_needs_are_its_extra() -> None:
-    stated = {packages.re.split(r"[<>=!~\[; ]", line)[0] for line in packages.metadata.requires("moe-plugin") if 'extra == "fairseq"' in line or "extra == 'fairseq'" in line}
+    stated = {
+        packages.re.split(r"[<>=!~\[; ]", line)[0]
+        for line in packages.metadata.requires("moe-plugin")
+        if 'extra == "fairseq"' in line or "extra == 'fairseq'" in line
+    }
     assert set(packages.FAIRSEQ_NEEDS) | {"cython"} == stated
 
 
 def test_a_host_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_ADAPTER", {"broken": ("tqdm", "moe_plugin.no_such_module")})
     (row,) = hosts.host_rows()
-    assert row["state"] == "not available" and "No module named 'moe_plugin.no_such_module'" in row["reason"]
+    assert row["state"] == "not available" and "No module named 'moe_plugin.no_such_module'" in row[
+        "reason"]
 
 
 def test_missing_hosts_are_reported_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +159,15 @@ def test_missing_hosts_are_reported_with_the_command(monkeypatch: pytest.MonkeyP
 
 
 def test_render_lists_what_is_missing(no_hosts: None) -> None:
-    report = {"moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [], "devices": [], "backends": [], "hosts": [],
-              "fused": [], "registries": {}, "expert_compute_choices": [], "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}],
-              "packages": [{"name": "triton", "version": None, "use": "kernels", "state": "missing", "install": "pip install triton"}]}
+    report = {
+        "moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [],
+        "devices": [], "backends": [], "hosts": [], "fused": [], "registries": {},
+        "expert_compute_choices": [],
+        "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}], "packages": [{
+            "name": "triton", "version": None, "use": "kernels", "state": "missing",
+            "install": "pip install triton"
+        }]
+    }
     text = render(report)
-    assert "triton (kernels):\n    pip install triton" in text and "moe_plugin.x does not import: gone" in text
+    assert "triton (kernels):\n    pip install triton" in text and ("moe_plugin.x does not import: "
+                                                                    "gone") in text

@@ -1,4 +1,6 @@
-"""The committed table of trained gates: every registered router in both hosts, its loss falls, its balance holds; and how it is made."""
+"""The committed table of trained gates: every registered router in both hosts, its loss falls, its
+balance holds; and how it is made.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def rows(path: Path) -> list[dict]:
 def check(found: list[dict], steps: int) -> None:
     for row in found:
         where = (row["gate"], row["host"])
-        assert row["steps"] == steps and row["last_loss"] < row["first_loss"] and row["busiest"] <= row["most"], where
+        assert row["steps"] == steps and row["last_loss"] < row["first_loss"] and row[
+            "busiest"] <= row["most"], where
         assert 0 <= row["drops"] < 1 and row["step_ms"] > 0, where
 
 
@@ -30,10 +33,12 @@ def check(found: list[dict], steps: int) -> None:
 def test_every_router_was_trained_a_hundred_steps(host: str) -> None:
     mine = [row for row in rows(TABLE) if row["host"] == host]
     names = sorted(row["gate"] for row in mine)
-    assert names == [name for name in routers.names() if not name.startswith("test_")], "train a new router: python scripts/benchmark_gates.py"
+    assert names == [name for name in routers.names() if not name.startswith("test_")
+                     ], "train a new router: python scripts/benchmark_gates.py"
     check(mine, 100)
     entropy = json.loads(TABLE.read_text(encoding="utf-8"))["unigram_entropy"]
-    assert all(row["last_loss"] < entropy for row in mine)  # it learned more than the frequencies of bytes
+    # it learned more than the frequencies of bytes
+    assert all(row["last_loss"] < entropy for row in mine)
     page = TABLE.with_suffix(".md").read_text(encoding="utf-8")
     assert all(f"| {row['gate']}" in page for row in mine)
 
@@ -42,8 +47,14 @@ def test_every_router_was_trained_a_hundred_steps(host: str) -> None:
 @pytest.mark.distributed
 def test_it_is_made_by_the_script(tmp_path: Path) -> None:
     pytest.importorskip("fairseq"), pytest.importorskip("megatron.core")
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark_gates.py"), "--gates", "base,expert_choice", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "benchmark_gates.py"), "--gates", "base,expert_choice", "--out",
+        str(tmp_path), "--runs",
+        str(tmp_path / "runs")
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=880,
+                          check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = rows(tmp_path / "gates.json")
     assert len(found) == 4

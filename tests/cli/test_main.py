@@ -31,8 +31,11 @@ def test_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_only_the_wanted_command_is_imported() -> None:
-    code = ("import sys; from moe_plugin.cli.main import _parser; _parser(('corpus',)); "
-            "assert 'moe_plugin.cli.corpus' in sys.modules and 'moe_plugin.cli.doctor' not in sys.modules and 'torch' not in sys.modules")
+    code = (
+        "import sys; from moe_plugin.cli.main import _parser; _parser(('corpus',)); "
+        "assert 'moe_plugin.cli.corpus' in sys.modules and 'moe_plugin.cli.doctor' not in "
+        "sys.modules and 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

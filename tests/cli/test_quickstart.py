@@ -1,4 +1,6 @@
-"""The quick start's own logic: what it reads from logs, when it trains again, what it says. The training itself is in the slow test."""
+"""The quick start's own logic: what it reads from logs, when it trains again, what it says. The
+training itself is in the slow test.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +27,41 @@ def quickstart() -> ModuleType:
 
 
 def fake_run(quickstart: ModuleType, folder: Path, code: str, steps: int = 2):
-    return quickstart.Run("fake", folder, [sys.executable, "-c", code], steps, quickstart.read_megatron)
+    return quickstart.Run("fake", folder, [sys.executable, "-c", code], steps,
+                          quickstart.read_megatron)
 
 
 def log_writer(folder: Path, steps: int) -> str:
-    rows = [{"iteration": i + 1, "lm_loss": 5.0 - i, "tokens_per_s": 10.0 * (i + 1)} for i in range(steps)] + [{"iteration": steps, "valid_loss": 3.5}]
-    return f"open({str(folder / 'log.jsonl')!r}, 'a').write({''.join(json.dumps(r) + chr(10) for r in rows)!r})"
+    rows = [{"iteration": i + 1, "lm_loss": 5.0 - i, "tokens_per_s": 10.0 * (i + 1)}
+            for i in range(steps)] + [{"iteration": steps, "valid_loss": 3.5}]
+    return (f"open({str(folder / 'log.jsonl')!r}, "
+            f"'a').write({''.join(json.dumps(r) + chr(10) for r in rows)!r})")
 
 
 def test_reads_fairseq_logs_in_nats(quickstart: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text(
-        'x | INFO | train_inner | {"inner_loss": "4.0", "loss": "9.9", "wps": "1500.5", "num_updates": "10"}\n'
+        'x | INFO | train_inner | {"inner_loss": "4.0", "loss": "9.9", "wps": "1500.5", '
+        '"num_updates": "10"}\n'
         'x | INFO | valid | {"valid_inner_loss": "3.0", "valid_num_updates": "10"}\nsome warning\n')
     first, second = quickstart.read_fairseq(tmp_path)
-    assert (first.step, first.tokens_per_s) == (10, 1500.5) and first.loss == pytest.approx(4 * math.log(2))
+    assert (first.step, first.tokens_per_s) == (10, 1500.5) and first.loss == pytest.approx(
+        4 * math.log(2))
     assert second.valid == pytest.approx(3 * math.log(2)) and second.loss is None
 
 
 def test_reads_megatron_logs_and_leaves_a_half_line(quickstart: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text('{"iteration": 10, "lm_loss": 2.5, "tokens_per_s": 7}\n{"iteration": 20, "lm_')
+    (tmp_path / "log.jsonl"
+     ).write_text('{"iteration": 10, "lm_loss": 2.5, "tokens_per_s": 7}\n{"iteration": 20, "lm_')
     assert quickstart.read_megatron(tmp_path) == [quickstart.Record(10, 2.5, 7, None)]
-    assert quickstart.read_megatron(tmp_path / "none") == [] == quickstart.read_fairseq(tmp_path / "none")
+    assert quickstart.read_megatron(tmp_path / "none") == [] == quickstart.read_fairseq(
+        tmp_path / "none")
 
 
-def test_balance_is_the_worst_layer_of_the_last_record(quickstart: ModuleType, tmp_path: Path) -> None:
+def test_balance_is_the_worst_layer_of_the_last_record(quickstart: ModuleType,
+                                                       tmp_path: Path) -> None:
     rows = [(10, "a", 9.0), (20, "a", 1.5), (20, "b", 2.5)]
-    (tmp_path / "stats.jsonl").write_text("".join(json.dumps({"step": s, "layer": n, "max_over_mean": m}) + "\n" for s, n, m in rows))
+    (tmp_path / "stats.jsonl").write_text("".join(
+        json.dumps({"step": s, "layer": n, "max_over_mean": m}) + "\n" for s, n, m in rows))
     assert quickstart.balance(tmp_path) == 2.5 and quickstart.balance(tmp_path / "none") is None
 
 
@@ -58,12 +69,14 @@ def test_a_finished_run_is_not_repeated(quickstart: ModuleType, tmp_path: Path) 
     folder = tmp_path / "run"
     run = fake_run(quickstart, folder, log_writer(folder, 2))
     result, reused = quickstart.train(run)
-    assert not reused and (result["first_loss"], result["last_loss"], result["valid_loss"], result["tokens_per_s"]) == (5.0, 4.0, 3.5, 15.0)
+    assert not reused and (result["first_loss"], result["last_loss"], result["valid_loss"],
+                           result["tokens_per_s"]) == (5.0, 4.0, 3.5, 15.0)
     again, reused = quickstart.train(run)
     assert reused and again == result and len((folder / "log.jsonl").read_text().splitlines()) == 3
 
 
-def test_other_settings_train_anew_and_keep_the_old_run(quickstart: ModuleType, tmp_path: Path) -> None:
+def test_other_settings_train_anew_and_keep_the_old_run(quickstart: ModuleType,
+                                                        tmp_path: Path) -> None:
     folder = tmp_path / "run"
     quickstart.train(fake_run(quickstart, folder, log_writer(folder, 2)))
     result, reused = quickstart.train(fake_run(quickstart, folder, log_writer(folder, 3), steps=3))
@@ -72,7 +85,8 @@ def test_other_settings_train_anew_and_keep_the_old_run(quickstart: ModuleType, 
     assert json.loads((kept / "result.json").read_text())["steps"] == 2
 
 
-def test_a_failed_run_shows_the_end_of_its_log_and_leaves_no_result(quickstart: ModuleType, tmp_path: Path) -> None:
+def test_a_failed_run_shows_the_end_of_its_log_and_leaves_no_result(quickstart: ModuleType,
+                                                                    tmp_path: Path) -> None:
     run = fake_run(quickstart, tmp_path / "run", "print('the disk is full'); raise SystemExit(3)")
     with pytest.raises(quickstart.Failed, match=r"(?s)status 3.*the disk is full"):
         quickstart.train(run)
@@ -85,19 +99,24 @@ def test_a_run_that_ends_early_is_no_success(quickstart: ModuleType, tmp_path: P
         quickstart.train(fake_run(quickstart, folder, log_writer(folder, 2), steps=5))
 
 
-def test_data_is_made_once(quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_is_made_once(quickstart: ModuleType, tmp_path: Path,
+                           capsys: pytest.CaptureFixture[str]) -> None:
     made, log = tmp_path / "complete", tmp_path / "log"
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
     for _ in range(2):
         quickstart.prepare([sys.executable, "-c", count], made, log, "data")
     assert (tmp_path / "count").read_text() == "x" and "there already" in capsys.readouterr().out
     with pytest.raises(quickstart.Failed, match="status 1"):
-        quickstart.prepare([sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "other", log, "data")
+        quickstart.prepare([sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "other", log,
+                           "data")
     assert not (tmp_path / "other").exists()
 
 
 def test_the_table_is_aligned(quickstart: ModuleType) -> None:
-    row = {"host": "fairseq", "tokens_per_s": 12345.6, "first_loss": 5.0, "last_loss": 2.0, "valid_loss": None, "balance": 1.234, "seconds": 60}
+    row = {
+        "host": "fairseq", "tokens_per_s": 12345.6, "first_loss": 5.0, "last_loss": 2.0,
+        "valid_loss": None, "balance": 1.234, "seconds": 60
+    }
     lines = quickstart.table([row, {**row, "host": "megatron"}], 3.17).splitlines()
     assert len(set(map(len, lines))) == 1 and "12,346" in lines[2] and "1.23" in lines[2]
 
@@ -112,7 +131,10 @@ def test_settings(quickstart: ModuleType) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "quickstart.py"), "--hosts", "fairsec"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable,
+         str(ROOT / "scripts" / "quickstart.py"), "--hosts", "fairsec"], capture_output=True,
+        text=True, check=False)
     assert done.returncode == 2 and "fairsec is unknown; known: fairseq, megatron" in done.stderr
 
 
@@ -120,11 +142,17 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.fairseq
 @pytest.mark.megatron
 @pytest.mark.distributed
-def test_both_hosts_train_below_the_unigram_entropy_and_a_second_run_reuses_them(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "quickstart.py"), "--steps", "80", "--out", str(tmp_path / "a folder")]
+def test_both_hosts_train_below_the_unigram_entropy_and_a_second_run_reuses_them(
+        tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "quickstart.py"), "--steps", "80", "--out",
+        str(tmp_path / "a folder")
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    entropy = json.loads((tmp_path / "a folder" / "corpus" / "corpus.json").read_text())["unigram_entropy"]
+    entropy = json.loads(
+        (tmp_path / "a folder" / "corpus" / "corpus.json").read_text())["unigram_entropy"]
     for host in ("fairseq", "megatron"):
         result = json.loads((tmp_path / "a folder" / host / "result.json").read_text())
         assert result["last_loss"] < entropy - 0.3 and result["valid_loss"] < entropy - 0.3, result

@@ -1,4 +1,6 @@
-"""The shell scripts: they parse, explain themselves, refuse what they do not know, and start what they say."""
+"""The shell scripts: they parse, explain themselves, refuse what they do not know, and start what
+they say.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def test_setup_refuses_a_python_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_failing_step_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    code = f'. "{SCRIPTS}/lib.sh"; step "the step" "{tmp_path}/log" bash -c "echo no space left; exit 7" || echo "status $?"'
+    code = (f'. "{SCRIPTS}/lib.sh"; step "the step" "{tmp_path}/log" bash -c "echo no space left; '
+            'exit 7" || echo "status $?"')
     done = bash("-c", code)
     assert "the step" in done.stdout and "failed" in done.stdout and "status 7" in done.stdout
     assert "no space left" in done.stderr and str(tmp_path / "log") in done.stderr
@@ -50,18 +53,27 @@ def test_a_failing_step_shows_the_end_of_its_log(tmp_path: Path) -> None:
 
 def test_a_good_step_is_one_line(tmp_path: Path) -> None:
     done = bash("-c", f'. "{SCRIPTS}/lib.sh"; step "the step" "{tmp_path}/log" echo hidden')
-    assert len(done.stdout.splitlines()) == 1 and "hidden" not in done.stdout and "hidden" in (tmp_path / "log").read_text()
+    assert len(done.stdout.splitlines()) == 1 and "hidden" not in done.stdout and "hidden" in (
+        tmp_path / "log").read_text()
 
 
 def fake_slurm(folder: Path, nodes: int) -> dict[str, str]:
-    """`scontrol` and `srun` for one machine: srun starts the command once a node, at the same time."""
+    """`scontrol` and `srun` for one machine: srun starts the command once a node, at the same time.
+    """
     folder.mkdir()
-    scripts = {"scontrol": "echo 127.0.0.1", "srun": 'pids=(); for n in $(seq "$SLURM_NNODES"); do "$@" & pids+=($!); done; rc=0; for p in "${pids[@]}"; do wait $p || rc=$?; done; exit $rc'}
+    scripts = {
+        "scontrol": "echo 127.0.0.1",
+        "srun": 'pids=(); for n in $(seq "$SLURM_NNODES"); do "$@" & pids+=($!); done; rc=0; for p '
+                'in "${pids[@]}"; do wait $p || rc=$?; done; exit $rc'
+    }
     for name, body in scripts.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": str(nodes), "SLURM_JOB_ID": "7",
-            "SLURM_GPUS_ON_NODE": "1", "VENV": sys.prefix, "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NNODES": str(nodes), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1",
+        "VENV": sys.prefix, "OMP_NUM_THREADS": "1"
+    }
 
 
 @pytest.mark.slow
@@ -70,10 +82,18 @@ def fake_slurm(folder: Path, nodes: int) -> dict[str, str]:
 def test_slurm_megatron_trains_on_two_nodes(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"".join(p.read_bytes() for p in sorted(SCRIPTS.glob("*.sh"))))
-    subprocess.run([sys.executable, "-m", "moe_plugin.hosts.megatron.data", "--input", str(text), "--output-prefix", str(tmp_path / "data")], check=True, capture_output=True)
-    flags = ("--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --num-experts 2 --expert-model-parallel-size 2 --split 100,0,0 "
-             "--micro-batch-size 1 --train-iters 2 --lr 0.001 --disable-bias-linear --cpu")
-    done = bash(str(SCRIPTS / "slurm_megatron.sh"), str(tmp_path / "data"), *flags.split(), "--log-file", str(tmp_path / "log"), env=fake_slurm(tmp_path / "bin", 2), timeout=300)
+    subprocess.run([
+        sys.executable, "-m", "moe_plugin.hosts.megatron.data", "--input",
+        str(text), "--output-prefix",
+        str(tmp_path / "data")
+    ], check=True, capture_output=True)
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --num-experts 2 "
+        "--expert-model-parallel-size 2 --split 100,0,0 "
+        "--micro-batch-size 1 --train-iters 2 --lr 0.001 --disable-bias-linear --cpu")
+    done = bash(str(SCRIPTS / "slurm_megatron.sh"), str(tmp_path / "data"), *flags.split(),
+                "--log-file", str(tmp_path / "log"), env=fake_slurm(tmp_path / "bin",
+                                                                    2), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"iteration": 2' in (tmp_path / "log").read_text()
 
@@ -84,10 +104,13 @@ def test_slurm_scripts_start_one_torchrun_a_node(name: str, tmp_path: Path) -> N
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "python").write_text("#!/usr/bin/env bash\necho \"$@\"\n")
     (tmp_path / "venv" / "bin" / "python").chmod(0o755)
-    done = bash(str(SCRIPTS / name), "the data", "--lr", "0.1", env={**env, "VENV": str(tmp_path / "venv")})
+    done = bash(str(SCRIPTS / name), "the data", "--lr", "0.1",
+                env={**env, "VENV": str(tmp_path / "venv")})
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first == second and "--nnodes 2 --nproc_per_node 1" in first and "--rdzv_endpoint 127.0.0.1:29500" in first and first.endswith("--lr 0.1")
+    assert first == second and "--nnodes 2 --nproc_per_node 1" in first and (
+        "--rdzv_endpoint "
+        "127.0.0.1:29500") in first and first.endswith("--lr 0.1")
     assert bash(str(SCRIPTS / name), env=env).returncode == 2
 
 

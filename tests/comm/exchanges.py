@@ -1,4 +1,6 @@
-"""Exchanges whose answer is known: every row says where it comes from, where it goes, and its place."""
+"""Exchanges whose answer is known: every row says where it comes from, where it goes, and its
+place.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,21 @@ from torch import Tensor
 WIDTH = 3
 
 
-def rows_of(source: int, counts: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32) -> Tensor:
-    """What rank `source` sends, [sum, 3] (source, destination, index); counts[i][j]: rows from i to j."""
-    rows = [(source, target, index) for target, n in enumerate(counts[source]) for index in range(n)]
+def rows_of(source: int, counts: Sequence[Sequence[int]],
+            dtype: torch.dtype = torch.float32) -> Tensor:
+    """What rank `source` sends, [sum, 3] (source, destination, index); counts[i][j]: rows from i to
+    j.
+    """
+    rows = [(source, target, index) for target, n in enumerate(counts[source])
+            for index in range(n)]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, WIDTH).to(dtype)
 
 
-def expected_of(target: int, counts: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32) -> Tensor:
+def expected_of(target: int, counts: Sequence[Sequence[int]],
+                dtype: torch.dtype = torch.float32) -> Tensor:
     """What rank `target` must get."""
-    rows = [(source, target, index) for source, row in enumerate(counts) for index in range(row[target])]
+    rows = [(source, target, index) for source, row in enumerate(counts)
+            for index in range(row[target])]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, WIDTH).to(dtype)
 
 

@@ -1,4 +1,6 @@
-"""Every algorithm moves exactly what the linear one moves, and sends as many messages and bytes as its formula says."""
+"""Every algorithm moves exactly what the linear one moves, and sends as many messages and bytes as
+its formula says.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from tests.comm.exchanges import WIDTH, column, expected_of, random_counts, rows
 
 GRIDS = [(8, 2), (8, 4), (16, 4), (12, 3), (4, 4), (4, 1), (6, 4)]
 NAMES = algorithms.names()
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16,
+    torch.uint8, torch.float8_e4m3fn
+]
 
 
-def check(topology: Topology, name: str, counts: list[list[int]], dtype: torch.dtype = torch.float32) -> None:
+def check(topology: Topology, name: str, counts: list[list[int]],
+          dtype: torch.dtype = torch.float32) -> None:
     def rank(comm):
         send, recv = counts[comm.rank], column(counts, comm.rank)
         return algorithms.get(name)(comm, rows_of(comm.rank, counts, dtype), send, recv)
@@ -27,7 +33,8 @@ def check(topology: Topology, name: str, counts: list[list[int]], dtype: torch.d
     for me, got in enumerate(run_simulated(topology.size, rank, topology=topology)):
         want = expected_of(me, counts, dtype)
         assert got.dtype == dtype and got.shape == want.shape
-        assert torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8)), f"{name} on {topology}, rank {me}"
+        assert torch.equal(got.contiguous().view(torch.uint8),
+                           want.view(torch.uint8)), f"{name} on {topology}, rank {me}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,7 +50,8 @@ def test_even_pieces(size: int, per_node: int, name: str) -> None:
     """Also without given splits, where no sizes are exchanged."""
     counts = [[2] * size for _ in range(size)]
     check(Topology.uniform(size, per_node), name, counts)
-    got = run_simulated(size, lambda comm: algorithms.get(name)(comm, rows_of(comm.rank, counts)), topology=Topology.uniform(size, per_node))
+    got = run_simulated(size, lambda comm: algorithms.get(name)(comm, rows_of(comm.rank, counts)),
+                        topology=Topology.uniform(size, per_node))
     for me in range(size):
         assert torch.equal(got[me], expected_of(me, counts))
 
@@ -107,9 +115,11 @@ def test_gradients_go_back_the_same_way(size: int, per_node: int, name: str) -> 
 @pytest.mark.parametrize(("size", "per_node"), [(8, 2), (8, 4), (16, 4), (12, 3), (4, 4), (4, 1)])
 def test_messages_and_bytes_are_those_of_the_formula(size: int, per_node: int, name: str) -> None:
     topology, traffic, rows = Topology.uniform(size, per_node), Traffic(), 2
-    run_simulated(size, lambda comm: algorithms.get(name)(comm, torch.zeros(size * rows, WIDTH)), traffic=traffic, topology=topology)
+    run_simulated(size, lambda comm: algorithms.get(name)(comm, torch.zeros(size * rows, WIDTH)),
+                  traffic=traffic, topology=topology)
     nodes, bytes_per_rank = size // per_node, size * rows * WIDTH * 4
-    cost = predict(Cluster(nodes=nodes, ranks_per_node=per_node), {"native": "linear"}.get(name, name), bytes_per_rank)
+    cost = predict(Cluster(nodes=nodes, ranks_per_node=per_node),
+                   {"native": "linear"}.get(name, name), bytes_per_rank)
     assert traffic.between(topology) == nodes * cost.inter_messages
     assert traffic.between(topology, "bytes") == nodes * cost.inter_bytes
     assert traffic.inside(topology) == nodes * cost.intra_messages
@@ -119,13 +129,17 @@ def test_messages_and_bytes_are_those_of_the_formula(size: int, per_node: int, n
 def test_messages_a_node_in_numbers() -> None:
     """P^2 (N-1), P (N-1), N-1 for 4 ranks on each of 4 nodes."""
     cluster = Cluster(nodes=4, ranks_per_node=4)
-    assert {name: predict(cluster, name, 1.0).inter_messages for name in COSTS} == {"linear": 48, "2dh": 12, "leader": 3}
+    assert {name: predict(cluster, name, 1.0).inter_messages
+            for name in COSTS} == {"linear": 48, "2dh": 12, "leader": 3}
 
 
 @pytest.mark.parametrize("name", ["2dh", "leader"])
 def test_uneven_pieces_send_counts_inside_the_node_only(name: str) -> None:
     topology, traffic, counts = Topology.uniform(8, 4), Traffic(), [[1] * 8 for _ in range(8)]
-    run_simulated(8, lambda comm: algorithms.get(name)(comm, rows_of(comm.rank, counts), counts[0], counts[0]), traffic=traffic, topology=topology)
+    run_simulated(
+        8, lambda comm: algorithms.get(name)
+        (comm, rows_of(comm.rank, counts), counts[0], counts[0]), traffic=traffic,
+        topology=topology)
     assert traffic.between(topology) == {"2dh": 8, "leader": 2}[name]
     assert traffic.between(topology, "bytes") == 2 * 4 * 4 * WIDTH * 4
 
@@ -133,19 +147,29 @@ def test_uneven_pieces_send_counts_inside_the_node_only(name: str) -> None:
 @pytest.mark.parametrize("name", ["2dh", "leader"])
 @pytest.mark.parametrize("nics", [1, 4])
 def test_simulated_time_is_that_of_the_formula(name: str, nics: int) -> None:
-    """Phases follow each other, so simulated clocks and closed form agree to rounding (copies cost nothing here)."""
-    links = {"intra": Link(alpha_s=3e-6, beta_s=1e-9), "inter": Link(alpha_s=5e-6, beta_s=4e-9), "phase_s": 1e-6}
-    cluster, topology = Cluster(nodes=4, ranks_per_node=4, nics=nics, **links), Topology.uniform(16, 4, nics)
+    """Phases follow each other, so simulated clocks and closed form agree to rounding (copies cost
+    nothing here).
+    """
+    links = {
+        "intra": Link(alpha_s=3e-6, beta_s=1e-9), "inter": Link(alpha_s=5e-6, beta_s=4e-9),
+        "phase_s": 1e-6
+    }
+    cluster, topology = Cluster(nodes=4, ranks_per_node=4, nics=nics,
+                                **links), Topology.uniform(16, 4, nics)
     clock, rows = Clock(cluster, topology), 64
     run_simulated(16, lambda comm: algorithms.get(name)(comm, torch.zeros(16 * rows)), clock=clock)
     assert clock.elapsed == pytest.approx(predict(cluster, name, 16 * rows * 4).seconds, rel=1e-9)
 
 
 def test_simulated_time_of_linear_shares_the_card() -> None:
-    """Never below the busiest card; above the formula only by what several senders that hit one card at once cost."""
-    cluster = Cluster(nodes=4, ranks_per_node=4, nics=1, intra=Link(alpha_s=3e-6, beta_s=1e-9), inter=Link(alpha_s=5e-6, beta_s=4e-9))
+    """Never below the busiest card; above the formula only by what several senders that hit one
+    card at once cost.
+    """
+    cluster = Cluster(nodes=4, ranks_per_node=4, nics=1, intra=Link(alpha_s=3e-6, beta_s=1e-9),
+                      inter=Link(alpha_s=5e-6, beta_s=4e-9))
     clock, size = Clock(cluster, Topology.uniform(16, 4)), 16 * 64 * 4
-    run_simulated(16, lambda comm: algorithms.get("linear")(comm, torch.zeros(16 * 64)), clock=clock)
+    run_simulated(16, lambda comm: algorithms.get("linear")(comm, torch.zeros(16 * 64)),
+                  clock=clock)
     card = cluster.inter.seconds(48, 48 * 64 * 4)
     assert card <= clock.elapsed <= 1.25 * predict(cluster, "linear", size).seconds
 
@@ -161,9 +185,11 @@ def test_wrong_splits_are_refused() -> None:
 def test_stride_copies_of_2dh_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two a rank, by `transpose_chunks` of the registry: on a GPU its Triton kernel."""
     reference, called = kernels.get("transpose_chunks").implementation("torch"), []
-    spy = (lambda x, outer, inner: called.append((outer, inner)) or reference(x, outer, inner), lambda *args: None)
+    spy = (lambda x, outer, inner: called.append(
+        (outer, inner)) or reference(x, outer, inner), lambda *args: None)
     monkeypatch.setitem(kernels.get("transpose_chunks")._implementations, "spy", spy)
     counts = [[2] * 6 for _ in range(6)]
-    got = run_simulated(6, lambda comm: algorithms.get("2dh")(comm, rows_of(comm.rank, counts)), topology=Topology.uniform(6, 2))
+    got = run_simulated(6, lambda comm: algorithms.get("2dh")(comm, rows_of(comm.rank, counts)),
+                        topology=Topology.uniform(6, 2))
     assert sorted(called) == [(2, 3)] * 6 + [(3, 2)] * 6
     assert all(torch.equal(got[me], expected_of(me, counts)) for me in range(6))

@@ -1,4 +1,6 @@
-"""Exchanges in the background, several tensors in one exchange, fewer bits on the wire: same rows, same gradients."""
+"""Exchanges in the background, several tensors in one exchange, fewer bits on the wire: same rows,
+same gradients.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ def _gradient(comm: Comm, name: str, background: bool) -> tuple[torch.Tensor, to
 
 
 def _equal_in_background(comm: Comm) -> bool:
-    return all(torch.equal(a, b) for name in algorithms.names()
-               for a, b in zip(_gradient(comm, name, True), _gradient(comm, name, False), strict=True))
+    return all(
+        torch.equal(a, b) for name in algorithms.names()
+        for a, b in zip(_gradient(comm, name, True), _gradient(comm, name, False), strict=True))
 
 
 def test_background_equals_foreground_simulated() -> None:
@@ -53,19 +56,27 @@ def test_background_equals_foreground_gloo() -> None:
 
 
 def _many_at_once() -> bool:
-    """Ten exchanges under way, by all algorithms, while this thread runs collectives and exchanges of its own, waits in another order."""
+    """Ten exchanges under way, by all algorithms, while this thread runs collectives and exchanges
+    of its own, waits in another order.
+    """
     comm = TorchComm(timeout_s=30)
     comm.topology = PAIRS
     handles = []
     for index in range(10):
         name = ("linear", "2dh", "leader", "native")[index % 4]
         counts = random_counts(WORLD, index)
-        handles.append((counts, start(comm, algorithms.get(name), rows_of(comm.rank, counts), counts[comm.rank], column(counts, comm.rank))))
+        handles.append((counts,
+                        start(comm, algorithms.get(name), rows_of(comm.rank, counts),
+                              counts[comm.rank], column(counts, comm.rank))))
         if index % 3 == comm.rank % 3:
             time.sleep(0.005)  # ranks are not in step
         assert comm.all_reduce(torch.tensor(1.0)).item() == WORLD
-        assert torch.equal(algorithms.get("2dh")(comm, rows_of(comm.rank, counts), counts[comm.rank], column(counts, comm.rank)), expected_of(comm.rank, counts))
-    return all(torch.equal(handle.wait(), expected_of(comm.rank, counts)) for counts, handle in reversed(handles))
+        assert torch.equal(
+            algorithms.get("2dh")(comm, rows_of(comm.rank, counts), counts[comm.rank],
+                                  column(counts, comm.rank)), expected_of(comm.rank, counts))
+    return all(
+        torch.equal(handle.wait(), expected_of(comm.rank, counts))
+        for counts, handle in reversed(handles))
 
 
 @pytest.mark.distributed
@@ -74,7 +85,9 @@ def test_many_exchanges_at_once_do_not_mix() -> None:
 
 
 def _overlap() -> bool:
-    """Rank 1 begins only when rank 0 says that its `start` has returned: it would never, did it wait for rank 1."""
+    """Rank 1 begins only when rank 0 says that its `start` has returned: it would never, did it
+    wait for rank 1.
+    """
     comm = TorchComm(timeout_s=20)
     comm.topology = Topology.one_node(2)
     x, word = torch.full((2, 1), float(comm.rank)), torch.ones(1)
@@ -104,8 +117,14 @@ def test_errors_come_out_of_wait() -> None:
 @settings(deadline=None, max_examples=30)
 def test_pack_is_undone_by_unpack(rows: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(rows, 3, generator=g), torch.randint(0, 9, (rows,), generator=g), torch.randn(rows, 2, 0, generator=g),
-               torch.randn(rows, 1, generator=g).bfloat16(), torch.randint(0, 2, (rows, 5), generator=g).bool(), torch.randn(rows, generator=g).double()]
+    tensors = [
+        torch.randn(rows, 3, generator=g),
+        torch.randint(0, 9, (rows,), generator=g),
+        torch.randn(rows, 2, 0, generator=g),
+        torch.randn(rows, 1, generator=g).bfloat16(),
+        torch.randint(0, 2, (rows, 5), generator=g).bool(),
+        torch.randn(rows, generator=g).double()
+    ]
     for got, want in zip(unpack(*pack(tensors)), tensors, strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
@@ -126,7 +145,8 @@ def test_several_tensors_in_the_messages_of_one(name: str) -> None:
         args = (comm, algorithms.get(name), counts[comm.rank], column(counts, comm.rank))
         rows, w, i = all_to_all_many([x, weights, ids], *args)
         want = expected_of(comm.rank, counts, torch.float64)
-        assert torch.equal(rows, want) and torch.equal(w, want[:, 2].float()) and torch.equal(i, want[:, 0].long())
+        assert torch.equal(rows, want) and torch.equal(w, want[:, 2].float()) and torch.equal(
+            i, want[:, 0].long())
         assert not i.requires_grad
         (rows.sum() * 3 + w.sum() * (1.0 + comm.rank)).backward()
         return bool((x.grad == 3).all() and torch.equal(weights.grad, 1 + x.detach()[:, 1].float()))
@@ -146,7 +166,8 @@ def allowed(name: str, x: torch.Tensor) -> torch.Tensor:
     relative, absolute = BOUNDS[name]
     size = x.double().abs()
     blocks = size.split(BLOCK if name == "fp8" else size.shape[1], dim=1)
-    return relative * size + absolute * torch.cat([b.amax(1, keepdim=True).expand(b.shape) for b in blocks], dim=1)
+    return relative * size + absolute * torch.cat(
+        [b.amax(1, keepdim=True).expand(b.shape) for b in blocks], dim=1)
 
 
 def converted(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -160,18 +181,23 @@ def test_every_wire_format_has_a_bound() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8"])
-@given(exponents=st.lists(st.integers(-80, 100), min_size=1, max_size=5), width=st.integers(1, 300), seed=st.integers(0, 999))
+@given(exponents=st.lists(st.integers(-80, 100), min_size=1, max_size=5), width=st.integers(1, 300),
+       seed=st.integers(0, 999))
 @settings(deadline=None, max_examples=60)
-def test_error_bound_of_scaled_formats(name: str, exponents: list[int], width: int, seed: int) -> None:
+def test_error_bound_of_scaled_formats(name: str, exponents: list[int], width: int,
+                                       seed: int) -> None:
     """Rows of very different sizes, elements within a row as well."""
     g = torch.Generator().manual_seed(seed)
     shape = len(exponents), width
-    x = torch.randn(shape, generator=g) * 2.0 ** (-torch.rand(shape, generator=g) * 30) * 2.0 ** torch.tensor(exponents)[:, None]
+    x = torch.randn(shape, generator=g) * 2.0**(-torch.rand(shape, generator=g) *
+                                                30) * 2.0**torch.tensor(exponents)[:, None]
     assert ((converted(name, x).double() - x.double()).abs() <= allowed(name, x)).all()
 
 
 def test_fp8_scales_blocks_of_a_row_apart() -> None:
-    """A large element costs only its own block's small ones their bits; all of e4m3's range is used."""
+    """A large element costs only its own block's small ones their bits; all of e4m3's range is
+    used.
+    """
     x = torch.full((2, 300), 1e-6)
     x[0, 5] = 1000.0
     got = converted("fp8", x)
@@ -180,19 +206,24 @@ def test_fp8_scales_blocks_of_a_row_apart() -> None:
     assert float(FORMATS["fp8"].encode(x)[0].float().abs().max()) == 448
 
 
-@pytest.mark.parametrize("values", [[0.0, 2.0**-149, 2.0**-140], [2.0**-130, -(2.0**-126), 0.0], [2.0**127.5, -3e38, 1e30], [0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("values", [[0.0, 2.0**-149, 2.0**-140], [2.0**-130, -(2.0**-126), 0.0],
+                                    [2.0**127.5, -3e38, 1e30], [0.0, 0.0, 0.0]])
 def test_fp8_at_the_edges_stays_finite(values: list[float]) -> None:
     got = converted("fp8", torch.tensor([values]))
-    assert torch.isfinite(got).all() and (got - torch.tensor([values])).abs().max() <= max(abs(v) for v in values)
+    assert torch.isfinite(got).all() and (got - torch.tensor([values])).abs().max() <= max(
+        abs(v) for v in values)
     assert all(g == 0 for g, v in zip(got[0].tolist(), values, strict=True) if v == 0)
 
 
 def test_fp8_goes_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`quantize_fp8` and `dequantize_fp8` of the registry do the work, so a GPU's rows meet the Triton kernel."""
+    """`quantize_fp8` and `dequantize_fp8` of the registry do the work, so a GPU's rows meet the
+    Triton kernel.
+    """
     called = []
     for name in ("quantize_fp8", "dequantize_fp8"):
         reference = kernels.get(name).implementation("torch")
-        spy = (lambda *args, name=name, fn=reference: called.append(name) or fn(*args), lambda *args: None)
+        spy = (lambda *args, name=name, fn=reference: called.append(name) or fn(*args),
+               lambda *args: None)
         monkeypatch.setitem(kernels.get(name)._implementations, "spy", spy)
     x = torch.randn(6, 200)
     run_simulated(1, lambda comm: with_wire(algorithms.get("linear"), "fp8")(comm, x))
@@ -212,25 +243,34 @@ def test_rows_through_a_wire_format(name: str, wire: str) -> None:
         want = algorithms.get("native")(comm, x.detach(), *args)
         assert ((got - want).abs() <= allowed(wire, want)).all()
         got.sum().backward()
-        assert torch.equal(x.grad, torch.ones_like(x))  # ones pass exactly, back through the same wire
+        # ones pass exactly, back through the same wire
+        assert torch.equal(x.grad, torch.ones_like(x))
         ints = torch.arange(WORLD)
-        assert torch.equal(with_wire(algorithms.get(name), wire)(comm, ints), algorithms.get("native")(comm, ints))
+        assert torch.equal(
+            with_wire(algorithms.get(name), wire)(comm, ints),
+            algorithms.get("native")(comm, ints))
         return 0.0
 
     run_simulated(WORLD, rank, topology=PAIRS, traffic=traffic)
 
 
 def test_bytes_on_the_wire() -> None:
-    """64 floats of 4 bytes become 2 bytes each, or 1; and a scale of one byte a row (fp16) or four bytes a block (fp8)."""
+    """64 floats of 4 bytes become 2 bytes each, or 1; and a scale of one byte a row (fp16) or four
+    bytes a block (fp8).
+    """
     for wire, per_row in [("none", 256), ("bf16", 128), ("fp16", 129), ("fp8", 68)]:
         traffic = Traffic()
         run_simulated(2, lambda comm: with_wire(algorithms.get("linear"), wire)(comm, torch.ones(6, 64)), traffic=traffic)  # noqa: B023
         assert sum(traffic.bytes.values()) == 2 * 3 * per_row
 
 
-@pytest.mark.parametrize(("dtype", "width", "smaller"), [(torch.float32, 1, False), (torch.float32, 2, True), (torch.bfloat16, 4, False),
-                                                         (torch.bfloat16, 5, True), (torch.bfloat16, 130, True)])
-def test_fp8_travels_only_where_it_is_smaller(dtype: torch.dtype, width: int, smaller: bool) -> None:
+@pytest.mark.parametrize(("dtype", "width", "smaller"), [(torch.float32, 1, False),
+                                                         (torch.float32, 2, True),
+                                                         (torch.bfloat16, 4, False),
+                                                         (torch.bfloat16, 5, True),
+                                                         (torch.bfloat16, 130, True)])
+def test_fp8_travels_only_where_it_is_smaller(dtype: torch.dtype, width: int,
+                                              smaller: bool) -> None:
     traffic, plain = Traffic(), Traffic()
     for wire, seen in (("fp8", traffic), ("none", plain)):
         run_simulated(2, lambda comm: with_wire(algorithms.get("linear"), wire)(comm, torch.ones(6, width, dtype=dtype)), traffic=seen)  # noqa: B023
@@ -249,5 +289,6 @@ def test_what_is_not_finite_stays_so(wire: str) -> None:
 
 
 def test_unknown_wire_format() -> None:
-    with pytest.raises(ValueError, match="unknown wire format 'int4'; known: none, bf16, fp16, fp8"):
+    with pytest.raises(ValueError,
+                       match="unknown wire format 'int4'; known: none, bf16, fp16, fp8"):
         with_wire(algorithms.get("linear"), "int4")

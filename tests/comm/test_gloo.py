@@ -20,23 +20,37 @@ from tests.distributed import run_gloo
 
 pytestmark = pytest.mark.distributed
 WORLD = 4
-PLACES = [Topology.uniform(4, 2), Topology.uniform(4, 3), Topology(((0, 2), (1, 3))), Topology.uniform(4, 1), Topology.one_node(4)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.float8_e4m3fn, torch.bool]
+PLACES = [
+    Topology.uniform(4, 2),
+    Topology.uniform(4, 3),
+    Topology(((0, 2), (1, 3))),
+    Topology.uniform(4, 1),
+    Topology.one_node(4)
+]
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8,
+    torch.float8_e4m3fn, torch.bool
+]
 
 
 def _all_cases() -> list[str]:
     """Names of what went wrong on this rank."""
     wrong = []
-    for place, name, dtype in [(p, n, d) for p in PLACES for n in algorithms.names() for d in DTYPES]:
+    for place, name, dtype in [(p, n, d) for p in PLACES for n in algorithms.names()
+                               for d in DTYPES]:
         comm = TorchComm()
         comm.topology = place
         for seed in range(2):
             counts = random_counts(WORLD, seed)
-            got = algorithms.get(name)(comm, rows_of(comm.rank, counts, dtype), counts[comm.rank], column(counts, comm.rank))
-            if not torch.equal(got.view(torch.uint8), expected_of(comm.rank, counts, dtype).view(torch.uint8)):
+            got = algorithms.get(name)(comm, rows_of(comm.rank, counts, dtype), counts[comm.rank],
+                                       column(counts, comm.rank))
+            if not torch.equal(got.view(torch.uint8),
+                               expected_of(comm.rank, counts, dtype).view(torch.uint8)):
                 wrong.append(f"{name} {dtype} {place} uneven {seed}")
         even = [[2] * WORLD] * WORLD
-        if not torch.equal(algorithms.get(name)(comm, rows_of(comm.rank, even, dtype)).view(torch.uint8), expected_of(comm.rank, even, dtype).view(torch.uint8)):
+        if not torch.equal(
+                algorithms.get(name)(comm, rows_of(comm.rank, even, dtype)).view(torch.uint8),
+                expected_of(comm.rank, even, dtype).view(torch.uint8)):
             wrong.append(f"{name} {dtype} {place} even")
     return wrong
 
@@ -51,7 +65,8 @@ def _gradients() -> bool:
     counts = random_counts(WORLD, 3)
     for name in algorithms.names():
         x = rows_of(comm.rank, counts, torch.float64).requires_grad_()
-        out = all_to_all(x, comm, algorithms.get(name), counts[comm.rank], column(counts, comm.rank))
+        out = all_to_all(x, comm, algorithms.get(name), counts[comm.rank],
+                         column(counts, comm.rank))
         (out.square().sum() * (10.0 + comm.rank)).backward()
         assert torch.equal(x.grad, 2 * x.detach() * (10.0 + x.detach()[:, 1:2])), name
     return True
@@ -68,10 +83,13 @@ def _counters(name: str) -> tuple[int, int]:
     return comm.counters.messages, comm.bytes_sent
 
 
-@pytest.mark.parametrize(("name", "messages", "sent"), [("linear", [3] * 4, [60] * 4), ("native", [3] * 4, [60] * 4), ("2dh", [2] * 4, [80] * 4),
-                                                       ("leader", [2, 1, 2, 1], [160, 80, 160, 80])])
+@pytest.mark.parametrize(("name", "messages", "sent"),
+                         [("linear", [3] * 4, [60] * 4), ("native", [3] * 4, [60] * 4),
+                          ("2dh", [2] * 4, [80] * 4), ("leader", [2, 1, 2, 1], [160, 80, 160, 80])])
 def test_counted_messages_and_bytes(name: str, messages: list[int], sent: list[int]) -> None:
-    """20 bytes a piece. 2DH: one message in the node, one out, two pieces each. Leaders send on two ranks' two pieces, and a buffer back."""
+    """20 bytes a piece. 2DH: one message in the node, one out, two pieces each. Leaders send on two
+    ranks' two pieces, and a buffer back.
+    """
     assert run_gloo(WORLD, _counters, name) == list(zip(messages, sent, strict=True))
 
 
@@ -89,7 +107,9 @@ def test_topology_is_detected_from_the_launcher() -> None:
 
 
 def _subgroups_of_a_part() -> float:
-    """Two disjoint groups, as expert-parallel groups of a larger job; each makes sub-groups of its own that the other never hears of."""
+    """Two disjoint groups, as expert-parallel groups of a larger job; each makes sub-groups of its
+    own that the other never hears of.
+    """
     rank = dist.get_rank()
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     comm = TorchComm(group, timeout_s=20)
@@ -116,7 +136,9 @@ def _peer_that_never_comes(folder: Path) -> None:
 
 
 def test_a_missing_peer_is_named(tmp_path: Path) -> None:
-    """After the time-out of the exchange (1 s), not of the group (60 s); rank 2 is alive but does not take part."""
+    """After the time-out of the exchange (1 s), not of the group (60 s); rank 2 is alive but does
+    not take part.
+    """
     with pytest.raises(AssertionError, match="rank 2 died"):
         run_gloo(WORLD, _peer_that_never_comes, tmp_path)
     for rank in (0, 1, 3):
@@ -140,11 +162,15 @@ def _reduce_scatter() -> list[str]:
     comm, wrong = TorchComm(), []
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
         for shape in ((WORLD * 3, 2), (WORLD, 5, 2), (0, 3), (WORLD, 0)):
-            whole = [torch.arange(torch.Size(shape).numel()).view(shape).remainder(7).add(rank).to(dtype) for rank in range(WORLD)]
+            whole = [
+                torch.arange(torch.Size(shape).numel()).view(shape).remainder(7).add(rank).to(dtype)
+                for rank in range(WORLD)
+            ]
             sent = comm.bytes_sent
             got, length = comm.reduce_scatter(whole[comm.rank].clone()), shape[0] // WORLD
             expected = sum(whole[1:], whole[0])[comm.rank * length : (comm.rank + 1) * length]
-            if not torch.equal(got, expected) or comm.bytes_sent - sent != (WORLD - 1) * expected.nbytes:
+            if not torch.equal(got,
+                               expected) or comm.bytes_sent - sent != (WORLD - 1) * expected.nbytes:
                 wrong.append(f"{dtype} {shape}")
     x = torch.ones(WORLD + 1)
     with pytest.raises(ValueError, match=f"{WORLD + 1}"):

@@ -10,7 +10,8 @@ from moe_plugin.comm.nodes import node_key, node_name
 
 def test_uniform_and_what_is_left() -> None:
     topology = Topology.uniform(6, 4)
-    assert topology.nodes == ((0, 1, 2, 3), (4, 5)) and not topology.uniform_nodes and topology.node_major
+    assert topology.nodes == ((0, 1, 2, 3),
+                              (4, 5)) and not topology.uniform_nodes and topology.node_major
     assert topology.node_of == (0, 0, 0, 0, 1, 1) and topology.local_of == (0, 1, 2, 3, 0, 1)
     assert str(topology) == "2 node(s) of 2 to 4 rank(s) (given)"
 

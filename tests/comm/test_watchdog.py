@@ -21,7 +21,8 @@ def store() -> Iterator[dist.Store]:
 
 
 def _sign(store: dist.Store, rank: int, age_s: float, count: int) -> None:
-    store.set(f"moe_plugin/watchdog/g/{rank}", json.dumps({"time": time.time() - age_s, "count": count, "what": "in all_to_all"}))
+    store.set(f"moe_plugin/watchdog/g/{rank}",
+              json.dumps({"time": time.time() - age_s, "count": count, "what": "in all_to_all"}))
 
 
 def test_silent_late_and_never_seen_ranks_are_named(store: dist.Store) -> None:
@@ -70,7 +71,11 @@ def test_a_store_that_is_gone() -> None:
 def test_errors_of_a_group_carry_the_report(store: dist.Store) -> None:
     comm = LocalComm()
     comm.memo["watchdog"] = Watchdog(store, 0, 2, "g", NEVER_S)
-    with pytest.raises(CommError, match=r"rank 0 of 1 in group 'local': all_to_all of 3 failed: boom; watchdog: rank 1 never seen"), comm.explained(lambda: "all_to_all of 3"):
+    with pytest.raises(
+            CommError, match=
+            r"rank 0 of 1 in group 'local': all_to_all of 3 failed: boom; watchdog: rank 1 never "
+            r"seen"
+    ), comm.explained(lambda: "all_to_all of 3"):
         raise RuntimeError("boom")
 
 

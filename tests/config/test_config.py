@@ -22,46 +22,52 @@ from moe_plugin.config.flags import add_arguments, config_from_flags, flag_specs
 
 
 def test_round_trip() -> None:
-    config = from_dict({"model_dim": 64, "router": {"top_k": 1}, "dispatch": {"capacity_factor": 1}, "losses": {"z": 0.001}})
+    config = from_dict({
+        "model_dim": 64, "router": {"top_k": 1}, "dispatch": {"capacity_factor": 1},
+        "losses": {"z": 0.001}
+    })
     assert from_dict(to_dict(config)) == config
-    assert config.dispatch.capacity_factor == 1.0 and config.losses == {"z": 0.001} and config.hidden_dim == 256
+    assert config.dispatch.capacity_factor == 1.0 and config.losses == {
+        "z": 0.001
+    } and config.hidden_dim == 256
 
 
-@pytest.mark.parametrize("tree,words", [
-    ({"routr": {}}, ["'routr'", "router"]),
-    ({"router": {"topk": 2}}, ["'router.topk'", "top_k"]),
-    ({"router": {"top_k": 0}}, ["router.top_k=0", ">= 1", "use"]),
-    ({"router": {"top_k": "two"}}, ["router.top_k='two'", "int"]),
-    ({"router": {"top_k": True}}, ["router.top_k=True", "int"]),
-    ({"router": {"top_k": 9}}, ["router.top_k=9", "num_experts=8", "lower"]),
-    ({"router": {"score": "tanh"}}, ["router.score='tanh'", "softmax, sigmoid"]),
-    ({"router": {"noise": -1}}, ["router.noise=-1.0", ">= 0"]),
-    ({"router": {"input_jitter": 1.0}}, ["router.input_jitter=1.0", "[0, 1)"]),
-    ({"router": {"second_expert_policy": "random", "top_k": 3}}, ["second_expert_policy='random'", "router.top_k is 3"]),
-    ({"router": "topk"}, ["router='topk'", "mapping"]),
-    ({"losses": {"load_importance": 0.1}}, ["losses.load_importance=0.1", "router.noise"]),
-    ({"losses": {"z": -0.1}}, ["losses.z=-0.1", ">= 0"]),
-    ({"losses": 3}, ["losses=3", "mapping"]),
-    ({"dispatch": {"capacity_factor": float("nan")}}, ["dispatch.capacity_factor=nan", "finite"]),
-    ({"dispatch": {"eval_token_fraction": 2}}, ["eval_token_fraction=2.0", "[0, 1]"]),
-    ({"num_experts": 0}, ["num_experts=0", ">= 1"]),
-    ({"comm": {"timeout_s": 0}}, ["comm.timeout_s=0.0", "> 0"]),
-    ({"observe": {"interval": 0}}, ["observe.interval=0", ">= 1"]),
-    ({"experts": {"hidden_dim": -4}}, ["experts.hidden_dim=-4", ">= 0"]),
-    ({"experts": {"activation": "tanh"}}, ["experts.activation='tanh'", "gelu"]),
-])
+@pytest.mark.parametrize(
+    "tree,words",
+    [({"routr": {}}, ["'routr'", "router"]), ({"router": {"topk": 2}}, ["'router.topk'", "top_k"]),
+     ({"router": {"top_k": 0}}, ["router.top_k=0", ">= 1", "use"]),
+     ({"router": {"top_k": "two"}}, ["router.top_k='two'", "int"]),
+     ({"router": {"top_k": True}}, ["router.top_k=True", "int"]),
+     ({"router": {"top_k": 9}}, ["router.top_k=9", "num_experts=8", "lower"]),
+     ({"router": {"score": "tanh"}}, ["router.score='tanh'", "softmax, sigmoid"]),
+     ({"router": {"noise": -1}}, ["router.noise=-1.0", ">= 0"]),
+     ({"router": {"input_jitter": 1.0}}, ["router.input_jitter=1.0", "[0, 1)"]),
+     ({"router": {"second_expert_policy": "random", "top_k": 3}
+       }, ["second_expert_policy='random'", "router.top_k is 3"]),
+     ({"router": "topk"}, ["router='topk'", "mapping"]),
+     ({"losses": {"load_importance": 0.1}}, ["losses.load_importance=0.1", "router.noise"]),
+     ({"losses": {"z": -0.1}}, ["losses.z=-0.1", ">= 0"]), ({"losses": 3}, ["losses=3", "mapping"]),
+     ({"dispatch": {"capacity_factor": float("nan")}}, ["dispatch.capacity_factor=nan", "finite"]),
+     ({"dispatch": {"eval_token_fraction": 2}}, ["eval_token_fraction=2.0", "[0, 1]"]),
+     ({"num_experts": 0}, ["num_experts=0", ">= 1"]),
+     ({"comm": {"timeout_s": 0}}, ["comm.timeout_s=0.0", "> 0"]),
+     ({"observe": {"interval": 0}}, ["observe.interval=0", ">= 1"]),
+     ({"experts": {"hidden_dim": -4}}, ["experts.hidden_dim=-4", ">= 0"]),
+     ({"experts": {"activation": "tanh"}}, ["experts.activation='tanh'", "gelu"]),])
 def test_wrong_values_are_named(tree: dict, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         from_dict(tree)
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize("text,words", [
-    ("a: [1, 2", ["is not YAML"]), ("- 1\n- 2", ["holds a list"]), ("\x00\x01", ["is not YAML"]), ("num_expert: 3", ["num_expert", "known"]),
-    ("1: 2\nfoo: 3", ["unknown key '1'"]), ("router: {top_k: 1}\nrouter: {noise: 1.0}", ["is not YAML", "'router' comes twice"]),
-    ("losses: {z: 1e-3, z: 1.0}", ["'z' comes twice"]), ("router:", ["router=None", "mapping"]), ("num_experts: '8'", ["num_experts='8'", "int"]),
-    ("router: {noise: .inf}", ["router.noise=inf", "finite"]),
-])
+@pytest.mark.parametrize(
+    "text,words",
+    [("a: [1, 2", ["is not YAML"]), ("- 1\n- 2", ["holds a list"]), ("\x00\x01", ["is not YAML"]),
+     ("num_expert: 3", ["num_expert", "known"]), ("1: 2\nfoo: 3", ["unknown key '1'"]),
+     ("router: {top_k: 1}\nrouter: {noise: 1.0}", ["is not YAML", "'router' comes twice"]),
+     ("losses: {z: 1e-3, z: 1.0}", ["'z' comes twice"]), ("router:", ["router=None", "mapping"]),
+     ("num_experts: '8'", ["num_experts='8'", "int"]),
+     ("router: {noise: .inf}", ["router.noise=inf", "finite"]),])
 def test_bad_files(tmp_path, text: str, words: list[str]) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
@@ -72,25 +78,32 @@ def test_bad_files(tmp_path, text: str, words: list[str]) -> None:
 
 def test_numbers_without_a_point(tmp_path) -> None:
     path = tmp_path / "moe.yaml"
-    path.write_text("losses: {z: 1e-3, gshard: 2E+0}\nrouter: {noise: 1e0}\nobserve: {jsonl: 1e-3.jsonl}\n")
+    path.write_text(
+        "losses: {z: 1e-3, gshard: 2E+0}\nrouter: {noise: 1e0}\nobserve: {jsonl: 1e-3.jsonl}\n")
     config = from_yaml(str(path))
-    assert config.losses == {"z": 0.001, "gshard": 2.0} and config.router.noise == 1.0 and config.observe.jsonl == "1e-3.jsonl"
+    assert config.losses == {
+        "z": 0.001, "gshard": 2.0
+    } and config.router.noise == 1.0 and config.observe.jsonl == "1e-3.jsonl"
 
 
-@pytest.mark.parametrize("section,settings,words", [
-    (RouterConfig, {"top_k": "2"}, "router.top_k='2' is a str; must be int"), (RouterConfig, {"top_k": 2.5}, "router.top_k=2.5 is a float; must be int"),
-    (RouterConfig, {"hash": "random"}, "router.hash='random' is a str; must be HashConfig"), (ExpertsConfig, {"bias": 1}, "experts.bias=1 is a int"),
-    (DispatchConfig, {"equal_tokens": "yes"}, "dispatch.equal_tokens='yes'"), (ObserveConfig, {"interval": None}, "observe.interval=None"),
-])
+@pytest.mark.parametrize(
+    "section,settings,words",
+    [(RouterConfig, {"top_k": "2"}, "router.top_k='2' is a str; must be int"),
+     (RouterConfig, {"top_k": 2.5}, "router.top_k=2.5 is a float; must be int"),
+     (RouterConfig, {"hash": "random"}, "router.hash='random' is a str; must be HashConfig"),
+     (ExpertsConfig, {"bias": 1}, "experts.bias=1 is a int"),
+     (DispatchConfig, {"equal_tokens": "yes"}, "dispatch.equal_tokens='yes'"),
+     (ObserveConfig, {"interval": None}, "observe.interval=None"),])
 def test_wrong_types_of_a_section_in_code(section: type, settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         section(**settings)
 
 
-@pytest.mark.parametrize("settings,words", [
-    ({"num_experts": "8"}, "num_experts='8' is a str; must be int"),
-    ({"router": {"top_k": 2}}, "router={'top_k': 2} is a dict; must be RouterConfig"), ({"losses": {"z": None}}, "losses.z=None"),
-])
+@pytest.mark.parametrize(
+    "settings,words",
+    [({"num_experts": "8"}, "num_experts='8' is a str; must be int"),
+     ({"router": {"top_k": 2}}, "router={'top_k': 2} is a dict; must be RouterConfig"),
+     ({"losses": {"z": None}}, "losses.z=None"),])
 def test_wrong_types_in_code(settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         MoEConfig(**settings)
@@ -106,10 +119,14 @@ def test_flags_override_file_and_host(tmp_path) -> None:
     path.write_text("router: {top_k: 4, noise: 0.5}\nnum_experts: 16\n")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(["--moe-config", str(path), "--moe-top-k", "1", "--moe-losses", "gshard=0.1,z=1e-3",
-                              "--moe-capacity-factor", "1.25", "--moe-batch-prioritized", "--moe-expert-bias", "false"])
+    args = parser.parse_args([
+        "--moe-config",
+        str(path), "--moe-top-k", "1", "--moe-losses", "gshard=0.1,z=1e-3", "--moe-capacity-factor",
+        "1.25", "--moe-batch-prioritized", "--moe-expert-bias", "false"
+    ])
     config = config_from_flags(vars(args), {"model_dim": 32, "router.noise": 0.25})
-    assert (config.router.top_k, config.num_experts, config.model_dim, config.router.noise) == (1, 16, 32, 0.25)
+    assert (config.router.top_k, config.num_experts, config.model_dim,
+            config.router.noise) == (1, 16, 32, 0.25)
     assert config.losses == {"gshard": 0.1, "z": 1e-3} and config.dispatch.capacity_factor == 1.25
     assert config.router.batch_prioritized and not config.experts.bias
 
@@ -117,11 +134,17 @@ def test_flags_override_file_and_host(tmp_path) -> None:
 def test_every_flag_reads_back_its_default() -> None:
     defaults = flag_values(MoEConfig())
     assert len({spec.flag for spec in flag_specs()}) == len(flag_specs()) == len(defaults) + 1
-    given = {dest: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value) for dest, value in defaults.items()}
+    given = {
+        dest: ",".join(f"{k}={v}"
+                       for k, v in value.items()) if isinstance(value, dict) else str(value)
+        for dest, value in defaults.items()
+    }
     assert config_from_flags(given) == MoEConfig()
 
 
-@pytest.mark.parametrize("flag,text", [("moe_top_k", "x"), ("moe_losses", "z"), ("moe_expert_bias", "maybe"), ("moe_capacity_factor", "1,0")])
+@pytest.mark.parametrize("flag,text", [("moe_top_k", "x"), ("moe_losses", "z"),
+                                       ("moe_expert_bias", "maybe"),
+                                       ("moe_capacity_factor", "1,0")])
 def test_unreadable_flags(flag: str, text: str) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         config_from_flags({flag: text})
@@ -129,7 +152,8 @@ def test_unreadable_flags(flag: str, text: str) -> None:
 
 def test_overrides() -> None:
     assert with_overrides(MoEConfig(), {"router.top_k": 1}).router.top_k == 1
-    both = with_overrides(MoEConfig(), {"parallel.max_d": 2, "parallel": "auto", "parallel.d": 2}).parallel
+    both = with_overrides(MoEConfig(),
+                          {"parallel.max_d": 2, "parallel": "auto", "parallel.d": 2}).parallel
     assert (both.mode, both.d, both.max_d) == ("auto", 2, 2)
     with pytest.raises(ValueError, match="unknown key 'router.k'"):
         with_overrides(MoEConfig(), {"router.k": 1})

@@ -28,7 +28,8 @@ def layer_with(imports: str, loss: str) -> MoELayer:
     return MoELayer(from_dict({"model_dim": 6, "imports": imports, "losses": {loss: 1.0}}))
 
 
-def test_files_and_dotted_names_are_imported_once_and_before_names_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_dotted_names_are_imported_once_and_before_names_are_looked_up(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(OWN.format(name="test_from_file"))
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "__init__.py").write_text("")
@@ -36,7 +37,8 @@ def test_files_and_dotted_names_are_imported_once_and_before_names_are_looked_up
     monkeypatch.syspath_prepend(str(tmp_path))
     imports = f"own_package.deep, {tmp_path / 'own.py'}"
     try:
-        for name in ("test_from_file", "test_from_name", "test_from_file"):  # registered twice it would be refused
+        # registered twice it would be refused
+        for name in ("test_from_file", "test_from_name", "test_from_file"):
             assert name in layer_with(imports, name)(torch.randn(5, 6)).losses
         monkeypatch.chdir(tmp_path)
         layer_with("own.py", "test_from_file")  # the same file by another path
@@ -45,22 +47,26 @@ def test_files_and_dotted_names_are_imported_once_and_before_names_are_looked_up
             losses._entries.pop(name, None)
 
 
-@pytest.mark.parametrize("text,words", [
-    (None, "FileNotFoundError"), ("1 / 0", "ZeroDivisionError: division by zero"), ("import no_such_module_here", "ModuleNotFoundError"),
-])
-def test_what_goes_wrong_is_told_and_can_be_mended(text: str | None, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text,words", [(None, "FileNotFoundError"),
+                                        ("1 / 0", "ZeroDivisionError: division by zero"),
+                                        ("import no_such_module_here", "ModuleNotFoundError"),])
+def test_what_goes_wrong_is_told_and_can_be_mended(text: str | None, words: str,
+                                                   tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     if text is not None:
         path.write_text(text)
     for _ in range(2):  # not half imported: it fails alike again
-        with pytest.raises(ValueError, match=f"imports=.*own.py' cannot be imported: {words}.*give a module"):
+        with pytest.raises(ValueError,
+                           match=f"imports=.*own.py' cannot be imported: {words}.*give a module"):
             layer_with(str(path), "z")
     path.write_text("")
     layer_with(str(path), "z")
 
 
 def test_a_name_that_python_does_not_find() -> None:
-    with pytest.raises(ValueError, match="imports='no_such_module_here' cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(
+            ValueError,
+            match="imports='no_such_module_here' cannot be imported: ModuleNotFoundError"):
         import_user_modules("no_such_module_here")
     before = set(sys.modules)
     import_user_modules(None), import_user_modules("")

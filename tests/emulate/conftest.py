@@ -13,7 +13,9 @@ from moe_plugin.emulate import EmulatedCluster, why_not
 
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., EmulatedCluster]]:
-    """`cluster(nodes, ranks_per_node, **links)`, taken down after the test; skips with the reason where none can run."""
+    """`cluster(nodes, ranks_per_node, **links)`, taken down after the test; skips with the reason
+    where none can run.
+    """
     reason = why_not()
     if reason:
         pytest.skip(reason)

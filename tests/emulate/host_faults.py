@@ -1,4 +1,6 @@
-"""What must hold for a training job of any host when a rank dies or a node goes silent; the tests of each host call it."""
+"""What must hold for a training job of any host when a rank dies or a node goes silent; the tests
+of each host call it.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,26 @@ _HOSTS = re.compile(r"distributed_c10d\.py.*in (all_reduce|all_gather\w*|barrier
 
 
 def dies_in_an_exchange(cluster: EmulatedCluster, run: Any, argv: Sequence[str], log: str) -> None:
-    """A rank is killed in the middle of an all-to-all, in a random step: every peer ends in time with an error that names it and what failed."""
+    """A rank is killed in the middle of an all-to-all, in a random step: every peer ends in time
+    with an error that names it and what failed.
+    """
     at = random.SystemRandom().randint(100, 300)
-    ends = cluster.collect(jobs.start(cluster, jobs.die_in_exchange, VICTIM, at, run, [*argv, *FLAGS], log), 150)
+    ends = cluster.collect(
+        jobs.start(cluster, jobs.die_in_exchange, VICTIM, at, run, [*argv, *FLAGS], log), 150)
     assert ends[VICTIM].exit == -signal.SIGKILL, ends[VICTIM].error
     survivors = [end for end in ends if end.rank != VICTIM]
     for end in survivors:
         assert end.seconds < ends[VICTIM].seconds + 2 * TIMEOUT_S + SLACK_S, (at, end)
     _all_named(survivors)
-    assert any(f"rank {VICTIM} failed" in end.error and "exchange of torch." in end.error for end in survivors), (at, survivors)
+    assert any(f"rank {VICTIM} failed" in end.error and "exchange of torch." in end.error
+               for end in survivors), (at, survivors)
 
 
-def falls_silent(cluster: EmulatedCluster, run: Any, argv: Sequence[str], log: str, steps: Callable[[], int]) -> None:
-    """Nobody hears node 1 any more: nothing tells so but time, and every rank ends within the time-out, wherever it waited."""
+def falls_silent(cluster: EmulatedCluster, run: Any, argv: Sequence[str], log: str,
+                 steps: Callable[[], int]) -> None:
+    """Nobody hears node 1 any more: nothing tells so but time, and every rank ends within the
+    time-out, wherever it waited.
+    """
     ranks = jobs.start(cluster, run, [*argv, *FLAGS], log)
     wait_for(lambda: steps() >= 3, 90, lambda: Path(f"{log}0").read_text()[-3000:])
     cluster.set_hole(1)
@@ -52,14 +61,19 @@ def falls_silent(cluster: EmulatedCluster, run: Any, argv: Sequence[str], log: s
 
 def _all_named(ends: Sequence[RankEnd]) -> None:
     for end in ends:
-        assert not end.ok and (_OURS.format(rank=end.rank) in end.error or _HOSTS.search(end.error)), end
+        assert not end.ok and (_OURS.format(rank=end.rank) in end.error
+                               or _HOSTS.search(end.error)), end
 
 
-def is_restarted(cluster: EmulatedCluster, program: Sequence[str], log: Path, steps: Callable[[], int], last: int) -> int:
-    """torchrun on each node; one rank is killed after a random step. The job must end well. Returns the step after which it was killed."""
+def is_restarted(cluster: EmulatedCluster, program: Sequence[str], log: Path,
+                 steps: Callable[[], int], last: int) -> int:
+    """torchrun on each node; one rank is killed after a random step. The job must end well. Returns
+    the step after which it was killed.
+    """
     step = random.SystemRandom().randint(SAVE_EVERY + 1, last - SAVE_EVERY)
     with open(log, "w", encoding="utf-8") as stream:
-        started = start_torchrun(cluster, [*program, *FLAGS], 3, stdout=stream, stderr=subprocess.STDOUT)
+        started = start_torchrun(cluster, [*program, *FLAGS], 3, stdout=stream,
+                                 stderr=subprocess.STDOUT)
         wait_for(lambda: steps() >= step, 200, log.read_text)
         killed = steps()
         process_of(started, VICTIM).kill()
@@ -69,7 +83,9 @@ def is_restarted(cluster: EmulatedCluster, program: Sequence[str], log: Path, st
 
 
 def process_of(started: Sequence[subprocess.Popen], rank: int) -> psutil.Process:
-    """The process of this rank, seen from outside the nodes; not the helpers that it may have started."""
+    """The process of this rank, seen from outside the nodes; not the helpers that it may have
+    started.
+    """
     found = []
     for process in started:
         for child in psutil.Process(process.pid).children(recursive=True):

@@ -1,4 +1,6 @@
-"""The hosts' own training commands as ranks of an emulated cluster: real entry points, started with env://."""
+"""The hosts' own training commands as ranks of an emulated cluster: real entry points, started with
+env://.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ ANNOUNCED = re.compile(r"all-to-all (\S+) over ranks (\[[\d, ]+\]): (.*)")
 class Job:
     """What a run left.
 
-    losses: by step, as the host wrote them. exchanges: all-to-alls of the forward passes of all layers by the algorithm that really
-    ran. topologies: by group, what the run says of it (`2 node(s) of 2 rank(s) (detected)`, and why an algorithm is not used).
+    losses: by step, as the host wrote them. exchanges: all-to-alls of the forward passes of all
+    layers by the algorithm that really ran. topologies: by group, what the run says of it
+    (`2 node(s) of 2 rank(s) (detected)`, and why an algorithm is not used).
     """
 
     losses: dict[int, float]
@@ -39,11 +42,14 @@ def as_program(argv: Sequence[str], log: str) -> None:
     """Become the program that these arguments start; all it prints goes to `log`."""
     sys.argv = list(argv)
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    if "torch._dynamo" in sys.modules:  # loaded by an earlier test, it has read its environment; its compiler's threads do not survive a fork
+    # loaded by an earlier test, it has read its environment; its compiler's threads do not survive
+    # a fork
+    if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].config.disable = True
     stream = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
     sys.stdout = sys.stderr = stream
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s | %(name)s | %(message)s", stream=stream, force=True)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s | %(name)s | %(message)s",
+                        stream=stream, force=True)
 
 
 def fairseq(argv: Sequence[str], log: str) -> None:
@@ -65,7 +71,9 @@ def megatron(argv: Sequence[str], log: str) -> None:
 
 
 def die_in_exchange(victim: int, at: int, run: Any, *args: Any) -> None:
-    """`run(*args)`; rank `victim` is killed, without a word, when it begins its `at`-th exchange of messages."""
+    """`run(*args)`; rank `victim` is killed, without a word, when it begins its `at`-th exchange of
+    messages.
+    """
     exchange = TorchComm.exchange
 
     def counted(self: TorchComm, *tensors: Any) -> None:
@@ -104,28 +112,43 @@ def read(folder: Path, losses: dict[int, float]) -> Job:
 
 def fairseq_losses(log: str) -> dict[int, float]:
     """Loss by step, three decimals: what fairseq prints."""
-    found = [json.loads(entry) for entry in re.findall(r"train_inner(?: \||\]\[INFO\] -) (\{.*\})", log)]
+    found = [
+        json.loads(entry) for entry in re.findall(r"train_inner(?: \||\]\[INFO\] -) (\{.*\})", log)
+    ]
     return {int(entry["num_updates"]): float(entry["loss"]) for entry in found}
 
 
 def megatron_losses(path: Path) -> dict[int, float]:
-    """Loss by step, every digit; of a step that ran twice the last one. A line that is being written is left out."""
+    """Loss by step, every digit; of a step that ran twice the last one. A line that is being
+    written is left out.
+    """
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return {record["iteration"]: record["lm_loss"] for record in map(json.loads, lines)}
 
 
 def same_parameters(one: Path, other: Path, world: int, atol: float = 0.0) -> None:
-    """The fairseq checkpoints of two runs hold the same parameters on every rank; to the last bit unless `atol` is given."""
+    """The fairseq checkpoints of two runs hold the same parameters on every rank; to the last bit
+    unless `atol` is given.
+    """
     for rank in range(world):
-        first, second = (torch.load(folder / f"checkpoint_last-rank-{rank}.pt", weights_only=False)["model"] for folder in (one, other))
+        first, second = (torch.load(folder / f"checkpoint_last-rank-{rank}.pt",
+                                    weights_only=False)["model"] for folder in (one, other))
         # fairseq's `_float_tensor` is memory that nobody has written to: it only carries a dtype
-        names = [name for name in first if torch.is_tensor(first[name]) and not name.endswith("._float_tensor")]
+        names = [
+            name for name in first
+            if torch.is_tensor(first[name]) and not name.endswith("._float_tensor")
+        ]
         assert first.keys() == second.keys() and len(names) > 20
-        assert not [name for name in names if not torch.allclose(first[name], second[name], rtol=0, atol=atol)], rank
+        assert not [
+            name
+            for name in names if not torch.allclose(first[name], second[name], rtol=0, atol=atol)
+        ], rank
 
 
 def settled_on_a_layout(folder: Path, layers: int) -> None:
-    """`stats.jsonl` of a run with `--moe-parallel auto`: every layer tried several layouts and settled on one of them."""
+    """`stats.jsonl` of a run with `--moe-parallel auto`: every layer tried several layouts and
+    settled on one of them.
+    """
     rows = [json.loads(line) for line in (folder / "stats.jsonl").read_text().splitlines()]
     names = {row["layer"] for row in rows}
     assert len(names) == layers
@@ -138,7 +161,9 @@ def settled_on_a_layout(folder: Path, layers: int) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """One rank's expert-parallel group: its ranks in the world, their nodes (indices in the group), all-to-alls that ran, losses."""
+    """One rank's expert-parallel group: its ranks in the world, their nodes (indices in the group),
+    all-to-alls that ran, losses.
+    """
 
     ranks: tuple[int, ...]
     nodes: tuple[tuple[int, ...], ...]
@@ -155,8 +180,11 @@ def megatron_group(argv: Sequence[str], log: str) -> Group:
     args = arguments.parser().parse_args(argv)
     train.start(args)
     tokenizer, train_set, _ = train._datasets(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True), arguments.our_settings(args), tokenizer.vocab_size)
-    loop = train.Loop(args, training, Observer(training, train.MoEConfig().observe), RunLog(None), train_set, None)
+    training = model.build(args, arguments.transformer_config(args, cpu=True),
+                           arguments.our_settings(args), tokenizer.vocab_size)
+    loop = train.Loop(args, training, Observer(training,
+                                               train.MoEConfig().observe), RunLog(None), train_set,
+                      None)
     losses: dict[int, float] = {}
     loop.log.write = lambda record: losses.update({record["iteration"]: record["lm_loss"]})  # type: ignore[method-assign]
     loop.run(checkpoint.Progress())

@@ -1,4 +1,6 @@
-"""The emulated cluster itself: nodes are apart, links have their rate and delay, nothing is left behind."""
+"""The emulated cluster itself: nodes are apart, links have their rate and delay, nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def _send(size: int, rounds: int = 1) -> float:
 
 
 def test_nothing_is_faster_than_the_link(cluster: Make) -> None:
-    """A lower bound, so no load of the machine can break it: 1 MB at 40 Mbit/s takes 0.2 s, a round trip 20 ms."""
+    """A lower bound, so no load of the machine can break it: 1 MB at 40 Mbit/s takes 0.2 s, a round
+    trip 20 ms.
+    """
     small = cluster(2, 1, rate_bit_s=40e6, delay_s=10e-3)
     assert min(small.run(_send, 1_000_000)) > 1_000_000 * 8 / 40e6
     assert min(small.run(_send, 1, 5)) > 0.02
@@ -67,10 +71,14 @@ def test_the_switch_counts_what_passes(cluster: Make) -> None:
 
 
 def _sent_again(groups: int) -> int:
-    """TCP segments that this rank's node sent again while connections were opened, one after the other, and used once."""
+    """TCP segments that this rank's node sent again while connections were opened, one after the
+    other, and used once.
+    """
 
     def count() -> int:
-        names, values = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
+        names, values = (line.split()
+                         for line in Path("/proc/self/net/snmp").read_text().splitlines()
+                         if line.startswith("Tcp:"))
         return int(values[names.index("RetransSegs")])
 
     before = count()
@@ -103,7 +111,8 @@ def _wait_for_nobody(here: Path) -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_does_not_answer_is_killed_and_tells_where_it_was(cluster: Make, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_answer_is_killed_and_tells_where_it_was(cluster: Make,
+                                                                      tmp_path: Path) -> None:
     made = cluster(1, 1)
     ranks = made.start(_wait_for_nobody, tmp_path / "here")
     deadline = time.monotonic() + 30
@@ -116,7 +125,8 @@ def test_a_rank_that_does_not_answer_is_killed_and_tells_where_it_was(cluster: M
 
 def test_a_program_on_a_node(cluster: Make) -> None:
     made = cluster(2, 1)
-    said = made.command(1, ["sh", "-c", "hostname; cat /proc/net/fib_trie"], stdout=subprocess.PIPE, text=True).communicate(timeout=10)[0]
+    said = made.command(1, ["sh", "-c", "hostname; cat /proc/net/fib_trie"], stdout=subprocess.PIPE,
+                        text=True).communicate(timeout=10)[0]
     assert said.startswith("node1\n") and "10.77.0.2" in said
 
 
@@ -178,16 +188,19 @@ def test_without_privileges_there_is_a_reason_and_a_way() -> None:
     if why_not() or shutil.which("setpriv") is None:
         pytest.skip(why_not() or "setpriv is not installed")
     drop = ["setpriv", "--bounding-set=-sys_admin,-net_admin,-sys_nice", "--inh-caps=-all"]
-    told = subprocess.run([*drop, sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run([*drop, sys.executable, "-c", _PROBE], capture_output=True, text=True,
+                          check=True).stdout
     assert "needs CAP_SYS_ADMIN and CAP_NET_ADMIN (Operation not permitted)" in told and "unshare --user --map-root-user --net" in told
     way = [*drop, "unshare", "--user", "--map-root-user", "--net"]
     if subprocess.run([*way, "true"], check=False, capture_output=True).returncode:
         pytest.skip("user namespaces are switched off here")
-    assert subprocess.run([*way, sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True).stdout.split() == ["None", "2"]
+    assert subprocess.run([*way, sys.executable, "-c", _PROBE], capture_output=True, text=True,
+                          check=True).stdout.split() == ["None", "2"]
 
 
 def test_bad_values_are_refused() -> None:
-    for args, links in [((0, 1), {}), ((65, 1), {}), ((2, 0), {}), ((2, 1), {"rate_bit_s": 0}), ((2, 1), {"delay_s": -1})]:
+    for args, links in [((0, 1), {}), ((65, 1), {}), ((2, 0), {}), ((2, 1), {"rate_bit_s": 0}),
+                        ((2, 1), {"delay_s": -1})]:
         with pytest.raises(ValueError, match="emulated cluster"):
             EmulatedCluster(*args, **links)
 
@@ -195,7 +208,9 @@ def test_bad_values_are_refused() -> None:
 def test_the_switch_is_compiled_once(tmp_path: Path) -> None:
     first = build_switch(tmp_path)
     stamp = first.stat().st_mtime_ns
-    assert build_switch(tmp_path) == first and first.stat().st_mtime_ns == stamp and [p.name for p in tmp_path.iterdir()] == [first.name]
+    assert build_switch(tmp_path) == first and first.stat().st_mtime_ns == stamp and [
+        p.name for p in tmp_path.iterdir()
+    ] == [first.name]
 
 
 def test_an_unknown_control_message_is_refused(cluster: Make) -> None:

@@ -1,4 +1,6 @@
-"""Real `fairseq-train` on two emulated nodes: every all-to-all algorithm trains the same model, and it is the one that runs."""
+"""Real `fairseq-train` on two emulated nodes: every all-to-all algorithm trains the same model, and
+it is the one that runs.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ from tests.hosts.fairseq.conftest import _sentence as sentence
 pytestmark = [pytest.mark.distributed, pytest.mark.fairseq]
 Make = Callable[..., EmulatedCluster]
 STEPS = 20
-MOE = "--user-dir moe_plugin --moe-freq 1 --moe-expert-count 4 --criterion moe_cross_entropy --moe-gate-loss-wt 0.01"
+MOE = ("--user-dir moe_plugin --moe-freq 1 --moe-expert-count 4 --criterion moe_cross_entropy "
+       "--moe-gate-loss-wt 0.01")
 LINKS = {"rate_bit_s": 1e9, "delay_s": 2e-4}  # fast: what is proved here needs no slow link
 TWO_BY_TWO = "2 node(s) of 2 rank(s) (detected)"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Preprocessed sentences, enough for all steps in one epoch; fairseq is loaded here, so that forked ranks have it."""
+    """Preprocessed sentences, enough for all steps in one epoch; fairseq is loaded here, so that
+    forked ranks have it.
+    """
     if why_not():
         pytest.skip(why_not())
     import random
@@ -37,14 +42,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home, generator = tmp_path_factory.mktemp("data"), random.Random(0)
     (home / "train.txt").write_text("".join(sentence(generator) + "\n" for _ in range(1300)))
     (home / "valid.txt").write_text("".join(sentence(generator) + "\n" for _ in range(20)))
-    run("fairseq-preprocess", "--only-source --trainpref train.txt --validpref valid.txt --destdir lm", cwd=home).ok()
+    run("fairseq-preprocess",
+        "--only-source --trainpref train.txt --validpref valid.txt --destdir lm", cwd=home).ok()
     utils.import_user_module(argparse.Namespace(user_dir="moe_plugin"))
     return home / "lm"
 
 
 def arguments(data: Path, folder: Path, flags: str) -> str:
-    return (f"{data} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update {STEPS} --no-epoch-checkpoints --disable-validation --save-dir {folder} "
-            f"--moe-stats-jsonl {folder}/stats.jsonl --moe-stats-interval 5 {flags}")
+    return (
+        f"{data} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update {STEPS} --no-epoch-checkpoints "
+        f"--disable-validation --save-dir {folder} "
+        f"--moe-stats-jsonl {folder}/stats.jsonl --moe-stats-interval 5 {flags}")
 
 
 def train(cluster: EmulatedCluster, data: Path, folder: Path, flags: str) -> jobs.Job:
@@ -59,7 +67,8 @@ def one_machine(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     folder = tmp_path_factory.mktemp("one_machine")
     with EmulatedCluster(1, 4, **LINKS) as cluster:
         job = train(cluster, data, folder, "--moe-all-to-all linear")
-    assert sorted(job.losses) == list(range(1, STEPS + 1)) and job.losses[STEPS] < job.losses[1] - 0.5
+    assert sorted(job.losses) == list(range(1,
+                                            STEPS + 1)) and job.losses[STEPS] < job.losses[1] - 0.5
     assert job.topologies == {"[0, 1, 2, 3]": "1 node(s) of 4 rank(s) (detected)"}
     return folder, job
 
@@ -67,37 +76,58 @@ def one_machine(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", [pytest.param("linear", marks=SLOW), pytest.param("native", marks=SLOW), "2dh", pytest.param("leader", marks=SLOW), "auto"])
-def test_every_algorithm_trains_the_same_model(cluster: Make, data: Path, one_machine: tuple[Path, jobs.Job], tmp_path: Path, name: str) -> None:
-    """Equal losses as printed, and equal parameters after 20 steps to the last bit: an all-to-all only moves rows."""
+@pytest.mark.parametrize("name", [
+    pytest.param("linear", marks=SLOW),
+    pytest.param("native", marks=SLOW), "2dh",
+    pytest.param("leader", marks=SLOW), "auto"
+])
+def test_every_algorithm_trains_the_same_model(cluster: Make, data: Path,
+                                               one_machine: tuple[Path, jobs.Job], tmp_path: Path,
+                                               name: str) -> None:
+    """Equal losses as printed, and equal parameters after 20 steps to the last bit: an all-to-all
+    only moves rows.
+    """
     job = train(cluster(2, 2, **LINKS), data, tmp_path / "run", f"--moe-all-to-all {name}")
     assert job.losses == one_machine[1].losses
     jobs.same_parameters(one_machine[0], tmp_path / "run", 4)
     assert job.topologies == {"[0, 1, 2, 3]": TWO_BY_TWO}
     every = STEPS * 2 * 2  # two layers, rows there and rows back
     if name == "auto":  # its first calls measure all of them
-        assert set(job.exchanges) == {"linear", "native", "2dh", "leader"} and sum(job.exchanges.values()) == every
+        assert set(job.exchanges) == {"linear", "native", "2dh", "leader"} and sum(
+            job.exchanges.values()) == every
     else:
         assert job.exchanges == {name: every}
 
 
-def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: Make, data: Path, tmp_path: Path) -> None:
-    """Two experts on four ranks, so r is 0, 1 or 2; each layer explores, settles, and says so; gradients are summed in other orders."""
+def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: Make, data: Path,
+                                                                      tmp_path: Path) -> None:
+    """Two experts on four ranks, so r is 0, 1 or 2; each layer explores, settles, and says so;
+    gradients are summed in other orders.
+    """
     made, flags = cluster(2, 2, **LINKS), "--moe-expert-count 2"
     wanted = train(made, data, tmp_path / "fixed", f"{flags} --moe-parallel-r 1")
-    job = train(made, data, tmp_path / "auto", f"{flags} --moe-parallel auto --moe-overlap-max 2 --moe-parallel-samples 1")
+    job = train(made, data, tmp_path / "auto",
+                f"{flags} --moe-parallel auto --moe-overlap-max 2 --moe-parallel-samples 1")
     assert job.losses == pytest.approx(wanted.losses, abs=2.1e-3)
     jobs.same_parameters(tmp_path / "fixed", tmp_path / "auto", 4, atol=2e-3)
     jobs.settled_on_a_layout(tmp_path / "auto", layers=2)
 
 
 @SLOW
-def test_groups_inside_nodes_say_that_linear_runs(cluster: Make, data: Path, one_machine: tuple[Path, jobs.Job], tmp_path: Path) -> None:
-    """Two copies of the experts, one a node: the same curve but for rounding, since gradients are summed in another order."""
-    job = train(cluster(2, 2, **LINKS), data, tmp_path / "run", "--moe-all-to-all 2dh --moe-expert-parallel-size 2")
+def test_groups_inside_nodes_say_that_linear_runs(cluster: Make, data: Path,
+                                                  one_machine: tuple[Path, jobs.Job],
+                                                  tmp_path: Path) -> None:
+    """Two copies of the experts, one a node: the same curve but for rounding, since gradients are
+    summed in another order.
+    """
+    job = train(cluster(2, 2, **LINKS), data, tmp_path / "run",
+                "--moe-all-to-all 2dh --moe-expert-parallel-size 2")
     assert job.losses == pytest.approx(one_machine[1].losses, abs=2.1e-3)
     # fairseq shows the log of rank 0 alone
-    assert job.topologies == {"[0, 1]": "1 node(s) of 2 rank(s) (detected); it runs as linear, because all 2 ranks are on one node"}
+    assert job.topologies == {
+        "[0, 1]": "1 node(s) of 2 rank(s) (detected); it runs as linear, because all 2 ranks are "
+                  "on one node"
+    }
     assert set(job.exchanges) == {"linear"}
 
 
@@ -115,7 +145,8 @@ def test_groups_that_span_part_of_nodes(cluster: Make, data: Path, tmp_path: Pat
 
 
 def _long(data: Path, folder: Path) -> list[str]:
-    return arguments(data, folder, "--no-save").replace(f"--max-update {STEPS}", "--max-update 400").split()
+    return arguments(data, folder, "--no-save").replace(f"--max-update {STEPS}",
+                                                        "--max-update 400").split()
 
 
 def _steps(log: Path) -> int:
@@ -123,22 +154,32 @@ def _steps(log: Path) -> int:
 
 
 def test_a_rank_dies_in_an_exchange(cluster: Make, data: Path, tmp_path: Path) -> None:
-    host_faults.dies_in_an_exchange(cluster(2, 2, **LINKS), jobs.fairseq, _long(data, tmp_path), f"{tmp_path}/log")
+    host_faults.dies_in_an_exchange(cluster(2, 2, **LINKS), jobs.fairseq, _long(data, tmp_path),
+                                    f"{tmp_path}/log")
 
 
 @SLOW
 def test_a_node_falls_silent(cluster: Make, data: Path, tmp_path: Path) -> None:
-    host_faults.falls_silent(cluster(2, 2, **LINKS), jobs.fairseq, _long(data, tmp_path), f"{tmp_path}/log", lambda: _steps(tmp_path / "log0"))
+    host_faults.falls_silent(cluster(2, 2, **LINKS), jobs.fairseq, _long(data, tmp_path),
+                             f"{tmp_path}/log", lambda: _steps(tmp_path / "log0"))
 
 
 @SLOW
-def test_torchrun_restarts_it_from_the_checkpoint(cluster: Make, data: Path, one_machine: tuple[Path, jobs.Job], tmp_path: Path) -> None:
-    """At most the steps since the checkpoint are lost; losses as printed and final parameters are those of the uninterrupted run."""
+def test_torchrun_restarts_it_from_the_checkpoint(cluster: Make, data: Path,
+                                                  one_machine: tuple[Path, jobs.Job],
+                                                  tmp_path: Path) -> None:
+    """At most the steps since the checkpoint are lost; losses as printed and final parameters are
+    those of the uninterrupted run.
+    """
     save = f"--save-interval-updates {host_faults.SAVE_EVERY} --keep-interval-updates 1"
     program, out = ["fairseq-train", *arguments(data, tmp_path, save).split()], tmp_path / "out"
-    killed = host_faults.is_restarted(cluster(2, 2, **LINKS), program, out, lambda: _steps(out), STEPS)
-    resumed = [int(step) for step in re.findall(r"Loaded checkpoint .*@ (\d+) updates", out.read_text())]
+    killed = host_faults.is_restarted(cluster(2, 2, **LINKS), program, out, lambda: _steps(out),
+                                      STEPS)
+    resumed = [
+        int(step) for step in re.findall(r"Loaded checkpoint .*@ (\d+) updates", out.read_text())
+    ]
     assert resumed and set(resumed) == {resumed[0]}  # each rank says so
     assert killed - host_faults.SAVE_EVERY <= resumed[0] and resumed[0] % host_faults.SAVE_EVERY == 0
     assert jobs.fairseq_losses(out.read_text()) == one_machine[1].losses
-    jobs.same_parameters(one_machine[0], tmp_path, 4, atol=1e-6)  # sums over memory that lies elsewhere may round otherwise
+    # sums over memory that lies elsewhere may round otherwise
+    jobs.same_parameters(one_machine[0], tmp_path, 4, atol=1e-6)

@@ -42,11 +42,14 @@ def possible() -> None:
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*EMULATE, *argv], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([*EMULATE, *argv], capture_output=True, text=True, timeout=120,
+                          check=False)
 
 
 def test_a_plain_command_on_each_node_and_its_exit_status() -> None:
-    done = run("2x3", "--plain", "--delay", "0ms", "--", "sh", "-c", "echo $(hostname) $NODE_RANK $NNODES $NPROC_PER_NODE $MASTER_ADDR; exit $((3 * NODE_RANK))")
+    done = run(
+        "2x3", "--plain", "--delay", "0ms", "--", "sh", "-c",
+        "echo $(hostname) $NODE_RANK $NNODES $NPROC_PER_NODE $MASTER_ADDR; exit $((3 * NODE_RANK))")
     assert sorted(done.stdout.splitlines()) == ["node0 0 2 3 10.77.0.1", "node1 1 2 3 10.77.0.1"]
     assert done.returncode == 3, done.stderr
 
@@ -55,7 +58,9 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     done = run("2x1", "--", str(tmp_path / "rank.py"), str(tmp_path), "-1")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {i} sum 1.0 nodes ((0,), (1,)) node{i}" for i in range(2)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"rank {i} sum 1.0 nodes ((0,), (1,)) node{i}" for i in range(2)
+    ]
 
 
 @pytest.mark.slow
@@ -64,11 +69,14 @@ def test_torchrun_restarts_a_killed_rank(tmp_path: Path) -> None:
     done = run("2x2", "--max-restarts", "3", "--", str(tmp_path / "rank.py"), str(tmp_path), "2")
     assert done.returncode == 0, done.stderr[-3000:]
     # ranks that were quick may have said so in the first start as well
-    assert set(done.stdout.splitlines()) == {f"rank {i} sum 6.0 nodes ((0, 1), (2, 3)) node{i // 2}" for i in range(4)}
+    assert set(done.stdout.splitlines()) == {
+        f"rank {i} sum 6.0 nodes ((0, 1), (2, 3)) node{i // 2}" for i in range(4)
+    }
 
 
 def test_bad_arguments_are_named() -> None:
-    for argv, words in [(["2x1", "--", "no-such-program"], "no-such-program"), (["2x1", "--max-restarts", "-1", "--", "x.py"], "--max-restarts -1"),
+    for argv, words in [(["2x1", "--", "no-such-program"], "no-such-program"),
+                        (["2x1", "--max-restarts", "-1", "--", "x.py"], "--max-restarts -1"),
                         (["2x1"], "required: COMMAND"), (["two", "--", "x.py"], "two")]:
         done = run(*argv)
         assert done.returncode == 2 and words in done.stderr, (argv, done.stderr)
@@ -76,7 +84,10 @@ def test_bad_arguments_are_named() -> None:
 
 def test_the_others_are_not_waited_for_without_end() -> None:
     with EmulatedCluster(2, 1, delay_s=0) as cluster:
-        started = [cluster.command(0, ["sh", "-c", "exit 5"]), cluster.command(1, ["sleep", "86420"])]
+        started = [
+            cluster.command(0, ["sh", "-c", "exit 5"]),
+            cluster.command(1, ["sleep", "86420"])
+        ]
         assert wait(started, grace_s=0.5) == 5
     assert all(process.poll() is not None for process in started)
 
@@ -84,10 +95,12 @@ def test_the_others_are_not_waited_for_without_end() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_command_leaves_nothing(number: signal.Signals) -> None:
     nap = ["sleep", f"8642.{os.getpid()}{number:02d}"]  # nobody else's
-    command = subprocess.Popen([*EMULATE, "2x1", "--plain", "--", "sh", "-c", f"echo up; exec {' '.join(nap)}"], stdout=subprocess.PIPE, text=True,
-                               preexec_fn=heeds_ctrl_c)
+    command = subprocess.Popen(
+        [*EMULATE, "2x1", "--plain", "--", "sh", "-c", f"echo up; exec {' '.join(nap)}"],
+        stdout=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c)
     try:
-        assert [command.stdout.readline(), command.stdout.readline()] == ["up\n", "up\n"] and soon_running(nap, 2)
+        assert [command.stdout.readline(), command.stdout.readline()
+                ] == ["up\n", "up\n"] and soon_running(nap, 2)
         os.kill(command.pid, number)
         assert command.wait(20) in (128 + number, -number)
         assert soon_running(nap, 0)
@@ -116,5 +129,6 @@ def running(words: list[str]) -> list[str]:
 
 
 def test_start_torchrun_wants_a_program() -> None:
-    with EmulatedCluster(1, 1) as cluster, pytest.raises(ValueError, match="'train' is not installed"):
+    with EmulatedCluster(1, 1) as cluster, pytest.raises(ValueError,
+                                                         match="'train' is not installed"):
         start_torchrun(cluster, ["train"])

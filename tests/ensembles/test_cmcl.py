@@ -32,15 +32,18 @@ def brute_force(logits: torch.Tensor, y: int, k: int, beta: float) -> tuple[floa
             if m in subset:
                 loss -= math.log(p[m, y])
             else:
-                loss += beta * sum(math.log(1 / classes / p[m, c]) / classes for c in range(classes))
+                loss += beta * sum(
+                    math.log(1 / classes / p[m, c]) / classes for c in range(classes))
         if loss < best[0] - 1e-12:
             best = (loss, set(subset))
     return best
 
 
-@given(st.integers(1, 5), st.integers(2, 6), st.sampled_from([0.0, 0.75, 3.0]), st.integers(0, 10**6), st.data())
+@given(st.integers(1, 5), st.integers(2, 6), st.sampled_from([0.0, 0.75, 3.0]),
+       st.integers(0, 10**6), st.data())
 @settings(max_examples=60, deadline=None)
-def test_assignment_is_the_best_of_all_subsets(members: int, classes: int, beta: float, seed: int, data) -> None:
+def test_assignment_is_the_best_of_all_subsets(members: int, classes: int, beta: float, seed: int,
+                                               data) -> None:
     k = data.draw(st.integers(1, members))
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(4, members, classes, generator=g, dtype=torch.float64)
@@ -56,20 +59,28 @@ def test_gradient_identity_of_stochastic_labels() -> None:
     """The mean over labels of the gradient of cross entropy is that of KL(U || P): p - 1/C."""
     logits = torch.randn(7, 3, 5, dtype=torch.float64, requires_grad=True)
     exact, = torch.autograd.grad(uniform_divergence(logits).sum(), logits)
-    mean = sum(torch.autograd.grad(F.cross_entropy(logits.reshape(-1, 5), torch.full((21,), c), reduction="sum"), logits)[0] for c in range(5)) / 5
+    mean = sum(
+        torch.autograd.grad(
+            F.cross_entropy(logits.reshape(-1, 5), torch.full(
+                (21,), c), reduction="sum"), logits)[0] for c in range(5)) / 5
     assert (exact - mean).abs().max() < 1e-12
     assert (exact - (logits.softmax(-1) - 1 / 5)).abs().max() < 1e-12
-    assert (uniform_divergence(logits) >= 0).all() and uniform_divergence(torch.zeros(1, 1, 4)).item() == pytest.approx(0, abs=1e-6)
+    assert (uniform_divergence(logits) >= 0).all() and uniform_divergence(torch.zeros(
+        1, 1, 4)).item() == pytest.approx(0, abs=1e-6)
 
 
 def test_stochastic_labels_are_drawn_for_each_member_and_sample() -> None:
     logits = torch.randn(1, 3, 4, dtype=torch.float64).repeat(20000, 1, 1).requires_grad_()
     y = torch.zeros(20000, dtype=torch.int64)
-    exact, noisy = (confident_oracle_loss(logits, y, 1, 0.5, labels=labels) for labels in ("exact", "stochastic"))
+    exact, noisy = (confident_oracle_loss(logits, y, 1, 0.5, labels=labels)
+                    for labels in ("exact", "stochastic"))
     assert torch.equal(exact.chosen_NM, noisy.chosen_NM)
-    a, b = (torch.autograd.grad(loss.loss_N.mean() * 20000, logits)[0].mean(0) for loss in (exact, noisy))
+    a, b = (torch.autograd.grad(loss.loss_N.mean() * 20000, logits)[0].mean(0)
+            for loss in (exact, noisy))
     torch.testing.assert_close(a, b, atol=0.02, rtol=0)
-    one, two = (torch.autograd.grad(confident_oracle_loss(logits, y, 1, 0.5, labels="stochastic").loss_N.sum(), logits)[0] for _ in range(2))
+    one, two = (torch.autograd.grad(
+        confident_oracle_loss(logits, y, 1, 0.5, labels="stochastic").loss_N.sum(), logits)[0]
+                for _ in range(2))
     others = ~exact.chosen_NM[0]
     labels = (one[:, others] < 0).long().argmax(-1)  # the drawn class alone has a negative gradient
     assert not torch.equal(labels[:, 0], labels[:, 1]) and not torch.equal(one, two)
@@ -95,18 +106,22 @@ def test_groups_share_their_members_and_masked_samples_have_no_say() -> None:
                 ce[group[n], m] += F.cross_entropy(logits[n, m], y[n])
                 kl[group[n], m] += uniform_divergence(logits[n, m][None, None])[0, 0]
     want = (ce - 0.75 * kl).argmin(1)
-    assert all(got.chosen_NM[n].nonzero().flatten().tolist() == [want[group[n]]] for n in range(10) if n != 3)
+    assert all(got.chosen_NM[n].nonzero().flatten().tolist() == [want[group[n]]] for n in range(10)
+               if n != 3)
 
 
-@pytest.mark.parametrize("arguments,message", [({"k": 0}, "k=0 .*1..3"), ({"k": 4}, "k=4 .*1..3"), ({"labels": "none"}, "labels='none'"),
+@pytest.mark.parametrize("arguments,message", [({"k": 0}, "k=0 .*1..3"), ({"k": 4}, "k=4 .*1..3"),
+                                               ({"labels": "none"}, "labels='none'"),
                                                ({"beta": -1.0}, "beta=-1.0")])
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        confident_oracle_loss(torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.int64), **{"k": 1, "beta": 1.0, **arguments})
+        confident_oracle_loss(torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.int64),
+                              **{"k": 1, "beta": 1.0, **arguments})
 
 
 def test_ties_go_to_the_lower_member() -> None:
-    assert responsible(torch.zeros(2, 3), torch.zeros(2, 3), 2, 1.0).tolist() == [[True, True, False]] * 2
+    assert responsible(torch.zeros(2, 3), torch.zeros(2, 3), 2,
+                       1.0).tolist() == [[True, True, False]] * 2
 
 
 def test_feature_sharing() -> None:
@@ -114,18 +129,21 @@ def test_feature_sharing() -> None:
     mean = share_features(h, 0.7, False)
     torch.testing.assert_close(mean[:, 0], h[:, 0] + 0.7 * (h[:, 1] + h[:, 2]))
     drawn = share_features(h, 0.7, True)
-    torch.testing.assert_close((drawn - mean).mean(), torch.zeros((), dtype=torch.float64), atol=0.01, rtol=0)
+    torch.testing.assert_close((drawn - mean).mean(), torch.zeros((), dtype=torch.float64),
+                               atol=0.01, rtol=0)
     left = (drawn[:, 0] - h[:, 0])  # nothing, either or both of the others
     options = torch.stack([h[:, 0] * 0, h[:, 1], h[:, 2], h[:, 1] + h[:, 2]])
     nearest, which = (left - options).abs().min(0)
-    assert nearest.max() < 1e-12 and which.flatten().bincount().double().div(left.numel()).tolist() == pytest.approx([0.09, 0.21, 0.21, 0.49], abs=0.01)
+    assert nearest.max() < 1e-12 and which.flatten().bincount().double().div(
+        left.numel()).tolist() == pytest.approx([0.09, 0.21, 0.21, 0.49], abs=0.01)
     assert share_features(h, 0.0, True) is h
     with pytest.raises(ValueError, match="sharing probability 1.5"):
         share_features(h, 1.5, True)
 
 
 def test_errors_of_an_ensemble() -> None:
-    logits = torch.tensor([[[9.0, 0, 0], [0, 1.0, 0]], [[9.0, 0, 0], [0, 1.0, 0]], [[9.0, 0, 0], [0, 1.0, 0]]])
+    logits = torch.tensor([[[9.0, 0, 0], [0, 1.0, 0]], [[9.0, 0, 0], [0, 1.0, 0]],
+                           [[9.0, 0, 0], [0, 1.0, 0]]])
     oracle, top1 = ensemble_errors(logits, torch.tensor([0, 1, 2]))
     assert oracle.tolist() == [False, False, True] and top1.tolist() == [False, True, True]
 
@@ -138,11 +156,14 @@ def clusters(n: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(kind: str, seed: int) -> tuple[float, float, float]:
-    """(oracle error, top-1 error, mean entropy of members that were not responsible) of three members, each a small network."""
+    """(oracle error, top-1 error, mean entropy of members that were not responsible) of three
+    members, each a small network.
+    """
     torch.manual_seed(seed)
     heads = EnsembleHeads(2, 6, 3, hidden=16)
     k, beta = {"mcl": (1, 0.0), "cmcl": (1, 0.75), "independent": (3, 0.0)}[kind]
-    optimizer, g = torch.optim.Adam(heads.parameters(), lr=0.02), torch.Generator().manual_seed(seed)
+    optimizer, g = torch.optim.Adam(heads.parameters(),
+                                    lr=0.02), torch.Generator().manual_seed(seed)
     for _ in range(250):
         x, y = clusters(128, g)
         optimizer.zero_grad()
@@ -158,8 +179,13 @@ def train(kind: str, seed: int) -> tuple[float, float, float]:
 
 
 def test_a_toy_where_overconfidence_shows() -> None:
-    """MCL's members are sure of themselves where they know nothing, so that their vote is bad; CMCL's are not, and keep the oracle."""
-    results = {kind: torch.tensor([train(kind, seed) for seed in range(3)]).mean(0).tolist() for kind in ("mcl", "cmcl", "independent")}
+    """MCL's members are sure of themselves where they know nothing, so that their vote is bad;
+    CMCL's are not, and keep the oracle.
+    """
+    results = {
+        kind: torch.tensor([train(kind, seed) for seed in range(3)]).mean(0).tolist()
+        for kind in ("mcl", "cmcl", "independent")
+    }
     oracle, top1, entropy = 0, 1, 2
     assert results["cmcl"][top1] < results["mcl"][top1] - 0.1
     assert results["cmcl"][oracle] <= results["independent"][oracle]

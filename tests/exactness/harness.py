@@ -1,4 +1,5 @@
-"""Runs one case of the matrix through `MoELayer` on a `Comm` and holds it to the dense reference."""
+"""Runs one case of the matrix through `MoELayer` on a `Comm` and holds it to the dense reference.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ class RankResult:
 def config_of(case: Case, **changes: Any) -> MoEConfig:
     """The layer's config for a case; changes: dotted paths as keyword `section__name`."""
     tree: dict[str, Any] = {
-        "model_dim": case.width, "num_experts": case.experts, "losses": {"gshard": 1.0, "switch": 1.0, "z": 1.0},
-        "router": {"top_k": case.top_k, "score": case.score, "normalize": case.normalize, "scaling": case.scaling,
-                   "batch_prioritized": case.prioritized},
-        "dispatch": {"capacity_factor": case.factor},
-        "experts": {"kind": case.kind, "hidden_dim": case.hidden, "activation": case.activation, "bias": case.bias},
-        "comm": {}, "parallel": {"shards": case.shards},
+        "model_dim": case.width, "num_experts": case.experts,
+        "losses": {"gshard": 1.0, "switch": 1.0, "z": 1.0}, "router": {
+            "top_k": case.top_k, "score": case.score, "normalize": case.normalize,
+            "scaling": case.scaling, "batch_prioritized": case.prioritized
+        }, "dispatch": {"capacity_factor": case.factor}, "experts": {
+            "kind": case.kind, "hidden_dim": case.hidden, "activation": case.activation,
+            "bias": case.bias
+        }, "comm": {}, "parallel": {"shards": case.shards},
     }
     for path, value in changes.items():
         section, name = path.split("__")
@@ -45,11 +48,14 @@ def config_of(case: Case, **changes: Any) -> MoEConfig:
 
 
 def slice_of(name: str, whole: Tensor, case: Case, rank: int) -> Tensor:
-    """The part of a whole parameter that a rank stores: whole experts, one slice of one expert, or one slice of each of several."""
+    """The part of a whole parameter that a rank stores: whole experts, one slice of one expert, or
+    one slice of each of several.
+    """
     if case.shards is not None:
         runs = case.world // case.shards  # of ranks with the same experts
         run, shard = divmod(rank, case.shards)
-        return torch.stack([expert.chunk(case.shards, NAMES[name][1])[shard] for expert in whole.chunk(runs)[run]])
+        return torch.stack(
+            [expert.chunk(case.shards, NAMES[name][1])[shard] for expert in whole.chunk(runs)[run]])
     if case.experts >= case.world:
         per_rank = case.experts // case.world
         return whole[rank * per_rank : (rank + 1) * per_rank]
@@ -74,7 +80,8 @@ def load_experts(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> 
                 target.copy_(slice_of(name, parameters[name], case, layer.comm.rank))
 
 
-def run_rank(case: Case, comm: Comm, config: MoEConfig, dtype: torch.dtype = torch.float64) -> RankResult:
+def run_rank(case: Case, comm: Comm, config: MoEConfig,
+             dtype: torch.dtype = torch.float64) -> RankResult:
     """One rank: build, load, forward, backward."""
     layer = MoELayer(config, comm, dtype=dtype)
     load(layer, make_parameters(case, dtype), case)
@@ -88,7 +95,8 @@ def run_rank(case: Case, comm: Comm, config: MoEConfig, dtype: torch.dtype = tor
         if parameter is not None:
             assert parameter.grad is not None, f"{attribute} got no gradient"
             grads[name] = parameter.grad
-    return RankResult(out.output.detach(), {n: v.detach() for n, v in out.losses.items()}, x.grad, grads, out.stats.as_dict())
+    return RankResult(out.output.detach(), {n: v.detach() for n, v in out.losses.items()}, x.grad,
+                      grads, out.stats.as_dict())
 
 
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
@@ -96,15 +104,18 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
     return dense(case, make_parameters(case, dtype), *make_inputs(case, dtype))
 
 
-def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float = 1e-9, atol: float = 1e-10) -> None:
+def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float = 1e-9,
+            atol: float = 1e-10) -> None:
     """Outputs, losses, input gradients, router and expert gradients, drops.
 
-    atol is relative to the largest element of what is compared: rounding in a sum is of the size of its largest terms.
+    atol is relative to the largest element of what is compared: rounding in a sum is of the size of
+    its largest terms.
     """
 
     def same(got: Tensor, want: Tensor, what: str) -> None:
         scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
-        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol * scale, msg=lambda m: f"{what}: {m}")
+        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol * scale,
+                                   msg=lambda m: f"{what}: {m}")
 
     for rank, result in enumerate(results):
         same(result.output, answer.outputs[rank], f"output of rank {rank}")
@@ -114,5 +125,7 @@ def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float =
         assert result.stats["dropped"] == answer.dropped[rank]
         for name, grad in result.grads.items():
             if name != "router":
-                same(grad, slice_of(name, answer.grads[name], case, rank), f"gradient of {name} on rank {rank}")
-    same(sum(r.grads["router"].double() for r in results), answer.grads["router"], "router gradient")
+                same(grad, slice_of(name, answer.grads[name], case, rank),
+                     f"gradient of {name} on rank {rank}")
+    same(sum(r.grads["router"].double() for r in results), answer.grads["router"],
+         "router gradient")

@@ -1,4 +1,6 @@
-"""The same cells over real processes, and a training run that must not depend on the number of ranks."""
+"""The same cells over real processes, and a training run that must not depend on the number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ def cells(world: int) -> list[tuple[Case, dict]]:
     """What is worth a real network: uneven, empty, padded, sharded; every algorithm."""
     found = []
     for algorithm in algorithms.names():
-        for experts, tokens, masked in [(1, [3, 4, 0, 2], None), (world, [5, 0, 3, 9], None), (8, [6, 6, 6, 6], [0, 6, 2, 1])]:
-            for dispatch, factor in [("ragged", None), ("ragged", 1.0), ("padded", 0.0), ("padded", -1.0)]:
-                case = Case(world, experts, min(2, experts), tokens[:world], masked and masked[:world], factor)
+        for experts, tokens, masked in [(1, [3, 4, 0, 2], None), (world, [5, 0, 3, 9], None),
+                                        (8, [6, 6, 6, 6], [0, 6, 2, 1])]:
+            for dispatch, factor in [("ragged", None), ("ragged", 1.0), ("padded", 0.0),
+                                     ("padded", -1.0)]:
+                case = Case(world, experts, min(2, experts), tokens[:world], masked
+                            and masked[:world], factor)
                 found.append((case, {"dispatch__name": dispatch, "comm__all_to_all": algorithm}))
     return found
 
@@ -46,15 +51,20 @@ def _train(expert_parallel: bool, optimizer: str, steps: int = 12) -> list[float
     """A small regression under data parallelism; experts over all ranks, or replicated on each."""
     torch.manual_seed(7)
     rank, world = dist.get_rank(), dist.get_world_size()
-    config = from_dict({"model_dim": 8, "num_experts": 4, "experts": {"hidden_dim": 16}, "losses": {"switch": 0.05}})
+    config = from_dict({
+        "model_dim": 8, "num_experts": 4, "experts": {"hidden_dim": 16}, "losses": {"switch": 0.05}
+    })
     layer = MoELayer(config, TorchComm() if expert_parallel else LocalComm())
-    optim = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}[optimizer](layer.parameters(), lr={"sgd": 0.5, "adam": 0.05}[optimizer])
+    optim = {"sgd": torch.optim.SGD,
+             "adam": torch.optim.AdamW}[optimizer](layer.parameters(),
+                                                   lr={"sgd": 0.5, "adam": 0.05}[optimizer])
     curve = []
     for step in range(steps):
         g = torch.Generator().manual_seed(100 * step + rank)
         x = torch.randn(16, 8, generator=g)
         out = layer(x)
-        loss = (out.output - x.roll(1, 1)).square().mean() + weighted_loss(out.losses, config.losses)
+        loss = (out.output - x.roll(1, 1)).square().mean() + weighted_loss(
+            out.losses, config.losses)
         optim.zero_grad()
         loss.backward()
         sync_gradients(layer, TorchComm(), expert_group=layer.comm)
@@ -83,7 +93,8 @@ def _under_ddp(excluded: bool) -> tuple[str, list[torch.Tensor], list[torch.Tens
         if wrapped and excluded:
             exclude_experts(layer)
         try:
-            (DistributedDataParallel(layer) if wrapped else layer)(x).output.square().sum().backward()
+            (DistributedDataParallel(layer)
+             if wrapped else layer)(x).output.square().sum().backward()
         except ValueError as error:
             return str(error), [], []
         sync_gradients(layer, TorchComm(), layer.comm)
@@ -101,7 +112,11 @@ def test_torch_ddp_leaves_experts_alone_or_is_refused() -> None:
 
 def _break_the_promise(dispatch: str, tokens: list[list[int]]) -> list[str]:
     comm = TorchComm()
-    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 2, "dispatch": {"name": dispatch, "capacity_factor": 1.0, "equal_tokens": True}}), comm)
+    layer = MoELayer(
+        from_dict({
+            "model_dim": 4, "num_experts": 2,
+            "dispatch": {"name": dispatch, "capacity_factor": 1.0, "equal_tokens": True}
+        }), comm)
     seen = []
     for tokens_W in tokens:
         try:

@@ -1,7 +1,9 @@
-"""Every registered router through the whole layer: output and all gradients equal a dense computation of its decisions.
+"""Every registered router through the whole layer: output and all gradients equal a dense
+computation of its decisions.
 
-The experts that each rank chose are recorded; weights are computed anew from the inputs by the router's reference, so that the gradient
-through them is independent of the package too. Whether the choice itself is right: tests/routing.
+The experts that each rank chose are recorded; weights are computed anew from the inputs by the
+router's reference, so that the gradient through them is independent of the package too. Whether the
+choice itself is right: tests/routing.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from tests.exactness.harness import NAMES, config_of, load_experts, slice_of
 from tests.oracle import Case, expert, make_inputs, make_parameters, objective
 from tests.routing.references import Call, gradient_of, namespace, reference_of, tensors_of
 
-CELLS = [(d, 0.0 if d in ("padded", "parm_s2") else None) for d in dispatchers.names() if not getattr(dispatchers.get(d), "same_tokens", False)]
-TOKENS = {"uneven": ([7, 0, 3, 11, 1, 0, 5, 2], None), "padding": ([6] * 8, [2, 6, 0, 1, 3, 0, 6, 1])}
+CELLS = [(d, 0.0 if d in ("padded", "parm_s2") else None) for d in dispatchers.names()
+         if not getattr(dispatchers.get(d), "same_tokens", False)]
+TOKENS = {
+    "uneven": ([7, 0, 3, 11, 1, 0, 5, 2], None), "padding": ([6] * 8, [2, 6, 0, 1, 3, 0, 6, 1])
+}
 
 
 @dataclasses.dataclass
@@ -52,11 +57,13 @@ def run_rank(case: Case, comm, config, training: bool) -> Seen:
     objective(out.output, {}, comm.rank).backward()
     grads = {name: getattr(layer.experts, attribute).grad for name, (attribute, _) in NAMES.items()
              if getattr(layer.experts, attribute, None) is not None}
-    return Seen(out.output.detach(), gradient_of(x), grads, {n: gradient_of(q) for n, q in layer.router.named_parameters()}, seen[0], p)
+    return Seen(out.output.detach(), gradient_of(x), grads,
+                {n: gradient_of(q) for n, q in layer.router.named_parameters()}, seen[0], p)
 
 
 def give_parameters(router: torch.nn.Module) -> None:
-    """The same on every rank, whose threads share one random generator, and biases other than zero."""
+    """The same on every rank, whose threads share one random generator, and biases other than zero.
+    """
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in router.parameters():
@@ -64,33 +71,41 @@ def give_parameters(router: torch.nn.Module) -> None:
         if hasattr(router, "bias_E"):
             router.bias_E += torch.randn(router.bias_E.shape, generator=g) * 0.2
         if hasattr(router, "table_V"):
-            router.table_V.copy_(torch.randint(router.num_experts, router.table_V.shape, generator=g))
+            router.table_V.copy_(
+                torch.randint(router.num_experts, router.table_V.shape, generator=g))
 
 
 def token_ids(x: Tensor) -> Tensor:
     return torch.arange(len(x)) * 7 % 11
 
 
-def dense(case: Case, config, seen: list[Seen], name: str, training: bool) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def dense(
+        case: Case, config, seen: list[Seen], name: str,
+        training: bool) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Outputs, input gradients, gradients of whole experts and of the router, token by token."""
     p = {key: value.clone().requires_grad_() for key, value in make_parameters(case).items()}
     xs, masks = make_inputs(case)
-    settings = namespace(to_dict(config)["router"] | {"experts": case.experts, "training": training})
+    settings = namespace(
+        to_dict(config)["router"] | {"experts": case.experts, "training": training})
     outputs, inputs, router_p, total = [], [], seen[0].p, torch.zeros(())
     for rank, (x, mask) in enumerate(zip(xs, masks, strict=True)):
         x = x.clone().requires_grad_()
         real = torch.ones(len(x), dtype=torch.bool) if mask is None else mask
-        weights, passthrough = reference_of(name).weigh(Call(x, real, router_p, settings, token_ids(x)), seen[rank].ids)
+        weights, passthrough = reference_of(name).weigh(
+            Call(x, real, router_p, settings, token_ids(x)), seen[rank].ids)
         rows = []
         for t, ids in enumerate(seen[rank].ids.tolist()):
-            row = sum((weights[t, j] * expert(case, p, e, x[t]) for j, e in enumerate(ids) if e >= 0), torch.zeros(case.width, dtype=torch.float64))
+            row = sum(
+                (weights[t, j] * expert(case, p, e, x[t]) for j, e in enumerate(ids) if e >= 0),
+                torch.zeros(case.width, dtype=torch.float64))
             rows.append(row + (passthrough[t] * x[t] if passthrough is not None and real[t] else 0))
         outputs.append(torch.stack(rows) if rows else x * 0)
         inputs.append(x)
         total = total + objective(outputs[-1], {}, rank)
     total.backward()
-    return ([o.detach() for o in outputs], [gradient_of(x) for x in inputs], {n: gradient_of(v) for n, v in p.items()},
-            {n: gradient_of(v) for n, v in router_p.items() if v.requires_grad})
+    return ([o.detach() for o in outputs], [gradient_of(x) for x in inputs], {
+        n: gradient_of(v) for n, v in p.items()
+    }, {n: gradient_of(v) for n, v in router_p.items() if v.requires_grad})
 
 
 def check(case: Case, name: str, **changes: Any) -> None:
@@ -100,15 +115,20 @@ def check(case: Case, name: str, **changes: Any) -> None:
         tree["router"][key] = tree["router"][key] | value if isinstance(value, dict) else value
     tree["router"]["name"] = name
     config = from_dict(tree)
-    seen = run_simulated(case.world, lambda comm: run_rank(case, comm, config, reference.training), topology=Topology.uniform(case.world, 2))
+    seen = run_simulated(case.world, lambda comm: run_rank(case, comm, config, reference.training),
+                         topology=Topology.uniform(case.world, 2))
     outputs, inputs, grads, router_grads = dense(case, config, seen, name, reference.training)
     for rank, mine in enumerate(seen):
-        torch.testing.assert_close(mine.output, outputs[rank], msg=lambda m, rank=rank: f"output of rank {rank}: {m}")
-        torch.testing.assert_close(mine.input_grad, inputs[rank], msg=lambda m, rank=rank: f"input gradient of rank {rank}: {m}")
+        torch.testing.assert_close(mine.output, outputs[rank],
+                                   msg=lambda m, rank=rank: f"output of rank {rank}: {m}")
+        torch.testing.assert_close(mine.input_grad, inputs[rank],
+                                   msg=lambda m, rank=rank: f"input gradient of rank {rank}: {m}")
         for key, grad in mine.grads.items():
-            torch.testing.assert_close(grad, slice_of(key, grads[key], case, rank), msg=lambda m, key=key: f"gradient of {key}: {m}")
+            torch.testing.assert_close(grad, slice_of(key, grads[key], case, rank),
+                                       msg=lambda m, key=key: f"gradient of {key}: {m}")
     for key, grad in router_grads.items():
-        torch.testing.assert_close(sum(mine.router_grads[key] for mine in seen), grad, msg=lambda m, key=key: f"router gradient of {key}: {m}")
+        torch.testing.assert_close(sum(mine.router_grads[key] for mine in seen), grad,
+                                   msg=lambda m, key=key: f"router gradient of {key}: {m}")
 
 
 @pytest.mark.parametrize("dispatch,factor", CELLS)
@@ -117,5 +137,6 @@ def check(case: Case, name: str, **changes: Any) -> None:
 def test_router(name: str, world: int, dispatch: str, factor: float | None) -> None:
     for seed, (tokens, experts) in enumerate([("uneven", 8), ("padding", 4)]):
         counts, masked = TOKENS[tokens]
-        case = Case(world, experts, 2, counts[:world], None if masked is None else masked[:world], factor, seed=seed)
+        case = Case(world, experts, 2, counts[:world], None if masked is None else masked[:world],
+                    factor, seed=seed)
         check(case, name, dispatch__name=dispatch)

@@ -1,4 +1,5 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: every Triton kernel against its float64 reference, on CPU tensors.
+"""Run in a process of its own with TRITON_INTERPRET=1: every Triton kernel against its float64
+reference, on CPU tensors.
 
     TRITON_INTERPRET=1 python -m tests.kernels.interpreted [operation ...]
 """
@@ -21,7 +22,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 def widened(value: Any) -> Any:
     """Floating-point tensors in float64; fp8 codes stay codes."""
-    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float8_e4m3fn:
+    if isinstance(value,
+                  Tensor) and value.is_floating_point() and value.dtype != torch.float8_e4m3fn:
         return value.double()
     return value
 
@@ -39,12 +41,14 @@ def compare(name: str, got: Any, want: Any, dtype: torch.dtype, what: str) -> No
         assert torch.equal(got.float().isnan(), want.float().isnan()), f"{what}: NaN elsewhere"
         got, want = got.float().nan_to_num(), want.float().nan_to_num()
         off = (got - want).abs()
-        assert bool((off <= want.abs() * 0.126 + 2**-8).all()), f"{what}: codes off by up to {off.max()}"
+        assert bool(
+            (off <= want.abs() * 0.126 + 2**-8).all()), f"{what}: codes off by up to {off.max()}"
     elif not want.is_floating_point():
         assert torch.equal(got, want), f"{what}: {got} != {want}"
     else:
         scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
-        torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale, msg=lambda m: f"{what}: {m}")
+        torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype],
+                                   atol=TOLERANCE[dtype] * scale, msg=lambda m: f"{what}: {m}")
 
 
 def check(name: str) -> int:
@@ -57,13 +61,20 @@ def check(name: str) -> int:
                 continue
             for number, args in enumerate(arguments(name, shape, dtype)):
                 what = f"{name}, {label}, {dtype}, arguments {number}"
-                assert kernel.choose(*args) == "triton", f"{what}: {kernel.why_not('triton', *args)}"
-                want = kernel.implementation("torch")(*[widened(a) if name != "dequantize_fp8" else a for a in fresh(args)])
+                assert kernel.choose(
+                    *args) == "triton", f"{what}: {kernel.why_not('triton', *args)}"
+                want = kernel.implementation("torch")(
+                    *[widened(a) if name != "dequantize_fp8" else a for a in fresh(args)])
                 got = kernel(*fresh(args))
                 again = kernel(*fresh(args))
-                compare(name, got, widened(want) if not isinstance(want, tuple) else tuple(map(widened, want)), dtype, what)
-                for mine, other in zip(*[v if isinstance(v, tuple) else (v,) for v in (got, again)], strict=True):
-                    assert mine is None or torch.equal(mine.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), f"{what}: not the same twice"
+                compare(name, got,
+                        widened(want) if not isinstance(want, tuple) else tuple(map(widened, want)),
+                        dtype, what)
+                for mine, other in zip(*[v if isinstance(v, tuple) else (v,) for v in (got, again)],
+                                       strict=True):
+                    assert mine is None or torch.equal(
+                        mine.reshape(-1).view(torch.uint8),
+                        other.reshape(-1).view(torch.uint8)), f"{what}: not the same twice"
                 done += 1
     return done
 
@@ -76,7 +87,8 @@ def main(names: list[str]) -> None:
     assert common.INTERPRETED
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN: an element that is not written shows
+    # fills torch.empty with NaN: an element that is not written shows
+    torch.use_deterministic_algorithms(True)
     for name in names or [e.name for e in kernels if "triton" in e.value.names()]:
         print(name, check(name), flush=True)
 

@@ -1,4 +1,6 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: cells of the exactness matrix with every operation in Triton."""
+"""Run in a process of its own with TRITON_INTERPRET=1: cells of the exactness matrix with every
+operation in Triton.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,19 @@ from tests.oracle import Case
 
 
 def main() -> None:
-    """Plain and gated experts, both dispatchers, a skewed load, dropped tokens; one rank: the interpreter knows no threads."""
+    """Plain and gated experts, both dispatchers, a skewed load, dropped tokens; one rank: the
+    interpreter knows no threads.
+    """
     assert common.INTERPRETED
-    assert kernels.get("take_rows").choose(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), 1, None) == "triton"
+    assert kernels.get("take_rows").choose(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), 1,
+                                           None) == "triton"
     cells = 0
-    for case, dispatch in [
-        (Case(1, 4, 2, [7]), "ragged"), (Case(1, 4, 2, [6], [2], 0.5), "padded"), (Case(1, 3, 3, [5], None, None, "gated_ffn"), "ragged"),
-        (Case(1, 4, 1, [5], None, None, "gated_ffn", activation="silu"), "ragged"), (Case(1, 4, 2, [8], None, 1.0, skew=3.0), "padded"),
-        (Case(1, 2, 1, [0]), "ragged"),
-    ]:
+    for case, dispatch in [(Case(1, 4, 2, [7]), "ragged"), (Case(1, 4, 2, [6], [2], 0.5), "padded"),
+                           (Case(1, 3, 3, [5], None, None, "gated_ffn"), "ragged"),
+                           (Case(1, 4, 1, [5], None, None, "gated_ffn",
+                                 activation="silu"), "ragged"),
+                           (Case(1, 4, 2, [8], None, 1.0, skew=3.0), "padded"),
+                           (Case(1, 2, 1, [0]), "ragged"),]:
         config = config_of(case, dispatch__name=dispatch, experts__compute="kernels")
         results = [run_rank(case, LocalComm(), config, torch.float32)]
         compare(case, results, reference(case, torch.float32), rtol=2e-5, atol=2e-5)
@@ -34,9 +40,12 @@ def main() -> None:
 
 
 def main_grads() -> None:
-    """bf16 weights with an fp32 `main_grad`, two micro-batches: the kernel adds what float64 says."""
+    """bf16 weights with an fp32 `main_grad`, two micro-batches: the kernel adds what float64 says.
+    """
     torch.manual_seed(0)
-    layer = make_layer("kernels", experts={"hidden_dim": 24, "compute": "kernels", "kind": "gated_ffn"}).bfloat16()
+    layer = make_layer("kernels",
+                       experts={"hidden_dim": 24, "compute": "kernels",
+                                "kind": "gated_ffn"}).bfloat16()
     truth = copy.deepcopy(layer).double()
     layer.experts.adds_to_main_grad = True
     for name in WEIGHTS:

@@ -1,4 +1,5 @@
-"""Run on a machine with a GPU: every Triton kernel against its float64 reference there, the layer, and its capture in a CUDA graph.
+"""Run on a machine with a GPU: every Triton kernel against its float64 reference there, the layer,
+and its capture in a CUDA graph.
 
     python -m tests.kernels.on_gpu
 """
@@ -30,7 +31,9 @@ def moved(value: Any) -> Any:
 
 
 def check_kernels() -> None:
-    """Forward kernels and gradients' kernels, awkward shapes and one large one; the same twice, bitwise."""
+    """Forward kernels and gradients' kernels, awkward shapes and one large one; the same twice,
+    bitwise.
+    """
     for name in (e.name for e in kernels if "triton" in e.value.names()):
         kernel, done = kernels.get(name), 0
         for label, shape in {**SHAPES, "large": LARGE}.items():
@@ -38,12 +41,17 @@ def check_kernels() -> None:
                 for number, args in enumerate(arguments(name, shape, dtype)):
                     on_gpu = [moved(a) for a in args]
                     assert kernel.choose(*on_gpu) == "triton", kernel.why_not("triton", *on_gpu)
-                    want = kernel.implementation("torch")(*[widened(a) if name != "dequantize_fp8" else a for a in fresh(on_gpu)])
+                    want = kernel.implementation("torch")(
+                        *[widened(a) if name != "dequantize_fp8" else a for a in fresh(on_gpu)])
                     got, again = kernel(*fresh(on_gpu)), kernel(*fresh(on_gpu))
                     want = tuple(map(widened, want)) if isinstance(want, tuple) else widened(want)
                     compare(name, got, want, dtype, f"{name}, {label}, {dtype}, arguments {number}")
-                    for mine, other in zip(*[v if isinstance(v, tuple) else (v,) for v in (got, again)], strict=True):
-                        assert mine is None or torch.equal(mine.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
+                    for mine, other in zip(
+                            *[v if isinstance(v, tuple) else (v,) for v in (got, again)],
+                            strict=True):
+                        assert mine is None or torch.equal(
+                            mine.reshape(-1).view(torch.uint8),
+                            other.reshape(-1).view(torch.uint8)), name
                     done += 1
         print(name, done, flush=True)
 
@@ -55,7 +63,9 @@ def make_layer(**config: Any) -> MoELayer:
 
 
 def check_graph() -> None:
-    """Forward and backward of the padded layer captured once and replayed on new inputs give what eager gives."""
+    """Forward and backward of the padded layer captured once and replayed on new inputs give what
+    eager gives.
+    """
     layer = make_layer(dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
     x = torch.randn(1024, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
 

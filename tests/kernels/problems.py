@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens, D width, E experts, K choices, F inner width; skew: added to the first expert's logits; dropped: share of choices."""
+    """T tokens, D width, E experts, K choices, F inner width; skew: added to the first expert's
+    logits; dropped: share of choices.
+    """
 
     tokens: int
     width: int
@@ -55,7 +57,9 @@ class Plan:
 
 
 def make_plan(s: Shape, g: torch.Generator, empty_slots: bool = False) -> Plan:
-    """Random routing; with empty_slots every expert has one row more than it needs, which holds nothing."""
+    """Random routing; with empty_slots every expert has one row more than it needs, which holds
+    nothing.
+    """
     logits_TE = torch.randn(s.tokens, s.experts, generator=g)
     logits_TE[:, 0] += s.skew
     ids_TK = logits_TE.topk(s.top_k, 1).indices
@@ -80,7 +84,9 @@ def fresh(args: tuple[Any, ...]) -> list[Any]:
 
 
 def arguments(op: str, s: Shape, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[Any, ...]]:
-    """Argument tuples for an operation; floating-point tensors in float64 hold values of `dtype` exactly."""
+    """Argument tuples for an operation; floating-point tensors in float64 hold values of `dtype`
+    exactly.
+    """
     g = torch.Generator().manual_seed(seed)
     plan, slotted = make_plan(s, g), make_plan(s, g, empty_slots=True)
 
@@ -90,14 +96,17 @@ def arguments(op: str, s: Shape, dtype: torch.dtype, seed: int = 0) -> Iterator[
     yield from _MAKERS[op](s, plan, slotted, draw, g)
 
 
-def _take(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _take(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+          g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
         yield draw(s.tokens, s.width), p.source_R, s.top_k, None
-        yield draw(s.tokens, s.width), p.source_R, s.top_k, torch.rand(s.tokens, s.top_k, generator=g)
+        yield draw(s.tokens,
+                   s.width), p.source_R, s.top_k, torch.rand(s.tokens, s.top_k, generator=g)
     yield draw(s.width, s.tokens).t(), plan.source_R, s.top_k, None  # another stride
 
 
-def _sum(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _sum(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+         g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
         rows = p.source_R.numel()
         yield draw(rows, s.width), p.position_TK, None
@@ -105,47 +114,58 @@ def _sum(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: to
         yield draw(rows, s.width), p.position_TK, torch.rand(s.top_k, s.tokens, generator=g).t()
 
 
-def _dot(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _dot(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+         g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
         yield draw(s.tokens, s.width), draw(p.source_R.numel(), s.width), p.position_TK
 
 
-def _count(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _count(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+           g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     yield plan.ids_TK.reshape(-1), s.experts
     yield plan.ids_TK.t().reshape(-1), s.experts
     yield torch.randint(-1, s.experts, (2100 if s.experts == 5 else 3,), generator=g), s.experts
 
 
-def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+         g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     mask_T = torch.rand(s.tokens, generator=g) < 0.8
     logits_TE = torch.randn(s.tokens, s.experts, generator=g) * 2
     for normalize in (False, True):
         yield logits_TE, mask_T, None, s.top_k, normalize
         yield logits_TE.round(), mask_T, None, s.top_k, normalize  # many ties
     if s.tokens:
-        given = torch.stack([torch.randperm(s.experts, generator=g)[: s.top_k] for _ in range(s.tokens)])
+        given = torch.stack(
+            [torch.randperm(s.experts, generator=g)[:s.top_k] for _ in range(s.tokens)])
         yield logits_TE, mask_T, given, s.top_k, True
 
 
-def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                  g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     from moe_plugin.kernels import kernels
 
     for args in _top(s, plan, slotted, draw, g):
         ids, weights, lse, *_ = kernels.get("route_top_k").implementation("torch")(*args)
-        grads = torch.randn(weights.shape, generator=g), torch.randn(s.experts, generator=g), torch.randn((), generator=g)
+        grads = torch.randn(weights.shape, generator=g), torch.randn(s.experts,
+                                                                     generator=g), torch.randn(
+                                                                         (), generator=g)
         yield args[0], args[1], ids, weights, lse, *grads, args[4]
 
 
-def _chunks(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _chunks(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+            g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for outer, inner in ((1, 1), (2, 3), (4, 2)):
         x = draw(outer * inner * s.tokens, s.width)
         yield x, outer, inner
         yield x.view(torch.uint8), outer, inner  # rows packed for the wire
-        yield (x * 100).to(torch.int64)[:, :, None].expand(-1, -1, 3), outer, inner  # routing beside rows; another stride
+        # routing beside rows; another stride
+        yield (x * 100).to(torch.int64)[:, :, None].expand(-1, -1, 3), outer, inner
 
 
-def _quantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    x = draw(s.tokens, s.width) * torch.logspace(-3, 3, max(1, s.tokens))[: s.tokens, None].to(draw(1).dtype)
+def _quantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+              g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    x = draw(s.tokens, s.width) * torch.logspace(-3, 3, max(1, s.tokens))[:s.tokens, None].to(
+        draw(1).dtype)
     yield x, 16
     yield torch.cat([x, torch.zeros_like(x)]), 128
     spoiled = x.clone().view(-1)
@@ -154,12 +174,16 @@ def _quantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], 
     yield (x.double() * 1e-30).to(x.dtype), 16  # fp32 and bf16: small scales; fp16: zeros
 
 
-def _dequantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _dequantize(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     blocks = -(-s.width // 16)
-    yield draw(s.tokens, s.width).to(torch.float8_e4m3fn), torch.rand(s.tokens, blocks, generator=g), 16, draw(1).dtype
+    yield draw(s.tokens,
+               s.width).to(torch.float8_e4m3fn), torch.rand(s.tokens, blocks,
+                                                            generator=g), 16, draw(1).dtype
 
 
-def _product(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _product(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+             g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     w, b = draw(s.experts, s.width, s.inner), draw(s.experts, s.inner)
     for p in (plan, slotted):
         yield draw(s.tokens, s.width), p.groups, w, b, p.token_R, None
@@ -169,33 +193,42 @@ def _product(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g
 
 def _activations(s: Shape) -> tuple[str, ...]:
     # all of them on one shape; on the others the two most used (the interpreter is slow)
-    return ("gelu", "gelu_tanh", "relu", "silu", "squared_relu") if s == SHAPES["dropped choices"] else ("gelu", "silu")
+    return ("gelu", "gelu_tanh", "relu", "silu",
+            "squared_relu") if s == SHAPES["dropped choices"] else ("gelu", "silu")
 
 
-def _first(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _first(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+           g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for number, act in enumerate(_activations(s)):
         p = (plan, slotted)[number % 2]
         w, b = draw(s.experts, s.width, s.inner) * 0.3, draw(s.experts, s.inner)
         yield draw(s.tokens, s.width), p.groups, w, b, p.token_R, None, act
-        yield draw(s.tokens, s.width), p.groups, w, None, p.token_R, draw(p.groups.total, s.inner), act
+        yield draw(s.tokens, s.width), p.groups, w, None, p.token_R, draw(p.groups.total,
+                                                                          s.inner), act
 
 
-def _second_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _second_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                     g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for number, act in enumerate(_activations(s)):
         p = (plan, slotted)[number % 2]
         w, rows = draw(s.experts, s.inner, s.width) * 0.3, p.groups.total
-        yield draw(s.tokens, s.width), p.groups, w, draw(rows, s.inner), None, torch.rand(rows, generator=g), p.token_R, act
-        yield draw(rows, s.width), p.groups, w, draw(rows, s.inner), draw(rows, s.inner), None, None, act
+        yield draw(s.tokens, s.width), p.groups, w, draw(rows, s.inner), None, torch.rand(
+            rows, generator=g), p.token_R, act
+        yield draw(rows, s.width), p.groups, w, draw(rows, s.inner), draw(rows,
+                                                                          s.inner), None, None, act
 
 
-def _weight_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _weight_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                 g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
         rows = p.groups.total
         yield draw(s.tokens, s.width), draw(rows, s.inner), p.groups, p.token_R, None, None
-        yield draw(rows, s.inner), draw(s.tokens, s.width), p.groups, None, p.token_R, torch.rand(rows, generator=g)
+        yield draw(rows, s.inner), draw(s.tokens, s.width), p.groups, None, p.token_R, torch.rand(
+            rows, generator=g)
 
 
-def _weight_grad_add(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _weight_grad_add(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                     g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for args in _weight_grad(s, plan, slotted, draw, g):
         shape = s.experts, args[0].shape[1], args[1].shape[1]
         yield *args, torch.randn(shape, generator=g)  # float32 whatever the rows are
@@ -203,15 +236,18 @@ def _weight_grad_add(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Te
         yield *args, draw(shape[0], shape[2], shape[1]).transpose(1, 2)  # another stride
 
 
-def _bias_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor], g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _bias_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+               g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
         yield draw(p.groups.total, s.inner), p.groups, None, None
         yield draw(s.tokens, s.width), p.groups, p.token_R, torch.rand(p.groups.total, generator=g)
 
 
 _MAKERS = {
-    "take_rows": _take, "sum_rows": _sum, "dot_rows": _dot, "running_count": _count, "route_top_k": _top,
-    "route_top_k_backward": _top_backward, "transpose_chunks": _chunks, "quantize_fp8": _quantize, "dequantize_fp8": _dequantize,
-    "expert_product": _product, "expert_first": _first, "expert_second_backward": _second_backward,
-    "expert_weight_grad": _weight_grad, "expert_weight_grad_add": _weight_grad_add, "expert_bias_grad": _bias_grad,
+    "take_rows": _take, "sum_rows": _sum, "dot_rows": _dot, "running_count": _count,
+    "route_top_k": _top, "route_top_k_backward": _top_backward, "transpose_chunks": _chunks,
+    "quantize_fp8": _quantize, "dequantize_fp8": _dequantize, "expert_product": _product,
+    "expert_first": _first, "expert_second_backward": _second_backward,
+    "expert_weight_grad": _weight_grad, "expert_weight_grad_add": _weight_grad_add,
+    "expert_bias_grad": _bias_grad,
 }

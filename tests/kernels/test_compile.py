@@ -1,4 +1,6 @@
-"""torch.compile sees the padded layer as one graph, and the experts' operation is a well-formed torch operation."""
+"""torch.compile sees the padded layer as one graph, and the experts' operation is a well-formed
+torch operation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.kernels.test_strategies import make_layer, problem
 
 @pytest.mark.parametrize("compute", ["auto", "kernels"])
 def test_padded_layer_is_one_graph_with_moving_token_counts(compute: str) -> None:
-    layer = make_layer(compute, dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
+    layer = make_layer(compute,
+                       dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = layer(x)
@@ -28,7 +31,8 @@ def test_padded_layer_is_one_graph_with_moving_token_counts(compute: str) -> Non
         answers = []
         for fn in (compiled, run):
             y, loss = fn(x)
-            answers.append([y, loss, *torch.autograd.grad(y.square().sum() + loss, [x, *layer.parameters()])])
+            answers.append(
+                [y, loss, *torch.autograd.grad(y.square().sum() + loss, [x, *layer.parameters()])])
         for mine, theirs in zip(*answers, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
@@ -37,7 +41,9 @@ TOKENS = (48, 7, 2, 3, 64, 1000, 5, 41, 40)
 
 
 def recompiled(layer: MoELayer, first: list[torch.Tensor], fullgraph: bool) -> tuple[int, int]:
-    """(graphs after `first`, graphs after `TOKENS`) of forward and backward; every answer is held to the layer's own."""
+    """(graphs after `first`, graphs after `TOKENS`) of forward and backward; every answer is held
+    to the layer's own.
+    """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x: layer(x).output, fullgraph=fullgraph, backend=counter)
@@ -45,7 +51,8 @@ def recompiled(layer: MoELayer, first: list[torch.Tensor], fullgraph: bool) -> t
     def step(x: torch.Tensor) -> None:
         y = compiled(x)
         torch.testing.assert_close(y, layer(x).output, rtol=1e-4, atol=1e-5)
-        mine, theirs = (torch.autograd.grad(out.square().sum(), layer.experts.w_in_LDF) for out in (y, layer(x).output))
+        mine, theirs = (torch.autograd.grad(out.square().sum(), layer.experts.w_in_LDF)
+                        for out in (y, layer(x).output))
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
     for x in first:
@@ -67,17 +74,26 @@ def tokens_marked_dynamic(tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("factor", "first"), [(1.25, [56]), (0.5, [56, 2])])
 @pytest.mark.parametrize("compute", ["auto", "kernels"])
-def test_padded_layer_is_compiled_once_for_all_token_counts(compute: str, factor: float, first: list[int], gated: bool) -> None:
+def test_padded_layer_is_compiled_once_for_all_token_counts(compute: str, factor: float,
+                                                            first: list[int], gated: bool) -> None:
     """And once more where capacity and tokens are so few that no expert has a slot."""
-    layer = make_layer(compute, dispatch={"name": "padded", "capacity_factor": factor, "equal_tokens": True},
-                       experts={"hidden_dim": 24, "compute": compute, **({"kind": "gated_ffn", "activation": "silu"} if gated else {})})
-    assert recompiled(layer, [tokens_marked_dynamic(tokens) for tokens in first], fullgraph=True) == (len(first), len(first))
+    layer = make_layer(
+        compute, dispatch={"name": "padded", "capacity_factor": factor, "equal_tokens": True},
+        experts={
+            "hidden_dim": 24, "compute": compute,
+            **({"kind": "gated_ffn", "activation": "silu"} if gated else {})
+        })
+    assert recompiled(layer, [tokens_marked_dynamic(tokens) for tokens in first],
+                      fullgraph=True) == (len(first), len(first))
 
 
 @pytest.mark.parametrize("compute", ["auto", "kernels"])
 def test_padded_layer_is_compiled_twice_where_torch_finds_out_by_itself(compute: str) -> None:
-    """Once for the first count, once for any; and, as torch has it, once for a single token and once for none."""
-    layer = make_layer(compute, dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
+    """Once for the first count, once for any; and, as torch has it, once for a single token and
+    once for none.
+    """
+    layer = make_layer(compute,
+                       dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
     first = [torch.randn(tokens, 16, requires_grad=True) for tokens in (56, 57)]
     assert recompiled(layer, first, fullgraph=True) == (2, 2)
     first += [torch.randn(tokens, 16, requires_grad=True) for tokens in (1, 0)]
@@ -86,7 +102,9 @@ def test_padded_layer_is_compiled_twice_where_torch_finds_out_by_itself(compute:
 
 @pytest.mark.parametrize("compute", ["auto", "kernels", "loop"])
 def test_dropless_layer_is_not_compiled_again_for_other_loads(compute: str) -> None:
-    """Routing is compiled, what needs the counts on the host is not: two graphs a kind of input, whatever the loads are."""
+    """Routing is compiled, what needs the counts on the host is not: two graphs a kind of input,
+    whatever the loads are.
+    """
     layer = make_layer(compute, dispatch={"name": "ragged"})
     first = [torch.randn(tokens, 16, requires_grad=True) for tokens in (56, 57)]
     before, after = recompiled(layer, first, fullgraph=False)
@@ -100,4 +118,5 @@ def test_opcheck(gated: bool, shape: Shape) -> None:
     gates = gates.detach().float().requires_grad_()
     maps = (gates, plan.source_R, plan.position_TK)
     torch.library.opcheck(expert_ffn, (x, *maps, *p.values(), plan.counts.host, "gelu"))
-    torch.library.opcheck(expert_ffn, (torch.randn(plan.counts.total, shape.width), None, None, None, *p.values(), plan.counts.host, "relu"))
+    torch.library.opcheck(expert_ffn, (torch.randn(
+        plan.counts.total, shape.width), None, None, None, *p.values(), plan.counts.host, "relu"))

@@ -1,4 +1,6 @@
-"""Every Triton kernel against its float64 reference, in Triton's interpreter (a process of its own: Triton reads the switch once)."""
+"""Every Triton kernel against its float64 reference, in Triton's interpreter (a process of its own:
+Triton reads the switch once).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ PRODUCTS = [e.name for e in kernels if "triton" in e.value.names() and e.name.st
 def interpret(module: str, *names: str) -> str:
     """Run a module under the interpreter; its output."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", module, *names], capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run([sys.executable, "-m", module, *names], capture_output=True, text=True,
+                          env=env, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.mark.parametrize("names", [FAST, PRODUCTS], ids=["rows, router, layout", "products"])
 def test_parity(names: list[str]) -> None:
-    said = dict(line.split() for line in interpret("tests.kernels.interpreted", *names).splitlines())
+    said = dict(line.split()
+                for line in interpret("tests.kernels.interpreted", *names).splitlines())
     assert set(said) == set(names)
     assert all(int(count) >= len(SHAPES) for count in said.values()), said
 

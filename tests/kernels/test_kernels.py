@@ -8,11 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_plugin.kernels import combine_rows, gather_rows, kernels, permute_rows
 
-PROBLEM = st.tuples(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6), st.integers(0, 10**6))
+PROBLEM = st.tuples(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6),
+                    st.integers(0, 10**6))
 
 
-def problem(tokens: int, k: int, experts: int, slots: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A random partial placement of choices in experts*slots rows, and the one-hot [T, K, R] that says the same."""
+def problem(tokens: int, k: int, experts: int, slots: int,
+            seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A random partial placement of choices in experts*slots rows, and the one-hot [T, K, R] that
+    says the same.
+    """
     g = torch.Generator().manual_seed(seed)
     rows = experts * slots
     free = torch.randperm(rows, generator=g).tolist()
@@ -53,7 +57,9 @@ def test_combine_is_the_einsum(p) -> None:
     want = torch.einsum("tk,rd,tkr->td", w, rows, one_hot_TKR)
     torch.testing.assert_close(got, want)
     direction = torch.randn_like(want)
-    for mine, theirs in zip(*[torch.autograd.grad((y * direction).sum(), (rows, w)) for y in (got, want)], strict=True):
+    for mine, theirs in zip(
+            *[torch.autograd.grad((y * direction).sum(), (rows, w)) for y in (got, want)],
+            strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -64,7 +70,8 @@ def test_gradcheck() -> None:
     w = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
     order = torch.randperm(9)
     assert torch.autograd.gradcheck(lambda a: gather_rows(a, source_R, position_TK), x)
-    assert torch.autograd.gradcheck(lambda a, b: combine_rows(a, b, source_R, position_TK), (rows, w))
+    assert torch.autograd.gradcheck(lambda a, b: combine_rows(a, b, source_R, position_TK),
+                                    (rows, w))
     assert torch.autograd.gradcheck(lambda a: permute_rows(a, order, order.argsort()), rows)
 
 

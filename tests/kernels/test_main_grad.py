@@ -1,4 +1,6 @@
-"""Weight gradients added to the host's `main_grad`: the plain path's numbers over micro-batches, through every way of computing."""
+"""Weight gradients added to the host's `main_grad`: the plain path's numbers over micro-batches,
+through every way of computing.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ SCALE = 1024.0  # of the loss, as a host in fp16 scales it
 
 
 def like_megatron(layer: nn.Module, adds: bool, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Buffers and hooks as Megatron's DistributedDataParallel has them; the names of parameters in the order their hooks ran."""
+    """Buffers and hooks as Megatron's DistributedDataParallel has them; the names of parameters in
+    the order their hooks ran.
+    """
     ran: list[str] = []
     layer.experts.adds_to_main_grad = adds
     for name, parameter in layer.named_parameters():
-        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(parameter.shape, dtype=dtype), False
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(
+            parameter.shape, dtype=dtype), False
 
         def hook(p: Tensor, name: str = name) -> None:
             ran.append(name)
@@ -61,23 +66,32 @@ def twins(compute: str, dtype: torch.dtype, **config: object) -> tuple[MoELayer,
     return plain, copy.deepcopy(plain)
 
 
-@pytest.mark.parametrize("config", [{}, {"experts": {"hidden_dim": 24, "kind": "gated_ffn", "activation": "silu"}},
-                                    {"dispatch": {"name": "padded", "capacity_factor": 0.75}}], ids=["plain", "gated", "padded"])
+@pytest.mark.parametrize(
+    "config", [{}, {"experts": {"hidden_dim": 24, "kind": "gated_ffn", "activation": "silu"}},
+               {"dispatch": {"name": "padded", "capacity_factor": 0.75}}],
+    ids=["plain", "gated", "padded"])
 @pytest.mark.parametrize("compute", strategies.names())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_the_plain_path_over_micro_batches(dtype: torch.dtype, compute: str, config: dict) -> None:
-    config = {**config, "experts": {**config.get("experts", {"hidden_dim": 24}), "compute": compute}}
+def test_equals_the_plain_path_over_micro_batches(dtype: torch.dtype, compute: str,
+                                                  config: dict) -> None:
+    config = {
+        **config, "experts": {**config.get("experts", {"hidden_dim": 24}), "compute": compute}
+    }
     pair = twins(compute, dtype, **config)
     ran = [like_megatron(layer, adds) for layer, adds in zip(pair, (False, True), strict=True)]
     for layer in pair:
         for x in inputs(dtype):
             step(layer, x)
-    assert sorted(ran[0]) == sorted(ran[1]) and len(ran[1]) == 3 * len(list(pair[1].parameters())), "every hook runs once a micro-batch"
+    assert sorted(ran[0]) == sorted(ran[1]) and len(
+        ran[1]) == 3 * len(list(pair[1].parameters())), "every hook runs once a micro-batch"
     for (name, p), q in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
         assert q.grad is None and q.grad_added_to_main_grad == (name.startswith("experts.w_")), name
-        # bf16: the same products, rounded once and added in the same order; fp32: added while they are made
+        # bf16: the same products, rounded once and added in the same order; fp32: added while they
+        # are made
         tolerance = 1e-6 if dtype == torch.float32 else 0
-        torch.testing.assert_close(q.main_grad, p.main_grad, rtol=tolerance, atol=tolerance * float(p.main_grad.abs().max()), msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(q.main_grad, p.main_grad, rtol=tolerance,
+                                   atol=tolerance * float(p.main_grad.abs().max()),
+                                   msg=lambda m, n=name: f"{n}: {m}")
     for mine, theirs in zip(sgd(pair[1]), sgd(pair[0]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
@@ -91,11 +105,15 @@ def test_equals_float64(compute: str) -> None:
         step(layer, x)
         (truth(x.double()).output.square().sum() * SCALE / 60).backward()
     for (name, p), q in zip(layer.named_parameters(), truth.parameters(), strict=True):
-        torch.testing.assert_close(p.main_grad.double(), q.grad, rtol=1e-4, atol=1e-5 * float(q.grad.abs().max()), msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(p.main_grad.double(), q.grad, rtol=1e-4,
+                                   atol=1e-5 * float(q.grad.abs().max()),
+                                   msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_ways_may_change_within_a_step() -> None:
-    """Strategies, autocast, recomputation and a weight's second use in one graph; the mark that one leaves misleads no other."""
+    """Strategies, autocast, recomputation and a weight's second use in one graph; the mark that one
+    leaves misleads no other.
+    """
     layer, plain = twins("fused", torch.float32)
     like_megatron(layer, True)
     like_megatron(plain, False)
@@ -107,14 +125,20 @@ def test_ways_may_change_within_a_step() -> None:
             checkpoint(lambda v, one=one: one(v).output, x).square().sum().backward()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 step(one, x)
-            (one(x).output + one(2 * x, choice=LayoutChoice(r=1, kernel="loop")).output).square().sum().backward()
+            (one(x).output +
+             one(2 * x, choice=LayoutChoice(r=1, kernel="loop")).output).square().sum().backward()
     for (name, p), q in zip(layer.named_parameters(), plain.named_parameters(), strict=True):
-        torch.testing.assert_close(p.main_grad, q[1].main_grad, rtol=1e-5, atol=1e-5 * float(q[1].main_grad.abs().max()), msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(p.main_grad, q[1].main_grad, rtol=1e-5,
+                                   atol=1e-5 * float(q[1].main_grad.abs().max()),
+                                   msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("compute", ["fused", "kernels"])
 def test_no_whole_gradient_in_the_host_dtype_is_made(compute: str) -> None:
-    layer = MoELayer(from_dict({"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 64, "compute": compute}}), LocalComm(), dtype=torch.bfloat16)
+    layer = MoELayer(
+        from_dict(
+            {"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 64, "compute": compute}}),
+        LocalComm(), dtype=torch.bfloat16)
     like_megatron(layer, True)
     whole = 8 * 64 * 64
 
@@ -122,19 +146,23 @@ def test_no_whole_gradient_in_the_host_dtype_is_made(compute: str) -> None:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
             out = func(*args, **(kwargs or {}))
             views = ("select", "detach", "view", "alias")
-            if isinstance(out, Tensor) and out.dtype == torch.float32 and not any(v in str(func) for v in views) and out.numel() > self.numel:
+            if isinstance(out, Tensor) and out.dtype == torch.float32 and not any(
+                    v in str(func) for v in views) and out.numel() > self.numel:
                 self.numel, self.made_by = out.numel(), str(func)
             return out
 
     y = layer(torch.randn(40, 64, dtype=torch.bfloat16)).output.float().sum()
     with Float32() as seen:
         y.backward()
-    assert 0 < seen.numel < whole, f"{seen.made_by} makes {seen.numel} fp32 elements; the weights have {whole}"
+    assert 0 < seen.numel < whole, (f"{seen.made_by} makes {seen.numel} fp32 elements; the weights "
+                                    f"have {whole}")
 
 
 def _several(adds: bool, config: dict, choices: list) -> list[list[Tensor]]:
     def rank(comm):  # noqa: ANN001, ANN202
-        layer = MoELayer(from_dict({"model_dim": 16, "num_experts": 4, "experts": {"hidden_dim": 24}, **config}), comm, dtype=torch.bfloat16)
+        layer = MoELayer(
+            from_dict({"model_dim": 16, "num_experts": 4, "experts": {"hidden_dim": 24}, **config}),
+            comm, dtype=torch.bfloat16)
         like_megatron(layer, adds)
         g = torch.Generator().manual_seed(5)
         with torch.no_grad():  # ranks are threads here and share torch's own generator
@@ -157,10 +185,18 @@ LAYOUTS = {
     "tokens travel": ({}, [None], 0.0),
     "weights gathered": ({"parallel": {"r": 0}}, [None], 0.0),
     "shards gathered": ({"num_experts": 1, "router": {"top_k": 1}}, [LayoutChoice(r=1)], 0.0),
-    "in pieces": ({"parallel": {"d": 2}}, [None], 2e-2),  # by autograd the pieces' gradients are added in bf16
-    "layouts change": ({}, [LayoutChoice(r=1), LayoutChoice(r=0), LayoutChoice(r=1, kernel="loop"), LayoutChoice(r=1, d=2)], 2e-2),
+    # by autograd the pieces' gradients are added in bf16
+    "in pieces": ({"parallel": {"d": 2}}, [None], 2e-2),
+    "layouts change": ({}, [
+        LayoutChoice(r=1),
+        LayoutChoice(r=0),
+        LayoutChoice(r=1, kernel="loop"),
+        LayoutChoice(r=1, d=2)
+    ], 2e-2),
     "shadows": ({"parallel": {"shadow": 2}}, [None] * 3, 2e-2),
-    "replicas": ({"parallel": {"replicas": 2}, "dispatch": {"name": "padded", "capacity_factor": 2.0}}, [None], 0.0),
+    "replicas": ({
+        "parallel": {"replicas": 2}, "dispatch": {"name": "padded", "capacity_factor": 2.0}
+    }, [None], 0.0),
 }
 
 

@@ -1,4 +1,6 @@
-"""The router's one pass: gradients in float64, ties, and the same answers as scores taken one by one."""
+"""The router's one pass: gradients in float64, ties, and the same answers as scores taken one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def test_best_scores_and_ties(tokens: int, experts: int, k: int, seed: int) -> N
     chosen = top_k_stable(scores, k)
     for row, ids in zip(scores.tolist(), chosen.tolist(), strict=True):
         assert ids == sorted(range(experts), key=lambda e: (-row[e], e))[:k]
-    assert torch.equal(route(scores.log1p(), torch.ones(tokens, dtype=torch.bool), k, True).ids_TK, chosen)
+    assert torch.equal(
+        route(scores.log1p(), torch.ones(tokens, dtype=torch.bool), k, True).ids_TK, chosen)
 
 
 @given(st.lists(st.integers(-1, 5), max_size=60))

@@ -1,4 +1,6 @@
-"""Every way to compute experts: gradients in float64, frozen parts, autocast, recomputation, determinism, memory."""
+"""Every way to compute experts: gradients in float64, frozen parts, autocast, recomputation,
+determinism, memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.kernels.problems import SHAPES, Shape, make_plan
 SMALL = Shape(6, 3, 4, 2, 5)
 
 
-def problem(s: Shape, gated: bool, bias: bool, empty_slots: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, dict, RowPlan]:
+def problem(s: Shape, gated: bool, bias: bool, empty_slots: bool,
+            dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, dict, RowPlan]:
     """(x, gate weights, parameters by name, plan), all that can need a gradient needing one."""
     g = torch.Generator().manual_seed(1)
     plan = make_plan(s, g, empty_slots)
@@ -32,10 +35,15 @@ def problem(s: Shape, gated: bool, bias: bool, empty_slots: bool, dtype: torch.d
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
 
     e, d, f = s.experts, s.width, s.inner
-    p = {"w_in_LDF": draw(e, d, f), "b_in_LF": draw(e, f) if bias else None, "w_gate_LDF": draw(e, d, f) if gated else None,
-         "b_gate_LF": draw(e, f) if gated and bias else None, "w_out_LFD": draw(e, f, d), "b_out_LD": draw(e, d) if bias else None}
+    p = {
+        "w_in_LDF": draw(e, d, f), "b_in_LF": draw(e, f) if bias else None,
+        "w_gate_LDF": draw(e, d, f) if gated else None,
+        "b_gate_LF": draw(e, f) if gated and bias else None, "w_out_LFD": draw(e, f, d),
+        "b_out_LD": draw(e, d) if bias else None
+    }
     gates = torch.rand(s.tokens, s.top_k, generator=g, dtype=torch.float64).requires_grad_()
-    return draw(s.tokens, d), gates, p, RowPlan(plan.source_R, plan.position_TK, gates, RowCounts(plan.groups.host))
+    return draw(s.tokens, d), gates, p, RowPlan(plan.source_R, plan.position_TK, gates,
+                                                RowCounts(plan.groups.host))
 
 
 def parameters(p: dict, activation: str) -> FFNParameters:
@@ -55,13 +63,15 @@ def test_gradcheck(name: str, gated: bool) -> None:
         x, gates, p, plan = problem(SMALL, gated, number % 2 == 0, number % 3 == 0)
         inputs = [t for t in p.values() if t is not None]
 
-        def tokens(x: Tensor, gates: Tensor, *_: Tensor, p: dict = p, plan: RowPlan = plan, activation: str = activation) -> Tensor:
+        def tokens(x: Tensor, gates: Tensor, *_: Tensor, p: dict = p, plan: RowPlan = plan,
+                   activation: str = activation) -> Tensor:
             return strategies.get(name)(x, with_gates(plan, gates), parameters(p, activation))
 
         assert torch.autograd.gradcheck(tokens, (x, gates, *inputs))
         rows = torch.randn(plan.counts.total, SMALL.width, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(
-            lambda rows, *_, p=p, plan=plan, activation=activation: strategies.get(name)(rows, plan.counts, parameters(p, activation)), (rows, *inputs))
+            lambda rows, *_, p=p, plan=plan, activation=activation: strategies.get(name)
+            (rows, plan.counts, parameters(p, activation)), (rows, *inputs))
 
 
 @pytest.mark.parametrize("name", strategies.names())
@@ -75,21 +85,29 @@ def test_shapes(name: str, shape: str) -> None:
             y = strategies.get(strategy)(x, plan, parameters(p, "silu"))
             results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
         for mine, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10 * max(1.0, float(theirs.detach().abs().max()) if theirs.numel() else 1.0))
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-10,
+                atol=1e-10 * max(1.0,
+                                 float(theirs.detach().abs().max()) if theirs.numel() else 1.0))
 
 
 @pytest.mark.parametrize("name", strategies.names())
 def test_frozen_parameters_get_no_gradient(name: str) -> None:
-    for frozen in ("x", "gates", "w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD"):
+    for frozen in ("x", "gates", "w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD",
+                   "b_out_LD"):
         x, gates, p, plan = problem(SMALL, True, True, False)
         every = {"x": x, "gates": gates, **p}
-        free = torch.autograd.grad(strategies.get(name)(x, plan, parameters(p, "gelu")).square().sum(), list(every.values()))
+        free = torch.autograd.grad(
+            strategies.get(name)(x, plan, parameters(p, "gelu")).square().sum(),
+            list(every.values()))
         every[frozen].requires_grad_(False)
         strategies.get(name)(x, plan, parameters(p, "gelu")).square().sum().backward()
         assert every[frozen].grad is None
         for (label, tensor), want in zip(every.items(), free, strict=True):
             if label != frozen:
-                torch.testing.assert_close(tensor.grad, want, msg=lambda m, label=label: f"{label} with {frozen} frozen: {m}")
+                torch.testing.assert_close(
+                    tensor.grad, want,
+                    msg=lambda m, label=label: f"{label} with {frozen} frozen: {m}")
 
 
 @pytest.mark.parametrize("name", strategies.names())
@@ -100,8 +118,10 @@ def test_autocast(name: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = strategies.get(name)(x, plan, parameters(p, "silu"))
     assert got.dtype == torch.bfloat16
-    grads = torch.autograd.grad(got.float().square().mean(), [x, plan.weights_TK, p["w_in_LDF"], p["b_out_LD"]])
-    truth = torch.autograd.grad(want.square().mean(), [x, plan.weights_TK, p["w_in_LDF"], p["b_out_LD"]])
+    grads = torch.autograd.grad(got.float().square().mean(),
+                                [x, plan.weights_TK, p["w_in_LDF"], p["b_out_LD"]])
+    truth = torch.autograd.grad(want.square().mean(),
+                                [x, plan.weights_TK, p["w_in_LDF"], p["b_out_LD"]])
     for mine, theirs in zip([got, *grads], [want, *truth], strict=True):
         assert mine.dtype == theirs.dtype or mine is got
         assert float(((mine.float() - theirs).norm() / theirs.norm()).detach()) < 0.03
@@ -115,20 +135,26 @@ def test_the_same_every_time(name: str, dtype: torch.dtype) -> None:
     runs = []
     for _ in range(2):
         y = strategies.get(name)(x, plan, parameters(p, "gelu"))
-        runs.append([y, *torch.autograd.grad(y.float().square().sum(), [x, plan.weights_TK, *p.values()])])
+        runs.append(
+            [y, *torch.autograd.grad(y.float().square().sum(), [x, plan.weights_TK, *p.values()])])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def make_layer(compute: str = "auto", **config: object) -> MoELayer:
     """A small layer on this rank alone."""
-    return MoELayer(from_dict({"model_dim": 16, "num_experts": 8, "experts": {"hidden_dim": 24, "compute": compute}, **config}), LocalComm())
+    return MoELayer(
+        from_dict({
+            "model_dim": 16, "num_experts": 8, "experts": {"hidden_dim": 24, "compute": compute},
+            **config
+        }), LocalComm())
 
 
 @pytest.mark.parametrize("name", strategies.names())
 def test_recomputation(name: str) -> None:
     layer, x = make_layer(name), torch.randn(33, 16, requires_grad=True)
     plain = torch.autograd.grad(layer(x).output.square().sum(), [x, *layer.parameters()])
-    again = torch.autograd.grad(checkpoint(lambda v: layer(v).output, x).square().sum(), [x, *layer.parameters()])
+    again = torch.autograd.grad(
+        checkpoint(lambda v: layer(v).output, x).square().sum(), [x, *layer.parameters()])
     for a, b in zip(plain, again, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -160,9 +186,15 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["auto", "kernels"])
 def test_no_dense_intermediate(name: str, dispatch: str, factor: float | None) -> None:
     tokens, experts, k, width, inner = 256, 64, 2, 8, 8
-    layer = MoELayer(from_dict({"model_dim": width, "num_experts": experts, "router": {"top_k": k}, "experts": {"hidden_dim": inner, "compute": name},
-                                "dispatch": {"name": dispatch, "capacity_factor": factor}}), LocalComm())
+    layer = MoELayer(
+        from_dict({
+            "model_dim": width, "num_experts": experts, "router": {"top_k": k},
+            "experts": {"hidden_dim": inner,
+                        "compute": name}, "dispatch": {"name": dispatch, "capacity_factor": factor}
+        }), LocalComm())
     with Largest() as seen:
         layer(torch.randn(tokens, width)).output.sum().backward()
-    allowed = max(tokens * experts, 2 * tokens * k * max(width, inner), experts * width * inner)  # logits; rows; weights
-    assert seen.numel <= allowed < tokens * k * experts, f"{seen.made_by} makes {seen.numel} elements"
+    # logits; rows; weights
+    allowed = max(tokens * experts, 2 * tokens * k * max(width, inner), experts * width * inner)
+    assert seen.numel <= allowed < tokens * k * experts, (f"{seen.made_by} makes {seen.numel} "
+                                                          "elements")

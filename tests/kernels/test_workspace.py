@@ -54,7 +54,8 @@ def test_memory_stays_with_views_storages_and_saved_tensors() -> None:
 def test_no_two_owners(requests: list[tuple[int, int, bool]]) -> None:
     memory, like, held = Workspace(), torch.empty(0), []
     for number, (purpose, size, drop) in enumerate(requests):
-        held.append((number, memory.empty(str(purpose), (size, SMALL_BYTES // 8), like).fill_(number)))
+        held.append((number, memory.empty(str(purpose), (size, SMALL_BYTES // 8),
+                                          like).fill_(number)))
         if drop:
             held.pop(0)
         assert all(bool((tensor == value).all()) for value, tensor in held)
@@ -71,12 +72,14 @@ def test_what_is_much_too_large_is_given_back() -> None:
 def test_copies_start_empty() -> None:
     memory = Workspace()
     memory.empty("a", LARGE, torch.empty(0))
-    assert copy.deepcopy(memory).kept_bytes() == 0 == pickle.loads(pickle.dumps(memory)).kept_bytes()
+    assert copy.deepcopy(memory).kept_bytes() == 0 == pickle.loads(
+        pickle.dumps(memory)).kept_bytes()
 
 
 def layer_and_input() -> tuple[MoELayer, torch.Tensor]:
     """Large enough for the workspace to be used."""
-    layer = MoELayer(from_dict({"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 128}}), LocalComm())
+    layer = MoELayer(from_dict({"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 128}}),
+                     LocalComm())
     return layer, torch.randn(600, 64)
 
 
@@ -108,9 +111,13 @@ def test_twice_in_one_graph_and_backward_twice() -> None:
     first, second = layer(x).output, layer(x * 0.5).output
     both = torch.autograd.grad((first * second).sum(), weights, retain_graph=True)
     again = torch.autograd.grad((first * second).sum(), weights)
-    slow = MoELayer(from_dict({"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 128, "compute": "loop"}}), LocalComm())
+    slow = MoELayer(
+        from_dict(
+            {"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 128, "compute": "loop"}}),
+        LocalComm())
     slow.load_state_dict(layer.state_dict())
-    want = torch.autograd.grad((slow(x).output * slow(x * 0.5).output).sum(), list(slow.parameters()))
+    want = torch.autograd.grad((slow(x).output * slow(x * 0.5).output).sum(),
+                               list(slow.parameters()))
     for a, b, c in zip(both, again, want, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4 * float(c.abs().max()))

@@ -1,4 +1,6 @@
-"""Reading a run's files: both hosts' real logs, lines cut short, lines that are wrong, folders that hold none or several."""
+"""Reading a run's files: both hosts' real logs, lines cut short, lines that are wrong, folders that
+hold none or several.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ DATA = Path(__file__).parent / "data"
 
 
 def layer_row(step: int, layer: str = "layer1", **fields: object) -> str:
-    return json.dumps({"step": step, "time": 1000.0 + step, "layer": layer, "load": [3, 1], "max_over_mean": 1.5, **fields}) + "\n"
+    return json.dumps({
+        "step": step, "time": 1000.0 + step, "layer": layer, "load": [3, 1], "max_over_mean": 1.5,
+        **fields
+    }) + "\n"
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -47,51 +52,75 @@ def test_layers_have_what_the_statistics_say(host: str) -> None:
     assert set(found) == set(wanted) and len(wanted) == 24
     for key, row in wanted.items():
         record = found[key]
-        assert list(record.load) == row["load"] and record.losses == row["losses"] and record.layouts == row["layouts"]
-        assert (record.max_over_mean, record.entropy, record.drop_fraction) == (row["max_over_mean"], row["entropy"], row["drop_fraction"])
-        assert sum(record.shares) == pytest.approx(len(record.load)) and max(record.shares) == pytest.approx(row["max_over_mean"])
+        assert list(
+            record.load
+        ) == row["load"] and record.losses == row["losses"] and record.layouts == row["layouts"]
+        assert (record.max_over_mean, record.entropy,
+                record.drop_fraction) == (row["max_over_mean"], row["entropy"],
+                                          row["drop_fraction"])
+        assert sum(record.shares) == pytest.approx(len(record.load)) and max(
+            record.shares) == pytest.approx(row["max_over_mean"])
     assert len(run.decisions) == sum(len(r["decisions"]) for r in rows if "layer" in r) > 0
     ((step, rank), spans), = run.timelines.items()
-    assert (step, rank) == (20, 0) and {"layers", "exchange", "products"} == {s.track for s in spans} and all(s.end_s >= s.start_s >= 0 for s in spans)
+    assert (step, rank) == (20, 0) and {"layers", "exchange", "products"
+                                        } == {s.track
+                                              for s in spans} and all(s.end_s >= s.start_s >= 0
+                                                                      for s in spans)
 
 
 def test_fairseq_run_is_in_nats() -> None:
     run = read_run(DATA / "fairseq")
     text = (DATA / "fairseq" / "train.log").read_text()
-    rows = [json.loads(line.split("| train_inner | ")[1]) for line in text.splitlines() if "| train_inner | " in line]
-    assert run.host == "fairseq" and run.total_steps == 24 and run.settings["moe-expert-count"] == "4"
+    rows = [
+        json.loads(line.split("| train_inner | ")[1]) for line in text.splitlines()
+        if "| train_inner | " in line
+    ]
+    assert run.host == "fairseq" and run.total_steps == 24 and run.settings[
+        "moe-expert-count"] == "4"
     assert [r.step for r in run.steps] == [int(row["num_updates"]) for row in rows]
-    assert [r.loss for r in run.steps] == [pytest.approx(float(row["inner_loss"]) * math.log(2)) for row in rows]
+    assert [r.loss for r in run.steps
+            ] == [pytest.approx(float(row["inner_loss"]) * math.log(2)) for row in rows]
     assert [r.tokens_per_s for r in run.steps] == [float(row["wps"]) for row in rows]
     assert [r.step for r in run.steps if r.valid_loss is not None] == [12, 24]
 
 
 def test_fairseq_text_lines_say_the_same_as_json_lines() -> None:
     run = read_run(DATA / "fairseq_simple")
-    assert [r.step for r in run.steps] == [2, 4, 6] and run.steps[0].loss == pytest.approx(8.354 * math.log(2))
-    assert run.steps[-1].valid_loss == pytest.approx(6.462 * math.log(2)) and run.steps[0].extra["entropy_gating"] == 0.998
+    assert [r.step for r in run.steps] == [2, 4, 6] and run.steps[0].loss == pytest.approx(
+        8.354 * math.log(2))
+    assert run.steps[-1].valid_loss == pytest.approx(
+        6.462 * math.log(2)) and run.steps[0].extra["entropy_gating"] == 0.998
 
 
 @pytest.mark.parametrize("line", [
     '2026-01-01 | INFO | train_inner | {"loss": "4.0", "num_updates": "10", "wps": "5.5"}',
-    '[2026-01-01 10:00:00,123][train_inner][INFO] - {"loss": "4.0", "num_updates": "10", "wps": "5.5"}',
+    '[2026-01-01 10:00:00,123][train_inner][INFO] - {"loss": "4.0", "num_updates": "10", "wps": '
+    '"5.5"}',
     "2026-01-01 | INFO | train_inner | epoch 001:     10 / 20 loss=4, wps=5.5, num_updates=10",
 ])
 def test_forms_of_fairseq_lines(line: str) -> None:
     kind, record = parse_step(line)
-    assert kind == "train_inner" and (record.step, record.tokens_per_s) == (10, 5.5) and record.loss == pytest.approx(4 * math.log(2))
+    assert kind == "train_inner" and (record.step, record.tokens_per_s) == (
+        10, 5.5) and record.loss == pytest.approx(4 * math.log(2))
 
 
 def test_other_lines_of_a_fairseq_log_are_no_records() -> None:
     assert parse_step("2026 | INFO | fairseq_cli.train | Start iterating over samples") is None
     assert parse_settings("2026 | INFO | fairseq_cli.train | task: x") == {}
-    found = parse_settings("2026 | INFO | fairseq_cli.train | {'_name': None, 'common': {'max_update': 24, 'lr': [0.1, 0.2], 'arch': 'a b', 'none': None}}")
+    found = parse_settings(
+        "2026 | INFO | fairseq_cli.train | {'_name': None, 'common': {'max_update': 24, 'lr': "
+        "[0.1, 0.2], 'arch': 'a b', 'none': None}}"
+    )
     assert found == {"max-update": "24", "lr": "[0.1, 0.2]", "arch": "a b"}
 
 
 def test_epochs_stand_in_where_nothing_finer_was_logged(tmp_path: Path) -> None:
-    write(tmp_path, train_log='x | INFO | train | {"epoch": 1, "train_loss": "2.0", "train_num_updates": "7"}\n')
-    assert [(r.step, r.loss) for r in read_run(tmp_path).steps] == [(7, pytest.approx(2 * math.log(2)))]
+    write(
+        tmp_path,
+        train_log='x | INFO | train | {"epoch": 1, "train_loss": "2.0", "train_num_updates": "7"}\n'
+    )
+    assert [(r.step, r.loss)
+            for r in read_run(tmp_path).steps] == [(7, pytest.approx(2 * math.log(2)))]
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40, 120])
@@ -111,51 +140,70 @@ def test_an_unfinished_fairseq_line_is_said(tmp_path: Path) -> None:
     assert run.steps[-1].step == 22 and "unfinished" in run.notes[0]
 
 
-@pytest.mark.parametrize("bad", ['{"step": 4, "layer": "a", "load": "many"}', '{"step": "x", "layer": "a", "load": []}', '{"step": 4, "layer"',
-                                 '{"step": NaN, "layer": "a", "load": [1]}', '{"step": 4, "layer": "a", "load": [true]}',
-                                 '{"step": 4, "layer": "a", "load": [1], "decisions": [7]}', '{"step": 1e999, "layer": "a", "load": []}'])
+@pytest.mark.parametrize("bad", [
+    '{"step": 4, "layer": "a", "load": "many"}', '{"step": "x", "layer": "a", "load": []}',
+    '{"step": 4, "layer"', '{"step": NaN, "layer": "a", "load": [1]}',
+    '{"step": 4, "layer": "a", "load": [true]}',
+    '{"step": 4, "layer": "a", "load": [1], "decisions": [7]}',
+    '{"step": 1e999, "layer": "a", "load": []}'
+])
 def test_a_wrong_line_is_left_out_and_said(tmp_path: Path, bad: str) -> None:
     write(tmp_path, stats_jsonl=layer_row(2) + bad + "\n" + layer_row(6))
     run = read_run(tmp_path)
     assert [r.step for r in run.layers["layer1"]] == [2, 6] and "a" not in run.layers
-    assert len(run.notes) == 1 and "1 line of stats.jsonl could not be read" in run.notes[0] and "line 2" in run.notes[0]
+    assert len(run.notes) == 1 and "1 line of stats.jsonl could not be read" in run.notes[
+        0] and "line 2" in run.notes[0]
 
 
 def test_a_resumed_run_keeps_the_last_record_of_a_step(tmp_path: Path) -> None:
     rows = [(10, 5.0), (20, 4.0), (30, 3.5), (20, 3.9), (30, 3.3)]
-    write(tmp_path, log_jsonl="".join(json.dumps({"iteration": i, "lm_loss": v}) + "\n" for i, v in rows),
+    write(tmp_path, log_jsonl="".join(
+        json.dumps({"iteration": i, "lm_loss": v}) + "\n" for i, v in rows),
           stats_jsonl=layer_row(10) + layer_row(10, max_over_mean=1.25))
     run = read_run(tmp_path)
-    assert [(r.step, r.loss) for r in run.steps] == [(10, 5.0), (20, 3.9), (30, 3.3)] and "from step 30 to 20" in run.notes[0]
+    assert [(r.step, r.loss)
+            for r in run.steps] == [(10, 5.0), (20, 3.9),
+                                    (30, 3.3)] and "from step 30 to 20" in run.notes[0]
     assert [r.max_over_mean for r in run.layers["layer1"]] == [1.25]
 
 
 def test_without_statistics_the_training_log_tells_the_balance(tmp_path: Path) -> None:
     shutil.copy(DATA / "megatron" / "log.jsonl", tmp_path / "anything.txt")
     run = read_run(tmp_path)
-    assert set(run.layers) == {"layer1", "layer2"} and run.layers["layer1"][0].max_over_mean > 1 and run.experts == 0
+    assert set(run.layers) == {"layer1", "layer2"
+                               } and run.layers["layer1"][0].max_over_mean > 1 and run.experts == 0
 
 
 def test_later_pipeline_stages_and_deeper_folders_belong_to_the_run(tmp_path: Path) -> None:
-    write(tmp_path, stats_jsonl=layer_row(2), stats_jsonl_stage1=layer_row(2, "layer10") + layer_row(2, "layer9"))
+    write(tmp_path, stats_jsonl=layer_row(2),
+          stats_jsonl_stage1=layer_row(2, "layer10") + layer_row(2, "layer9"))
     write(tmp_path / "checkpoints", log_jsonl='{"iteration": 2, "lm_loss": 3.0}\n')
     run = read_run(tmp_path)
-    assert list(run.layers) == ["layer1", "layer9", "layer10"] and run.host == "megatron" and run.last_step == 2
+    assert list(run.layers) == ["layer1", "layer9", "layer10"
+                                ] and run.host == "megatron" and run.last_step == 2
 
 
 def test_settings_come_from_the_command_where_nothing_else_has_them(tmp_path: Path) -> None:
-    write(tmp_path, stats_jsonl=layer_row(2), command_sh="cd /x\npython -m t --train-iters 50 --flag \\\n  --name 'a b' --k=v\n")
-    assert read_run(tmp_path).settings == {"train-iters": "50", "flag": "true", "name": "a b", "k": "v"} and read_run(tmp_path).total_steps == 50
+    write(tmp_path, stats_jsonl=layer_row(2),
+          command_sh="cd /x\npython -m t --train-iters 50 --flag \\\n  --name 'a b' --k=v\n")
+    assert read_run(tmp_path).settings == {
+        "train-iters": "50", "flag": "true", "name": "a b", "k": "v"
+    } and read_run(tmp_path).total_steps == 50
 
 
 def test_folders_that_hold_no_run_or_several_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no directory.*moe-stats-jsonl"):
         read_run(tmp_path / "none")
-    with pytest.raises(ValueError, match="holds no record of a run; looked for layer statistics.*fairseq's log"):
-        read_run(write(tmp_path / "empty", notes_txt="hello\n{\n", other_json='{"a": 1}', binary_log="\0" + layer_row(2)))
+    with pytest.raises(
+            ValueError,
+            match="holds no record of a run; looked for layer statistics.*fairseq's log"):
+        read_run(
+            write(tmp_path / "empty", notes_txt="hello\n{\n", other_json='{"a": 1}',
+                  binary_log="\0" + layer_row(2)))
     with pytest.raises(ValueError, match="several runs: fairseq, megatron; give"):
         read_run(_both(tmp_path / "both"))
-    mixed = write(tmp_path / "mixed", log_jsonl='{"iteration": 2, "lm_loss": 3.0}\n', train_log='x | train_inner | {"loss": "1", "num_updates": "2"}\n')
+    mixed = write(tmp_path / "mixed", log_jsonl='{"iteration": 2, "lm_loss": 3.0}\n',
+                  train_log='x | train_inner | {"loss": "1", "num_updates": "2"}\n')
     with pytest.raises(ValueError, match="logs of both hosts"):
         read_run(mixed)
 

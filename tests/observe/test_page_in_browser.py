@@ -1,4 +1,6 @@
-"""The page in a real browser, without a screen: the script runs, nothing complains, the plots are there and lie within a phone's width."""
+"""The page in a real browser, without a screen: the script runs, nothing complains, the plots are
+there and lie within a phone's width.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ from moe_plugin.observe.history import read_run
 from moe_plugin.observe.report import render
 from tests.observe.test_report import DATA, embedded, hostile_run
 
-BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-         "--disable-sync", "--disable-extensions", "--disable-default-apps", "--enable-logging=stderr")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: apt-get install chromium)")
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+                if (path := shutil.which(name))), None)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--disable-extensions", "--disable-default-apps", "--enable-logging=stderr")
+pytestmark = pytest.mark.skipif(BROWSER is None,
+                                reason="no Chromium here (Debian: apt-get install chromium)")
 
 # measures the page from inside, as a person's actions would find it
 PROBE = """<script>
@@ -51,13 +56,18 @@ class Seen:
         import html
         import json
 
-        return json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', self.dom, re.DOTALL)[1]))
+        return json.loads(
+            html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', self.dom, re.DOTALL)[1]))
 
 
 def look(page: str, folder: Path, width: int = 1200, *more: str) -> Seen:
     file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
-    command = [BROWSER, *FLAGS, *more, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900", "--dump-dom", file.as_uri()]
+    command = [
+        BROWSER, *FLAGS, *more, f"--user-data-dir={folder / 'profile'}",
+        f"--window-size={width},900", "--dump-dom",
+        file.as_uri()
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     return Seen(done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line])
@@ -75,7 +85,8 @@ def test_plots_are_there_and_the_console_is_silent(tmp_path: Path, host: str) ->
     seen = look(page.replace("</body>", PROBE + "</body>"), tmp_path)
     assert seen.complaints == []
     assert f'data-ready="{len(embedded(page))}"' in seen.dom
-    for id in ("loss", "speed", "max-mean", "drops", "entropy", "bytes", "layers", "experts-0", "experts-1", "decisions", "timeline-0"):
+    for id in ("loss", "speed", "max-mean", "drops", "entropy", "bytes", "layers", "experts-0",
+               "experts-1", "decisions", "timeline-0"):
         assert f'<figure id="{id}"' in seen.dom, id
     probe, last = seen.probe, run.steps[-1]
     assert f"step {last.step}" in probe["tip"] and f"training: {last.loss:.5g}"[:14] in probe["tip"]
@@ -93,7 +104,16 @@ def test_a_phone_needs_no_sideways_scrolling(tmp_path: Path) -> None:
 
 def test_dark_where_the_reader_prefers_it(tmp_path: Path) -> None:
     page = render(read_run(DATA / "fairseq")).replace("</body>", PROBE + "</body>")
-    shades = [sum(map(int, re.findall(r"\d+", look(page, tmp_path, 1200, f"--blink-settings=preferredColorScheme={scheme}").probe["light"]))) for scheme in (0, 1)]
+    shades = [
+        sum(
+            map(
+                int,
+                re.findall(
+                    r"\d+",
+                    look(page, tmp_path, 1200,
+                         f"--blink-settings=preferredColorScheme={scheme}").probe["light"])))
+        for scheme in (0, 1)
+    ]
     assert shades[0] < 150 and shades[1] > 600
 
 

@@ -25,4 +25,5 @@ def test_a_terminal_sees_count_and_text() -> None:
     with progress(3, "waiting", stream=stream) as bar:
         bar.update(2)
         bar.set_postfix_str("loss 1.5")
-    assert "waiting" in stream.getvalue() and "2/3" in stream.getvalue() and "loss 1.5" in stream.getvalue()
+    assert "waiting" in stream.getvalue() and "2/3" in stream.getvalue(
+    ) and "loss 1.5" in stream.getvalue()

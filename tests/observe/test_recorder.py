@@ -17,25 +17,30 @@ from moe_plugin.observe.recorder import _FOLD_AT
 from moe_plugin.records import LayerStats
 
 
-def stats(load: list[int], *, dropped: int = 0, entropy: float = 1.0, loss: float | None = 2.0, **host: int) -> LayerStats:
+def stats(load: list[int], *, dropped: int = 0, entropy: float = 1.0, loss: float | None = 2.0,
+          **host: int) -> LayerStats:
     load_KE = torch.tensor([load])
     kept_KE = load_KE.clone()
     kept_KE[0, 0] -= dropped
     losses = {} if loss is None else {"gshard": torch.tensor(loss)}
-    return LayerStats(load_KE, kept_KE, torch.tensor(entropy), torch.tensor(sum(load)), losses, **host)
+    return LayerStats(load_KE, kept_KE, torch.tensor(entropy), torch.tensor(sum(load)), losses,
+                      **host)
 
 
 def test_sums_and_means_over_calls() -> None:
     recorder = StatsRecorder(ObserveConfig(interval=1))
-    recorder.add("a", stats([4, 0], dropped=1, entropy=1.0, loss=2.0, bytes_sent=10, rows=4, capacity=3))
+    recorder.add("a",
+                 stats([4, 0], dropped=1, entropy=1.0, loss=2.0, bytes_sent=10, rows=4, capacity=3))
     recorder.add("a", stats([1, 1], entropy=4.0, loss=4.0, bytes_sent=5, rows=2, capacity=5))
     record = recorder.reduce()["a"]
     assert record["load"] == [5, 1] and record["tokens"] == 6 and record["calls"] == 2
     assert record["dropped"] == 1 and record["drop_fraction"] == pytest.approx(1 / 6)
-    assert record["max_over_mean"] == pytest.approx(5 / 3) and record["max_over_mean_call"] == pytest.approx((2 + 1) / 2)
+    assert record["max_over_mean"] == pytest.approx(
+        5 / 3) and record["max_over_mean_call"] == pytest.approx((2 + 1) / 2)
     assert record["entropy"] == pytest.approx((1.0 * 4 + 4.0 * 2) / 6)  # weighed by tokens
     assert record["losses"] == {"gshard": pytest.approx(3.0)}
-    assert (record["bytes_sent"], record["rows"], record["capacity"], record["unused_experts"]) == (15, 6, 4.0, 0)
+    assert (record["bytes_sent"], record["rows"], record["capacity"],
+            record["unused_experts"]) == (15, 6, 4.0, 0)
 
 
 def test_ranks_with_the_same_tokens_count_once() -> None:
@@ -46,8 +51,11 @@ def test_ranks_with_the_same_tokens_count_once() -> None:
         return recorder.reduce()["a"]
 
     for record in run_simulated(3, work):
-        assert record["load"] == [4, 2] and record["tokens"] == 6 and record["dropped"] == 1 and record["rows"] == 15
-        assert record["max_over_mean_call"] == pytest.approx((1.6 + 2) / 2) and record["entropy"] == pytest.approx((2.0 * 5 + 1.0) / 6)
+        assert record["load"] == [
+            4, 2
+        ] and record["tokens"] == 6 and record["dropped"] == 1 and record["rows"] == 15
+        assert record["max_over_mean_call"] == pytest.approx(
+            (1.6 + 2) / 2) and record["entropy"] == pytest.approx((2.0 * 5 + 1.0) / 6)
 
 
 def test_a_loss_that_only_some_calls_have_is_averaged_over_these() -> None:
@@ -63,7 +71,8 @@ def test_many_calls_fold_to_the_same_sums() -> None:
         recorder.add("a", stats([2, 1]))
     assert len(recorder._layers["a"].pending) == 3
     record = recorder.reduce()["a"]
-    assert record["load"] == [2 * (2 * _FOLD_AT + 3), 2 * _FOLD_AT + 3] and record["losses"]["gshard"] == pytest.approx(2.0)
+    assert record["load"] == [2 * (2 * _FOLD_AT + 3), 2 * _FOLD_AT + 3
+                              ] and record["losses"]["gshard"] == pytest.approx(2.0)
 
 
 def test_ranks_are_summed_with_one_all_reduce_and_rank_0_writes(tmp_path: Path) -> None:
@@ -71,7 +80,8 @@ def test_ranks_are_summed_with_one_all_reduce_and_rank_0_writes(tmp_path: Path) 
 
     def work(comm) -> dict[str, float]:
         calls = []
-        inner, comm.all_reduce = comm.all_reduce, lambda x, op="sum": calls.append(1) or inner(x, op)
+        inner, comm.all_reduce = comm.all_reduce, lambda x, op="sum": calls.append(1) or inner(
+            x, op)
         recorder = StatsRecorder(ObserveConfig(interval=2, jsonl=str(path)), comm)
         logs = {}
         for step in range(4):
@@ -85,12 +95,15 @@ def test_ranks_are_summed_with_one_all_reduce_and_rank_0_writes(tmp_path: Path) 
     logs = run_simulated(2, work)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["step"], r["layer"]) for r in records] == [(1, "a"), (1, "b"), (3, "a"), (3, "b")]
-    assert all(r["load"] == [6, 0] and r["unused_experts"] == 1 and r["calls"] == 4 for r in records)
-    assert logs[0] == logs[1] and logs[0]["moe_max_over_mean"] == 2.0 and logs[0]["moe_loss_gshard"] == 2.0
+    assert all(r["load"] == [6, 0] and r["unused_experts"] == 1 and r["calls"] == 4
+               for r in records)
+    assert logs[0] == logs[1] and logs[0]["moe_max_over_mean"] == 2.0 and logs[0][
+        "moe_loss_gshard"] == 2.0
 
 
 def test_fields_agree_with_as_dict_of_a_real_layer() -> None:
-    config = MoEConfig(model_dim=8, num_experts=4, dispatch=DispatchConfig(name="padded", capacity_factor=0.5))
+    config = MoEConfig(model_dim=8, num_experts=4,
+                       dispatch=DispatchConfig(name="padded", capacity_factor=0.5))
     out = MoELayer(config)(torch.randn(32, 8))
     recorder = StatsRecorder(config.observe)
     recorder.add("a", out.stats)
@@ -114,8 +127,11 @@ def test_nothing_is_read_from_the_device_before_the_interval_ends() -> None:
     recorder = StatsRecorder(ObserveConfig(interval=1000))
     meta = {"device": "meta"}
     for step in range(2 * _FOLD_AT):
-        recorder.add("a", LayerStats(torch.ones(1, 2, dtype=torch.int64, **meta), torch.ones(1, 2, dtype=torch.int64, **meta),
-                                     torch.ones((), **meta), torch.ones((), **meta), {"z": torch.ones((), **meta)}))
+        recorder.add(
+            "a",
+            LayerStats(torch.ones(1, 2, dtype=torch.int64, **meta),
+                       torch.ones(1, 2, dtype=torch.int64, **meta), torch.ones((), **meta),
+                       torch.ones((), **meta), {"z": torch.ones((), **meta)}))
         assert recorder.step(step) == {}
     with pytest.raises(RuntimeError):
         recorder.flush(0)
@@ -135,7 +151,8 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert events.Scalars("moe/layer0/share/expert000")[0].value == pytest.approx(0.75)
 
 
-def test_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorboard_names_the_extra(tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"moe-plugin\[observe\]"):
         StatsRecorder(ObserveConfig(tensorboard=str(tmp_path)))

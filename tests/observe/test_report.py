@@ -1,4 +1,6 @@
-"""The page: its numbers are the records', hostile text stays text, it loads nothing, it stays small; and the PNG files."""
+"""The page: its numbers are the records', hostile text stays text, it loads nothing, it stays
+small; and the PNG files.
+"""
 
 from __future__ import annotations
 
@@ -61,51 +63,89 @@ class Page(HTMLParser):
 
 
 def embedded(page: str) -> dict[str, Any]:
-    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="figures">(.*?)</script>', page,
+                  re.DOTALL)[1])
 
 
 def curves(page: str, figure: str) -> dict[str, dict[float, float]]:
-    return {one["name"]: dict(zip(one["x"], one["y"], strict=True)) for one in embedded(page)[figure]["lines"] if not one["dashed"]}
+    return {
+        one["name"]: dict(zip(one["x"], one["y"], strict=True))
+        for one in embedded(page)[figure]["lines"] if not one["dashed"]
+    }
 
 
 def made_run(layers: int = 2, experts: int = 4, records: int = 3, name: str = "made") -> Run:
-    found = {f"layer{i}": [LayerRecord(step=s, layer=f"layer{i}", load=tuple(1 + (e * 7 + s + i) % 5 for e in range(experts)), max_over_mean=1.0 + i / 10,
-                                       drop_fraction=0.01 * i, entropy=1.0, unused_experts=0, losses={"gshard": 1.0 + s}, bytes_sent=1e6, calls=2)
-                           for s in range(1, records + 1)] for i in range(layers)}
-    return Run(name=name, host="megatron", steps=[StepRecord(step=s, loss=5 / s, tokens_per_s=1000.0 + s) for s in range(1, records + 1)], layers=found, files=["log.jsonl"])
+    found = {
+        f"layer{i}": [
+            LayerRecord(step=s, layer=f"layer{i}", load=tuple(1 + (e * 7 + s + i) % 5
+                                                              for e in range(experts)),
+                        max_over_mean=1.0 + i / 10, drop_fraction=0.01 * i, entropy=1.0,
+                        unused_experts=0, losses={"gshard": 1.0 + s}, bytes_sent=1e6, calls=2)
+            for s in range(1, records + 1)
+        ] for i in range(layers)
+    }
+    return Run(
+        name=name, host="megatron", steps=[
+            StepRecord(step=s, loss=5 / s, tokens_per_s=1000.0 + s) for s in range(1, records + 1)
+        ], layers=found, files=["log.jsonl"])
 
 
 @pytest.mark.parametrize("host", ["fairseq", "megatron"])
 def test_numbers_of_the_page_are_those_of_the_records(host: str) -> None:
     run = read_run(DATA / host)
     page = render(run)
-    assert curves(page, "loss")["training"] == {r.step: pytest.approx(r.loss, rel=1e-5) for r in run.steps}
-    assert curves(page, "loss")["validation"] == {r.step: pytest.approx(r.valid_loss, rel=1e-5) for r in run.steps if r.valid_loss is not None}
-    assert curves(page, "speed") == {"tokens/s": {r.step: pytest.approx(r.tokens_per_s, rel=1e-5) for r in run.steps}}
-    for figure, field in (("max-mean", "max_over_mean"), ("drops", "drop_fraction"), ("entropy", "entropy"), ("unused", "unused_experts")):
-        assert curves(page, figure) == {name: {r.step: pytest.approx(getattr(r, field), rel=1e-5) for r in records} for name, records in run.layers.items()}
-    sent = {name: {r.step: pytest.approx(r.bytes_sent / r.calls, rel=1e-5) for r in records} for name, records in run.layers.items()}
+    assert curves(
+        page, "loss")["training"] == {r.step: pytest.approx(r.loss, rel=1e-5) for r in run.steps}
+    assert curves(page, "loss")["validation"] == {
+        r.step: pytest.approx(r.valid_loss, rel=1e-5) for r in run.steps if r.valid_loss is not None
+    }
+    assert curves(page, "speed") == {
+        "tokens/s": {r.step: pytest.approx(r.tokens_per_s, rel=1e-5) for r in run.steps}
+    }
+    for figure, field in (("max-mean", "max_over_mean"), ("drops", "drop_fraction"),
+                          ("entropy", "entropy"), ("unused", "unused_experts")):
+        assert curves(page, figure) == {
+            name: {r.step: pytest.approx(getattr(r, field), rel=1e-5) for r in records}
+            for name, records in run.layers.items()
+        }
+    sent = {
+        name: {r.step: pytest.approx(r.bytes_sent / r.calls, rel=1e-5) for r in records}
+        for name, records in run.layers.items()
+    }
     assert curves(page, "bytes") == sent
     for i, records in enumerate(run.layers.values()):
         heat = embedded(page)[f"experts-{i}"]
         assert heat["steps"] == [r.step for r in records]
         for row, expert in zip(heat["values"], range(4), strict=True):
-            assert row == [pytest.approx(r.load[expert] * 4 / sum(r.load), abs=1e-3) for r in records]
+            assert row == [
+                pytest.approx(r.load[expert] * 4 / sum(r.load), abs=1e-3) for r in records
+            ]
     table = Page(page).text["td"]
     assert all(d.why in table and d.choice in table for d in run.decisions)
 
 
 def test_losses_by_name_are_drawn_whether_statistics_or_the_log_has_them() -> None:
     fairseq, megatron = render(read_run(DATA / "fairseq")), render(read_run(DATA / "megatron"))
-    assert "Router loss: gshard" in fairseq and "Time in exchanges" in fairseq and "Router loss: load_balancing_loss" in megatron
-    first = json.loads((DATA / "megatron" / "log.jsonl").read_text().splitlines()[0])["aux_losses"]["load_balancing_loss"]
-    assert curves(megatron, "loss-0")["loss load_balancing_loss"][2] == pytest.approx(sum(first) / len(first), rel=1e-5)
+    assert "Router loss: gshard" in fairseq and "Time in exchanges" in fairseq and (
+        "Router loss: "
+        "load_balancing_loss") in megatron
+    first = json.loads(
+        (DATA / "megatron" /
+         "log.jsonl").read_text().splitlines()[0])["aux_losses"]["load_balancing_loss"]
+    assert curves(megatron, "loss-0")["loss load_balancing_loss"][2] == pytest.approx(
+        sum(first) / len(first), rel=1e-5)
 
 
 def test_the_router_of_each_layer_is_drawn_where_several_take_turns() -> None:
     def run_of(gates: list[str]) -> Run:
-        records = [LayerRecord(step=s, layer="layer0", load=(1, 1), gates={gate: 2}) for s, gate in enumerate(gates, 1)]
-        return Run(name="made", host="megatron", steps=[StepRecord(step=s, loss=1.0) for s in range(1, 4)], layers={"layer0": records}, files=["log.jsonl"])
+        records = [
+            LayerRecord(step=s, layer="layer0", load=(1, 1), gates={gate: 2})
+            for s, gate in enumerate(gates, 1)
+        ]
+        return Run(name="made", host="megatron",
+                   steps=[StepRecord(step=s, loss=1.0) for s in range(1, 4)],
+                   layers={"layer0": records}, files=["log.jsonl"])
 
     page = render(run_of(["switch", "base", "switch"]))
     assert '<figure id="gates"' in page and "Router of each layer" in page and "base" in page
@@ -114,7 +154,9 @@ def test_the_router_of_each_layer_is_drawn_where_several_take_turns() -> None:
 
 def test_the_summary_says_what_the_run_was() -> None:
     rows = dict(summary(read_run(DATA / "fairseq")))
-    assert rows["Host"] == "fairseq" and rows["Steps"] == "24" and rows["Layers with experts"] == "2, 4 experts each" and "(step 24)" in rows["Loss, first and last"]
+    assert rows["Host"] == "fairseq" and rows["Steps"] == "24" and rows[
+        "Layers with experts"] == "2, 4 experts each" and "(step 24)" in rows["Loss, first and "
+                                                                              "last"]
     half = made_run()
     half.settings["train-iters"] = "50"
     assert dict(summary(half))["Steps"] == "3 of 50"
@@ -122,9 +164,11 @@ def test_the_summary_says_what_the_run_was() -> None:
 
 def test_heat_map_images_hold_the_levels_of_the_values() -> None:
     run = read_run(DATA / "fairseq")
-    heat = next(f for section in sections(run) for f in section.figures if isinstance(f, HeatMap) and f.id == "experts-0")
+    heat = next(f for section in sections(run) for f in section.figures
+                if isinstance(f, HeatMap) and f.id == "experts-0")
     block = re.search(r'<figure id="experts-0".*?</figure>', render(run), re.DOTALL)[0]
-    image = base64.b64decode(re.search(r'class="on-light" alt="" src="data:image/png;base64,([^"]+)"', block)[1])
+    image = base64.b64decode(
+        re.search(r'class="on-light" alt="" src="data:image/png;base64,([^"]+)"', block)[1])
     at = image.index(b"IDAT")
     pixels = zlib.decompress(image[at + 4 : at + 4 + int.from_bytes(image[at - 4 : at], "big")])
     width = len(heat.steps) + 1
@@ -133,37 +177,56 @@ def test_heat_map_images_hold_the_levels_of_the_values() -> None:
 
 
 def test_levels_grow_from_nothing_over_even_to_the_top() -> None:
-    assert [level(v, 3.0) for v in (0.0, 3.0, 99.0, math.nan)] == [0, LEVELS - 1, LEVELS - 1, LEVELS]
-    assert level(1.0, 3.0) in (LEVELS // 2 - 1, LEVELS // 2) and [level(v / 10, 3.0) for v in range(31)] == sorted(level(v / 10, 3.0) for v in range(31))
+    assert [level(v, 3.0)
+            for v in (0.0, 3.0, 99.0, math.nan)] == [0, LEVELS - 1, LEVELS - 1, LEVELS]
+    assert level(1.0, 3.0) in (LEVELS // 2 - 1, LEVELS // 2) and [
+        level(v / 10, 3.0) for v in range(31)
+    ] == sorted(level(v / 10, 3.0) for v in range(31))
 
 
 def hostile_run() -> Run:
     decision = Decision(step=1, layer=HOSTILE, event=HOSTILE, choice=HOSTILE, why=HOSTILE)
-    rows = [LayerRecord(step=s, layer=HOSTILE, load=(1, 2), max_over_mean=1.3, losses={HOSTILE: 1.0}, layouts={HOSTILE + str(s): 1}, decisions=(decision,)) for s in (1, 2)]
-    return Run(name=HOSTILE, host=HOSTILE, steps=[StepRecord(step=1, loss=1.0), StepRecord(step=2, loss=math.nan)], layers={HOSTILE: rows, "b": rows[:1]},
-               timelines={(1, 0): [Span(HOSTILE, HOSTILE, 0.0, 1.0)]}, settings={HOSTILE: HOSTILE}, notes=[HOSTILE], files=[HOSTILE])
+    rows = [
+        LayerRecord(step=s, layer=HOSTILE, load=(1, 2), max_over_mean=1.3, losses={HOSTILE: 1.0},
+                    layouts={HOSTILE + str(s): 1}, decisions=(decision,)) for s in (1, 2)
+    ]
+    return Run(name=HOSTILE, host=HOSTILE,
+               steps=[StepRecord(step=1, loss=1.0),
+                      StepRecord(step=2, loss=math.nan)], layers={HOSTILE: rows, "b": rows[:1]},
+               timelines={(1, 0): [Span(HOSTILE, HOSTILE, 0.0, 1.0)]}, settings={HOSTILE: HOSTILE},
+               notes=[HOSTILE], files=[HOSTILE])
 
 
 def test_hostile_text_stays_text() -> None:
     page = render(hostile_run())
     parsed = Page(page)
-    assert len(parsed.of("script")) == 2 and all(not name.startswith("on") for _, attrs in parsed.elements for name in attrs)
+    assert len(parsed.of("script")) == 2 and all(not name.startswith("on")
+                                                 for _, attrs in parsed.elements for name in attrs)
     assert all((image["src"] or "").startswith("data:image/png") for image in parsed.of("img"))
-    assert HOSTILE in parsed.text["h1"] and HOSTILE in parsed.text["td"] and embedded(page)["max-mean"]["lines"][0]["name"] == HOSTILE
+    assert HOSTILE in parsed.text["h1"] and HOSTILE in parsed.text["td"] and embedded(
+        page)["max-mean"]["lines"][0]["name"] == HOSTILE
 
 
 @pytest.mark.parametrize("host", ["fairseq", "fairseq_simple", "megatron"])
 def test_the_page_is_whole_and_loads_nothing(host: str) -> None:
     page = render(read_run(DATA / host))
     parsed = Page(page)
-    links = [value for _, attrs in parsed.elements for name, value in attrs.items() if name in ("src", "href")]
-    assert links and all(value.startswith(("data:", "#")) for value in links) and "default-src 'none'" in page
+    links = [
+        value for _, attrs in parsed.elements for name, value in attrs.items()
+        if name in ("src", "href")
+    ]
+    assert links and all(value.startswith(("data:", "#"))
+                         for value in links) and "default-src 'none'" in page
     assert not re.search(r"https?://|@import|url\(", page)
     ids = [attrs["id"] for _, attrs in parsed.elements if "id" in attrs]
     assert len(ids) == len(set(ids))
     named = [attrs for _, attrs in parsed.elements if attrs.get("role") == "img"]
-    charts = [f for section in sections(read_run(DATA / host)) for f in section.figures if isinstance(f, (LineChart, HeatMap, Bands))]
-    assert len(named) == len(charts) and all(attrs["aria-labelledby"] in ids and attrs["aria-describedby"] in ids for attrs in named)
+    charts = [
+        f for section in sections(read_run(DATA / host)) for f in section.figures
+        if isinstance(f, (LineChart, HeatMap, Bands))
+    ]
+    assert len(named) == len(charts) and all(
+        attrs["aria-labelledby"] in ids and attrs["aria-describedby"] in ids for attrs in named)
 
 
 def test_a_large_run_gives_a_page_of_bounded_size() -> None:
@@ -176,22 +239,31 @@ def test_long_curves_keep_ends_and_extremes() -> None:
     points[4321] = (4321.0, -50.0)
     points[2000] = (2000.0, math.nan)
     few = thinned(points)
-    assert len(few) <= 400 and {points[0], points[-1], (1234.0, 50.0), (4321.0, -50.0)} <= set(few) and [x for x, _ in few] == sorted(x for x, _ in few)
+    assert len(few) <= 400 and {points[0], points[-1], (1234.0, 50.0), (4321.0, -50.0)
+                                } <= set(few) and [x for x, _ in few] == sorted(x for x, _ in few)
     assert any(math.isnan(y) for _, y in few) and thinned(points[:100]) == points[:100]
 
 
 def test_a_run_with_little_in_it_has_a_page() -> None:
     Page(render(Run(name="one", host="megatron", steps=[StepRecord(step=5, loss=math.inf)])))
-    Page(render(Run(name="one", host="unknown", layers={"a": [LayerRecord(step=5, layer="a", load=(0, 0))]})))
-    Page(render(Run(name="one", host="megatron", steps=[StepRecord(step=5, loss=2.0)], layers={"a": [LayerRecord(step=5, layer="a", load=(0, 3))]})))
+    Page(
+        render(
+            Run(name="one", host="unknown",
+                layers={"a": [LayerRecord(step=5, layer="a", load=(0, 0))]})))
+    Page(
+        render(
+            Run(name="one", host="megatron", steps=[StepRecord(step=5, loss=2.0)],
+                layers={"a": [LayerRecord(step=5, layer="a", load=(0, 3))]})))
 
 
 def test_many_layers_are_drawn_as_highest_middle_and_lowest() -> None:
     lines = curves(render(made_run(layers=9)), "max-mean")
-    assert {name: line[2] for name, line in lines.items()} == {"highest layer": 1.8, "middle layer": 1.4, "lowest layer": 1.0}
+    assert {name: line[2] for name, line in lines.items()
+            } == {"highest layer": 1.8, "middle layer": 1.4, "lowest layer": 1.0}
 
 
-def test_command_writes_page_and_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_page_and_png_files(tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `observe`)")
     folder = tmp_path / "a run"
     shutil.copytree(DATA / "fairseq", folder)
@@ -199,13 +271,19 @@ def test_command_writes_page_and_png_files(tmp_path: Path, capsys: pytest.Captur
         stream.write('{"step": 26, "lay')
     assert main(["report", str(folder), "--png", str(tmp_path / "png")]) == 0
     out = capsys.readouterr().out
-    assert str(folder / "report.html") in out and "note: The last line of stats.jsonl is unfinished" in out
+    assert str(
+        folder / "report.html") in out and "note: The last line of stats.jsonl is unfinished" in out
     assert "is unfinished" in (folder / "report.html").read_text()
     names = {path.stem for path in (tmp_path / "png").glob("*.png")}
-    assert {"loss", "speed", "max-mean", "drops", "entropy", "experts-0", "experts-1", "layers", "bytes", "exchange-time", "timeline-0"} <= names
-    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 3000 for path in (tmp_path / "png").glob("*.png"))
+    assert {
+        "loss", "speed", "max-mean", "drops", "entropy", "experts-0", "experts-1", "layers",
+        "bytes", "exchange-time", "timeline-0"
+    } <= names
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 3000
+               for path in (tmp_path / "png").glob("*.png"))
     assert f"{len(names)} PNG files" in out
-    assert main(["report", str(folder), "--output", str(tmp_path / "x.html")]) == 0 and (tmp_path / "x.html").is_file()
+    assert main(["report", str(folder), "--output",
+                 str(tmp_path / "x.html")]) == 0 and (tmp_path / "x.html").is_file()
 
 
 def test_hostile_names_do_not_break_png_files(tmp_path: Path) -> None:
@@ -215,7 +293,8 @@ def test_hostile_names_do_not_break_png_files(tmp_path: Path) -> None:
     assert all(path.parent == tmp_path for path in write_png(run, tmp_path))
 
 
-def test_png_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_png_without_matplotlib_names_the_extra(tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
     whole = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -228,21 +307,30 @@ def test_png_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pyt
         write_png(made_run(), tmp_path)
 
 
-def test_files_that_cannot_be_written_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_written_are_named(tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="cannot be written"):
         write_report(made_run(), tmp_path / "no" / "x.html")
     (tmp_path / "taken").write_text("")
     with pytest.raises(ValueError, match="cannot be written"):
         write_png(made_run(), tmp_path / "taken")
-    assert main(["report", str(tmp_path)]) == 2 and "looked for layer statistics" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)
+                 ]) == 2 and "looked for layer statistics" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("value", "unit", "text"), [
-    (None, "", "–"), (math.nan, "s", "–"), (math.inf, "", "∞"), (0.0, "%", "0 %"), (0.2512, "%", "25.12 %"), (1234567.0, "B", "1.23 MB"), (12.0, "B", "12 B"),
-    (0.00034, "s", "340 µs"), (200.0, "s", "3 min 20 s"), (7500.0, "s", "2 h 5 min"), (12345.6, "count", "12,346"), (3.0, "ms", "3 ms"), (0.0001, "", "0.0001")])
+@pytest.mark.parametrize(("value", "unit", "text"), [(None, "", "–"), (math.nan, "s", "–"),
+                                                     (math.inf, "", "∞"), (0.0, "%", "0 %"),
+                                                     (0.2512, "%", "25.12 %"),
+                                                     (1234567.0, "B", "1.23 MB"),
+                                                     (12.0, "B", "12 B"), (0.00034, "s", "340 µs"),
+                                                     (200.0, "s", "3 min 20 s"),
+                                                     (7500.0, "s", "2 h 5 min"),
+                                                     (12345.6, "count", "12,346"),
+                                                     (3.0, "ms", "3 ms"), (0.0001, "", "0.0001")])
 def test_numbers_for_people(value: float | None, unit: str, text: str) -> None:
     assert number(value, unit) == text
 
 
 def test_ticks_are_round_and_inside() -> None:
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and ticks(3.2, 11.9) == [4, 6, 8, 10] and ticks(0, 2, least=1.0) == [0, 1, 2] and ticks(5, 5) == [5]
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and ticks(
+        3.2, 11.9) == [4, 6, 8, 10] and ticks(0, 2, least=1.0) == [0, 1, 2] and ticks(5, 5) == [5]

@@ -1,4 +1,6 @@
-"""The timeline of a step: layers forward and backward, exchanges, products; only in the step asked for, only on rank 0."""
+"""The timeline of a step: layers forward and backward, exchanges, products; only in the step asked
+for, only on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ from moe_plugin.observe.timeline import BACKWARD, MARK, Timeline, spans
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 
-def event(name: str, start: float, end: float, number: int = -1, device: object = CPU) -> SimpleNamespace:
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), sequence_nr=number, device_type=device)
+def event(name: str, start: float, end: float, number: int = -1,
+          device: object = CPU) -> SimpleNamespace:
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end),
+                           sequence_nr=number, device_type=device)
 
 
 def test_one_step_is_recorded_with_both_passes_of_each_layer(tmp_path: Path) -> None:
@@ -33,17 +37,21 @@ def test_one_step_is_recorded_with_both_passes_of_each_layer(tmp_path: Path) -> 
     row, = (json.loads(line) for line in path.read_text().splitlines())
     assert row["step"] == 2 and row["rank"] == 0
     names = [name for track, name, _, _ in row["timeline"] if track == "layers"]
-    assert list(dict.fromkeys(names)) == ["first forward", "second forward", "second backward", "first backward"]
+    assert list(dict.fromkeys(names)) == [
+        "first forward", "second forward", "second backward", "first backward"
+    ]
     begins = [begin for track, _, begin, _ in row["timeline"] if track == "layers"]
     assert begins == sorted(begins) and any(track == "products" for track, *_ in row["timeline"])
     (_, found), = read_run(tmp_path).timelines.items()
     assert [[s.track, s.name, s.start_s, s.end_s] for s in found] == row["timeline"]
-    assert all(not layer._forward_pre_hooks and not layer._forward_hooks for layer in layers.values())
+    assert all(not layer._forward_pre_hooks and not layer._forward_hooks
+               for layer in layers.values())
 
 
 def test_other_ranks_record_nothing(tmp_path: Path) -> None:
     config = ObserveConfig(jsonl=str(tmp_path / "x.jsonl"), timeline=1)
-    assert run_simulated(2, lambda comm: Timeline(config, {}, comm).path is not None) == [True, False]
+    assert run_simulated(2,
+                         lambda comm: Timeline(config, {}, comm).path is not None) == [True, False]
 
 
 def test_a_step_that_fails_leaves_no_hooks(tmp_path: Path) -> None:
@@ -51,18 +59,30 @@ def test_a_step_that_fails_leaves_no_hooks(tmp_path: Path) -> None:
     timeline = Timeline(ObserveConfig(jsonl=str(tmp_path / "x.jsonl"), timeline=1), {"a": layer})
     with pytest.raises(ValueError, match="does not fit"), timeline.around(1):
         layer(torch.randn(4, 9))
-    assert not layer._forward_pre_hooks and not layer._forward_hooks and not (tmp_path / "x.jsonl").exists()
+    assert not layer._forward_pre_hooks and not layer._forward_hooks and not (tmp_path /
+                                                                              "x.jsonl").exists()
 
 
 def test_what_the_profiler_says_becomes_spans() -> None:
     found = spans([
-        event(MARK + "a", 100, 400), event("aten::mm", 150, 250, 5), event("aten::add", 450, 460, 8), event("gloo:all_to_all", 200, 900, device=CPU),
-        event(BACKWARD + "X", 1000, 1100, 6), event(BACKWARD + "Y", 1120, 1200, 7), event(BACKWARD + "Other", 1300, 1400, 8),
-        event("ncclDevKernel_SendRecv", 300, 500, device=CUDA), event("sm90_gemm_bf16", 500, 600, device=CUDA), event("elementwise", 600, 650, device=CUDA),
-        event(MARK + "a", 100, 400, device=CUDA)])
-    assert found == [["layers", "a forward", 0.0, 0.0003], ["layers", "a backward", 0.0009, 0.0011], ["exchange", "all_to_all", 0.0001, 0.0008],
-                     ["products", "mm", 0.00005, 0.00015], ["GPU exchange", "ncclDevKernel_SendRecv", 0.0002, 0.0004],
-                     ["GPU products", "sm90_gemm_bf16", 0.0004, 0.0005], ["GPU other", "elementwise", 0.0005, 0.00055]]
+        event(MARK + "a", 100, 400),
+        event("aten::mm", 150, 250, 5),
+        event("aten::add", 450, 460, 8),
+        event("gloo:all_to_all", 200, 900, device=CPU),
+        event(BACKWARD + "X", 1000, 1100, 6),
+        event(BACKWARD + "Y", 1120, 1200, 7),
+        event(BACKWARD + "Other", 1300, 1400, 8),
+        event("ncclDevKernel_SendRecv", 300, 500, device=CUDA),
+        event("sm90_gemm_bf16", 500, 600, device=CUDA),
+        event("elementwise", 600, 650, device=CUDA),
+        event(MARK + "a", 100, 400, device=CUDA)
+    ])
+    assert found == [["layers", "a forward", 0.0, 0.0003], ["layers", "a backward", 0.0009, 0.0011],
+                     ["exchange", "all_to_all", 0.0001, 0.0008],
+                     ["products", "mm", 0.00005, 0.00015],
+                     ["GPU exchange", "ncclDevKernel_SendRecv", 0.0002, 0.0004],
+                     ["GPU products", "sm90_gemm_bf16", 0.0004, 0.0005],
+                     ["GPU other", "elementwise", 0.0005, 0.00055]]
     assert spans([]) == []
 
 

@@ -1,4 +1,6 @@
-"""Measuring a processor: the fit recovers what made the times; the command writes a file that can be read."""
+"""Measuring a processor: the fit recovers what made the times; the command writes a file that can
+be read.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def test_the_fit_recovers_a_device() -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "d.yaml"
-    assert main(["profile-device", "--model-dim", "64", "--hidden-dim", "64", "--out", str(out)]) == 0
+    assert main(["profile-device", "--model-dim", "64", "--hidden-dim", "64", "--out",
+                 str(out)]) == 0
     found = load_device(out)
     assert found.flops > 1e6 and found.memory_bytes_s > 1e6 and "GFLOP/s" in capsys.readouterr().out
     assert main(["profile-device", "--device", "cuda:7", "--out", str(out)]) == 2

@@ -1,4 +1,6 @@
-"""Whole plans: search equal to trying everything, memory, explanation, what is written for the hosts."""
+"""Whole plans: search equal to trying everything, memory, explanation, what is written for the
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,27 @@ def exhaustive(m: ModelShape, c, device: Device, space: Space) -> list[PlanCost]
                 for micro in space.micro_batches:
                     if m.global_batch % (dp * micro) or micro * m.sequence % tp:
                         continue
-                    for choice in legal_choices(m.experts, group, degrees=space.degrees, algorithms=space.algorithms):
-                        found.append(plan_cost(m, c, device, Plan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp, micro_batch=micro, layout=choice)))
+                    for choice in legal_choices(m.experts, group, degrees=space.degrees,
+                                                algorithms=space.algorithms):
+                        found.append(
+                            plan_cost(
+                                m, c, device,
+                                Plan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp,
+                                     micro_batch=micro, layout=choice)))
     return [f for f in found if f.memory_bytes <= device.memory_bytes]
 
 
-@pytest.mark.parametrize("nodes,per_node,inter,changes,memory", [
-    (1, 4, 22e9, {}, 80e9), (2, 4, 22e9, {}, 80e9), (2, 4, 1e9, {}, 80e9), (4, 2, 5e9, {"experts": 2}, 80e9), (2, 4, 22e9, {"experts": 32}, 12e9),
-    (1, 8, 22e9, {"experts": 2, "top_k": 1, "sequence": 128}, 80e9), (2, 4, 22e9, {"capacity_factor": 1.25, "gated": True}, 16e9),
-    (2, 4, 22e9, {"capacity_factor": 0.5, "experts": 4}, 80e9), (2, 2, 0.1e9, {"layers": 12, "global_batch": 16, "moe_every": 1}, 9e9),
-])
-def test_search_equals_trying_everything(nodes: int, per_node: int, inter: float, changes: dict, memory: float) -> None:
-    m, c, device = model(**changes), cluster(nodes, per_node, inter), dataclasses.replace(A100, memory_bytes=memory)
+@pytest.mark.parametrize("nodes,per_node,inter,changes,memory",
+                         [(1, 4, 22e9, {}, 80e9), (2, 4, 22e9, {}, 80e9), (2, 4, 1e9, {}, 80e9),
+                          (4, 2, 5e9, {"experts": 2}, 80e9), (2, 4, 22e9, {"experts": 32}, 12e9),
+                          (1, 8, 22e9, {"experts": 2, "top_k": 1, "sequence": 128}, 80e9),
+                          (2, 4, 22e9, {"capacity_factor": 1.25, "gated": True}, 16e9),
+                          (2, 4, 22e9, {"capacity_factor": 0.5, "experts": 4}, 80e9),
+                          (2, 2, 0.1e9, {"layers": 12, "global_batch": 16, "moe_every": 1}, 9e9),])
+def test_search_equals_trying_everything(nodes: int, per_node: int, inter: float, changes: dict,
+                                         memory: float) -> None:
+    m, c, device = model(**changes), cluster(nodes, per_node,
+                                             inter), dataclasses.replace(A100, memory_bytes=memory)
     every = exhaustive(m, c, device, SPACE)
     found = search(m, c, device, SPACE, keep=3)
     best = min(every, key=lambda f: (f.seconds, f.plan))
@@ -70,12 +81,14 @@ def test_the_bound_is_one() -> None:
 
 
 def test_memory_and_time_by_hand() -> None:
-    m = ModelShape(layers=2, model_dim=64, ffn_dim=256, sequence=128, global_batch=8, experts=4, moe_every=2)
+    m = ModelShape(layers=2, model_dim=64, ffn_dim=256, sequence=128, global_batch=8, experts=4,
+                   moe_every=2)
     plan = Plan(tp=1, pp=1, dp=4, ep=4, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
     cost = plan_cost(m, cluster(1, 4), A100, plan)
     dense = 2 * 4 * 64**2 + 2 * 64 * 256 + 64 * 4
     assert m.dense_parameters == dense and m.expert_parameters == 4 * 2 * 64 * 256
-    assert cost.memory["dense parameters"] == 18 * dense and cost.memory["expert parameters"] == 18 * 2 * 64 * 256
+    assert cost.memory["dense parameters"] == 18 * dense and cost.memory[
+        "expert parameters"] == 18 * 2 * 64 * 256
     assert cost.memory["activations"] == 34 * 2 * 128 * 64 * 2
     assert cost.time["pipeline bubble"] == 0 and plan.micro_batches(m) == 1 and plan.expert_dp == 1
     assert gradient_s(m, cluster(1, 4), plan) == pytest.approx(2 * 3 * (3e-6 + dense / 250e9))
@@ -83,14 +96,18 @@ def test_memory_and_time_by_hand() -> None:
 
 def test_the_bubble_is_that_of_1f1b() -> None:
     m = model(vocab=0)
-    one, two = (plan_cost(m, cluster(1, 8), A100, Plan(tp=1, pp=pp, dp=8 // pp, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))) for pp in (1, 2))
+    one, two = (plan_cost(
+        m, cluster(1, 8), A100,
+        Plan(tp=1, pp=pp, dp=8 // pp, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1)))
+                for pp in (1, 2))
     work = sum(v for k, v in two.time.items() if k not in ("pipeline bubble", "gradient reduction"))
     assert two.time["pipeline bubble"] == pytest.approx(work / two.plan.micro_batches(m))
     assert one.time["pipeline bubble"] == 0
 
 
 def test_slow_networks_keep_experts_inside_the_node() -> None:
-    fast, slow = (search(model(experts=32), cluster(4, 8, inter), A100, Space()).plans[0].plan for inter in (200e9, 0.2e9))
+    fast, slow = (search(model(experts=32), cluster(4, 8, inter), A100, Space()).plans[0].plan
+                  for inter in (200e9, 0.2e9))
     assert slow.expert_ranks <= 8 < fast.expert_ranks
 
 
@@ -105,8 +122,10 @@ def test_explanation() -> None:
     m, c = model(), cluster(2, 4)
     found = search(m, c, A100, SPACE)
     text = explain(m, c, A100, found, SPACE)
-    assert found.plans[0].plan.label in text and "why not otherwise" in text and "memory of the fullest rank" in text
-    assert any(line.startswith("  expert group ") for line in text.splitlines()) and "%, mostly" in text
+    assert found.plans[
+        0].plan.label in text and "why not otherwise" in text and "memory of the fullest rank" in text
+    assert any(line.startswith("  expert group ")
+               for line in text.splitlines()) and "%, mostly" in text
 
 
 @pytest.mark.parametrize("host", ["megatron", "fairseq"])
@@ -118,7 +137,8 @@ def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> N
     (tmp_path / "moe.yaml").write_text(files["moe.yaml"])
     settings = from_yaml(str(tmp_path / "moe.yaml"))
     assert settings.parallel.mode == ("auto" if auto else "fixed")
-    assert (settings.parallel.r, settings.parallel.d, settings.comm.all_to_all) == (best.layout.r, best.layout.d, best.layout.algorithm)
+    assert (settings.parallel.r, settings.parallel.d,
+            settings.comm.all_to_all) == (best.layout.r, best.layout.d, best.layout.algorithm)
     assert settings.dispatch.capacity_factor == 1.25
     if host == "fairseq":
         assert settings.num_experts == 2 and settings.experts.hidden_dim == 4096
@@ -133,30 +153,40 @@ def test_a_host_that_cannot_is_told() -> None:
         host_flags(model(), plan, "other")
 
 
-@pytest.mark.parametrize("values,words", [({"layer": 2}, r"\['layer'\] cannot be read"), ([1], "must be a mapping"), ({"layers": 2}, "required"),
-                                          ({"layers": 0, "model_dim": 8, "ffn_dim": 8}, "layers=0")])
+@pytest.mark.parametrize("values,words",
+                         [({"layer": 2}, r"\['layer'\] cannot be read"), ([1], "must be a mapping"),
+                          ({"layers": 2}, "required"),
+                          ({"layers": 0, "model_dim": 8, "ffn_dim": 8}, "layers=0")])
 def test_wrong_model_files(values, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         model_from_dict(values)
 
 
-ARGS = ["plan", "--model", "configs/plans/gpt_64_experts.yaml", "--cluster", "configs/clusters/a100_ib.yaml", "--device", "configs/devices/a100_80g.yaml",
-        "--nodes", "2"]
+ARGS = [
+    "plan", "--model", "configs/plans/gpt_64_experts.yaml", "--cluster",
+    "configs/clusters/a100_ib.yaml", "--device", "configs/devices/a100_80g.yaml", "--nodes", "2"
+]
 
 
 def test_command_text_and_files(tmp_path: Path, capsys) -> None:
-    assert main([*ARGS, "--top", "3", "--write", str(tmp_path / "out"), "--plot", str(tmp_path / "p.png"), "--auto"]) == 0
+    assert main([
+        *ARGS, "--top", "3", "--write",
+        str(tmp_path / "out"), "--plot",
+        str(tmp_path / "p.png"), "--auto"
+    ]) == 0
     text = capsys.readouterr().out
     assert "plans, fastest first" in text and "wrote" in text
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    assert from_dict(yaml.safe_load((tmp_path / "out" / "moe.yaml").read_text())).parallel.mode == "auto"
+    assert from_dict(yaml.safe_load(
+        (tmp_path / "out" / "moe.yaml").read_text())).parallel.mode == "auto"
     assert "--expert-model-parallel-size" in (tmp_path / "out" / "megatron.flags").read_text()
 
 
 def test_command_json(capsys) -> None:
     assert main([*ARGS, "--json", "--host", "fairseq"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["plans"][0]["plan"]["tp"] == 1 and set(found["plans"][0]["moe_layer"]["phases"]) >= {"a2a_out", "experts"}
+    assert found["plans"][0]["plan"]["tp"] == 1 and set(
+        found["plans"][0]["moe_layer"]["phases"]) >= {"a2a_out", "experts"}
 
 
 def test_command_scale(capsys) -> None:

@@ -1,6 +1,8 @@
-"""A short reference for every registered router, in float64 and loops; shares no code with the package.
+"""A short reference for every registered router, in float64 and loops; shares no code with the
+package.
 
-`choose` gives each token's experts (-1: none), `weigh` their weights and that of the token itself, from the inputs alone.
+`choose` gives each token's experts (-1: none), `weigh` their weights and that of the token itself,
+from the inputs alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ Weights = tuple[Tensor, Tensor | None]
 
 @dataclass
 class Call:
-    """One call: tokens, mask, the router's parameters and buffers by name, its settings, and where it runs."""
+    """One call: tokens, mask, the router's parameters and buffers by name, its settings, and where
+    it runs.
+    """
 
     x: Tensor
     mask: Tensor
@@ -33,7 +37,9 @@ class Call:
 
 @dataclass
 class Reference:
-    """settings: of `router`, for 4 or 8 experts. training: the mode in which the choice is not left to chance; None: only evaluation is."""
+    """settings: of `router`, for 4 or 8 experts. training: the mode in which the choice is not left
+    to chance; None: only evaluation is.
+    """
 
     choose: Callable[[Call], list[list[int]]]
     weigh: Callable[[Call, Tensor], Weights]
@@ -52,12 +58,15 @@ def best(values: Tensor, k: int) -> list[int]:
 
 
 def pick(scores: Tensor, ids: Tensor) -> Tensor:
-    rows = [[scores[t, e] if e >= 0 else scores[t, 0] * 0 for e in row] for t, row in enumerate(ids.tolist())]
-    return torch.stack([torch.stack(row) for row in rows]) if rows else scores.new_zeros(ids.shape) + scores.sum()
+    rows = [[scores[t, e] if e >= 0 else scores[t, 0] * 0 for e in row]
+            for t, row in enumerate(ids.tolist())]
+    return torch.stack([torch.stack(row)
+                        for row in rows]) if rows else scores.new_zeros(ids.shape) + scores.sum()
 
 
 def over_sum(weights: Tensor) -> Tensor:
-    return weights / weights.sum(1, keepdim=True).clamp(min=1e-30) if weights.shape[1] > 1 else weights
+    return weights / weights.sum(1, keepdim=True).clamp(
+        min=1e-30) if weights.shape[1] > 1 else weights
 
 
 def softmax_topk(call: Call) -> list[list[int]]:
@@ -82,7 +91,8 @@ def gshard_weights(call: Call, ids: Tensor) -> Weights:
 
 def prototype_choice(call: Call) -> list[list[int]]:
     width = call.c.experts // call.c.top_k
-    return [[i * width + best(row[i * width : (i + 1) * width], 1)[0] for i in range(call.c.top_k)] for row in logits(call)]
+    return [[i * width + best(row[i * width:(i + 1) * width], 1)[0] for i in range(call.c.top_k)]
+            for row in logits(call)]
 
 
 def prototype_weights(call: Call, ids: Tensor) -> Weights:
@@ -94,19 +104,26 @@ def prototype_weights(call: Call, ids: Tensor) -> Weights:
 def group_choice(values: Tensor, groups: int, take: int, worth: int, k: int) -> list[int]:
     values = values.detach()
     parts = values.view(groups, -1)
-    chosen = best(torch.stack([part.sort(descending=True).values[:worth].sum() for part in parts]), take)
+    chosen = best(torch.stack([part.sort(descending=True).values[:worth].sum() for part in parts]),
+                  take)
     width = parts.shape[1]
     allowed = [e for e in range(len(values)) if e // width in chosen]
     return sorted(allowed, key=lambda e: (-float(values[e]), e))[:k]
 
 
 def sam_choice(call: Call) -> list[list[int]]:
-    return [group_choice(row, call.c.groups, 1, call.c.experts, call.c.top_k) for row in logits(call).softmax(1)]
+    return [
+        group_choice(row, call.c.groups, 1, call.c.experts, call.c.top_k)
+        for row in logits(call).softmax(1)
+    ]
 
 
 def limited_choice(call: Call) -> list[list[int]]:
     c = call.c
-    return [group_choice(row, c.groups, c.group_top_k, max(1, c.top_k // c.group_top_k), c.top_k) for row in logits(call).softmax(1)]
+    return [
+        group_choice(row, c.groups, c.group_top_k, max(1, c.top_k // c.group_top_k), c.top_k)
+        for row in logits(call).softmax(1)
+    ]
 
 
 def bias_choice(call: Call) -> list[list[int]]:
@@ -136,14 +153,18 @@ def dense_choice(call: Call) -> list[list[int]]:
     rows = []
     for row in p:
         order = best(row, len(row))
-        rows.append([e if j == 0 or row[e] >= call.c.sparsity.threshold else -1 for j, e in enumerate(order)])
+        rows.append([
+            e if j == 0 or row[e] >= call.c.sparsity.threshold else -1 for j, e in enumerate(order)
+        ])
     return rows
 
 
 def expert_choice(call: Call) -> list[list[int]]:
     p, real = logits(call).detach().softmax(1), [t for t in range(len(call.x)) if call.mask[t]]
     each = math.ceil(len(real) * call.c.top_k / call.c.experts)
-    taken = {e: sorted(real, key=lambda t: (-float(p[t, e]), t))[:each] for e in range(call.c.experts)}
+    taken = {
+        e: sorted(real, key=lambda t: (-float(p[t, e]), t))[:each] for e in range(call.c.experts)
+    }
     rows = []
     for t in range(len(call.x)):
         mine = sorted((e for e in taken if t in taken[e]), key=lambda e: (-float(p[t, e]), e))
@@ -175,7 +196,8 @@ def sinkhorn_weights(call: Call, ids: Tensor) -> Weights:
 def quota_choice(call: Call) -> list[list[int]]:
     p = logits(call).detach().softmax(1)
     rows = [best(row, call.c.top_k) for row in p]
-    leaving = [(t, j) for t, row in enumerate(rows) for j, e in enumerate(row) if call.mask[t] and not call.near[e]]
+    leaving = [(t, j) for t, row in enumerate(rows) for j, e in enumerate(row)
+               if call.mask[t] and not call.near[e]]
     leaving.sort(key=lambda at: (-float(p[at[0], rows[at[0]][at[1]]]), at))
     quota = math.floor(call.c.links.quota * call.c.top_k * int(call.mask.sum()))
     over = set(leaving[quota:])
@@ -191,7 +213,10 @@ def quota_choice(call: Call) -> list[list[int]]:
 
 def capacity_choice(call: Call) -> list[list[int]]:
     rows, used = softmax_topk(call), [0] * call.c.experts
-    most = [math.ceil(call.c.links.pair_capacity * call.c.top_k * int(call.mask.sum()) * s - 1e-9) for s in call.shares]
+    most = [
+        math.ceil(call.c.links.pair_capacity * call.c.top_k * int(call.mask.sum()) * s - 1e-9)
+        for s in call.shares
+    ]
     for j in range(call.c.top_k):
         for t in range(len(rows)):
             e = rows[t][j]
@@ -203,51 +228,68 @@ def capacity_choice(call: Call) -> list[list[int]]:
 
 def capacity_weights(call: Call, ids: Tensor) -> Weights:
     p = logits(call).softmax(1)
-    full = over_sum(pick(p, torch.tensor([best(row, call.c.top_k) for row in p], dtype=torch.int64).view(-1, call.c.top_k)))
+    full = over_sum(
+        pick(
+            p,
+            torch.tensor([best(row, call.c.top_k) for row in p],
+                         dtype=torch.int64).view(-1, call.c.top_k)))
     return full * (ids >= 0), None
 
 
 def hash_choice(call: Call) -> list[list[int]]:
-    return [[int(call.p["table_V"][i])] if m else [0] for i, m in zip(call.token_ids.tolist(), call.mask.tolist(), strict=True)]
+    return [[int(call.p["table_V"][i])] if m else [0]
+            for i, m in zip(call.token_ids.tolist(), call.mask.tolist(), strict=True)]
 
 
 GROUPS = {"groups": 2, "group_top_k": 1}
 REFERENCES: dict[str, Reference] = {
-    "topk": Reference(softmax_topk, softmax_normalized),
-    "switch": Reference(lambda c: [best(row, 1) for row in logits(c)], softmax_plain),
-    "gshard": Reference(lambda c: [best(row, 2) for row in logits(c)], gshard_weights, modes=(False,)),
-    "ktop1": Reference(prototype_choice, prototype_weights),
-    "sam": Reference(sam_choice, softmax_normalized, {"groups": 2}),
-    "base": Reference(lambda c: [best(row, 1) for row in logits(c)], base_weights, modes=(False,)),
-    "hash": Reference(hash_choice, lambda c, ids: (torch.ones(ids.shape, dtype=torch.float64), None), {"hash": {"kind": "random", "vocabulary": 11}}),
-    "dense_to_sparse": Reference(dense_choice, lambda c, ids: (pick((logits(c) / c.c.sparsity.start).softmax(1), ids), None),
-                                 {"sparsity": {"start": 1.5, "threshold": 0.2}}, modes=(False,), training=False),
-    "cosine": Reference(lambda c: [best(row, c.c.top_k) for row in cosine_logits(c)],
-                        lambda c, ids: (over_sum(pick(cosine_logits(c).softmax(1), ids)), None), {"cosine_dim": 5}),
-    "noisy_topk": Reference(softmax_topk, noisy_weights, modes=(False,), training=False),
-    "expert_choice": Reference(expert_choice, softmax_plain),
-    "group_limited": Reference(limited_choice, softmax_normalized, GROUPS),
-    "sigmoid_bias": Reference(bias_choice, bias_weights, GROUPS),
-    "sinkhorn": Reference(sinkhorn_choice, sinkhorn_weights),
-    "topology_quota": Reference(quota_choice, softmax_normalized, {"links": {"quota": 0.2}}),
-    "ta_moe": Reference(capacity_choice, capacity_weights, {"links": {"pair_capacity": 1.0}}),
+    "topk": Reference(softmax_topk, softmax_normalized), "switch": Reference(
+        lambda c: [best(row, 1) for row in logits(c)], softmax_plain), "gshard": Reference(
+            lambda c: [best(row, 2) for row in logits(c)], gshard_weights,
+            modes=(False,)), "ktop1": Reference(prototype_choice, prototype_weights),
+    "sam": Reference(sam_choice, softmax_normalized, {"groups": 2}), "base": Reference(
+        lambda c: [best(row, 1) for row in logits(c)], base_weights,
+        modes=(False,)), "hash": Reference(
+            hash_choice, lambda c, ids: (torch.ones(ids.shape, dtype=torch.float64), None),
+            {"hash": {"kind": "random", "vocabulary": 11}}), "dense_to_sparse": Reference(
+                dense_choice, lambda c, ids: (pick(
+                    (logits(c) / c.c.sparsity.start).softmax(1), ids), None),
+                {"sparsity": {"start": 1.5, "threshold": 0.2}}, modes=(False,), training=False),
+    "cosine": Reference(lambda c: [best(row, c.c.top_k) for row in cosine_logits(c)], lambda c, ids:
+                        (over_sum(pick(cosine_logits(c).softmax(1), ids)), None),
+                        {"cosine_dim": 5}), "noisy_topk": Reference(softmax_topk, noisy_weights,
+                                                                    modes=(False,), training=False),
+    "expert_choice": Reference(expert_choice, softmax_plain), "group_limited": Reference(
+        limited_choice, softmax_normalized, GROUPS), "sigmoid_bias": Reference(
+            bias_choice, bias_weights, GROUPS), "sinkhorn": Reference(
+                sinkhorn_choice, sinkhorn_weights), "topology_quota": Reference(
+                    quota_choice,
+                    softmax_normalized, {"links": {"quota": 0.2}}), "ta_moe": Reference(
+                        capacity_choice, capacity_weights, {"links": {"pair_capacity": 1.0}}),
 }
 
 
 def reference_of(name: str) -> Reference:
     """The reference; a router without one fails its tests."""
-    assert name in REFERENCES, f"router {name!r} has no reference: write one in tests/routing/references.py"
+    assert name in REFERENCES, (f"router {name!r} has no reference: write one in "
+                                "tests/routing/references.py")
     return REFERENCES[name]
 
 
 def namespace(tree: dict[str, Any]) -> SimpleNamespace:
     """A config tree as attributes."""
-    return SimpleNamespace(**{key: namespace(value) if isinstance(value, dict) else value for key, value in tree.items()})
+    return SimpleNamespace(**{
+        key: namespace(value) if isinstance(value, dict) else value for key, value in tree.items()
+    })
 
 
 def tensors_of(router: nn.Module) -> dict[str, Tensor]:
-    """Parameters (leaves that want a gradient) and buffers of a router, in float64 where they are floating."""
-    found = {name: p.detach().double().clone().requires_grad_() for name, p in router.named_parameters()}
+    """Parameters (leaves that want a gradient) and buffers of a router, in float64 where they are
+    floating.
+    """
+    found = {
+        name: p.detach().double().clone().requires_grad_() for name, p in router.named_parameters()
+    }
     return {**found, **{name: b.detach().clone() for name, b in router.named_buffers()}}
 
 
@@ -256,4 +298,6 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-__all__ = ["REFERENCES", "Call", "F", "Reference", "gradient_of", "namespace", "reference_of", "tensors_of"]
+__all__ = [
+    "REFERENCES", "Call", "F", "Reference", "gradient_of", "namespace", "reference_of", "tensors_of"
+]

@@ -16,7 +16,8 @@ from moe_plugin.routing.routers.base_layer import spread_and_assign
 
 
 def best_total(scores_TE: torch.Tensor) -> float:
-    """The largest total score with at most ceil(T / E) tokens an expert, by the Hungarian method."""
+    """The largest total score with at most ceil(T / E) tokens an expert, by the Hungarian method.
+    """
     tokens, experts = scores_TE.shape
     each = -(-tokens // experts)
     slots = scores_TE.repeat_interleave(each, dim=1).numpy()
@@ -25,9 +26,11 @@ def best_total(scores_TE: torch.Tensor) -> float:
     return float(slots[rows, columns].sum())
 
 
-@given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 5), st.sampled_from(["normal", "equal", "integers", "skewed"]), st.integers(0, 10**6))
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 5),
+       st.sampled_from(["normal", "equal", "integers", "skewed"]), st.integers(0, 10**6))
 @settings(max_examples=80, deadline=None)
-def test_balance_is_exact_and_the_total_the_largest_possible(experts: int, each: int, more: int, kind: str, seed: int) -> None:
+def test_balance_is_exact_and_the_total_the_largest_possible(experts: int, each: int, more: int,
+                                                             kind: str, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     tokens = experts * each + more % experts
     scores = torch.randn(tokens, experts, generator=g, dtype=torch.float64)
@@ -41,18 +44,21 @@ def test_balance_is_exact_and_the_total_the_largest_possible(experts: int, each:
     load = torch.bincount(chosen, minlength=experts)
     assert load.max() <= -(-tokens // experts)
     assert tokens % experts or (load == tokens // experts).all()
-    assert float(scores.gather(1, chosen[:, None]).sum()) == pytest.approx(best_total(scores), abs=1e-9)
+    assert float(scores.gather(1, chosen[:, None]).sum()) == pytest.approx(
+        best_total(scores), abs=1e-9)
 
 
 def test_many_tokens_and_experts() -> None:
     scores = torch.randn(768, 32, dtype=torch.float64) + torch.randn(32, dtype=torch.float64)
     chosen = balanced_assignment(scores)
     assert (torch.bincount(chosen, minlength=32) == 24).all()
-    assert float(scores.gather(1, chosen[:, None]).sum()) == pytest.approx(best_total(scores), abs=1e-9)
+    assert float(scores.gather(1, chosen[:, None]).sum()) == pytest.approx(
+        best_total(scores), abs=1e-9)
 
 
 def test_nan_scores_end() -> None:
-    assert torch.bincount(balanced_assignment(torch.full((12, 3), float("nan")))).tolist() == [4, 4, 4]
+    assert torch.bincount(balanced_assignment(torch.full((12, 3),
+                                                         float("nan")))).tolist() == [4, 4, 4]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -69,7 +75,8 @@ def test_every_expert_gets_the_same_number_from_each_problem(world: int, counts:
 
 
 def test_tokens_that_lie_together_are_spread_over_problems() -> None:
-    # rank 0 holds tokens for expert 0 alone, rank 1 for expert 1: assigned at home, half of them would go astray
+    # rank 0 holds tokens for expert 0 alone, rank 1 for expert 1: assigned at home, half of them
+    # would go astray
     scores = [torch.tensor([[9.0, 0.0]]).repeat(64, 1), torch.tensor([[0.0, 9.0]]).repeat(64, 1)]
     chosen = run_simulated(2, lambda comm: spread_and_assign(scores[comm.rank], comm))
     assert (chosen[0] == 0).float().mean() > 0.7 and (chosen[1] == 1).float().mean() > 0.7
@@ -81,12 +88,14 @@ def test_what_travels_is_scores_and_one_number_a_token() -> None:
         spread_and_assign(torch.randn(16, 4), comm)
         return comm.bytes_sent - before
 
-    # half of 16 tokens go to the other rank and come back: 4 float32 out, one int64 back; and one count
+    # half of 16 tokens go to the other rank and come back: 4 float32 out, one int64 back; and one
+    # count
     assert run_simulated(2, rank) == [8 * 4 * 4 + 8 * 8 + 8] * 2
 
 
 def test_padding_is_not_assigned_and_evaluation_is_greedy() -> None:
-    router = build_router(from_dict({"model_dim": 4, "num_experts": 4, "losses": {}, "router": {"name": "base"}}))
+    router = build_router(
+        from_dict({"model_dim": 4, "num_experts": 4, "losses": {}, "router": {"name": "base"}}))
     x, mask = torch.randn(30, 4), torch.arange(30) < 20
     ids = router(x, mask).ids_TK[:, 0]
     assert (ids[20:] == -1).all() and torch.bincount(ids[:20], minlength=4).tolist() == [5] * 4

@@ -16,13 +16,19 @@ from moe_plugin.routing import finish_step, routers
 from moe_plugin.routing.replay import record_routing, replay_routing
 from tests.routing.references import reference_of
 
-LOSSES = {"gshard": 1.0, "switch": 1.0, "sequence": 1.0, "global_batch": 1.0, "ta_moe": 1.0, "sam_alignment": 1.0, "importance": 1.0, "z": 1.0}
+LOSSES = {
+    "gshard": 1.0, "switch": 1.0, "sequence": 1.0, "global_batch": 1.0, "ta_moe": 1.0,
+    "sam_alignment": 1.0, "importance": 1.0, "z": 1.0
+}
 
 
 def make(name: str, tree: dict | None = None, **where) -> MoELayer:
     torch.manual_seed(5)
     router = {"name": name, **reference_of(name).settings}
-    config = {"model_dim": 8, "num_experts": 4, "losses": LOSSES, "router": router, "experts": {"hidden_dim": 16}, **(tree or {})}
+    config = {
+        "model_dim": 8, "num_experts": 4, "losses": LOSSES, "router": router,
+        "experts": {"hidden_dim": 16}, **(tree or {})
+    }
     return MoELayer(from_dict(config), **where)
 
 
@@ -37,7 +43,10 @@ def step(layer: MoELayer, x: torch.Tensor, mask: torch.Tensor) -> list[torch.Ten
     (out.output.square().sum() + sum(out.losses.values())).backward()
     finish_step(layer)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
-    return [out.output.detach(), out.stats.load_KE, *(v.detach() for v in out.losses.values()), *grads, *layer.router.buffers()]
+    return [
+        out.output.detach(), out.stats.load_KE, *(v.detach() for v in out.losses.values()), *grads,
+        *layer.router.buffers()
+    ]
 
 
 @pytest.mark.parametrize("name", routers.names())
@@ -57,7 +66,9 @@ def test_recorded_routing_is_replayed_under_other_weights(name: str, tmp_path) -
     with record_routing() as tape:
         first = [layer(x, info=info()).stats.load_KE for _ in range(2)]
     torch.save(tape.ids, tmp_path / "routing.pt")
-    assert all(torch.equal(a, b) for a, b in zip(torch.load(tmp_path / "routing.pt"), tape.ids, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(torch.load(tmp_path / "routing.pt"), tape.ids, strict=True))
     with torch.no_grad():
         for parameter in layer.router.parameters():
             parameter += torch.randn_like(parameter)
@@ -74,7 +85,9 @@ def strict() -> Iterator[None]:
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that run inside, forward and backward, with the dtype of their first tensor."""
+    """Names of the operators that run inside, forward and backward, with the dtype of their first
+    tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,20 +95,26 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         first = next((a for a in args if isinstance(a, torch.Tensor)), None)
-        self.seen.add((func.overloadpacket.__name__, first is not None and first.is_floating_point()))
+        self.seen.add((func.overloadpacket.__name__, first is not None
+                       and first.is_floating_point()))
         return func(*args, **(kwargs or {}))
 
 
-# torch's list of operators that raise on a GPU under torch.use_deterministic_algorithms(True), as far as a layer could meet them
-NEVER = {"histc", "kthvalue", "put_", "median", "nanmedian", "cumprod", "scatter_reduce", "scatter_reduce_", "resize_", "grid_sampler_2d_backward",
-         "_embedding_bag_dense_backward", "nll_loss2d_forward"}
+# torch's list of operators that raise on a GPU under torch.use_deterministic_algorithms(True), as
+# far as a layer could meet them
+NEVER = {
+    "histc", "kthvalue", "put_", "median", "nanmedian", "cumprod", "scatter_reduce",
+    "scatter_reduce_", "resize_", "grid_sampler_2d_backward", "_embedding_bag_dense_backward",
+    "nll_loss2d_forward"
+}
 NEVER_FLOAT = {"cumsum", "cumsum_"}
 CELLS = [("ragged", None), ("padded", 1.0), ("padded", 0.0)]
 
 
 @pytest.mark.parametrize("dispatch,factor", CELLS)
 @pytest.mark.parametrize("name", routers.names())
-def test_deterministic_mode_repeats_bits_and_meets_no_operator_that_a_gpu_refuses(name: str, dispatch: str, factor: float | None, strict: None) -> None:
+def test_deterministic_mode_repeats_bits_and_meets_no_operator_that_a_gpu_refuses(
+        name: str, dispatch: str, factor: float | None, strict: None) -> None:
     """Strict mode also fills fresh memory with NaN: what is read before it is written shows."""
     x, mask, runs = torch.randn(24, 8), torch.arange(24) < 20, []
     tree = {"deterministic": True, "dispatch": {"name": dispatch, "capacity_factor": factor}}
@@ -104,16 +123,20 @@ def test_deterministic_mode_repeats_bits_and_meets_no_operator_that_a_gpu_refuse
         torch.manual_seed(7)
         with Operators() as operators:
             runs.append(step(layer, x, mask))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)) and all(t.isfinite().all() for t in runs[0])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)) and all(t.isfinite().all()
+                                                                              for t in runs[0])
     names = {op for op, _ in operators.seen}
     assert len(names) > 30  # it did look
-    assert not names & NEVER and not {op for op, floating in operators.seen if floating} & NEVER_FLOAT
+    assert not names & NEVER and not {op
+                                      for op, floating in operators.seen if floating} & NEVER_FLOAT
 
 
 def test_every_dispatcher_and_expert_kernel_runs_in_strict_mode(strict: None) -> None:
     from moe_plugin.kernels.expert_ffn import strategies
 
-    plain = [d for d in dispatchers.names() if not getattr(dispatchers.get(d), "same_tokens", False)]
+    plain = [
+        d for d in dispatchers.names() if not getattr(dispatchers.get(d), "same_tokens", False)
+    ]
     assert plain and strategies.names()
     x, mask = torch.randn(24, 8), torch.arange(24) < 20
     for dispatch in plain:
@@ -121,14 +144,20 @@ def test_every_dispatcher_and_expert_kernel_runs_in_strict_mode(strict: None) ->
         for compute in (entry.name for entry in strategies if entry.why_not() is None):
             runs = []
             for _ in range(2):
-                layer = make("topk", {"deterministic": True, "dispatch": {"name": dispatch, "capacity_factor": factor},
-                                      "experts": {"hidden_dim": 16, "compute": compute}})
+                layer = make(
+                    "topk", {
+                        "deterministic": True, "dispatch": {
+                            "name": dispatch, "capacity_factor": factor
+                        }, "experts": {"hidden_dim": 16, "compute": compute}
+                    })
                 runs.append(step(layer, x, mask))
             assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), (dispatch, compute)
 
 
 def test_deterministic_mode_is_refused_where_it_would_not_hold() -> None:
-    with pytest.raises(ValueError, match="deterministic=True does not fit torch's present mode.*determinism.enable"):
+    with pytest.raises(
+            ValueError,
+            match="deterministic=True does not fit torch's present mode.*determinism.enable"):
         make("topk", {"deterministic": True})
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -136,7 +165,9 @@ def test_deterministic_mode_is_refused_where_it_would_not_hold() -> None:
             make("topk", {"deterministic": True})
     finally:
         torch.use_deterministic_algorithms(False)
-    with pytest.raises(ValueError, match="parallel.mode='auto' is out of bounds: must be fixed where deterministic=True"):
+    with pytest.raises(
+            ValueError,
+            match="parallel.mode='auto' is out of bounds: must be fixed where deterministic=True"):
         from_dict({"deterministic": True, "parallel": "auto"})
 
 
@@ -149,7 +180,8 @@ def test_kernels_are_not_chosen_by_a_clock_in_strict_mode(strict: None) -> None:
     assert first_if_deterministic([1, 2, 3], {}) == [1, 2, 3]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: compares routing there with the CPU's")
+@pytest.mark.skipif(not torch.cuda.is_available(),
+                    reason="needs a GPU: compares routing there with the CPU's")
 @pytest.mark.parametrize("name", routers.names())
 def test_on_a_gpu_as_on_the_cpu_and_bitwise_repeatable(name: str) -> None:
     on_cpu, on_gpu = make(name, dtype=torch.float64), make(name, dtype=torch.float64, device="cuda")
@@ -159,7 +191,10 @@ def test_on_a_gpu_as_on_the_cpu_and_bitwise_repeatable(name: str) -> None:
         on_cpu.eval(), on_gpu.eval()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        state = {key: value.clone() for key, value in on_gpu.state_dict().items() if isinstance(value, torch.Tensor)}
+        state = {
+            key: value.clone() for key, value in on_gpu.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
         runs = []
         for _ in range(2):
             on_gpu.load_state_dict(state, strict=False)

@@ -1,4 +1,6 @@
-"""Which router of a list decides: rules, resumption, recomputation, idle parameters, losses, agreement of ranks."""
+"""Which router of a list decides: rules, resumption, recomputation, idle parameters, losses,
+agreement of ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,19 @@ from moe_plugin.routing import GateCall, finish_step, gate_choices, number_layer
 from moe_plugin.routing.replay import checkpoint, record_routing, replay_routing
 from tests.distributed import run_gloo
 
-NAMES = "switch,gshard,expert_choice"  # 1, 2 and 4 choices a token: a layer's load tells which one decided
+# 1, 2 and 4 choices a token: a layer's load tells which one decided
+NAMES = "switch,gshard,expert_choice"
 
 
-def make(names: str = NAMES, losses: dict | None = None, router: dict | None = None, comm=None, **choice) -> MoELayer:
+def make(names: str = NAMES, losses: dict | None = None, router: dict | None = None, comm=None,
+         **choice) -> MoELayer:
     torch.manual_seed(1)
-    return MoELayer(from_dict({"model_dim": 6, "num_experts": 4, "losses": losses or {}, "router": {"name": names, "choice": choice, **(router or {})},
-                               "experts": {"hidden_dim": 8}}), comm)
+    return MoELayer(
+        from_dict({
+            "model_dim": 6, "num_experts": 4, "losses": losses or {},
+            "router": {"name": names, "choice": choice,
+                       **(router or {})}, "experts": {"hidden_dim": 8}
+        }), comm)
 
 
 def who(layer: MoELayer, **info) -> str:
@@ -64,7 +72,8 @@ def test_rules_in_training_and_outside() -> None:
 def test_a_call_may_name_its_gate_under_any_rule() -> None:
     layer = make(rule="cycle")
     finish_step(layer)
-    assert [who(layer, gate_index=i) for i in range(3)] == NAMES.split(",") and who(layer, sequences=1) == "gshard"
+    assert [who(layer, gate_index=i)
+            for i in range(3)] == NAMES.split(",") and who(layer, sequences=1) == "gshard"
 
 
 def test_layers_by_number() -> None:
@@ -87,7 +96,11 @@ def test_random_draws_come_from_seed_step_and_layer_alone() -> None:
     assert sequence(stack[0], 30) == first != sequence(stack[1], 30)
     every = sequence(make(rule="random", every=5), 30)
     assert all(len(set(every[i : i + 5])) == 1 for i in range(0, 30, 5))
-    assert first[:8] == ["gshard", "gshard", "switch", "switch", "expert_choice", "gshard", "expert_choice", "expert_choice"]  # on every machine
+    # on every machine
+    assert first[:8] == [
+        "gshard", "gshard", "switch", "switch", "expert_choice", "gshard", "expert_choice",
+        "expert_choice"
+    ]
 
 
 @pytest.mark.parametrize("rule", ["cycle", "random"])
@@ -101,14 +114,19 @@ def test_a_checkpoint_goes_on_in_the_sequence(rule: str) -> None:
     assert begun + sequence(copy.deepcopy(layer).to(torch.bfloat16).float(), 5) == whole
 
 
-@pytest.mark.parametrize("router,words", [
-    ({"name": "switch", "choice": {"rule": "cycle"}}, "router.choice.rule='cycle' .*with the one router 'switch'"),
-    ({"name": NAMES, "choice": {"rule": "cycle", "every": 0}}, "router.choice.every=0 .*>= 1"),
-    ({"name": NAMES, "choice": {"rule": "cycle", "outside_training": 3}}, r"outside_training=3 .*in 0..2; router.name lists 3"),
-    ({"name": NAMES, "choice": {"rule": "layer", "seed": 4}}, "router.choice.seed=4 .*does not read it"),
-    ({"name": NAMES, "choice": {"outside_training": 1}}, "outside_training=1 .*must be 0 where router.choice.rule=first"),
-    ({"name": NAMES, "choice": {"rule": "lottery"}}, "unknown gate_choice 'lottery'; known: cycle, first, layer, random"),
-])
+@pytest.mark.parametrize(
+    "router,words",
+    [({"name": "switch", "choice": {"rule": "cycle"}
+       }, "router.choice.rule='cycle' .*with the one router 'switch'"),
+     ({"name": NAMES, "choice": {"rule": "cycle", "every": 0}}, "router.choice.every=0 .*>= 1"),
+     ({"name": NAMES, "choice": {"rule": "cycle", "outside_training": 3}
+       }, r"outside_training=3 .*in 0..2; router.name lists 3"),
+     ({"name": NAMES, "choice": {"rule": "layer", "seed": 4}
+       }, "router.choice.seed=4 .*does not read it"),
+     ({"name": NAMES, "choice": {"outside_training": 1}
+       }, "outside_training=1 .*must be 0 where router.choice.rule=first"),
+     ({"name": NAMES, "choice": {"rule": "lottery"}
+       }, "unknown gate_choice 'lottery'; known: cycle, first, layer, random"),])
 def test_settings_that_do_not_fit(router: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MoELayer(from_dict({"model_dim": 6, "router": router}))
@@ -128,7 +146,8 @@ def own_rule() -> Iterator[None]:
 def test_a_rule_of_ones_own(own_rule: None) -> None:
     layer = make(rule="test_warm_up", every=3)
     assert sequence(layer, 5) == ["switch"] * 3 + ["expert_choice"] * 2
-    with pytest.raises(ValueError, match=r"choice 'test_warm_up': index=3 is out of bounds: must be in 0..2"):
+    with pytest.raises(ValueError,
+                       match=r"choice 'test_warm_up': index=3 is out of bounds: must be in 0..2"):
         who(layer)
 
 
@@ -147,7 +166,8 @@ def test_a_recomputation_takes_the_gate_of_its_first_pass() -> None:
     finish_step(layer)  # even where a step is said to be over too early
     sum(late).backward()
     layer.router.replay = False
-    assert len(seen) >= 5 and set(seen) == {"switch"} and who(layer) == "gshard"  # torch may stop a recomputation before its last line
+    # torch may stop a recomputation before its last line
+    assert len(seen) >= 5 and set(seen) == {"switch"} and who(layer) == "gshard"
 
 
 def test_replay_takes_the_recorded_gate_in_another_step() -> None:
@@ -163,7 +183,8 @@ def test_replay_takes_the_recorded_gate_in_another_step() -> None:
 
 def test_gradients_are_those_of_the_router_alone_and_idle_ones_are_zero() -> None:
     layer, x = make(rule="cycle"), torch.randn(8, 6)
-    layer.router.gates[0].weight_ED.data[0, 0] = float("nan")  # an idle router's values reach nothing
+    # an idle router's values reach nothing
+    layer.router.gates[0].weight_ED.data[0, 0] = float("nan")
     for index, name in list(enumerate(NAMES.split(",")))[1:]:
         finish_step(layer)
         alone = make(name)
@@ -177,17 +198,22 @@ def test_gradients_are_those_of_the_router_alone_and_idle_ones_are_zero() -> Non
             results.append([p.grad for p in each.experts.parameters()])
         results[0].append(layer.router.gates[index].weight_ED.grad)
         results[1].append(alone.router.weight_ED.grad)
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][-1].abs().sum() > 0
-        assert all((gate.weight_ED.grad == 0).all() for i, gate in enumerate(layer.router.gates) if i != index)
+        assert all(torch.equal(a, b)
+                   for a, b in zip(*results, strict=True)) and results[0][-1].abs().sum() > 0
+        assert all((gate.weight_ED.grad == 0).all() for i, gate in enumerate(layer.router.gates)
+                   if i != index)
 
 
 def test_losses_of_one_router_alone_are_absent_where_another_decides() -> None:
-    layer = make("noisy_topk,gshard,topk", {"noisy_load": 0.1, "load_importance": 0.1, "switch": 0.1}, {"noise": 1.0}, rule="cycle")
+    layer = make("noisy_topk,gshard,topk",
+                 {"noisy_load": 0.1, "load_importance": 0.1, "switch": 0.1}, {"noise": 1.0},
+                 rule="cycle")
     seen = []
     for _ in range(3):
         seen.append(set(layer(torch.randn(8, 6)).losses))
         finish_step(layer)
-    assert seen == [{"noisy_load", "switch"}, {"load_importance", "switch"}, {"load_importance", "switch"}]
+    assert seen == [{"noisy_load", "switch"}, {"load_importance", "switch"},
+                    {"load_importance", "switch"}]
     with pytest.raises(ValueError, match="losses.noisy_load cannot be used with this router"):
         make("switch,gshard", {"noisy_load": 0.1})
 
@@ -202,15 +228,19 @@ def test_records_count_the_gates_and_average_a_loss_over_its_own_calls() -> None
         finish_step(layer)
     record = recorder.reduce()["layer"]
     assert record["gates"] == {"noisy_topk": 2, "switch": 1} and record["calls"] == 3
-    assert len(values) == 2 and record["losses"]["noisy_load"] == pytest.approx(float(sum(values)) / 2)
+    assert len(values) == 2 and record["losses"]["noisy_load"] == pytest.approx(
+        float(sum(values)) / 2)
 
 
 def _train_under_ddp() -> list[tuple[str, float]]:
     from moe_plugin.comm import default_comm
 
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6), make("switch,base,expert_choice", {"switch": 0.01}, rule="random", comm=default_comm(30.0)))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 6),
+        make("switch,base,expert_choice", {"switch": 0.01}, rule="random", comm=default_comm(30.0)))
     layer = model[1]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [n for n, p in model.named_parameters() if getattr(p, "expert", False)])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [n for n, p in model.named_parameters() if getattr(p, "expert", False)])
     wrapped = DistributedDataParallel(model)  # no find_unused_parameters
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(8):
@@ -245,4 +275,6 @@ def _differing() -> str:
 @pytest.mark.distributed
 def test_ranks_with_different_settings_are_told_when_built() -> None:
     for rank, message in enumerate(run_gloo(2, _differing)):
-        assert message.startswith("ValueError: router.name and router.choice differ between the 2 ranks") and f"rank {rank} has" in message
+        assert message.startswith(
+            "ValueError: router.name and router.choice differ between the 2 ranks"
+        ) and f"rank {rank} has" in message

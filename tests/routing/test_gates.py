@@ -1,4 +1,6 @@
-"""What is particular to single routers: noise, temperature, bias, tables, groups; several routers in one layer."""
+"""What is particular to single routers: noise, temperature, bias, tables, groups; several routers
+in one layer.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ from moe_plugin.routing import Router, build_router, finish_step, routers
 from moe_plugin.routing.routers.hashing import balanced_table
 
 
-def make(name: str, experts: int = 8, k: int = 2, comm=None, losses: dict | None = None, dim: int = 6, **router):
-    config = from_dict({"model_dim": dim, "num_experts": experts, "losses": losses or {}, "router": {"name": name, "top_k": k, **router}})
+def make(name: str, experts: int = 8, k: int = 2, comm=None, losses: dict | None = None,
+         dim: int = 6, **router):
+    config = from_dict({
+        "model_dim": dim, "num_experts": experts, "losses": losses or {},
+        "router": {"name": name, "top_k": k, **router}
+    })
     return build_router(config, comm, dtype=torch.float64)
 
 
@@ -58,7 +64,9 @@ def test_groups_are_checked() -> None:
         make("group_limited", groups=3)
     with pytest.raises(ValueError, match="router.top_k=5 does not fit router sam: must be <= 4"):
         make("sam", groups=2)(torch.randn(3, 6), None, 5)
-    with pytest.raises(ValueError, match="router.top_k=3 does not fit num_experts=8: ktop1 needs a divisor; use 2"):
+    with pytest.raises(
+            ValueError,
+            match="router.top_k=3 does not fit num_experts=8: ktop1 needs a divisor; use 2"):
         make("ktop1", k=3)(torch.randn(3, 6))
 
 
@@ -86,7 +94,8 @@ def test_noisy_topk_is_shazeers_formula() -> None:
     torch.manual_seed(3)
     got = router(x, mask)
     torch.manual_seed(3)
-    clean, deviation = x * mask[:, None] @ router.weight_ED.T, torch.log1p((x * mask[:, None] @ router.noise_ED.T).exp())
+    clean, deviation = x * mask[:, None] @ router.weight_ED.T, torch.log1p(
+        (x * mask[:, None] @ router.noise_ED.T).exp())
     h = clean + torch.randn(12, 5, dtype=torch.float64) * deviation
     load, importance = torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     phi = torch.distributions.Normal(0.0, 1.0).cdf
@@ -100,7 +109,8 @@ def test_noisy_topk_is_shazeers_formula() -> None:
         for j in range(2):
             importance[top.indices[j]] += top.values.softmax(0)[j].detach()
     torch.testing.assert_close(got.losses["noisy_load"].detach(), load.var() / load.mean() ** 2)
-    torch.testing.assert_close(got.losses["importance"].detach(), importance.var() / importance.mean() ** 2)
+    torch.testing.assert_close(got.losses["importance"].detach(),
+                               importance.var() / importance.mean()**2)
     got.losses["noisy_load"].backward()
     assert router.noise_ED.grad.abs().sum() > 0
     assert set(router.eval()(x).losses) == {"importance"}
@@ -143,13 +153,16 @@ def test_dense_to_sparse_ends_as_top_one_of_the_noisy_logits() -> None:
 
 @given(st.integers(2, 8), st.floats(1e-3, 0.5), st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_dense_to_sparse_in_the_cold_limit_is_top_one_of_the_noisy_logits(experts: int, threshold: float, seed: int) -> None:
+def test_dense_to_sparse_in_the_cold_limit_is_top_one_of_the_noisy_logits(
+        experts: int, threshold: float, seed: int) -> None:
     torch.manual_seed(seed)
-    x, router = torch.randn(30, 6, dtype=torch.float64), make("dense_to_sparse", experts=experts, sparsity={"start": 1e-7, "threshold": threshold})
+    x, router = torch.randn(30, 6, dtype=torch.float64), make(
+        "dense_to_sparse", experts=experts, sparsity={"start": 1e-7, "threshold": threshold})
     torch.manual_seed(seed)
     got = router(x)
     torch.manual_seed(seed)
-    noisy = x @ router.weight_ED.T - torch.empty(30, experts, dtype=torch.float64).exponential_().log()
+    noisy = x @ router.weight_ED.T - torch.empty(30, experts,
+                                                 dtype=torch.float64).exponential_().log()
     assert torch.equal(got.ids_TK[:, 0], noisy.argmax(1)) and (got.ids_TK[:, 1:] == -1).all()
     torch.testing.assert_close(got.weights_TK[:, 0], torch.ones(30, dtype=torch.float64))
 
@@ -208,7 +221,10 @@ def test_bias_balances_without_a_loss_and_stays_float32() -> None:
         finish_step(router)
     assert shares[0] > 1.25 and shares[-1] < 1.12
     weights = router.eval()(x).weights_TK
-    torch.testing.assert_close(weights.max(), torch.sigmoid(x @ router.weight_ED.float().T).gather(1, router(x).ids_TK).max())
+    torch.testing.assert_close(
+        weights.max(),
+        torch.sigmoid(x @ router.weight_ED.float().T).gather(1,
+                                                             router(x).ids_TK).max())
     assert "bias_E" in router.state_dict() and router.double().bias_E.dtype == torch.float32
 
 
@@ -216,10 +232,12 @@ def test_bias_balances_without_a_loss_and_stays_float32() -> None:
 @settings(max_examples=40, deadline=None)
 def test_balanced_tables(vocabulary: int, experts: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
-    equal = torch.bincount(balanced_table(torch.ones(vocabulary, dtype=torch.int64), experts, g), minlength=experts)
+    equal = torch.bincount(balanced_table(torch.ones(vocabulary, dtype=torch.int64), experts, g),
+                           minlength=experts)
     assert equal.max() - equal.min() <= 1
     counts = torch.randint(0, 100, (vocabulary,), generator=g)
-    load = torch.zeros(experts, dtype=torch.int64).index_add_(0, balanced_table(counts, experts, g), counts)
+    load = torch.zeros(experts, dtype=torch.int64).index_add_(0, balanced_table(counts, experts, g),
+                                                              counts)
     assert load.max() - load.min() <= counts.max()
 
 
@@ -227,7 +245,9 @@ def test_hash_tables_from_settings(tmp_path) -> None:
     path = tmp_path / "table.txt"
     path.write_text("3 0\n1 2 7")
     x, info = torch.randn(5, 6), TokenInfo(torch.arange(5))
-    assert make("hash", hash={"kind": "file", "path": str(path)})(x, None, None, info).ids_TK[:, 0].tolist() == [3, 0, 1, 2, 7]
+    assert make("hash", hash={"kind": "file",
+                              "path": str(path)})(x, None, None,
+                                                  info).ids_TK[:, 0].tolist() == [3, 0, 1, 2, 7]
     with pytest.raises(ValueError, match=r"names experts 0..7: must be in 0..3"):
         make("hash", experts=4, hash={"kind": "file", "path": str(path)})
     with pytest.raises(ValueError, match="router.hash.vocabulary=0 does not fit"):
@@ -236,8 +256,11 @@ def test_hash_tables_from_settings(tmp_path) -> None:
         make("hash", hash={"kind": "file", "path": str(path), "vocabulary": 6})
     with pytest.raises(ValueError, match="cannot be read"):
         make("hash", hash={"kind": "file", "path": str(tmp_path / "none")})
-    one, two = (make("hash", hash={"kind": "random", "vocabulary": 40, "seed": 5}).table_V for _ in range(2))
-    assert torch.equal(one, two) and not torch.equal(one, make("hash", hash={"kind": "random", "vocabulary": 40, "seed": 6}).table_V)
+    one, two = (make("hash", hash={"kind": "random", "vocabulary": 40, "seed": 5}).table_V
+                for _ in range(2))
+    assert torch.equal(one, two) and not torch.equal(
+        one,
+        make("hash", hash={"kind": "random", "vocabulary": 40, "seed": 6}).table_V)
     router = make("hash", hash={"vocabulary": 4})
     with pytest.raises(ValueError, match=r"token ids 0..4 are out of bounds: must be in 0..3"):
         router(x, None, None, info)
@@ -250,7 +273,10 @@ def test_hash_tables_from_settings(tmp_path) -> None:
 
 
 def test_token_ids_reach_the_router_through_the_layer() -> None:
-    config = from_dict({"model_dim": 6, "num_experts": 4, "losses": {"sequence": 1.0}, "router": {"name": "hash", "hash": {"vocabulary": 12}}})
+    config = from_dict({
+        "model_dim": 6, "num_experts": 4, "losses": {"sequence": 1.0},
+        "router": {"name": "hash", "hash": {"vocabulary": 12}}
+    })
     layer = MoELayer(config)
     assert layer.router.needs == {"token_ids", "sequences"}
     ids = torch.arange(12).view(3, 4)
@@ -262,10 +288,14 @@ def test_token_ids_reach_the_router_through_the_layer() -> None:
 
 
 def test_several_gates_one_chosen_a_call() -> None:
-    config = from_dict({"model_dim": 6, "num_experts": 4, "losses": {"gshard": 1.0}, "router": {"name": "switch, sigmoid_bias,expert_choice"}})
+    config = from_dict({
+        "model_dim": 6, "num_experts": 4, "losses": {"gshard": 1.0},
+        "router": {"name": "switch, sigmoid_bias,expert_choice"}
+    })
     layer = MoELayer(config)
     layer.router.replay, layer.router.batch_comm = True, layer.comm
-    assert all(gate.replay and gate.batch_comm is layer.comm for gate in layer.router.gates) and layer.router.replay
+    assert all(gate.replay and gate.batch_comm is layer.comm
+               for gate in layer.router.gates) and layer.router.replay
     x = torch.randn(8, 6)
     shapes = [layer(x, info=TokenInfo(gate_index=i)).stats.load_KE.shape[0] for i in range(3)]
     assert shapes == [1, 2, 4] and layer(x).stats.load_KE.shape[0] == 1
@@ -288,10 +318,13 @@ def test_a_router_of_ones_own() -> None:
         def route(self, x_TD, mask_T, k, info):
             ids = torch.tensor([[0, 1]]).expand(len(x_TD), 2)
             probs = torch.full((len(x_TD), self.num_experts), 1 / self.num_experts)
-            return self.finish(self.seen(ids, mask_T, info, logits_TE=probs, probs_TE=probs), ids, torch.full(ids.shape, 0.5), probs[:, 0])
+            return self.finish(self.seen(ids, mask_T, info, logits_TE=probs, probs_TE=probs), ids,
+                               torch.full(ids.shape, 0.5), probs[:, 0])
 
     try:
-        out = MoELayer(from_dict({"model_dim": 6, "num_experts": 4, "router": {"name": "test_first_two"}}))(torch.randn(7, 6))
+        out = MoELayer(
+            from_dict({"model_dim": 6, "num_experts": 4,
+                       "router": {"name": "test_first_two"}}))(torch.randn(7, 6))
         assert out.stats.as_dict()["load"] == [7, 7, 0, 0]
     finally:
         del routers._entries["test_first_two"]

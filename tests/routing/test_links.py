@@ -16,7 +16,13 @@ from moe_plugin.comm import Topology, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.routing import build_router
-from moe_plugin.routing.links import expert_shares, link_costs, near_experts, penalties, target_shares
+from moe_plugin.routing.links import (
+    expert_shares,
+    link_costs,
+    near_experts,
+    penalties,
+    target_shares,
+)
 from tests.routing.references import REFERENCES, Call, namespace, tensors_of
 
 
@@ -46,7 +52,8 @@ def optimum(beta: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("nodes,ranks", [(2, 2), (2, 4), (4, 2), (1, 4)])
 @pytest.mark.parametrize("far,own", [(8.0, 1.0), (16.0, 0.5), (1.0, 1.0)])
-def test_closed_form_is_the_optimum_of_the_linear_program(nodes: int, ranks: int, far: float, own: float) -> None:
+def test_closed_form_is_the_optimum_of_the_linear_program(nodes: int, ranks: int, far: float,
+                                                          own: float) -> None:
     beta = tree(nodes, ranks, far, own)
     shares = target_shares(beta)
     torch.testing.assert_close(shares, (1 / beta) / (1 / beta).sum(1, keepdim=True))
@@ -55,13 +62,17 @@ def test_closed_form_is_the_optimum_of_the_linear_program(nodes: int, ranks: int
 
 @given(st.integers(1, 6), st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_shares_are_feasible_and_never_worse_than_even_ones_in_the_geometric_mean(ranks: int, seed: int) -> None:
-    beta = 0.1 + torch.rand(ranks, ranks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def test_shares_are_feasible_and_never_worse_than_even_ones_in_the_geometric_mean(
+        ranks: int, seed: int) -> None:
+    beta = 0.1 + torch.rand(ranks, ranks, generator=torch.Generator().manual_seed(seed),
+                            dtype=torch.float64)
     shares = target_shares(beta)
     assert (shares > 0).all()
     torch.testing.assert_close(shares.sum(1), torch.ones(ranks, dtype=torch.float64))
-    torch.testing.assert_close(shares.sum(0), torch.ones(ranks, dtype=torch.float64), atol=1e-6, rtol=0)
-    # scaled 1/beta are the shares with the least sum c log(beta) + sum c log(c), and even ones have the least of the second part
+    torch.testing.assert_close(shares.sum(0), torch.ones(ranks, dtype=torch.float64), atol=1e-6,
+                               rtol=0)
+    # scaled 1/beta are the shares with the least sum c log(beta) + sum c log(c), and even ones have
+    # the least of the second part
     assert (beta.log() * shares).sum() <= (beta.log() / ranks).sum() + 1e-9
     assert bottleneck(beta, shares) >= optimum(beta) - 1e-9
 
@@ -70,7 +81,8 @@ def test_shares_of_experts_cut_over_ranks_by_setting() -> None:
     row_W = target_shares(tree(2, 2, 8.0))[1]
     shares = expert_shares(tree(2, 2, 8.0), 1, 4, 2)
     torch.testing.assert_close(shares, (row_W.view(2, 2).sum(1) / 2).repeat_interleave(2))
-    near = run_simulated(4, lambda comm: near_experts(comm, 4, 2).tolist(), topology=Topology.uniform(4, 2))
+    near = run_simulated(4, lambda comm: near_experts(comm, 4, 2).tolist(),
+                         topology=Topology.uniform(4, 2))
     assert near == [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
 
 
@@ -87,46 +99,63 @@ def test_expert_shares_and_penalties(experts: int, ranks: int) -> None:
 
 def costs_of(cluster: str) -> list[list[float]]:
     config = from_dict({"model_dim": 8, "num_experts": 4, "comm": {"cluster": cluster}})
-    return run_simulated(4, lambda comm: link_costs(config, comm), topology=Topology.uniform(4, 2))[0].tolist()
+    return run_simulated(4, lambda comm: link_costs(config, comm),
+                         topology=Topology.uniform(4, 2))[0].tolist()
 
 
 def test_costs_of_a_calibrated_cluster(tmp_path: Path) -> None:
     """Two ranks a node share one card, so a byte to another node costs twice the card's time."""
     path = tmp_path / "cluster.yaml"
-    path.write_text(dump_cluster(Cluster(nodes=2, ranks_per_node=2, nics=1, intra=Link(beta_s=1e-10), inter=Link(beta_s=4e-9))))
+    path.write_text(
+        dump_cluster(
+            Cluster(nodes=2, ranks_per_node=2, nics=1, intra=Link(beta_s=1e-10),
+                    inter=Link(beta_s=4e-9))))
     near, far = 1e-10, 8e-9
-    assert costs_of(str(path)) == [[near, near, far, far], [near, near, far, far], [far, far, near, near], [far, far, near, near]]
+    assert costs_of(str(path)) == [[near, near, far, far], [near, near, far, far],
+                                   [far, far, near, near], [far, far, near, near]]
     path.write_text(dump_cluster(Cluster(nodes=2, ranks_per_node=2, inter=Link(beta_s=4e-9))))
     with pytest.raises(ValueError, match=r"intra.beta_s=0.0.*router.links.costs"):
         costs_of(str(path))
 
 
-@pytest.mark.parametrize("text", ["no numbers", "[[1, 2], [3]]", "[[1, 2, 3], [1, 2, 3]]", "[[1, 0], [1, 1]]"])
+@pytest.mark.parametrize(
+    "text", ["no numbers", "[[1, 2], [3]]", "[[1, 2, 3], [1, 2, 3]]", "[[1, 0], [1, 1]]"])
 def test_bad_cost_files(text: str, tmp_path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
-    config = from_dict({"model_dim": 4, "num_experts": 2, "router": {"name": "ta_moe", "links": {"costs": str(path)}}})
+    config = from_dict({
+        "model_dim": 4, "num_experts": 2,
+        "router": {"name": "ta_moe", "links": {"costs": str(path)}}
+    })
     with pytest.raises(ValueError, match="link costs|router.links.costs"):
         run_simulated(2, lambda comm: build_router(config, comm))
 
 
 def built(name: str, comm, links: dict, k: int = 2, losses: dict | None = None):
-    config = from_dict({"model_dim": 6, "num_experts": 8, "losses": losses or {}, "router": {"name": name, "top_k": k, "links": links}})
+    config = from_dict({
+        "model_dim": 6, "num_experts": 8, "losses": losses or {},
+        "router": {"name": name, "top_k": k, "links": links}
+    })
     router = build_router(config, comm, dtype=torch.float64)
     with torch.no_grad():
-        router.weight_ED.copy_(torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+        router.weight_ED.copy_(
+            torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     return router
 
 
 def call_of(router, x, mask, near, shares) -> Call:
     import dataclasses
 
-    return Call(x, mask, tensors_of(router), namespace(dataclasses.asdict(router.config) | {"experts": 8, "training": True}), near=near, shares=shares)
+    return Call(x, mask, tensors_of(router),
+                namespace(dataclasses.asdict(router.config) | {"experts": 8, "training": True}),
+                near=near, shares=shares)
 
 
-@given(st.sampled_from([0.0, 0.14, 0.5, 1.0]), st.integers(1, 5), st.integers(0, 40), st.integers(0, 10**6))
+@given(st.sampled_from([0.0, 0.14, 0.5, 1.0]), st.integers(1, 5), st.integers(0, 40),
+       st.integers(0, 10**6))
 @settings(max_examples=25, deadline=None)
-def test_quota_holds_on_every_rank_and_choices_are_the_references(quota: float, k: int, tokens: int, seed: int) -> None:
+def test_quota_holds_on_every_rank_and_choices_are_the_references(quota: float, k: int, tokens: int,
+                                                                  seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     xs = [torch.randn(tokens, 6, generator=g, dtype=torch.float64) for _ in range(4)]
     mask = torch.arange(tokens) < tokens - tokens // 4
@@ -140,7 +169,8 @@ def test_quota_holds_on_every_rank_and_choices_are_the_references(quota: float, 
         far = (got.ids_TK >= 0) & (got.ids_TK // 4 != comm.rank // 2)
         assert far.sum() <= quota * k * mask.sum()
         real = got.ids_TK[mask]
-        assert all(len({e for e in row if e >= 0}) == sum(e >= 0 for e in row) for row in real.tolist())
+        assert all(
+            len({e for e in row if e >= 0}) == sum(e >= 0 for e in row) for row in real.tolist())
         return True
 
     assert all(run_simulated(4, rank, topology=Topology.uniform(4, 2)))
@@ -154,7 +184,8 @@ def test_pairwise_capacity_follows_the_links() -> None:
         router = built("ta_moe", comm, {"pair_capacity": 1.2, "far": 4.0})
         shares = expert_shares(tree(2, 2, 4.0), comm.rank, 8)
         got = router(xs[comm.rank], mask)
-        want = REFERENCES["ta_moe"].choose(call_of(router, xs[comm.rank], mask, [], shares.tolist()))
+        want = REFERENCES["ta_moe"].choose(call_of(router, xs[comm.rank], mask, [],
+                                                   shares.tolist()))
         assert got.ids_TK[:33].tolist() == want[:33] and (got.ids_TK[:33] == -1).any()
         load = torch.bincount(got.ids_TK[got.ids_TK >= 0], minlength=8)
         assert (load <= (1.2 * 2 * 33 * shares).ceil()).all()
@@ -167,7 +198,10 @@ def test_costs_from_a_file_and_the_loss_pulls_tokens_to_near_experts(tmp_path) -
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(tree(2, 2, 8.0).tolist()))
     torch.manual_seed(0)
-    xs = [torch.randn(256, 6, dtype=torch.float64) + 0.5 * torch.randn(6, dtype=torch.float64) for _ in range(4)]
+    xs = [
+        torch.randn(256, 6, dtype=torch.float64) + 0.5 * torch.randn(6, dtype=torch.float64)
+        for _ in range(4)
+    ]
 
     def far_share(blend: float) -> float:
         def rank(comm):
@@ -183,5 +217,6 @@ def test_costs_from_a_file_and_the_loss_pulls_tokens_to_near_experts(tmp_path) -
         shares = run_simulated(4, rank, topology=Topology.uniform(4, 2))
         return sum(shares) / 4
 
-    # each rank trains a router of its own here: with the penalty most tokens stay, without it about half do
+    # each rank trains a router of its own here: with the penalty most tokens stay, without it about
+    # half do
     assert far_share(1.0) < 0.25 < 0.35 < far_share(0.0)

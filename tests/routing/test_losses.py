@@ -1,4 +1,6 @@
-"""Balance losses: formulas in loops, and what they promise about cutting a batch over ranks and micro-batches."""
+"""Balance losses: formulas in loops, and what they promise about cutting a batch over ranks and
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ WEIGHT = torch.randn(E, D, generator=torch.Generator().manual_seed(9), dtype=tor
 
 
 def make(losses: dict, comm=None, k: int = 2):
-    router = build_router(from_dict({"model_dim": D, "num_experts": E, "losses": losses, "router": {"top_k": k}}), comm, dtype=torch.float64)
+    router = build_router(
+        from_dict({"model_dim": D, "num_experts": E, "losses": losses, "router": {"top_k": k}}),
+        comm, dtype=torch.float64)
     with torch.no_grad():
         router.weight_ED.copy_(WEIGHT)
     return router
 
 
-def loop_switch(p: torch.Tensor, ids: torch.Tensor, load: torch.Tensor | None = None) -> torch.Tensor:
+def loop_switch(p: torch.Tensor, ids: torch.Tensor,
+                load: torch.Tensor | None = None) -> torch.Tensor:
     load = torch.bincount(ids.flatten(), minlength=E) if load is None else load
     return sum(p[:, e].sum() * load[e] for e in range(E)) * E / (len(p) * load.sum())
 
@@ -55,7 +60,10 @@ def test_sequence_loss_does_not_depend_on_micro_batches_of_whole_sequences() -> 
 
 @pytest.mark.parametrize("name", ["z", "sam_alignment"])
 def test_means_over_tokens_do_not_depend_on_micro_batches(name: str) -> None:
-    config = from_dict({"model_dim": D, "num_experts": E, "losses": {name: 1.0}, "router": {"name": "sam", "groups": 2}})
+    config = from_dict({
+        "model_dim": D, "num_experts": E, "losses": {name: 1.0},
+        "router": {"name": "sam", "groups": 2}
+    })
     x, router = torch.randn(24, D, dtype=torch.float64), build_router(config, dtype=torch.float64)
     whole, parts = router(x).losses[name], [router(part).losses[name] for part in x.split(8)]
     torch.testing.assert_close(whole, sum(parts) / 3)
@@ -103,7 +111,9 @@ def test_global_batch_sees_all_ranks_and_the_micro_batches_so_far() -> None:
         torch.testing.assert_close(anew, got[0])
     # over ranks the mean is the loss of the batch as a whole
     first = torch.bincount(ids[:, 0].flatten(), minlength=E).double()
-    torch.testing.assert_close(sum(r[0][0] for r in results) / 2, loop_switch(scores(xs[:, 0].reshape(-1, D)), ids[:, 0].reshape(-1, 2), first))
+    torch.testing.assert_close(
+        sum(r[0][0] for r in results) / 2,
+        loop_switch(scores(xs[:, 0].reshape(-1, D)), ids[:, 0].reshape(-1, 2), first))
 
 
 def test_in_evaluation_nothing_is_counted() -> None:
@@ -116,10 +126,14 @@ def test_per_batch_losses_see_their_batch_alone() -> None:
     x, router = torch.randn(30, D, dtype=torch.float64), make({"switch": 1.0})
     halves = [router(part).losses["switch"] for part in x.split(15)]
     for part, loss in zip(x.split(15), halves, strict=True):
-        torch.testing.assert_close(loss.detach(), loop_switch(scores(part), scores(part).topk(2).indices))
+        torch.testing.assert_close(loss.detach(),
+                                   loop_switch(scores(part),
+                                               scores(part).topk(2).indices))
 
 
-@pytest.mark.parametrize("losses,message", [({"best": 1.0}, "unknown loss 'best'"), ({"noisy_load": 1.0}, "losses.noisy_load cannot be used")])
+@pytest.mark.parametrize("losses,message",
+                         [({"best": 1.0}, "unknown loss 'best'"),
+                          ({"noisy_load": 1.0}, "losses.noisy_load cannot be used")])
 def test_losses_that_do_not_fit(losses: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(losses)

@@ -18,8 +18,11 @@ from moe_plugin.routing.capacity import capacity, drop, fixed_slots, slots
 from moe_plugin.routing.losses import LossInputs
 
 
-def make_router(experts: int = 4, dim: int = 8, losses_: dict | None = None, **router) -> TopKRouter:
-    return TopKRouter(from_dict({"model_dim": dim, "num_experts": experts, "router": router, "losses": losses_ or {}}))
+def make_router(experts: int = 4, dim: int = 8, losses_: dict | None = None,
+                **router) -> TopKRouter:
+    return TopKRouter(
+        from_dict(
+            {"model_dim": dim, "num_experts": experts, "router": router, "losses": losses_ or {}}))
 
 
 def uniform_inputs(tokens: int, experts: int, k: int) -> LossInputs:
@@ -27,17 +30,24 @@ def uniform_inputs(tokens: int, experts: int, k: int) -> LossInputs:
     probs_TE = torch.full((tokens, experts), 1 / experts)
     ids_TK = (torch.arange(tokens)[:, None] + torch.arange(k)) % experts
     everything = torch.bincount(ids_TK.flatten(), minlength=experts)
-    return LossInputs(
-        torch.zeros(tokens, experts), probs_TE, probs_TE, ids_TK, torch.ones(tokens, dtype=torch.bool), 1.0,
-        sequence_T=torch.arange(tokens) // experts, sequences=tokens // experts, outside_TE=torch.arange(experts).expand(tokens, -1) > 0,
-        margin_TE=torch.zeros(tokens, experts), penalty_E=torch.ones(experts), step_load_E=torch.cat([everything, torch.tensor([tokens])]))
+    return LossInputs(torch.zeros(tokens, experts), probs_TE, probs_TE, ids_TK,
+                      torch.ones(tokens,
+                                 dtype=torch.bool), 1.0, sequence_T=torch.arange(tokens) // experts,
+                      sequences=tokens // experts, outside_TE=torch.arange(experts).expand(
+                          tokens,
+                          -1) > 0, margin_TE=torch.zeros(tokens,
+                                                         experts), penalty_E=torch.ones(experts),
+                      step_load_E=torch.cat([everything, torch.tensor([tokens])]))
 
 
 @pytest.mark.parametrize("experts,k", [(2, 1), (4, 2), (8, 4)])
 def test_known_constants_of_a_uniform_router(experts: int, k: int) -> None:
     x = uniform_inputs(8 * experts, experts, k)
-    want = {"gshard": 1.0, "switch": 1.0, "sequence": 1.0, "global_batch": 1.0, "ta_moe": 1.0, "sam_alignment": 0.0,
-            "importance": 0.0, "noisy_load": 0.0, "load_importance": 0.0, "z": math.log(experts) ** 2}
+    want = {
+        "gshard": 1.0, "switch": 1.0, "sequence": 1.0, "global_batch": 1.0, "ta_moe": 1.0,
+        "sam_alignment": 0.0, "importance": 0.0, "noisy_load": 0.0, "load_importance": 0.0,
+        "z": math.log(experts)**2
+    }
     assert set(want) == set(losses.names()), "a new loss needs its constant here"
     for name, value in want.items():
         assert losses.get(name)(x).item() == pytest.approx(value, abs=1e-6), name
@@ -68,10 +78,12 @@ def test_losses_ignore_padding() -> None:
     for name in alone.losses:
         torch.testing.assert_close(padded.losses[name], alone.losses[name])
     torch.testing.assert_close(padded.entropy, alone.entropy)
-    assert padded.tokens == 7 and (padded.ids_TK[7:] == -1).all() and (padded.weights_TK[7:] == 0).all()
+    assert padded.tokens == 7 and (padded.ids_TK[7:] == -1).all() and (padded.weights_TK[7:]
+                                                                       == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64],
+                         ids=str)
 def test_routing_is_float32_or_better_also_under_autocast(dtype: torch.dtype) -> None:
     router = make_router().to(dtype)
     x = torch.randn(64, 8).to(dtype)
@@ -79,7 +91,8 @@ def test_routing_is_float32_or_better_also_under_autocast(dtype: torch.dtype) ->
         inside = router(x)
     outside = router(x)
     assert inside.weights_TK.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert torch.equal(inside.ids_TK, outside.ids_TK) and torch.equal(inside.weights_TK, outside.weights_TK)
+    assert torch.equal(inside.ids_TK, outside.ids_TK) and torch.equal(inside.weights_TK,
+                                                                      outside.weights_TK)
 
 
 def test_ties_go_to_the_lower_expert() -> None:
@@ -108,7 +121,8 @@ def test_noise_has_the_written_scale() -> None:
     seen = []
     router._distribution = lambda scores_TE: seen.append(scores_TE) or scores_TE
     router(torch.randn(20000, 8))
-    logits = seen[0].log() - seen[0].log().mean(1, keepdim=True)  # softmax loses the mean: 3/4 of the variance is left
+    # softmax loses the mean: 3/4 of the variance is left
+    logits = seen[0].log() - seen[0].log().mean(1, keepdim=True)
     assert logits.var().item() == pytest.approx((2.0 / 4) ** 2 * 3 / 4, rel=0.03)
 
 
@@ -123,8 +137,10 @@ def test_random_second_expert_keeps_with_probability_2g() -> None:
     assert (router(x).ids_TK[:, 1] >= 0).all()
 
 
-@pytest.mark.parametrize("normalize,chance", [("before_drop", 0.8), ("after_drop", 0.4), ("none", 0.4)])
-def test_random_second_expert_follows_the_weight_before_dropping(normalize: str, chance: float) -> None:
+@pytest.mark.parametrize("normalize,chance", [("before_drop", 0.8), ("after_drop", 0.4),
+                                              ("none", 0.4)])
+def test_random_second_expert_follows_the_weight_before_dropping(normalize: str,
+                                                                 chance: float) -> None:
     # scores 0.3, 0.2 and many small ones: the share of the second is 0.4, its score 0.2
     router = make_router(experts=12, dim=12, second_expert_policy="random", normalize=normalize)
     with torch.no_grad():
@@ -137,7 +153,10 @@ def test_random_second_expert_follows_the_weight_before_dropping(normalize: str,
 @pytest.mark.parametrize("k", [1, 3])
 def test_second_expert_policies_take_no_other_number_in_training(policy: str, k: int) -> None:
     router = make_router(second_expert_policy=policy)
-    with pytest.raises(ValueError, match=f"top_k={k} .* must be 2 in training with router.second_expert_policy='{policy}'"):
+    with pytest.raises(
+            ValueError,
+            match=f"top_k={k} .* must be 2 in training with router.second_expert_policy='{policy}'"
+    ):
         router(torch.randn(5, 8), None, k)
     assert router.eval()(torch.randn(5, 8), None, k).ids_TK.shape == (5, k)
 
@@ -188,10 +207,12 @@ def test_slot_index_is_the_running_count(tokens: int, k: int, experts: int, seed
 
 
 def test_capacity_worked_example() -> None:
-    assert fixed_slots(10, 4, 2, 1.0) == 6 and fixed_slots(10, 4, 2, 1.25) == 6 and fixed_slots(10, 4, 2, 1.4) == 8
+    assert fixed_slots(10, 4, 2, 1.0) == 6 and fixed_slots(10, 4, 2, 1.25) == 6 and fixed_slots(
+        10, 4, 2, 1.4) == 8
 
 
-@pytest.mark.parametrize("factor,want", [(None, None), (1.0, 6), (1.25, 6), (2.0, 12), (0.3, 0), (0.0, 6), (-1.0, 6), (-0.7, 4)])
+@pytest.mark.parametrize("factor,want", [(None, None), (1.0, 6), (1.25, 6), (2.0, 12), (0.3, 0),
+                                         (0.0, 6), (-1.0, 6), (-0.7, 4)])
 def test_capacity_table(factor: float | None, want: int | None) -> None:
     # 10 tokens, 4 experts, 2 choices: s = 3; expert 2 gets 6
     first = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 3])
@@ -203,15 +224,18 @@ def test_capacity_table(factor: float | None, want: int | None) -> None:
 def test_eval_capacity() -> None:
     routing = routing_of(torch.zeros(10, 1, dtype=torch.int64))
     config = DispatchConfig(capacity_factor=1.0, eval_capacity_factor=2.0)
-    assert capacity(config, routing, 4, LocalComm(), True) == 3 and capacity(config, routing, 4, LocalComm(), False) == 6
+    assert capacity(config, routing, 4, LocalComm(), True) == 3 and capacity(
+        config, routing, 4, LocalComm(), False) == 6
     config = DispatchConfig(capacity_factor=1.0, eval_token_fraction=0.25)
-    assert capacity(config, routing, 4, LocalComm(), True) == 3 and capacity(config, routing, 4, LocalComm(), False) == 3
+    assert capacity(config, routing, 4, LocalComm(), True) == 3 and capacity(
+        config, routing, 4, LocalComm(), False) == 3
     assert capacity(DispatchConfig(eval_token_fraction=0.5), routing, 4, LocalComm(), False) == 5
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 8), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_batch_priority_keeps_the_most_confident(tokens: int, experts: int, limit: int, seed: int) -> None:
+def test_batch_priority_keeps_the_most_confident(tokens: int, experts: int, limit: int,
+                                                 seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     ids_T1 = torch.randint(0, experts, (tokens, 1), generator=g)
     priority_T = torch.rand(tokens, generator=g)

@@ -1,4 +1,6 @@
-"""`compute: auto`: the rule and the decision are pure, what is measured once is kept, and measuring disturbs nothing."""
+"""`compute: auto`: the rule and the decision are pure, what is measured once is kept, and measuring
+disturbs nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.routing.replay import checkpoint
 from moe_plugin.tuning import compute_candidates as choice
 from moe_plugin.tuning import compute_tuner as auto
-from moe_plugin.tuning.compute_candidates import FEW_ROWS, MANY_ROWS, Load, candidates, decide, why_unmeasured
+from moe_plugin.tuning.compute_candidates import (
+    FEW_ROWS,
+    MANY_ROWS,
+    Load,
+    candidates,
+    decide,
+    why_unmeasured,
+)
 from moe_plugin.tuning.compute_times import MeasuredChoices, Trial
 from tests.kernels.test_strategies import parameters, problem
 
@@ -29,35 +38,46 @@ ALL = {"fused", "grouped", "batched", "loop", "kernels"}
 
 def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int = 8) -> Load:
     """A large layer's."""
-    return Load(device, torch.bfloat16, experts, 1024, 4096, False, rows_each * experts, even, True, 2)
+    return Load(device, torch.bfloat16, experts, 1024, 4096, False, rows_each * experts, even, True,
+                2)
 
 
-@pytest.mark.parametrize("made,usable,names", [
-    (load(FEW_ROWS - 1), ALL, ["kernels", "grouped"]), (load(FEW_ROWS), ALL, ["kernels", "grouped", "loop"]),
-    (load(MANY_ROWS - 1), ALL, ["kernels", "grouped", "loop"]), (load(MANY_ROWS), ALL, ["kernels", "loop"]),
-    (load(64), {"loop", "grouped"}, ["grouped"]), (load(MANY_ROWS), {"loop", "grouped"}, ["loop"]), (load(64), {"loop"}, ["loop"]),
-    (load(64, "cpu"), ALL, ["fused", "grouped"]), (load(64, "cpu", even=True), ALL, ["fused", "grouped", "batched"]),
-    (load(MANY_ROWS, "cpu", even=True), ALL, ["fused"]), (load(0, "cpu"), ALL, ["fused", "grouped"]), (load(5, "cpu", experts=0), ALL, ["fused", "grouped"]),
-])
+@pytest.mark.parametrize("made,usable,names",
+                         [(load(FEW_ROWS - 1), ALL, ["kernels", "grouped"]),
+                          (load(FEW_ROWS), ALL, ["kernels", "grouped", "loop"]),
+                          (load(MANY_ROWS - 1), ALL, ["kernels", "grouped", "loop"]),
+                          (load(MANY_ROWS), ALL, ["kernels", "loop"]),
+                          (load(64), {"loop", "grouped"}, ["grouped"]),
+                          (load(MANY_ROWS), {"loop", "grouped"}, ["loop"]),
+                          (load(64), {"loop"}, ["loop"]),
+                          (load(64, "cpu"), ALL, ["fused", "grouped"]),
+                          (load(64, "cpu", even=True), ALL, ["fused", "grouped", "batched"]),
+                          (load(MANY_ROWS, "cpu", even=True), ALL, ["fused"]),
+                          (load(0, "cpu"), ALL, ["fused", "grouped"]),
+                          (load(5, "cpu", experts=0), ALL, ["fused", "grouped"]),])
 def test_the_rule(made: Load, usable: set[str], names: list[str]) -> None:
     assert candidates(made, usable) == names
 
 
 def test_loads_of_one_bucket_share_a_choice() -> None:
-    assert [load(n).bucket for n in (0, 1, 2, 3, 90, 91, 128, 181, 182)] == [0, 0, 1, 2, 6, 7, 7, 7, 8]
+    assert [load(n).bucket
+            for n in (0, 1, 2, 3, 90, 91, 128, 181, 182)] == [0, 0, 1, 2, 6, 7, 7, 7, 8]
     assert load(100).label == load(150).label != load(200).label
-    for change in ({"dtype": torch.float32}, {"experts": 4, "rows": 400}, {"width": 8}, {"inner": 8}, {"gated": True}, {"even": True}, {"planned": False}):
+    for change in ({"dtype": torch.float32}, {"experts": 4, "rows": 400}, {"width": 8},
+                   {"inner": 8}, {"gated": True}, {"even": True}, {"planned": False}):
         assert dataclasses.replace(load(100), **change).label != load(100).label, change
 
 
-@pytest.mark.parametrize("seconds,name", [
-    ({"a": 1.0, "b": 0.5, "c": 0.7}, "b"), ({"a": 1.0, "b": 0.96}, "a"), ({"a": 1.0, "b": 0.94}, "b"), ({"b": 2.0, "c": 1.0}, "c"), ({"c": 9.0}, "c"), ({}, "a"),
-])
+@pytest.mark.parametrize("seconds,name", [({"a": 1.0, "b": 0.5, "c": 0.7}, "b"),
+                                          ({"a": 1.0, "b": 0.96}, "a"),
+                                          ({"a": 1.0, "b": 0.94}, "b"), ({"b": 2.0, "c": 1.0}, "c"),
+                                          ({"c": 9.0}, "c"), ({}, "a"),])
 def test_the_decision(seconds: dict[str, float], name: str) -> None:
     made = decide(["a", "b", "c"], seconds)
     assert made.name == name
     assert all(f"{s * 1e3:.3g} ms" in made.why for s in seconds.values())
-    assert ("could not run" in made.why) == (0 < len(seconds) < 3) and ("none of" in made.why) == (not seconds)
+    assert ("could not run"
+            in made.why) == (0 < len(seconds) < 3) and ("none of" in made.why) == (not seconds)
 
 
 def test_when_nothing_is_measured() -> None:
@@ -69,7 +89,8 @@ def test_when_nothing_is_measured() -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match=r"experts.compute_choice='fastest' .* one of measured, rule"):
+    with pytest.raises(ValueError,
+                       match=r"experts.compute_choice='fastest' .* one of measured, rule"):
         ExpertsConfig(compute_choice="fastest")
     with pytest.raises(ValueError, match=r"experts.compute_choice=3 "):
         from_dict({"experts": {"compute_choice": 3}})
@@ -93,39 +114,48 @@ class Times:
 def test_measured_once_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "moe_plugin.tuning.compute_times")
     times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
-    assert [known.choose("key", ["a", "b"], times).name for _ in range(3)] == ["b"] * 3 and times.begun == 1
+    assert [known.choose("key", ["a", "b"], times).name
+            for _ in range(3)] == ["b"] * 3 and times.begun == 1
     assert known.choose("other key", ["a", "b"], Times({"a": 1.0, "b": 2.0})).name == "a"
     again = MeasuredChoices(tmp_path)
     assert again.choose("key", ["a", "b"], None) == known.choose("key", ["a", "b"], None)
     assert {(key, made.name) for key, made in again.listed()} == {("key", "b"), ("other key", "a")}
     assert again.choose("key", ["a", "b"], None).why == "measured: a 2e+03 ms, b 1e+03 ms"
-    assert len([r for r in caplog.records if "experts, key: b (measured" in r.getMessage()]) == 2, "each process says it once"
+    assert len([r for r in caplog.records
+                if "experts, key: b (measured" in r.getMessage()]) == 2, "each process says it once"
 
 
 def test_the_first_is_taken_while_a_device_is_busy(tmp_path: Path) -> None:
     times, known = Times({"a": 2.0, "b": 1.0}, waits=2), MeasuredChoices(tmp_path)
-    assert known.choose("key", ["a", "b"], None) == choice.Choice("a", "not measured yet") and not times.begun
-    assert [known.choose("key", ["a", "b"], times).name for _ in range(4)] == ["a", "a", "b", "b"] and times.begun == 1
+    assert known.choose("key", ["a", "b"], None) == choice.Choice(
+        "a", "not measured yet") and not times.begun
+    assert [known.choose("key", ["a", "b"], times).name
+            for _ in range(4)] == ["a", "a", "b", "b"] and times.begun == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": "key"}', '{"key": "key", "name": 3, "why": ""}', '{"key": "other", "name": "b", "why": ""}',
-                                  '{"key": "key", "name": "c", "why": ""}'])
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "null", '{"key": "key"}', '{"key": "key", "name": 3, "why": ""}',
+    '{"key": "other", "name": "b", "why": ""}', '{"key": "key", "name": "c", "why": ""}'
+])
 def test_files_that_say_nothing_are_measured_again(tmp_path: Path, text: str) -> None:
     MeasuredChoices(tmp_path).choose("key", ["a", "b"], Times({"a": 1.0, "b": 2.0}))
     path = next((tmp_path / "expert-compute").iterdir())
     path.write_text(text)
     times = Times({"a": 2.0, "b": 1.0})
-    assert MeasuredChoices(tmp_path).choose("key", ["a", "b"], times).name == "b" and times.begun == 1
+    assert MeasuredChoices(tmp_path).choose("key", ["a", "b"],
+                                            times).name == "b" and times.begun == 1
     assert json.loads(path.read_text())["name"] == "b"
 
 
-def test_without_a_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                  caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*args: Any) -> None:
         raise ValueError("no room")
 
     monkeypatch.setattr("moe_plugin.tuning.compute_times.user_cache", refuse)
     times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
-    assert [known.choose("key", ["a", "b"], times).name for _ in range(2)] == ["b", "b"] and times.begun == 1 and known.listed() == []
+    assert [known.choose("key", ["a", "b"], times).name
+            for _ in range(2)] == ["b", "b"] and times.begun == 1 and known.listed() == []
     assert "measured again in the next run: no room" in caplog.text
 
 
@@ -134,7 +164,8 @@ def test_a_candidate_that_cannot_run_is_left_out(caplog: pytest.LogCaptureFixtur
         raise torch.OutOfMemoryError("full")
 
     seconds = Trial({"a": fails, "b": lambda: None}, CPU).seconds()
-    assert list(seconds) == ["b"] and seconds["b"] >= 0 and "a cannot be measured: full" in caplog.text
+    assert list(seconds) == ["b"
+                             ] and seconds["b"] >= 0 and "a cannot be measured: full" in caplog.text
 
 
 @pytest.fixture
@@ -149,26 +180,34 @@ def small_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MeasuredCho
 
 def layer_and_input(**experts: object) -> tuple[MoELayer, torch.Tensor]:
     torch.manual_seed(0)
-    layer = MoELayer(from_dict({"model_dim": 16, "num_experts": 4, "experts": {"hidden_dim": 24, **experts}}), LocalComm())
+    layer = MoELayer(
+        from_dict({"model_dim": 16, "num_experts": 4, "experts": {"hidden_dim": 24, **experts}}),
+        LocalComm())
     return layer, torch.randn(33, 16, requires_grad=True)
 
 
 @pytest.mark.parametrize("kind", ["ffn", "gated_ffn"])
-def test_measuring_changes_nothing(small_counts: MeasuredChoices, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_changes_nothing(small_counts: MeasuredChoices, kind: str,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_and_input(kind=kind)
     before, state = {n: p.clone() for n, p in layer.named_parameters()}, torch.get_rng_state()
     trials = []
-    monkeypatch.setattr(auto, "trial", lambda *args, real=auto.trial: trials.append(real(*args)) or trials[-1])
+    monkeypatch.setattr(auto, "trial",
+                        lambda *args, real=auto.trial: trials.append(real(*args)) or trials[-1])
     first = torch.autograd.grad(layer(x).output.square().sum(), [x, *layer.parameters()])
-    assert torch.equal(state, torch.get_rng_state()) and all(torch.equal(p, before[n]) for n, p in layer.named_parameters())
+    assert torch.equal(state, torch.get_rng_state()) and all(
+        torch.equal(p, before[n]) for n, p in layer.named_parameters())
     assert all(p.grad is None for p in (x, *layer.parameters()))
     assert len(trials) == 1 and set(trials[0].seconds()) == {"fused", "grouped"}
     ruled, _ = layer_and_input(kind=kind, compute_choice="rule")
     ruled.load_state_dict(layer.state_dict())
-    for mine, theirs in zip(first, torch.autograd.grad(ruled(x).output.square().sum(), [x, *ruled.parameters()]), strict=True):
+    for mine, theirs in zip(
+            first, torch.autograd.grad(ruled(x).output.square().sum(), [x, *ruled.parameters()]),
+            strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     again = torch.autograd.grad(layer(x).output.square().sum(), [x, *layer.parameters()])
-    assert len(trials) == 1 and all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "one choice, one result"
+    assert len(trials) == 1 and all(
+        torch.equal(a, b) for a, b in zip(first, again, strict=True)), "one choice, one result"
     [(key, made)] = small_counts.listed()
     assert "float32 D16 F24 L4" in key and made.why.startswith("measured: fused")
 
@@ -186,7 +225,9 @@ def test_not_measured_where_no_gradient_is_wanted(small_counts: MeasuredChoices)
 
 @pytest.mark.parametrize("how", ["rule", "named", "deterministic"])
 def test_not_measured_where_settings_say_so(small_counts: MeasuredChoices, how: str) -> None:
-    layer, x = layer_and_input(**{"rule": {"compute_choice": "rule"}, "named": {"compute": "loop"}, "deterministic": {}}[how])
+    layer, x = layer_and_input(
+        **{"rule": {"compute_choice": "rule"}, "named": {"compute": "loop"}, "deterministic": {}
+           }[how])
     torch.use_deterministic_algorithms(how == "deterministic")
     try:
         layer(x)
@@ -214,7 +255,8 @@ def test_the_sample_is_the_bucket_s_load(planned: bool) -> None:
     made = Load("cpu", torch.float32, 6, 8, 12, True, 6 * 100, False, planned, 4 if planned else 1)
     x, rows = auto._sample(made, CPU)
     counts = (rows.counts if planned else rows).host
-    assert sum(counts) == 6 * 128 and max(counts) - min(counts) <= 1 and x.shape == ((192 if planned else 768), 8)
+    assert sum(counts) == 6 * 128 and max(counts) - min(counts) <= 1 and x.shape == (
+        (192 if planned else 768), 8)
     if planned:
         assert sorted(rows.source_R.tolist()) == list(range(768))
         assert torch.equal(rows.position_TK.reshape(-1)[rows.source_R], torch.arange(768))
@@ -236,4 +278,5 @@ def test_the_doctor_lists_what_was_measured(small_counts: MeasuredChoices) -> No
     layer, x = layer_and_input()
     layer(x)
     [row] = registries.choice_rows()
-    assert row["name"] in strategies and "rows an expert" in row["load"] and row["why"].startswith("measured")
+    assert row["name"] in strategies and "rows an expert" in row["load"] and row["why"].startswith(
+        "measured")

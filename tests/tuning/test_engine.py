@@ -22,8 +22,11 @@ def tuner(predicted: dict[LayoutChoice, float] | None = None, **rules) -> Tuner:
     return Tuner(lambda bucket: list(table.items()), TunerSettings(**rules))
 
 
-def drive(t: Tuner, truth, calls: int, bucket=lambda call: (0,), delay: int = 0) -> tuple[float, list[LayoutChoice]]:
-    """Run `calls` calls against true seconds (choice, call) -> s. Returns total time and choices; times arrive `delay` calls late."""
+def drive(t: Tuner, truth, calls: int, bucket=lambda call: (0,),
+          delay: int = 0) -> tuple[float, list[LayoutChoice]]:
+    """Run `calls` calls against true seconds (choice, call) -> s. Returns total time and choices;
+    times arrive `delay` calls late.
+    """
     total, chosen, late = 0.0, [], []
     for call in range(calls):
         if len(late) > delay:
@@ -45,10 +48,13 @@ def test_finds_the_best_of_all_when_all_are_tried() -> None:
     assert chosen.count(chosen[-1]) == 200 - 2 * (len(CHOICES) - 1)
 
 
-@given(st.lists(st.floats(0.5, 8.0), min_size=len(CHOICES), max_size=len(CHOICES)), st.integers(0, 3))
+@given(st.lists(st.floats(0.5, 8.0), min_size=len(CHOICES), max_size=len(CHOICES)),
+       st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
 def test_regret_is_bounded_by_the_trials(times: list[float], delay: int) -> None:
-    """Total time <= best of the tried * calls + each trial's own excess + hysteresis and waiting for late times."""
+    """Total time <= best of the tried * calls + each trial's own excess + hysteresis and waiting
+    for late times.
+    """
     truth = dict(zip(CHOICES, times, strict=True))
     t = tuner(tries=4, within=1e9, samples=2)
     calls = 300
@@ -56,7 +62,8 @@ def test_regret_is_bounded_by_the_trials(times: list[float], delay: int) -> None
     tried = CHOICES[:4]
     best = min(truth[c] for c in tried)
     assert set(chosen) <= set(tried)
-    exploring = sum(2 * (truth[c] - best) for c in tried) + (delay + 1) * (max(truth[c] for c in tried) - best)
+    exploring = sum(2 * (truth[c] - best)
+                    for c in tried) + (delay + 1) * (max(truth[c] for c in tried) - best)
     assert total <= calls * best / (1 - t.settings.hysteresis) + exploring + 1e-9
 
 
@@ -126,7 +133,9 @@ def test_times_that_never_arrive_do_not_block() -> None:
 
 
 def test_a_new_bucket_learns_from_its_neighbour() -> None:
-    """Where the model is wrong about a choice in one bucket, it is corrected in the next, also without a trial there."""
+    """Where the model is wrong about a choice in one bucket, it is corrected in the next, also
+    without a trial there.
+    """
     table = {c: 1.0 + 0.1 * i for i, c in enumerate(CHOICES[:4])}
     truth = {c: s * (5.0 if c == CHOICES[0] else 1.0) for c, s in table.items()}
     t = tuner(table, allowance=8, budget=0.0)
@@ -135,7 +144,9 @@ def test_a_new_bucket_learns_from_its_neighbour() -> None:
 
 
 def test_ranks_with_different_clocks_decide_alike() -> None:
-    """Each rank measures something else; what is recorded is the maximum, so all copies stay in step."""
+    """Each rank measures something else; what is recorded is the maximum, so all copies stay in
+    step.
+    """
     ranks, noise = 8, [random.Random(rank) for rank in range(8)]
     copies = [tuner(drift=0.02, patience=1, allowance=500) for _ in range(ranks)]
     for call in range(600):
@@ -143,7 +154,10 @@ def test_ranks_with_different_clocks_decide_alike() -> None:
         chosen = {copy.choose(bucket) for copy in copies}
         assert len(chosen) == 1
         assert len({copy.wants_time(bucket) for copy in copies}) == 1
-        local = [noise[r].uniform(0.5, 3.0) * (1 + CHOICES.index(next(iter(chosen)))) for r in range(ranks)]
+        local = [
+            noise[r].uniform(0.5, 3.0) * (1 + CHOICES.index(next(iter(chosen))))
+            for r in range(ranks)
+        ]
         for copy in copies:
             copy.record(bucket, next(iter(chosen)), max(local))
     assert len({json.dumps(copy.state()) for copy in copies}) == 1
@@ -175,5 +189,6 @@ def test_no_candidates_is_an_error() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, moe_plugin.tuning.engine, moe_plugin.planner; assert 'torch' not in sys.modules"
+    code = ("import sys, moe_plugin.tuning.engine, moe_plugin.planner; assert 'torch' not in "
+            "sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)

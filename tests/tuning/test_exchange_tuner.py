@@ -1,4 +1,5 @@
-"""`auto`: all ranks agree, the fastest is chosen, fall-backs are logged; settings reach the group."""
+"""`auto`: all ranks agree, the fastest is chosen, fall-backs are logged; settings reach the group.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_trials_settle_on_the_fastest(seconds: list[float], noise: int) -> None:
     cost = dict(zip(trials.names, seconds, strict=True))
     for turn in range(3 * (WARM_UP + TRIALS)):
         assert trials.chosen is None
-        trials.record(cost[trials.next()] * (100 if turn < 3 else 1 + 0.001 * ((turn * 7 + noise) % 3)), lambda values: values)
+        trials.record(
+            cost[trials.next()] * (100 if turn < 3 else 1 + 0.001 * ((turn * 7 + noise) % 3)),
+            lambda values: values)
     best = min(seconds)
     assert cost[trials.chosen] <= best * (1 + 2 * MARGIN) and trials.next() == trials.chosen
 
@@ -37,8 +40,10 @@ def test_trials_settle_on_the_fastest(seconds: list[float], noise: int) -> None:
 def test_a_candidate_that_is_fast_now_and_then_is_not_taken() -> None:
     trials = Trials(["steady", "scattered"])
     for turn in range(2 * (WARM_UP + TRIALS)):
-        trials.record({"steady": 1.0, "scattered": 0.5 if turn % 6 == 1 else 1.6}[trials.next()], lambda values: values)
-    assert trials.chosen == "steady" and any(turn % 6 == 1 and turn % 2 for turn in range(2, 2 * (WARM_UP + TRIALS)))
+        trials.record({"steady": 1.0, "scattered": 0.5 if turn % 6 == 1 else 1.6}[trials.next()],
+                      lambda values: values)
+    assert trials.chosen == "steady" and any(turn % 6 == 1 and turn % 2
+                                             for turn in range(2, 2 * (WARM_UP + TRIALS)))
 
 
 def test_a_later_candidate_must_be_clearly_faster() -> None:
@@ -50,7 +55,9 @@ def test_a_later_candidate_must_be_clearly_faster() -> None:
 
 
 def test_ranks_with_different_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank measures something else (times from a hash of rank and call); the choice is the same, and still exact."""
+    """Each rank measures something else (times from a hash of rank and call); the choice is the
+    same, and still exact.
+    """
     calls = {"n": 0}
 
     def clock() -> float:
@@ -62,7 +69,8 @@ def test_ranks_with_different_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> N
 
     def rank(comm: Comm) -> list[str | None]:
         for _ in range(4 * (WARM_UP + TRIALS) + 3):
-            got = algorithms.get("auto")(comm, rows_of(comm.rank, counts), counts[comm.rank], column(counts, comm.rank))
+            got = algorithms.get("auto")(comm, rows_of(comm.rank, counts), counts[comm.rank],
+                                         column(counts, comm.rank))
             assert torch.equal(got, expected_of(comm.rank, counts))
         return [trials.chosen for trials in Chooser.of(comm).buckets.values()]
 
@@ -81,15 +89,21 @@ def test_sizes_have_buckets_of_their_own_and_uneven_ranks_share_one() -> None:
     assert run_simulated(4, rank, topology=PAIRS) == [[4, 6, 10, 13]] * 4
 
 
-@pytest.mark.parametrize(("topology", "reason"), [(Topology.one_node(4), "all 4 ranks are on one node"), (Topology.uniform(4, 1), "every node has one rank")])
-def test_falls_back_to_linear_with_a_logged_reason(topology: Topology, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("topology", "reason"),
+                         [(Topology.one_node(4), "all 4 ranks are on one node"),
+                          (Topology.uniform(4, 1), "every node has one rank")])
+def test_falls_back_to_linear_with_a_logged_reason(topology: Topology, reason: str,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        run_simulated(4, lambda comm: algorithms.get("auto")(comm, torch.zeros(4)), topology=topology)
+        run_simulated(4, lambda comm: algorithms.get("auto")(comm, torch.zeros(4)),
+                      topology=topology)
     assert f"all-to-all auto falls back to linear: {reason}" in caplog.text
 
 
 def test_by_a_cluster_file(tmp_path: Path) -> None:
-    """A large cost a message: 2dh or leader for small sizes; a large cost a byte in the node: linear for large ones."""
+    """A large cost a message: 2dh or leader for small sizes; a large cost a byte in the node:
+    linear for large ones.
+    """
     file = tmp_path / "cluster.yaml"
     links = {"inter": Link(alpha_s=1e-3, beta_s=1e-9), "intra": Link(alpha_s=1e-6, beta_s=1e-8)}
     file.write_text(dump_cluster(Cluster(nodes=4, ranks_per_node=4, nics=1, **links), "a comment"))
@@ -106,7 +120,10 @@ def test_by_a_cluster_file(tmp_path: Path) -> None:
 
 def test_the_layer_uses_its_settings() -> None:
     def rank(comm: Comm) -> tuple:
-        config = from_dict({"model_dim": 8, "num_experts": 4, "comm": {"all_to_all": "2dh", "topology": "2", "wire": "bf16"}})
+        config = from_dict({
+            "model_dim": 8, "num_experts": 4,
+            "comm": {"all_to_all": "2dh", "topology": "2", "wire": "bf16"}
+        })
         layer = MoELayer(config, comm)
         layer(torch.randn(5, 8)).output.sum().backward()
         return comm.topology.nodes, layer.placement.algorithm.name
@@ -142,19 +159,27 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         run_simulated(2, lambda comm: prepare(comm, CommConfig(all_to_all="fastest")))
 
 
-@pytest.mark.parametrize(("name", "per_node", "ran", "said"), [
-    ("2dh", 2, "2dh", "2 node(s) of 2 rank(s) (given)"), ("leader", 2, "leader", "2 node(s) of 2 rank(s) (given)"),
-    ("2dh", 4, "linear", "it runs as linear, because all 4 ranks are on one node"),
-    ("leader", 1, "linear", "it runs as linear, because every node has one rank"), ("native", 2, "native", "2 node(s)"),
-])
-def test_what_really_ran_is_counted_and_a_fall_back_is_said(caplog: pytest.LogCaptureFixture, name: str, per_node: int, ran: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "per_node", "ran", "said"),
+    [("2dh", 2, "2dh", "2 node(s) of 2 rank(s) (given)"),
+     ("leader", 2, "leader", "2 node(s) of 2 rank(s) (given)"),
+     ("2dh", 4, "linear", "it runs as linear, because all 4 ranks are on one node"),
+     ("leader", 1, "linear", "it runs as linear, because every node has one rank"),
+     ("native", 2, "native", "2 node(s)"),])
+def test_what_really_ran_is_counted_and_a_fall_back_is_said(caplog: pytest.LogCaptureFixture,
+                                                            name: str, per_node: int, ran: str,
+                                                            said: str) -> None:
     def rank(comm: Comm) -> tuple[dict[str, int], dict[str, int]]:
         algorithm = prepare(comm, CommConfig(all_to_all=name, topology=str(per_node)))
-        prepare(comm, CommConfig(all_to_all=name, topology=str(per_node)))  # another layer: nothing is said twice
+        # another layer: nothing is said twice
+        prepare(comm, CommConfig(all_to_all=name, topology=str(per_node)))
         algorithm(comm, torch.arange(8.0))
-        layer = MoELayer(MoEConfig(model_dim=4, num_experts=4, comm=CommConfig(all_to_all=name, topology=str(per_node))), comm)
+        layer = MoELayer(
+            MoEConfig(model_dim=4, num_experts=4, comm=CommConfig(all_to_all=name,
+                                                                  topology=str(per_node))), comm)
         return dict(comm.counters.exchanges), layer(torch.randn(3, 4)).stats.exchanges
 
     with caplog.at_level(logging.INFO, logger="moe_plugin.tuning.exchange"):
         assert run_simulated(4, rank) == [({ran: 1}, {ran: 2})] * 4  # rows there and rows back
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"all-to-all {name} over ") and said in caplog.messages[0]
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
+        f"all-to-all {name} over ") and said in caplog.messages[0]

@@ -22,7 +22,10 @@ from tests.distributed import run_gloo
 
 
 def config(**parallel) -> MoEConfig:
-    return from_dict({"model_dim": 8, "num_experts": 2, "experts": {"hidden_dim": 16}, "parallel": {"mode": "auto", "tries": 6, **parallel}})
+    return from_dict({
+        "model_dim": 8, "num_experts": 2, "experts": {"hidden_dim": 16},
+        "parallel": {"mode": "auto", "tries": 6, **parallel}
+    })
 
 
 class FakeWatch:
@@ -43,11 +46,13 @@ class FakeWatch:
         return self.tell(self.choice)
 
 
-def drive(comm: Comm, seconds, calls: int, tokens=lambda call: 16, settings: MoEConfig | None = None) -> tuple[MoELayer, list[str], list]:
+def drive(comm: Comm, seconds, calls: int, tokens=lambda call: 16,
+          settings: MoEConfig | None = None) -> tuple[MoELayer, list[str], list]:
     layer = MoELayer(settings or config(), comm)
     noise = random.Random(comm.rank)
     auto = layer.auto
-    auto.measure = lambda device: FakeWatch(auto, lambda choice: seconds(choice) * noise.uniform(0.9, 1.1))
+    auto.measure = lambda device: FakeWatch(
+        auto, lambda choice: seconds(choice) * noise.uniform(0.9, 1.1))
     labels, decisions = [], []
     for call in range(calls):
         out = layer(torch.randn(tokens(call), 8))
@@ -60,7 +65,8 @@ def drive(comm: Comm, seconds, calls: int, tokens=lambda call: 16, settings: MoE
 def test_ranks_with_different_clocks_and_loads_run_the_same_layouts() -> None:
     def rank(comm):
         comm.topology = Topology.uniform(8, 4)
-        return drive(comm, lambda c: {0: 3.0, 1: 2.0, 2: 1.0, 4: 4.0}[c.r] + c.d / 10, 80, lambda call: (5 + 3 * comm.rank) * (1 + 3 * (call > 50)))[1:]
+        return drive(comm, lambda c: {0: 3.0, 1: 2.0, 2: 1.0, 4: 4.0}[c.r] + c.d / 10, 80,
+                     lambda call: (5 + 3 * comm.rank) * (1 + 3 * (call > 50)))[1:]
 
     results = run_simulated(8, rank)
     assert all(labels == results[0][0] for labels, _ in results)
@@ -72,12 +78,14 @@ def test_ranks_with_different_clocks_and_loads_run_the_same_layouts() -> None:
 
 
 def test_settles_on_the_fastest_measured() -> None:
-    for labels in run_simulated(4, lambda comm: drive(comm, lambda c: 1.0 if (c.r, c.d) == (1, 1) else 2.0, 60)[1]):
+    for labels in run_simulated(
+            4, lambda comm: drive(comm, lambda c: 1.0 if (c.r, c.d) == (1, 1) else 2.0, 60)[1]):
         assert labels[-1].startswith("r=1 d=1 ")
 
 
 @pytest.mark.parametrize(("share", "looks"), [(0.0, 4), (1e6, 32)], ids=["dear", "cheap"])
-def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytest.MonkeyPatch, share: float, looks: int) -> None:
+def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytest.MonkeyPatch,
+                                                              share: float, looks: int) -> None:
     monkeypatch.setattr(auto_module, "SHARE", share)
 
     def rank(comm):
@@ -93,7 +101,14 @@ def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytes
 
 def test_calls_between_looks() -> None:
     pace = auto_module._pace
-    assert [pace(1e-3, 45e-3), pace(1e-3, 1.0), pace(0.0, 1.0), pace(1.0, 1.0), pace(math.inf, 1.0), pace(1e-3, 0.0)] == [3, 1, 1, 8, 8, 8]
+    assert [
+        pace(1e-3, 45e-3),
+        pace(1e-3, 1.0),
+        pace(0.0, 1.0),
+        pace(1.0, 1.0),
+        pace(math.inf, 1.0),
+        pace(1e-3, 0.0)
+    ] == [3, 1, 1, 8, 8, 8]
 
 
 def test_evaluation_keeps_the_latest_choice_and_asks_nobody() -> None:
@@ -112,7 +127,8 @@ def test_numbers_are_those_of_a_fixed_layout() -> None:
         fixed = MoELayer(config(mode="fixed"), comm).double()
         fixed.load_state_dict({k: v for k, v in auto.state_dict().items()})
         for call in range(30):
-            x = torch.randn(9, 8, generator=torch.Generator().manual_seed(call), dtype=torch.float64)
+            x = torch.randn(9, 8, generator=torch.Generator().manual_seed(call),
+                            dtype=torch.float64)
             torch.testing.assert_close(auto(x).output, fixed(x).output, rtol=1e-9, atol=1e-10)
         return len({d.choice for d in auto.auto.tuner.log})
 
@@ -159,10 +175,13 @@ def test_records_hold_layouts_and_decisions(tmp_path) -> None:
     recorder.flush(3)
     recorder.close()
     record = json.loads((tmp_path / "log.jsonl").read_text())
-    assert record["layouts"] == {"r=1 d=1 linear auto": 3} and record["decisions"][0]["event"] == "predict"
+    assert record["layouts"] == {"r=1 d=1 linear auto": 3
+                                 } and record["decisions"][0]["event"] == "predict"
 
 
-@pytest.mark.parametrize("text,mode", [("parallel: auto", "auto"), ("parallel: {mode: auto, r: 1}", "auto"), ("parallel: {d: 2}", "fixed")])
+@pytest.mark.parametrize("text,mode", [("parallel: auto", "auto"),
+                                       ("parallel: {mode: auto, r: 1}", "auto"),
+                                       ("parallel: {d: 2}", "fixed")])
 def test_yaml_forms(text: str, mode: str, tmp_path) -> None:
     path = tmp_path / "moe.yaml"
     path.write_text(text + "\n")
@@ -171,11 +190,15 @@ def test_yaml_forms(text: str, mode: str, tmp_path) -> None:
 
 
 def test_flags() -> None:
-    settings = config_from_flags({"moe_parallel": "auto", "moe_overlap": "2", "moe_parallel_r": "0"}, {"model_dim": 8})
+    settings = config_from_flags(
+        {"moe_parallel": "auto", "moe_overlap": "2", "moe_parallel_r": "0"}, {"model_dim": 8})
     assert (settings.parallel.mode, settings.parallel.d, settings.parallel.r) == ("auto", 2, 0)
 
 
-@pytest.mark.parametrize("values,words", [("both", "parallel.mode='both'"), ({"d": 0}, "parallel.d=0"), ({"bucket": 1}, "parallel.bucket=1"), (3, "must be a mapping")])
+@pytest.mark.parametrize("values,words", [("both", "parallel.mode='both'"),
+                                          ({"d": 0}, "parallel.d=0"),
+                                          ({"bucket": 1}, "parallel.bucket=1"),
+                                          (3, "must be a mapping")])
 def test_wrong_settings(values, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         from_dict({"parallel": values})
@@ -210,7 +233,9 @@ def test_choice_of_a_call_overrides() -> None:
 
 
 def test_a_load_on_a_border_stays_in_its_bucket() -> None:
-    """Loads that swing by a fifth around a bucket's border share one; a load that leaves for good gets its own."""
+    """Loads that swing by a fifth around a bucket's border share one; a load that leaves for good
+    gets its own.
+    """
     layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 + 3 * (call % 2))
     assert len(layer.auto.tuner.entries) == 1
     layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 if call < 30 else 60)
@@ -218,7 +243,9 @@ def test_a_load_on_a_border_stays_in_its_bucket() -> None:
 
 
 def test_a_time_that_one_rank_lacks_is_taken_by_none() -> None:
-    """Forward passes without backward on one rank: the others wait with theirs, and all go on deciding alike."""
+    """Forward passes without backward on one rank: the others wait with theirs, and all go on
+    deciding alike.
+    """
     def rank(comm):
         layer = MoELayer(config(), comm)
         auto, labels = layer.auto, []

@@ -1,6 +1,8 @@
-"""`moe-plugin doctor`: what is installed, what is active and why, what is missing and the command that adds it.
+"""`moe-plugin doctor`: what is installed, what is active and why, what is missing and the command
+that adds it.
 
-Exit status 0 where the layer works (a tiny forward and backward pass agrees with a dense computation), 1 where it does not.
+Exit status 0 where the layer works (a tiny forward and backward pass agrees with a dense
+computation), 1 where it does not.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from moe_plugin.cli.doctor.report import collect, render
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     text = "check this installation: versions, devices, what is active and why, what is missing"
-    parser = subparsers.add_parser("doctor", help=text, description=f"{text}. Exit status 0: the layer works; 1: it does not.")
+    parser = subparsers.add_parser(
+        "doctor", help=text, description=f"{text}. Exit status 0: the layer works; 1: it does not.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 

@@ -15,11 +15,17 @@ from moe_plugin.machine import cpu_name
 def devices() -> list[dict[str, str]]:
     """The CPU and every GPU that torch sees."""
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-    rows = [{"name": "cpu", "state": "active" if not torch.cuda.is_available() else "available", "what": f"{cpu_name()}, {threads}"}]
+    rows = [{
+        "name": "cpu", "state": "active" if not torch.cuda.is_available() else "available",
+        "what": f"{cpu_name()}, {threads}"
+    }]
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
-        rows.append({"name": f"cuda:{index}", "state": "active",
-                     "what": f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"})
+        rows.append({
+            "name": f"cuda:{index}", "state": "active",
+            "what": f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability "
+                    f"{p.major}.{p.minor}"
+        })
     if not torch.cuda.is_available():
         rows.append({"name": "cuda", "state": "not available", "what": _why_no_cuda()})
     return rows
@@ -28,7 +34,10 @@ def devices() -> list[dict[str, str]]:
 def backends() -> list[dict[str, str]]:
     """torch.distributed backends; active is the one that the launch scripts choose here."""
     if not dist.is_available():
-        return [{"name": "torch.distributed", "state": "not available", "what": "this torch is built without it: one process only"}]
+        return [{
+            "name": "torch.distributed", "state": "not available",
+            "what": "this torch is built without it: one process only"
+        }]
     gpu = torch.cuda.is_available()
     return [_backend("nccl", dist.is_nccl_available(), "" if gpu else "no GPU", gpu, "GPU tensors"),
             _backend("gloo", dist.is_gloo_available(), "", not gpu, "CPU tensors"),
@@ -43,7 +52,9 @@ def _backend(name: str, built: bool, hindered: str, chosen: bool, use: str) -> d
 
 
 def _why_no_cuda() -> str:
-    return "this torch is built without CUDA" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}, but sees no GPU"
+    return "this torch is built without CUDA" if torch.version.cuda is None else (
+        "torch is built "
+        f"for CUDA {torch.version.cuda}, but sees no GPU")
 
 
 def environment() -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Whether the hosts import, with our adapter, in a process of their own; and what apex and Transformer Engine add to them."""
+"""Whether the hosts import, with our adapter, in a process of their own; and what apex and
+Transformer Engine add to them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from typing import Any
 from moe_plugin.cli.doctor.packages import PACKAGES, install_command, installed_version
 
 _PACKAGE = {p.name: p for p in PACKAGES}
-_ADAPTER = {"fairseq": ("fairseq", "moe_plugin.hosts.fairseq"), "megatron": ("megatron-core", "moe_plugin.hosts.megatron.spec")}
+_ADAPTER = {
+    "fairseq": ("fairseq", "moe_plugin.hosts.fairseq"),
+    "megatron": ("megatron-core", "moe_plugin.hosts.megatron.spec")
+}
 _TIMEOUT_S = 180
 
 
@@ -25,20 +30,29 @@ def _start(name: str) -> subprocess.Popen | None:
     if installed_version(_PACKAGE[distribution]) is None:
         return None
     # a process of its own: a host that crashes or patches its surroundings does neither here
-    return subprocess.Popen([sys.executable, "-c", f"import {module}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", f"import {module}"], stdout=subprocess.DEVNULL,
+                            stderr=subprocess.PIPE, text=True)
 
 
 def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
     package = _PACKAGE[_ADAPTER[name][0]]
-    row = {"name": name, "version": installed_version(package), "state": "available", "reason": None, "install": None}
+    row = {
+        "name": name, "version": installed_version(package), "state": "available", "reason": None,
+        "install": None
+    }
     if process is None:
-        return {**row, "state": "not available", "reason": f"{package.name} is not installed", "install": install_command(package)}
+        return {
+            **row, "state": "not available", "reason": f"{package.name} is not installed",
+            "install": install_command(package)
+        }
     try:
         _, errors = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return {**row, "state": "not available", "reason": f"its import took more than {_TIMEOUT_S} s"}
+        return {
+            **row, "state": "not available", "reason": f"its import took more than {_TIMEOUT_S} s"
+        }
     if process.returncode:
         last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         return {**row, "state": "not available", "reason": f"does not import: {last}"}
@@ -48,9 +62,12 @@ def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
 def fused_rows() -> list[dict[str, Any]]:
     """apex's and Transformer Engine's parts that the hosts use by themselves where they import."""
     parts = (
-        ("apex FusedLayerNorm", "apex.normalization", "fused_layer_norm_cuda", "fairseq's LayerNorm; Megatron's fused norm"),
-        ("apex FusedAdam", "apex.optimizers", "amp_C", "fairseq's --optimizer adam on GPU; Megatron's Adam where there is no Transformer Engine"),
-        ("Transformer Engine", "transformer_engine.pytorch", "", "Megatron's --transformer-impl transformer_engine"),
+        ("apex FusedLayerNorm", "apex.normalization", "fused_layer_norm_cuda",
+         "fairseq's LayerNorm; Megatron's fused norm"),
+        ("apex FusedAdam", "apex.optimizers", "amp_C",
+         "fairseq's --optimizer adam on GPU; Megatron's Adam where there is no Transformer Engine"),
+        ("Transformer Engine", "transformer_engine.pytorch", "",
+         "Megatron's --transformer-impl transformer_engine"),
     )
     return [_fused(*part) for part in parts]
 
@@ -61,5 +78,8 @@ def _fused(name: str, module: str, extension: str, use: str) -> dict[str, Any]:
         if extension:
             importlib.import_module(extension)
     except Exception as error:  # noqa: BLE001 - a broken extension raises anything; the reason goes into the report
-        return {"name": name, "state": "not available", "reason": f"{type(error).__name__}: {error}".splitlines()[0], "use": use}
+        return {
+            "name": name, "state": "not available",
+            "reason": f"{type(error).__name__}: {error}".splitlines()[0], "use": use
+        }
     return {"name": name, "state": "available", "reason": None, "use": use}

@@ -20,7 +20,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
-    """One row a device, dtype, dispatcher and number of (simulated) ranks: largest relative errors, and whether they are small."""
+    """One row a device, dtype, dispatcher and number of (simulated) ranks: largest relative errors,
+    and whether they are small.
+    """
     rows = []
     for device in kinds:
         for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16):
@@ -31,20 +33,31 @@ def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
 
 
 def _row(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: int) -> dict[str, Any]:
-    row = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "dispatcher": dispatcher, "ranks": ranks}
+    row = {
+        "device": str(device), "dtype": str(dtype).removeprefix("torch."), "dispatcher": dispatcher,
+        "ranks": ranks
+    }
     try:
         output, gradients = _errors(device, dtype, dispatcher, ranks)
     except Exception as error:  # noqa: BLE001 - whatever is broken here is what the report is for
-        return {**row, "ok": False, "output_error": None, "gradient_error": None, "reason": f"{type(error).__name__}: {error}"}
+        return {
+            **row, "ok": False, "output_error": None, "gradient_error": None,
+            "reason": f"{type(error).__name__}: {error}"
+        }
     ok = max(output, gradients) <= TOLERANCE[dtype]
-    return {**row, "ok": ok, "output_error": output, "gradient_error": gradients,
-            "reason": None if ok else f"differs from the dense computation by more than {TOLERANCE[dtype]}"}
+    return {
+        **row, "ok": ok, "output_error": output, "gradient_error": gradients, "reason": None
+        if ok else f"differs from the dense computation by more than {TOLERANCE[dtype]}"
+    }
 
 
-def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: int) -> tuple[float, float]:
-    # capacity 0 never drops, and every dispatcher takes it; the default one is checked without any capacity
+def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
+            ranks: int) -> tuple[float, float]:
+    # capacity 0 never drops, and every dispatcher takes it; the default one is checked without any
+    # capacity
     factor = None if dispatcher == DispatchConfig().name else 0.0
-    config = MoEConfig(model_dim=WIDTH, num_experts=EXPERTS, dispatch=DispatchConfig(name=dispatcher, capacity_factor=factor))
+    config = MoEConfig(model_dim=WIDTH, num_experts=EXPERTS,
+                       dispatch=DispatchConfig(name=dispatcher, capacity_factor=factor))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole = MoELayer(config, LocalComm(), dtype=dtype, device=device)
@@ -53,17 +66,24 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: in
         # some dispatchers are for ranks that all hold the same tokens
         same_tokens = getattr(dispatchers.get(dispatcher), "same_tokens", False)
         piece = _all if same_tokens else _piece
-        shards = run_simulated(ranks, lambda comm: _run(_share(whole, config, comm), piece(x_TD, comm), piece(target_TD, comm)))
+        shards = run_simulated(
+            ranks, lambda comm: _run(_share(whole, config, comm), piece(x_TD, comm),
+                                     piece(target_TD, comm)))
         if same_tokens:
-            shards = [shard if rank == 0 else (shard[0][:0], shard[1][:0], *shard[2:]) for rank, shard in enumerate(shards)]
+            shards = [
+                shard if rank == 0 else (shard[0][:0], shard[1][:0], *shard[2:])
+                for rank, shard in enumerate(shards)
+            ]
         out_TD, *gradients = (torch.cat(parts) for parts in zip(*shards, strict=True))
         want_TD, *wanted = dense(whole, x_TD, target_TD)
-    return _relative(out_TD, want_TD), max(_relative(g, w) for g, w in zip(gradients, wanted, strict=True))
+    return _relative(out_TD,
+                     want_TD), max(_relative(g, w) for g, w in zip(gradients, wanted, strict=True))
 
 
 def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
     """The layer as this rank has it, with the whole layer's weights."""
-    layer = MoELayer(config, comm, dtype=whole.router.weight_ED.dtype, device=whole.router.weight_ED.device)
+    layer = MoELayer(config, comm, dtype=whole.router.weight_ED.dtype,
+                     device=whole.router.weight_ED.device)
     first, local = comm.rank * layer.placement.local, layer.placement.local
     with torch.no_grad():
         layer.router.weight_ED.copy_(whole.router.weight_ED)
@@ -81,7 +101,9 @@ def _all(x_TD: Tensor, comm: Comm) -> Tensor:
 
 
 def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
-    """(output, input gradient, gradient of the first and second expert matrix); the loss is sum(output * target)."""
+    """(output, input gradient, gradient of the first and second expert matrix); the loss is
+    sum(output * target).
+    """
     x_TD = x_TD.clone().requires_grad_()
     out_TD = layer(x_TD).output
     (out_TD * target_TD).sum().backward()

@@ -1,7 +1,9 @@
-"""Leader all-to-all (HetuMoE): one rank of each node talks for all of them. For nodes with one network card.
+"""Leader all-to-all (HetuMoE): one rank of each node talks for all of them. For nodes with one
+network card.
 
-n ranks, m a node, S bytes a rank: gather the node's buffers on its leader, order them by destination node, exchange
-among leaders (n/m - 1 messages of m^2 * S/n bytes a node), order by destination rank, scatter.
+n ranks, m a node, S bytes a rank: gather the node's buffers on its leader, order them by
+destination node, exchange among leaders (n/m - 1 messages of m^2 * S/n bytes a node), order by
+destination rank, scatter.
 """
 
 from __future__ import annotations
@@ -21,18 +23,22 @@ from moe_plugin.comm.topology import Topology
 
 @dataclass(frozen=True)
 class _Node:
-    """What a leader knows: for each rank i of its node, the rows it sends to and gets from every rank of the group."""
+    """What a leader knows: for each rank i of its node, the rows it sends to and gets from every
+    rank of the group.
+    """
 
     send: dict[int, list[int]]
     recv: dict[int, list[int]]
 
 
 @algorithms.register("leader")
-def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
-    """Over one rank a node: the fewest and largest messages between nodes, at the price of a gather and a scatter inside.
+def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
+           recv: Sequence[int] | None = None) -> Tensor:
+    """Over one rank a node: the fewest and largest messages between nodes, at the price of a gather
+    and a scatter inside.
 
-    Equal and unequal pieces, equal and unequal nodes, ranks in any order. One node, or one rank a node: `linear`.
-    Unequal pieces cost one small message of counts from each rank to its leader.
+    Equal and unequal pieces, equal and unequal nodes, ranks in any order. One node, or one rank a
+    node: `linear`. Unequal pieces cost one small message of counts from each rank to its leader.
     """
     topology = comm.topology
     if topology.why_flat():
@@ -57,7 +63,8 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None, recv: Seque
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Equal pieces, equal nodes in rank order: two strided copies on leaders, no lists of lengths."""
+    """Equal pieces, equal nodes in rank order: two strided copies on leaders, no lists of lengths.
+    """
     pieces(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)
     if comm.rank != node[0]:
@@ -77,15 +84,18 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     return out
 
 
-def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int], even: bool) -> _Node | None:
+def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int],
+            even: bool) -> _Node | None:
     """On leaders the node's counts, elsewhere None."""
     leads = comm.rank == node[0]
     if even:
         return _Node(dict.fromkeys(node, send), dict.fromkeys(node, recv)) if leads else None
-    got = comm.exchange_ints({node[0]: send + recv}, dict.fromkeys(node, 2 * comm.size) if leads else {})
+    got = comm.exchange_ints({node[0]: send + recv},
+                             dict.fromkeys(node, 2 * comm.size) if leads else {})
     if not leads:
         return None
-    return _Node({rank: got[rank][: comm.size] for rank in node}, {rank: got[rank][comm.size :] for rank in node})
+    return _Node({rank: got[rank][:comm.size] for rank in node},
+                 {rank: got[rank][comm.size:] for rank in node})
 
 
 def _gather(comm: Comm, x: Tensor, counts: _Node) -> Tensor:
@@ -98,19 +108,26 @@ def _gather(comm: Comm, x: Tensor, counts: _Node) -> Tensor:
 
 
 def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _Node) -> Tensor:
-    """Exchange whole nodes' rows. Returns rows by (source node, source rank on it, destination rank on this node)."""
+    """Exchange whole nodes' rows. Returns rows by (source node, source rank on it, destination rank
+    on this node).
+    """
     node = list(counts.send)
     lengths = [length for rank in node for length in counts.send[rank]]
     order = [i * comm.size + d for other in topology.nodes for i in range(len(node)) for d in other]
     grouped = reorder(gathered, lengths, order)
-    out_lengths = [sum(counts.send[rank][d] for rank in node for d in other) for other in topology.nodes]
-    in_lengths = [sum(counts.recv[rank][s] for rank in node for s in other) for other in topology.nodes]
+    out_lengths = [
+        sum(counts.send[rank][d] for rank in node for d in other) for other in topology.nodes
+    ]
+    in_lengths = [
+        sum(counts.recv[rank][s] for rank in node for s in other) for other in topology.nodes
+    ]
     got = gathered.new_empty((sum(in_lengths), *gathered.shape[1:]))
     leaders = [other[0] for other in topology.nodes]
     outgoing = dict(zip(leaders, grouped.split(out_lengths), strict=True))
     incoming = dict(zip(leaders, got.split(in_lengths), strict=True))
     peers = ring(leaders, comm.rank)
-    exchange_pieces(comm, [(p, outgoing[p]) for p in peers], [(p, incoming[p]) for p in reversed(peers)])
+    exchange_pieces(comm, [(p, outgoing[p]) for p in peers],
+                    [(p, incoming[p]) for p in reversed(peers)])
     return got
 
 

@@ -1,9 +1,12 @@
-"""Two-dimensional hierarchical all-to-all (2DH, Tutel): inside the node first, then between ranks of equal place.
+"""Two-dimensional hierarchical all-to-all (2DH, Tutel): inside the node first, then between ranks
+of equal place.
 
-n ranks, m a node, S bytes a rank. Phase 1 collects, on the rank of place l, everything its node has for place l of any
-node: messages of S/m bytes inside the node. Phase 2 sends each of these collections to its node: n/m - 1 messages of
-S*m/n bytes instead of n - m of S/n. For equal nodes. On unequal ones, what is meant for place j of another node goes
-over place j mod m, so that every rank still sends at most one message to each rank it serves.
+n ranks, m a node, S bytes a rank. Phase 1 collects, on the rank of place l, everything its node has
+for place l of any
+node: messages of S/m bytes inside the node. Phase 2 sends each of these collections to its node:
+n/m - 1 messages of S*m/n bytes instead of n - m of S/n. For equal nodes. On unequal ones, what is
+meant for place j of another node goes over place j mod m, so that every rank still sends at most
+one message to each rank it serves.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from moe_plugin.comm.topology import Topology
 class _Plan:
     """Lengths of one exchange.
 
-    served: for each rank of this node, the destinations it collects for. counts: for each rank i of this node, how many
-    rows it has for each destination that this rank serves.
+    served: for each rank of this node, the destinations it collects for. counts: for each rank i of
+    this node, how many rows it has for each destination that this rank serves.
     """
 
     served: dict[int, list[int]]
@@ -34,11 +37,13 @@ class _Plan:
 
 
 @algorithms.register("2dh")
-def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
-    """Inside the node by destination place, then between nodes: few large messages, every rank at its own network card.
+def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
+          recv: Sequence[int] | None = None) -> Tensor:
+    """Inside the node by destination place, then between nodes: few large messages, every rank at
+    its own network card.
 
-    Equal and unequal pieces, equal and unequal nodes, ranks in any order. One node, or one rank a node: `linear`.
-    Unequal pieces cost one small exchange of counts inside the node.
+    Equal and unequal pieces, equal and unequal nodes, ranks in any order. One node, or one rank a
+    node: `linear`. Unequal pieces cost one small exchange of counts inside the node.
     """
     topology = comm.topology
     if topology.why_flat():
@@ -59,7 +64,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     pieces(x.shape[0], comm.size, None, "all_to_all send")
     node = topology.peers(comm.rank)
     places, nodes = len(node), len(topology.nodes)
-    by_place, at_place, out = stride_copy(x, nodes, places), torch.empty_like(x), torch.empty_like(x)
+    by_place, at_place, out = stride_copy(x, nodes,
+                                          places), torch.empty_like(x), torch.empty_like(x)
     swap_equal(comm, node, by_place, at_place)
     place = topology.local_of[comm.rank]
     swap_equal(comm, range(place, comm.size, places), stride_copy(at_place, places, nodes), out)
@@ -87,7 +93,8 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
     if even:
         counts = {rank: [send[0]] * len(mine) for rank in served}
     else:
-        counts = comm.exchange_ints({rank: [send[d] for d in served[rank]] for rank in served}, {rank: len(mine) for rank in served})
+        counts = comm.exchange_ints({rank: [send[d] for d in served[rank]] for rank in served},
+                                    {rank: len(mine) for rank in served})
     return _Plan(served, counts)
 
 
@@ -104,24 +111,33 @@ def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
     return reorder(got, lengths, [i * served + d for d in range(served) for i in range(len(node))])
 
 
-def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int], plan: _Plan) -> Tensor:
+def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
+             plan: _Plan) -> Tensor:
     """Phase 2. Returns pieces in rank order."""
     destinations = plan.served[comm.rank]
-    lengths = [sum(column) for column in zip(*(plan.counts[rank] for rank in plan.served), strict=True)]
+    lengths = [
+        sum(column) for column in zip(*(plan.counts[rank] for rank in plan.served), strict=True)
+    ]
     outgoing = dict(zip(destinations, gathered.split(lengths), strict=True))
     totals = [sum(recv[rank] for rank in node) for node in topology.nodes]
     out = gathered.new_empty((sum(recv), *gathered.shape[1:]))
-    incoming = {_via(topology, node, comm.rank): part for node, part in zip(topology.nodes, out.split(totals), strict=True)}
+    incoming = {
+        _via(topology, node, comm.rank): part
+        for node, part in zip(topology.nodes, out.split(totals), strict=True)
+    }
     _swap_dicts(comm, outgoing, incoming)
     if topology.node_major:
         return out
     by_node = [rank for node in topology.nodes for rank in node]
     starts = {rank: index for index, rank in enumerate(by_node)}
-    return reorder(out, [recv[rank] for rank in by_node], [starts[rank] for rank in range(comm.size)])
+    return reorder(out, [recv[rank] for rank in by_node],
+                   [starts[rank] for rank in range(comm.size)])
 
 
-def _swap(comm: Comm, ranks: Sequence[int], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    _swap_dicts(comm, dict(zip(ranks, sources, strict=True)), dict(zip(ranks, targets, strict=True)))
+def _swap(comm: Comm, ranks: Sequence[int], sources: Sequence[Tensor],
+          targets: Sequence[Tensor]) -> None:
+    _swap_dicts(comm, dict(zip(ranks, sources, strict=True)), dict(zip(ranks, targets,
+                                                                       strict=True)))
 
 
 def _swap_dicts(comm: Comm, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:

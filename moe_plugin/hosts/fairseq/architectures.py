@@ -1,11 +1,14 @@
-"""Named sizes. Each function fills in what the user did not give, as fairseq's own architecture functions do."""
+"""Named sizes. Each function fills in what the user did not give, as fairseq's own architecture
+functions do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-# name: (width, layers, heads); the inner width is four times the width, positions are learned, embeddings shared (GPT-like)
+# name: (width, layers, heads); the inner width is four times the width, positions are learned,
+# embeddings shared (GPT-like)
 LANGUAGE_MODELS = {
     "moe_lm_tiny": (64, 2, 2),
     "moe_lm_mini": (256, 4, 4),
@@ -22,13 +25,15 @@ TRANSLATION_MODELS = {
 
 
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """GPT-like decoder with an MoE layer every second layer and 8 experts, unless told otherwise."""
+    """GPT-like decoder with an MoE layer every second layer and 8 experts, unless told otherwise.
+    """
 
     def architecture(args: Any) -> None:
         from fairseq.models.transformer_lm import base_gpt3_architecture
 
-        for name, value in (("decoder_embed_dim", width), ("decoder_layers", layers), ("decoder_attention_heads", heads),
-                            ("moe_freq", 2), ("moe_expert_count", 8)):
+        for name, value in (("decoder_embed_dim", width), ("decoder_layers", layers),
+                            ("decoder_attention_heads", heads), ("moe_freq",
+                                                                 2), ("moe_expert_count", 8)):
             setattr(args, name, getattr(args, name, value))
         base_gpt3_architecture(args)
 
@@ -36,16 +41,22 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 
 
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Encoder-decoder with pre-norm layers, an MoE layer every second layer and 8 experts, unless told otherwise."""
+    """Encoder-decoder with pre-norm layers, an MoE layer every second layer and 8 experts, unless
+    told otherwise.
+    """
 
     def architecture(args: Any) -> None:
         from fairseq.models.transformer.transformer_legacy import base_architecture
 
         for stack in ("encoder", "decoder"):
-            for name, value in ((f"{stack}_embed_dim", width), (f"{stack}_ffn_embed_dim", 4 * width), (f"{stack}_layers", layers),
-                                (f"{stack}_attention_heads", heads), (f"{stack}_normalize_before", True)):
+            for name, value in ((f"{stack}_embed_dim", width),
+                                (f"{stack}_ffn_embed_dim", 4 * width), (f"{stack}_layers", layers),
+                                (f"{stack}_attention_heads", heads), (f"{stack}_normalize_before",
+                                                                      True)):
                 setattr(args, name, getattr(args, name, value))
-        if not any(hasattr(args, name) for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")):
+        if not any(
+                hasattr(args, name)
+                for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")):
             args.moe_freq = 2
         args.moe_expert_count = getattr(args, "moe_expert_count", 8)
         base_architecture(args)

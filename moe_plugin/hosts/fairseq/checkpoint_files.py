@@ -1,7 +1,8 @@
 """Checkpoint files of a run whose ranks each hold some experts: `checkpoint_last-rank-N.pt`.
 
-Saving has two phases, so that a killed run always leaves one step that every rank has: each rank writes `NAME.new`; when all have,
-each renames it to `NAME`. Loading looks at both names and takes the newest step that all ranks have.
+Saving has two phases, so that a killed run always leaves one step that every rank has: each rank
+writes `NAME.new`; when all have, each renames it to `NAME`. Loading looks at both names and takes
+the newest step that all ranks have.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def commit(filename: str, group: Any) -> None:
 
 
 def copy(source: str, target: str) -> None:
-    """Copy a checkpoint so that `target` is whole at any time; files of ranks change names together."""
+    """Copy a checkpoint so that `target` is whole at any time; files of ranks change names
+    together.
+    """
     together = has_rank(target) and dist.is_available() and dist.is_initialized()
     shutil.copyfile(source, target + PENDING)
     if together:
@@ -66,7 +69,9 @@ def copy(source: str, target: str) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    """A checkpoint file, tensors mapped from disk. `ValueError` where it is truncated or no checkpoint."""
+    """A checkpoint file, tensors mapped from disk. `ValueError` where it is truncated or no
+    checkpoint.
+    """
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except FileNotFoundError:
@@ -74,14 +79,18 @@ def read(path: str) -> dict[str, Any]:
     except (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
         size = os.path.getsize(path) if os.path.exists(path) else 0
         reason = str(error).split("\n")[0]
-        raise ValueError(f"checkpoint {path!r} ({size} bytes) is truncated or damaged: {reason}; give another one with --restore-file") from error
+        raise ValueError(
+            f"checkpoint {path!r} ({size} bytes) is truncated or damaged: {reason}; give another "
+            "one with --restore-file"
+        ) from error
 
 
 def agree(filename: str, wanted: Mapping[str, int], group: Any) -> None:
     """Make `filename` hold the newest step that all ranks have, or leave it absent on all of them.
 
     Args:
-        filename: this rank's file. wanted: manifest entries that must match. group: data-parallel ranks; None: this rank alone.
+        filename: this rank's file. wanted: manifest entries that must match. group: data-parallel
+            ranks; None: this rank alone.
     Raises:
         ValueError: on every rank, with the reason of the first rank that has one.
     """
@@ -111,16 +120,21 @@ def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int |
     """
     steps = set(everyone[0]).intersection(*everyone[1:])
     if not steps and any(everyone):
-        seen = "; ".join(f"rank {rank}: {sorted(entry) or 'none'}" for rank, entry in enumerate(everyone))
-        raise ValueError(f"checkpoint {without_rank(filename)!r} is incomplete: no step is there for all ranks ({seen}); "
-                         "restore the missing files, or give another one with --restore-file")
+        seen = "; ".join(f"rank {rank}: {sorted(entry) or 'none'}"
+                         for rank, entry in enumerate(everyone))
+        raise ValueError(
+            f"checkpoint {without_rank(filename)!r} is incomplete: no step is there for all ranks "
+            f"({seen}); "
+            "restore the missing files, or give another one with --restore-file")
     return max(steps, default=None)
 
 
 def _survey(filename: str, wanted: Mapping[str, int]) -> dict[int, str] | str:
     """This rank's complete files by step, or what is wrong."""
     try:
-        stray = None if os.path.exists(filename) or os.path.exists(filename + PENDING) else _other_world(filename, wanted)
+        stray = None if os.path.exists(filename) or os.path.exists(filename +
+                                                                   PENDING) else _other_world(
+                                                                       filename, wanted)
         if stray:
             return stray
         found: dict[int, str] = {}
@@ -141,11 +155,16 @@ def _checked(path: str, wanted: Mapping[str, int]) -> int:
     state = read(path)
     manifest = state.get(MANIFEST)
     if manifest is None:
-        raise ValueError(f"checkpoint {path!r} holds no experts; the model has {wanted['num_experts']} an MoE layer. Use another --save-dir "
-                         "or --restore-file, or train the dense model with --moe-freq 0")
+        raise ValueError(
+            f"checkpoint {path!r} holds no experts; the model has {wanted['num_experts']} an MoE "
+            "layer. Use another --save-dir "
+            "or --restore-file, or train the dense model with --moe-freq 0")
     for key, value in wanted.items():
         if manifest[key] != value:
-            raise ValueError(f"checkpoint {path!r} has {key}={manifest[key]}, this run has {key}={value}; {_remedy(key, manifest[key])}")
+            raise ValueError(
+                f"checkpoint {path!r} has {key}={manifest[key]}, this run has {key}={value}; "
+                f"{_remedy(key, manifest[key])}"
+            )
     return int(manifest["num_updates"])
 
 
@@ -170,13 +189,19 @@ def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
     manifest = read(others[0]).get(MANIFEST, {})
     theirs = manifest.get("world_size", 1)
     if theirs == wanted["world_size"]:
-        return (f"checkpoint file {filename!r} is missing, other ranks' files are there; restore it, or give another one with --restore-file")
-    return (f"checkpoint {whole!r} was written by {theirs} data-parallel ranks (world_size={theirs}), this run has "
-            f"world_size={wanted['world_size']}; {_remedy('world_size', theirs)}")
+        return (
+            f"checkpoint file {filename!r} is missing, other ranks' files are there; restore it, "
+            "or give another one with --restore-file"
+        )
+    return (
+        f"checkpoint {whole!r} was written by {theirs} data-parallel ranks (world_size={theirs}), "
+        "this run has "
+        f"world_size={wanted['world_size']}; {_remedy('world_size', theirs)}")
 
 
 def whole_state(path: str) -> dict[str, Any]:
-    """One process's state, with all experts, from the file of any rank; the files of the other ranks lie beside it.
+    """One process's state, with all experts, from the file of any rank; the files of the other
+    ranks lie beside it.
 
     Raises:
         ValueError: a file is missing, truncated or of another step.
@@ -189,11 +214,16 @@ def whole_state(path: str) -> dict[str, Any]:
     for rank in range(manifest["expert_parallel_size"]):
         part = with_rank(path, rank)
         if not os.path.exists(part):
-            raise ValueError(f"checkpoint file {part!r} is missing: the experts of rank {rank} of {manifest['expert_parallel_size']} are in it")
+            raise ValueError(
+                f"checkpoint file {part!r} is missing: the experts of rank {rank} of "
+                f"{manifest['expert_parallel_size']} are in it"
+            )
         state = read(part)
         if state[MANIFEST]["num_updates"] != manifest["num_updates"]:
-            raise ValueError(f"checkpoint file {part!r} is of step {state[MANIFEST]['num_updates']}, {path!r} of step {manifest['num_updates']}; "
-                             "use files of one step")
+            raise ValueError(
+                f"checkpoint file {part!r} is of step {state[MANIFEST]['num_updates']}, {path!r} "
+                f"of step {manifest['num_updates']}; "
+                "use files of one step")
         states.append(state["model"])
     first["model"] = split(merge(states), 0, 1)
     return first

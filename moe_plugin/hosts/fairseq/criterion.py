@@ -1,9 +1,11 @@
-"""Criteria `moe_cross_entropy` and `moe_label_smoothed_cross_entropy`: the loss plus the gate loss, once.
+"""Criteria `moe_cross_entropy` and `moe_label_smoothed_cross_entropy`: the loss plus the gate loss,
+once.
 
     loss = inner + moe_gate_loss_wt * gate * sample_size
     gate = mean (or sum) over MoE layers of that layer's weighted router losses; neg_log: -log(gate)
 
-sample_size makes the gate loss an average over tokens once fairseq divides the gradient by it (as in fairseq's `moe` branch).
+sample_size makes the gate loss an average over tokens once fairseq divides the gradient by it (as
+in fairseq's `moe` branch).
 """
 
 from __future__ import annotations
@@ -27,22 +29,30 @@ class _GateLoss:
 
     def _set_gate_loss(self: Any, weight: float, combine: str, transform: str) -> None:
         if weight < 0:
-            raise ValueError(f"--moe-gate-loss-wt {weight} is out of bounds: must be >= 0; use 0 for no gate loss")
-        self.gate_loss_weight, self.gate_loss_combine, self.gate_loss_transform = weight, _text(combine), _text(transform)
+            raise ValueError(
+                f"--moe-gate-loss-wt {weight} is out of bounds: must be >= 0; use 0 for no gate "
+                "loss"
+            )
+        self.gate_loss_weight, self.gate_loss_combine, self.gate_loss_transform = weight, _text(
+            combine), _text(transform)
 
-    def forward(self: Any, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
+    def forward(self: Any, model: Any, sample: dict[str, Any],
+                reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
         """(loss, sample size, values to log). A model without MoE layers gives the inner loss."""
         forget(model)  # fairseq goes on after a step that ran out of memory
         inner, sample_size, logged = super().forward(model, sample, reduce=reduce)
         layers = moe_layers(model)
         if not layers:
-            return inner, sample_size, {**logged, "inner_loss": inner.data, "moe_loss": inner.data.new_zeros(()), "batch_count": 1}
+            return inner, sample_size, {
+                **logged, "inner_loss": inner.data, "moe_loss": inner.data.new_zeros(()),
+                "batch_count": 1
+            }
         gate = self.gate_loss([layer.gate_loss for layer in layers])
         for layer in layers:
             layer.gate_loss = None
         loss = inner + self.gate_loss_weight * gate * sample_size
-        logged.update(loss=loss.data, inner_loss=inner.data, moe_loss=gate.data * sample_size, batch_count=1,
-                      **layer_metrics([layer.moe_layer for layer in layers]))
+        logged.update(loss=loss.data, inner_loss=inner.data, moe_loss=gate.data * sample_size,
+                      batch_count=1, **layer_metrics([layer.moe_layer for layer in layers]))
         return loss, sample_size, logged
 
     def gate_loss(self: Any, losses: list[Tensor]) -> Tensor:
@@ -52,19 +62,23 @@ class _GateLoss:
             total = total / len(losses)
         if self.gate_loss_transform != "neg_log":
             return total
-        # 0: no router that decided has a loss (a list of routers, say): nothing to add, and no infinite gradient
+        # 0: no router that decided has a loss (a list of routers, say): nothing to add, and no
+        # infinite gradient
         return -torch.log(torch.where(total == 0, torch.ones_like(total), total))
 
     @classmethod
     def reduce_metrics(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
-        """fairseq's metrics, `inner_loss`, `moe_gate_loss` and those of `METRICS`, averaged over ranks and batches."""
+        """fairseq's metrics, `inner_loss`, `moe_gate_loss` and those of `METRICS`, averaged over
+        ranks and batches.
+        """
         sample_size = sum(log.get("sample_size", 0) for log in logging_outputs)
         batches = sum(log.get("batch_count", 0) for log in logging_outputs)
         inner = sum(log.get("inner_loss", 0) for log in logging_outputs)
         metrics.log_scalar("inner_loss", inner / sample_size / math.log(2), sample_size, round=3)
         if not issubclass(cls, LabelSmoothedCrossEntropyCriterion):
             # named before fairseq's own, which would include the gate loss
-            metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["inner_loss"].avg))
+            metrics.log_derived("ppl",
+                                lambda meters: utils.get_perplexity(meters["inner_loss"].avg))
         super().reduce_metrics(logging_outputs)
         gate = sum(log.get("moe_loss", 0) for log in logging_outputs)
         metrics.log_scalar("moe_gate_loss", gate / sample_size, sample_size, round=4)
@@ -77,7 +91,8 @@ class _GateLoss:
 class MoECrossEntropyCriterion(_GateLoss, CrossEntropyCriterion):
     """`moe_cross_entropy`."""
 
-    def __init__(self, task: Any, sentence_avg: bool, moe_gate_loss_wt: float = 1.0, moe_gate_loss_combine_method: str = "average",
+    def __init__(self, task: Any, sentence_avg: bool, moe_gate_loss_wt: float = 1.0,
+                 moe_gate_loss_combine_method: str = "average",
                  moe_gate_loss_transform: str = "none") -> None:
         super().__init__(task, sentence_avg)
         self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
@@ -86,8 +101,10 @@ class MoECrossEntropyCriterion(_GateLoss, CrossEntropyCriterion):
 class MoELabelSmoothedCrossEntropyCriterion(_GateLoss, LabelSmoothedCrossEntropyCriterion):
     """`moe_label_smoothed_cross_entropy`."""
 
-    def __init__(self, task: Any, sentence_avg: bool, label_smoothing: float, ignore_prefix_size: int = 0, report_accuracy: bool = False,
-                 moe_gate_loss_wt: float = 1.0, moe_gate_loss_combine_method: str = "average", moe_gate_loss_transform: str = "none") -> None:
+    def __init__(self, task: Any, sentence_avg: bool, label_smoothing: float,
+                 ignore_prefix_size: int = 0, report_accuracy: bool = False,
+                 moe_gate_loss_wt: float = 1.0, moe_gate_loss_combine_method: str = "average",
+                 moe_gate_loss_transform: str = "none") -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
 

@@ -1,5 +1,7 @@
-"""Confident multiple choice learning in fairseq: `moe_ensemble_lm`, a language model with an ensemble of output heads, and the
-criterion `moe_confident_oracle` (see `moe_plugin.ensembles.cmcl`)."""
+"""Confident multiple choice learning in fairseq: `moe_ensemble_lm`, a language model with an
+ensemble of output heads, and the criterion `moe_confident_oracle` (see
+`moe_plugin.ensembles.cmcl`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from moe_plugin.hosts.fairseq.translate import setting
 
 
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
-    """`moe_transformer_lm` whose output is [B, T, M, V]: one distribution a head. Probabilities are the mean over heads."""
+    """`moe_transformer_lm` whose output is [B, T, M, V]: one distribution a head. Probabilities are
+    the mean over heads.
+    """
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoEEnsembleLanguageModel:
@@ -26,43 +30,54 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
         model = super().build_model(args, task)
         decoder = model.decoder
         if decoder.adaptive_softmax is not None:
-            raise ValueError(f"--adaptive-softmax-cutoff {setting(args, 'adaptive_softmax_cutoff', None)} cannot be used with an ensemble of heads: "
-                             "leave it out")
+            raise ValueError(
+                f"--adaptive-softmax-cutoff {setting(args, 'adaptive_softmax_cutoff', None)} "
+                "cannot be used with an ensemble of heads: "
+                "leave it out")
         decoder.share_input_output_embed = False  # the heads have weights of their own
-        decoder.output_projection = EnsembleHeads(
-            decoder.output_embed_dim, len(task.target_dictionary), setting(args, "ensemble_heads", 5), hidden=setting(args, "ensemble_hidden", 0),
-            sharing=setting(args, "ensemble_sharing", 0.0))
+        decoder.output_projection = EnsembleHeads(decoder.output_embed_dim,
+                                                  len(task.target_dictionary),
+                                                  setting(args, "ensemble_heads", 5),
+                                                  hidden=setting(args, "ensemble_hidden", 0),
+                                                  sharing=setting(args, "ensemble_sharing", 0.0))
         return model
 
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
         """The mean of the heads' distributions, [B, T, V]."""
         log_p_BTMV = F.log_softmax(net_output[0].float(), dim=-1)
-        log_p_BTV = torch.logsumexp(log_p_BTMV, dim=2) - torch.log(torch.tensor(float(log_p_BTMV.shape[2])))
+        log_p_BTV = torch.logsumexp(log_p_BTMV, dim=2) - torch.log(
+            torch.tensor(float(log_p_BTMV.shape[2])))
         return log_p_BTV if log_probs else log_p_BTV.exp()
 
 
 class _ConfidentOracle(CrossEntropyCriterion):
     """The loss without the gate loss."""
 
-    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
+    def forward(self, model: Any, sample: dict[str, Any],
+                reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
         """(summed loss, sample size, values to log)."""
         logits_BTMV = model(**sample["net_input"])[0]
         target_BT = sample["target"]
         if logits_BTMV.dim() != 4:
-            raise ValueError(f"logits of shape {tuple(logits_BTMV.shape)} are of one head; moe_confident_oracle needs an ensemble: "
-                             "use --arch moe_ensemble_lm")
+            raise ValueError(
+                f"logits of shape {tuple(logits_BTMV.shape)} are of one head; moe_confident_oracle "
+                "needs an ensemble: "
+                "use --arch moe_ensemble_lm")
         real_N, target_N = target_BT.flatten() != self.padding_idx, target_BT.flatten()
         logits_NMV = logits_BTMV.flatten(0, 1)
         by_sentence = self.unit == "sentence"
-        sentence_N = torch.arange(len(target_BT), device=target_BT.device).repeat_interleave(target_BT.shape[1]) if by_sentence else None
-        result = confident_oracle_loss(logits_NMV, target_N, self.k, self.beta, labels=self.labels if model.training else "exact",
+        sentence_N = torch.arange(len(target_BT), device=target_BT.device).repeat_interleave(
+            target_BT.shape[1]) if by_sentence else None
+        result = confident_oracle_loss(logits_NMV, target_N, self.k, self.beta,
+                                       labels=self.labels if model.training else "exact",
                                        group_N=sentence_N, groups=len(target_BT), mask_N=real_N)
         oracle_N, top1_N = ensemble_errors(logits_NMV.detach(), target_N)
         size = target_BT.size(0) if self.sentence_avg else sample["ntokens"]
         loss = result.loss_N.sum() if reduce else result.loss_N
         return loss, size, {
-            "loss": loss.data, "ntokens": sample["ntokens"], "nsentences": target_BT.size(0), "sample_size": size,
-            "oracle_errors": (oracle_N & real_N).sum(), "top1_errors": (top1_N & real_N).sum(),
+            "loss": loss.data, "ntokens": sample["ntokens"], "nsentences": target_BT.size(0),
+            "sample_size": size, "oracle_errors": (oracle_N & real_N).sum(),
+            "top1_errors": (top1_N & real_N).sum(),
         }
 
     @classmethod
@@ -78,9 +93,11 @@ class _ConfidentOracle(CrossEntropyCriterion):
 class ConfidentOracleCriterion(_GateLoss, _ConfidentOracle):
     """`moe_confident_oracle`."""
 
-    def __init__(self, task: Any, sentence_avg: bool, oracle_k: int = 1, oracle_beta: float = 0.75, oracle_labels: str = "exact",
-                 oracle_unit: str = "sentence", moe_gate_loss_wt: float = 1.0, moe_gate_loss_combine_method: str = "average",
+    def __init__(self, task: Any, sentence_avg: bool, oracle_k: int = 1, oracle_beta: float = 0.75,
+                 oracle_labels: str = "exact", oracle_unit: str = "sentence",
+                 moe_gate_loss_wt: float = 1.0, moe_gate_loss_combine_method: str = "average",
                  moe_gate_loss_transform: str = "none") -> None:
         super().__init__(task, sentence_avg)
-        self.k, self.beta, self.labels, self.unit = oracle_k, oracle_beta, _text(oracle_labels), _text(oracle_unit)
+        self.k, self.beta, self.labels, self.unit = oracle_k, oracle_beta, _text(
+            oracle_labels), _text(oracle_unit)
         self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)

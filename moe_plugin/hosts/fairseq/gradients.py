@@ -10,20 +10,23 @@ from torch import Tensor
 
 
 def sum_over_replicas(parameters: list[torch.nn.Parameter], group: Any) -> None:
-    """Sum the gradients of experts over the ranks that hold the same experts, in place. None: there are no replicas.
+    """Sum the gradients of experts over the ranks that hold the same experts, in place. None: there
+    are no replicas.
 
-    Each replica's gradient is already divided by the number of all data-parallel ranks (`layers.ExpertFFN`).
+    Each replica's gradient is already divided by the number of all data-parallel ranks
+    (`layers.ExpertFFN`).
     """
     if group is not None:
         for parameter in parameters:
             dist.all_reduce(parameter.grad, group=group)
 
 
-def expert_norm_squared(parameters: list[torch.nn.Parameter], group: Any, device: torch.device) -> Tensor:
+def expert_norm_squared(parameters: list[torch.nn.Parameter], group: Any,
+                        device: torch.device) -> Tensor:
     """Sum over all experts of all ranks of squared gradient entries, float64, equal on every rank.
 
-    An expert held by R ranks (`expert_replicas`) is counted once: its sum is divided by R before ranks are added up. A NaN or Inf
-    of any rank reaches every rank this way.
+    An expert held by R ranks (`expert_replicas`) is counted once: its sum is divided by R before
+    ranks are added up. A NaN or Inf of any rank reaches every rank this way.
     """
     squared = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:

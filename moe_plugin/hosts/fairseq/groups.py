@@ -22,7 +22,9 @@ _whole_model: ContextVar[bool] = ContextVar("moe_plugin_fairseq_whole_model", de
 
 @dataclass(frozen=True)
 class Groups:
-    """expert: the ranks that hold one copy of the experts. replicas: how many copies there are. world: data-parallel ranks."""
+    """expert: the ranks that hold one copy of the experts. replicas: how many copies there are.
+    world: data-parallel ranks.
+    """
 
     expert: Comm
     replicas: int
@@ -30,28 +32,33 @@ class Groups:
 
 
 class MeasuredComm(TorchComm):
-    """A `TorchComm` that measures the exchange of rows (`--record-a2a-perf-stats`) or leaves it out (`--dummy-a2a`).
+    """A `TorchComm` that measures the exchange of rows (`--record-a2a-perf-stats`) or leaves it out
+    (`--dummy-a2a`).
 
-    Host time is measured around every exchange; on a CUDA device also the time between events on the stream. Views of this group
-    (`tagged`) add to the same totals.
+    Host time is measured around every exchange; on a CUDA device also the time between events on
+    the stream. Views of this group (`tagged`) add to the same totals.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool, dummy: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
+                 dummy: bool) -> None:
         super().__init__(group, timeout_s)
         self.measured, self.dummy = measured, dummy
         self._inside = False
         self._cpu_s: list[float] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, recv: Sequence[int] | None = None) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
+                   recv: Sequence[int] | None = None) -> Tensor:
         """As `TorchComm.all_to_all`, measured."""
         if self.dummy and x.is_floating_point():
             rows = sum(pieces(x.shape[0], self.size, recv, "all_to_all receive"))
-            return x[:rows].clone() if rows <= x.shape[0] else torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
+            return x[:rows].clone() if rows <= x.shape[0] else torch.cat(
+                [x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
         with self._timed(x.is_cuda):
             return super().all_to_all(x, send, recv)
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
+                                                                                  Tensor]]) -> None:
         """As `TorchComm.exchange`, measured. Counts are exchanged also under `--dummy-a2a`."""
         if self.dummy and all(x.is_floating_point() for _, x in (*sends, *recvs)):
             for _, buffer in recvs:
@@ -65,7 +72,8 @@ class MeasuredComm(TorchComm):
         if not self.measured or self._inside:  # an all-to-all made of exchanges counts once
             yield
             return
-        events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if cuda else None
+        events = (torch.cuda.Event(enable_timing=True),
+                  torch.cuda.Event(enable_timing=True)) if cuda else None
         self._inside, start = True, time.perf_counter()
         if events:
             events[0].record()
@@ -82,7 +90,8 @@ class MeasuredComm(TorchComm):
         """(cpu_ms, cuda_ms) since the last call; waits for the device."""
         if self._events:
             torch.cuda.synchronize()
-        cpu_ms, cuda_ms = sum(self._cpu_s) * 1000, sum(begin.elapsed_time(end) for begin, end in self._events)
+        cpu_ms, cuda_ms = sum(self._cpu_s) * 1000, sum(
+            begin.elapsed_time(end) for begin, end in self._events)
         self._cpu_s.clear()
         self._events.clear()
         return cpu_ms, cuda_ms
@@ -90,7 +99,9 @@ class MeasuredComm(TorchComm):
 
 @contextmanager
 def whole_model() -> Iterator[None]:
-    """Models built inside hold all experts in this process (validation, scoring, generation from a checkpoint)."""
+    """Models built inside hold all experts in this process (validation, scoring, generation from a
+    checkpoint).
+    """
     token = _whole_model.set(True)
     try:
         yield
@@ -103,7 +114,8 @@ def holds_whole_model() -> bool:
     return _whole_model.get()
 
 
-def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False, dummy: bool = False) -> Groups:
+def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
+                dummy: bool = False) -> Groups:
     """The groups of a model that is built now. All ranks call it, in one order.
 
     Args:
@@ -115,13 +127,18 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if _whole_model.get() or world == 1:
         if expert_parallel_size > 1 and not _whole_model.get():
-            raise ValueError(f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds: must divide the 1 data-parallel rank; use 0")
+            raise ValueError(
+                f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds: must divide "
+                "the 1 data-parallel rank; use 0"
+            )
         return Groups(LocalComm(), 1, 1)
     shorten_timeouts(timeout_s)
     size = expert_parallel_size or world
     if size < 1 or world % size:
-        raise ValueError(f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds: must divide the {world} data-parallel ranks; "
-                         "use 0 for all of them")
+        raise ValueError(
+            f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds: must divide the "
+            f"{world} data-parallel ranks; "
+            "use 0 for all of them")
     if size == 1:
         return Groups(LocalComm(), world, world)
     mine = None
@@ -129,6 +146,7 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
         ranks = list(range(first, first + size))
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         if dist.get_rank() in ranks:
-            mine = MeasuredComm(group, timeout_s, measured, dummy) if measured or dummy else TorchComm(group, timeout_s)
+            mine = MeasuredComm(group, timeout_s, measured,
+                                dummy) if measured or dummy else TorchComm(group, timeout_s)
     assert mine is not None
     return Groups(mine, world // size, world)

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
 from torch import Tensor, nn
 
 from moe_plugin.comm import default_comm
@@ -27,7 +30,8 @@ from moe_plugin.records import LayerStats, weighted_loss
 class LayerSettings:
     """What an MoE transformer layer needs beside fairseq's own config.
 
-    gradient_factor: see `translate.gradient_factor`. replay: activations are recomputed, so routing must be repeated.
+    gradient_factor: see `translate.gradient_factor`. replay: activations are recomputed, so routing
+    must be repeated.
     """
 
     config: MoEConfig
@@ -39,21 +43,28 @@ class LayerSettings:
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     config = settings.config
-    asked = [f"dispatch.name={config.dispatch.name!r}"] * getattr(dispatchers.get(config.dispatch.name), "same_tokens", False)
+    asked = [f"dispatch.name={config.dispatch.name!r}"] * getattr(
+        dispatchers.get(config.dispatch.name), "same_tokens", False)
     asked += [f"parallel.replicas={config.parallel.replicas}"] * (config.parallel.replicas > 1)
     if config.parallel.shards is not None:
-        raise ValueError(f"parallel.shards={config.parallel.shards} does not fit fairseq, whose checkpoints know experts that are cut only where there are "
-                         "fewer of them than ranks; leave it out")
+        raise ValueError(
+            f"parallel.shards={config.parallel.shards} does not fit fairseq, whose checkpoints "
+            "know experts that are cut only where there are "
+            "fewer of them than ranks; leave it out")
     if asked and settings.groups.expert.size > 1:
-        raise ValueError(f"{asked[0]} does not fit fairseq, whose data-parallel ranks hold different tokens: it is for ranks that hold the same ones; use "
-                         "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
+        raise ValueError(
+            f"{asked[0]} does not fit fairseq, whose data-parallel ranks hold different tokens: it "
+            "is for ranks that hold the same ones; use "
+            "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
 
 
 class ExpertFFN(nn.Module):
-    """`MoELayer` as fairseq wants it: gate loss summed by weight, statistics kept until the criterion reads them.
+    """`MoELayer` as fairseq wants it: gate loss summed by weight, statistics kept until the
+    criterion reads them.
 
-    stats: of the last forward pass. needs: of the router; tokens_BT: see `tokens.give_token_ids`. observer: where set, called with the statistics of every training pass. Expert parameters
-    have their gradient scaled by `gradient_factor` and carry `expert_replicas`.
+    stats: of the last forward pass. needs: of the router; tokens_BT: see `tokens.give_token_ids`.
+    observer: where set, called with the statistics of every training pass. Expert parameters have
+    their gradient scaled by `gradient_factor` and carry `expert_replicas`.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -77,7 +88,8 @@ class ExpertFFN(nn.Module):
     def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output [T, B, D] and gate loss (a float32 scalar).
 
-        padding_BT: bool, True = padding, as fairseq has it; more columns than T (incremental decoding): the last ones count.
+        padding_BT: bool, True = padding, as fairseq has it; more columns than T (incremental
+        decoding): the last ones count.
         """
         mask_TB = None
         if padding_BT is not None and self.mask_padding:
@@ -92,8 +104,9 @@ class ExpertFFN(nn.Module):
 class _MoEMixin:
     """Routes fairseq's inline feed-forward code (`fc2(dropout(act(fc1(x))))`) through the experts.
 
-    The gate loss leaves as the last output of `forward`, so that it has a gradient under activation checkpointing too; a hook takes
-    it off before fairseq sees it and keeps it as `gate_loss` until the criterion reads it.
+    The gate loss leaves as the last output of `forward`, so that it has a gradient under activation
+    checkpointing too; a hook takes it off before fairseq sees it and keeps it as `gate_loss` until
+    the criterion reads it.
     """
 
     def _become_moe(self: Any, settings: LayerSettings) -> None:
@@ -129,7 +142,9 @@ class MoEDecoderLayer(_MoEMixin, TransformerDecoderLayerBase):
 
 
 class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with experts; torch's fused inference path is off, it knows of no experts."""
+    """fairseq's encoder layer with experts; torch's fused inference path is off, it knows of no
+    experts.
+    """
 
     def __init__(self, cfg: Any, return_fc: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, return_fc)
@@ -139,7 +154,8 @@ class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
         self.BT_version = self.can_use_fastpath = False
         self._become_moe(settings)
 
-    def forward(self, x_TBD: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> tuple[Any, ...]:
+    def forward(self, x_TBD: Tensor, encoder_padding_mask: Tensor | None,
+                attn_mask: Tensor | None = None) -> tuple[Any, ...]:
         """As fairseq's, plus the gate loss as last output."""
         self._padding_BT = encoder_padding_mask
         output = super().forward(x_TBD, encoder_padding_mask, attn_mask)
@@ -174,4 +190,7 @@ def moe_layers(model: nn.Module) -> list[Any]:
 
 def expert_parameters(model: nn.Module) -> dict[str, torch.nn.Parameter]:
     """Expert parameters by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if getattr(parameter, "expert", False)}
+    return {
+        name: parameter for name, parameter in model.named_parameters()
+        if getattr(parameter, "expert", False)
+    }

@@ -12,25 +12,32 @@ from moe_plugin.hosts.fairseq.groups import MeasuredComm
 from moe_plugin.records import LayerStats
 
 SHARE = 0.2  # the most and the least used 20 % of experts
-METRICS = (
-    "overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_balance_top", "expert1_balance_bottom", "unused_expert1_count",
-    "expert2_balance_top", "expert2_balance_bottom", "unused_expert2_count", "all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms",
-)
+METRICS = ("overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_balance_top",
+           "expert1_balance_bottom", "unused_expert1_count", "expert2_balance_top",
+           "expert2_balance_bottom", "unused_expert2_count", "all_to_all_cpu_time_ms",
+           "all_to_all_cuda_time_ms",
+           )
 
 
 def layer_metrics(layers: list[Any]) -> dict[str, Any]:
-    """Means over MoE layers of one batch, on the layers' device (no synchronisation, except where all-to-all is measured).
+    """Means over MoE layers of one batch, on the layers' device (no synchronisation, except where
+    all-to-all is measured).
 
-    overflow_expert{1,2}: percent of first / second choices that found no slot. entropy_gating: nats. expert{1,2}_balance_top/bottom:
-    percent of tokens at the most / least used 20 % of experts. unused_expert{1,2}_count: experts that nobody chose.
+    overflow_expert{1,2}: percent of first / second choices that found no slot. entropy_gating:
+    nats. expert{1,2}_balance_top/bottom: percent of tokens at the most / least used 20 % of
+    experts. unused_expert{1,2}_count: experts that nobody chose.
     """
     seen = [stats_metrics(layer.stats) for layer in layers if layer.stats is not None]
-    keys = sorted({key for one in seen for key in one})  # in one order: fairseq sums these over ranks by position
-    values: dict[str, Any] = {key: torch.stack([one[key] for one in seen if key in one]).mean() for key in keys}
+    # in one order: fairseq sums these over ranks by position
+    keys = sorted({key for one in seen for key in one})
+    values: dict[str, Any] = {
+        key: torch.stack([one[key] for one in seen if key in one]).mean() for key in keys
+    }
     comm = layers[0].moe.comm
     if isinstance(comm, MeasuredComm) and comm.measured:
         cpu_ms, cuda_ms = comm.take_times()
-        values.update(all_to_all_cpu_time_ms=cpu_ms / len(layers), all_to_all_cuda_time_ms=cuda_ms / len(layers))
+        values.update(all_to_all_cpu_time_ms=cpu_ms / len(layers),
+                      all_to_all_cuda_time_ms=cuda_ms / len(layers))
     return values
 
 

@@ -1,4 +1,6 @@
-"""MoE language model and MoE translation model: fairseq's own, with some layers exchanged after they were built."""
+"""MoE language model and MoE translation model: fairseq's own, with some layers exchanged after
+they were built.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from torch import nn
 from moe_plugin import determinism
 from moe_plugin.config import MoEConfig
 from moe_plugin.hosts.fairseq.groups import Groups, holds_whole_model, make_groups
-from moe_plugin.hosts.fairseq.layers import LayerSettings, MoEDecoderLayer, MoEEncoderLayer, expert_parameters
+from moe_plugin.hosts.fairseq.layers import (
+    LayerSettings,
+    MoEDecoderLayer,
+    MoEEncoderLayer,
+    expert_parameters,
+)
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.hosts.fairseq.tokens import give_token_ids
 from moe_plugin.hosts.fairseq.translate import (
@@ -57,7 +64,9 @@ class MoETransformerModel(TransformerModel):
     def build_model(cls, args: Any, task: Any) -> MoETransformerModel:
         """Build the dense model, then exchange layer i where (i + 1) % freq == 0."""
         both = setting(args, "moe_freq", 0) or 0
-        freqs = {stack: setting(args, f"{stack}_moe_freq", 0) or both for stack in ("encoder", "decoder")}
+        freqs = {
+            stack: setting(args, f"{stack}_moe_freq", 0) or both for stack in ("encoder", "decoder")
+        }
         _check(args, list(freqs.values()))
         model = super().build_model(args, task)
         if any(freqs.values()):
@@ -81,45 +90,57 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         config = _stack_config(module, stack, args)
         if config.deterministic:
             determinism.enable()
-        groups = groups or make_groups(
-            setting(args, "moe_expert_parallel_size", 0), config.comm.timeout_s,
-            measured=bool(setting(args, "record_a2a_perf_stats", False)), dummy=bool(setting(args, "dummy_a2a", False)))
-        settings = LayerSettings(config, groups, masks_padding(args, config), gradient_factor(args, groups.world),
+        groups = groups or make_groups(setting(
+            args, "moe_expert_parallel_size", 0), config.comm.timeout_s, measured=bool(
+                setting(args, "record_a2a_perf_stats", False)), dummy=bool(
+                    setting(args, "dummy_a2a", False)))
+        settings = LayerSettings(config, groups, masks_padding(args, config),
+                                 gradient_factor(args, groups.world),
                                  replay=bool(module.cfg.checkpoint_activations))
         _exchange_layers(module, stack, freq, settings)
     if dist.is_initialized() and not holds_whole_model():
-        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # torch's DDP must not average experts
+        # torch's DDP must not average experts
+        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
 
 
 def _stack_config(module: Any, stack: str, args: Any) -> MoEConfig:
     part = getattr(module.cfg, stack)
-    return layer_config(args, model_dim=part.embed_dim, ffn_dim=part.ffn_embed_dim, activation=str(setting(module.cfg, "activation_fn")))
+    return layer_config(args, model_dim=part.embed_dim, ffn_dim=part.ffn_embed_dim,
+                        activation=str(setting(module.cfg, "activation_fn")))
 
 
 def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings) -> None:
     if len(module.layers) < freq:
-        raise ValueError(f"--moe-freq {freq} leaves no MoE layer in the {len(module.layers)} {stack} layers; "
-                         f"must be <= {len(module.layers)}")
+        raise ValueError(
+            f"--moe-freq {freq} leaves no MoE layer in the {len(module.layers)} {stack} layers; "
+            f"must be <= {len(module.layers)}")
     for index in range(freq - 1, len(module.layers), freq):
         old = module.layers[index]
-        layer = (MoEDecoderLayer(module.cfg, old.encoder_attn is None, settings) if stack == "decoder"
-                 else MoEEncoderLayer(module.cfg, module.return_fc, settings))
+        layer = (MoEDecoderLayer(module.cfg, old.encoder_attn is None, settings)
+                 if stack == "decoder" else MoEEncoderLayer(module.cfg, module.return_fc, settings))
         if module.cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=module.cfg.offload_activations)
         module.layers[index] = layer
     number_layers(module)
-    give_token_ids(module, [module.layers[index].moe_layer for index in range(freq - 1, len(module.layers), freq)])
+    give_token_ids(
+        module,
+        [module.layers[index].moe_layer for index in range(freq - 1, len(module.layers), freq)])
     if stack == "encoder":
         for layer in module.layers:
-            layer.can_use_fastpath = False  # the fused path changes the order of axes for all layers together
+            # the fused path changes the order of axes for all layers together
+            layer.can_use_fastpath = False
 
 
 def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
-    """`--alternate-decoder-ffn-embed-dim`: dense layers of another width where the MoE layers would be."""
+    """`--alternate-decoder-ffn-embed-dim`: dense layers of another width where the MoE layers would
+    be.
+    """
     for index in range(freq - 1, len(decoder.layers), freq):
         layer = decoder.layers[index]
-        layer.fc1 = layer.build_fc1(layer.embed_dim, width, layer.quant_noise, layer.quant_noise_block_size)
-        layer.fc2 = layer.build_fc2(width, layer.embed_dim, layer.quant_noise, layer.quant_noise_block_size)
+        layer.fc1 = layer.build_fc1(layer.embed_dim, width, layer.quant_noise,
+                                    layer.quant_noise_block_size)
+        layer.fc2 = layer.build_fc2(width, layer.embed_dim, layer.quant_noise,
+                                    layer.quant_noise_block_size)
 
 
 def _refuse_unsupported(args: Any) -> None:
@@ -134,4 +155,7 @@ def _refuse_unsupported(args: Any) -> None:
     for name, reason in reasons.items():
         value = setting(args, name, 0)
         if value:
-            raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used with MoE layers: {reason}; must be 0")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} cannot be used with MoE layers: {reason}; "
+                "must be 0"
+            )

@@ -1,4 +1,6 @@
-"""Statistics of the MoE layers to the files of `--moe-stats-jsonl` and `--moe-stats-tensorboard` (fairseq's log has its own metrics)."""
+"""Statistics of the MoE layers to the files of `--moe-stats-jsonl` and `--moe-stats-tensorboard`
+(fairseq's log has its own metrics).
+"""
 
 from __future__ import annotations
 
@@ -27,23 +29,31 @@ class Observer:
     def __init__(self, model: nn.Module, group: Any) -> None:
         layers = moe_layers(model)
         self.config = layers[0].moe_layer.moe.config.observe
-        self.recorder = StatsRecorder(self.config, LocalComm() if group is None else TorchComm(group))
+        self.recorder = StatsRecorder(self.config,
+                                      LocalComm() if group is None else TorchComm(group))
         names = {id(module): name for name, module in model.named_modules()}
-        self.timeline = Timeline(self.config, {names[id(layer)]: layer.moe_layer for layer in layers}, self.recorder.comm)
+        self.timeline = Timeline(self.config,
+                                 {names[id(layer)]: layer.moe_layer for layer in layers},
+                                 self.recorder.comm)
         for layer in layers:
             layer.moe_layer.observer = functools.partial(self._add, names[id(layer)])
 
     def _add(self, name: str, stats: LayerStats) -> None:
-        # under activation checkpointing a layer runs twice a step, the first time without gradients: that pass is not counted
+        # under activation checkpointing a layer runs twice a step, the first time without
+        # gradients: that pass is not counted
         if torch.is_grad_enabled():
             self.recorder.add(name, stats)
 
     def around_step(self, update: int) -> AbstractContextManager[None]:
-        """Around the work of an optimizer step (counted from 1); records the timeline where it is asked for."""
+        """Around the work of an optimizer step (counted from 1); records the timeline where it is
+        asked for.
+        """
         return self.timeline.around(update)
 
     def after_step(self, updates: int) -> None:
-        """To be called on every rank after an optimizer step; every `observe.interval` updates it writes a record a layer."""
+        """To be called on every rank after an optimizer step; every `observe.interval` updates it
+        writes a record a layer.
+        """
         if updates % self.config.interval == 0:
             self.recorder.flush(updates)
 
@@ -52,4 +62,5 @@ def observer(model: nn.Module, group: Any) -> Observer | None:
     """An observer where the settings name a file to write to."""
     layers = moe_layers(model)
     config = layers[0].moe_layer.moe.config.observe if layers else None
-    return Observer(model, group) if config is not None and (config.jsonl or config.tensorboard) else None
+    return Observer(model,
+                    group) if config is not None and (config.jsonl or config.tensorboard) else None

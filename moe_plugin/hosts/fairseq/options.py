@@ -1,7 +1,10 @@
-# ruff: noqa: UP045, RUF009  (fairseq reads typing.Optional; field() through a helper is a plain default)
-"""fairseq dataclasses with our flags: those of fairseq's `moe` branch by the same names, and the generated ones.
+# ruff: noqa: UP045, RUF009  (fairseq reads typing.Optional; field() through a helper is a plain
+# default)
+"""fairseq dataclasses with our flags: those of fairseq's `moe` branch by the same names, and the
+generated ones.
 
-Annotations are real types here (no `from __future__ import annotations`): fairseq builds argparse arguments from them.
+Annotations are real types here (no `from __future__ import annotations`): fairseq builds argparse
+arguments from them.
 """
 
 from dataclasses import dataclass, field, make_dataclass
@@ -26,8 +29,10 @@ def _generated_field(spec: FlagSpec) -> tuple[str, Any, Any]:
     return spec.dest, Optional[str], field(default=None, metadata=metadata)
 
 
-GeneratedFlags = make_dataclass("GeneratedFlags", [_generated_field(spec) for spec in flag_specs()], bases=(FairseqDataclass,))
-GeneratedFlags.__doc__ = "One field for each flag of `moe_plugin.config.flags`; None: not given. Values are text, as on a command line."
+GeneratedFlags = make_dataclass("GeneratedFlags", [_generated_field(spec) for spec in flag_specs()],
+                                bases=(FairseqDataclass,))
+GeneratedFlags.__doc__ = ("One field for each flag of `moe_plugin.config.flags`; None: not given. "
+                          "Values are text, as on a command line.")
 
 
 @dataclass
@@ -40,18 +45,28 @@ class BranchFlags(FairseqDataclass):
         "sampling", "top-2, training: how the second expert is chosen (fairseq moe)")
     moe_normalize_gate_prob_before_dropping: bool = _option(
         False, "normalise gate weights before tokens are dropped, not after (fairseq moe)")
-    moe_expert_ffn_dim: Optional[int] = _option(None, "accepted and not read, as in fairseq moe; see --moe-expert-hidden-dim")
+    moe_expert_ffn_dim: Optional[int] = _option(
+        None, "accepted and not read, as in fairseq moe; see --moe-expert-hidden-dim")
     moe_top1_expert: bool = _option(False, "one expert a token instead of two (fairseq moe)")
     moe_eval_capacity_token_fraction: float = _option(
-        0.25, "slots of an expert when not training, as a fraction of the batch's tokens; <= 0: as in training (fairseq moe)")
+        0.25,
+        "slots of an expert when not training, as a fraction of the batch's tokens; <= 0: as in "
+        "training (fairseq moe)"
+    )
     moe_normalize_expert_grad: ChoiceEnum(["world_size", "sqrt_world_size"]) = _option(
-        "world_size", "divide expert gradients by the world size, or by its square root (fairseq moe)")
+        "world_size",
+        "divide expert gradients by the world size, or by its square root (fairseq moe)")
     use_moe_pad_mask: bool = _option(False, "do not route padding tokens (fairseq moe)")
-    moe_batch_prioritized_routing: bool = _option(False, "drop the least confident tokens first (fairseq moe)")
+    moe_batch_prioritized_routing: bool = _option(
+        False, "drop the least confident tokens first (fairseq moe)")
     record_a2a_perf_stats: bool = _option(False, "log the time spent in all-to-all (fairseq moe)")
-    dummy_a2a: bool = _option(False, "profiling only: skip the exchange, results are wrong (fairseq moe)")
+    dummy_a2a: bool = _option(False,
+                              "profiling only: skip the exchange, results are wrong (fairseq moe)")
     moe_expert_parallel_size: int = _option(
-        0, "ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller groups hold replicas")
+        0,
+        "ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller groups hold "
+        "replicas"
+    )
 
 
 @dataclass
@@ -67,13 +82,15 @@ class DecoderFlags(FairseqDataclass):
 class EncoderDecoderFlags(FairseqDataclass):
     """Flags of the encoder-decoder model."""
 
-    moe_freq: int = _option(0, "every moe_freq-th encoder and decoder layer is an MoE layer; 0: none (fairseq moe)")
+    moe_freq: int = _option(
+        0, "every moe_freq-th encoder and decoder layer is an MoE layer; 0: none (fairseq moe)")
     encoder_moe_freq: int = _option(0, "the same for the encoder alone (fairseq moe)")
     decoder_moe_freq: int = _option(0, "the same for the decoder alone (fairseq moe)")
 
 
 @dataclass
-class MoELanguageModelConfig(DecoderFlags, BranchFlags, GeneratedFlags, TransformerLanguageModelConfig):
+class MoELanguageModelConfig(DecoderFlags, BranchFlags, GeneratedFlags,
+                             TransformerLanguageModelConfig):
     """`transformer_lm` with MoE layers."""
 
 
@@ -109,7 +126,9 @@ class MoEEnsembleConfig(MoELanguageModelConfig):
 
     ensemble_heads: int = _option(5, "output heads")
     ensemble_hidden: int = _option(0, "width of each head's own layer; 0: none")
-    ensemble_sharing: float = _option(0.0, "probability that a feature of one head's layer is added to another's; 0: none, CMCL: 0.7")
+    ensemble_sharing: float = _option(
+        0.0,
+        "probability that a feature of one head's layer is added to another's; 0: none, CMCL: 0.7")
 
 
 @dataclass
@@ -117,6 +136,9 @@ class ConfidentOracleConfig(GateLossFlags, CrossEntropyCriterionConfig):
     """Confident oracle loss plus gate loss."""
 
     oracle_k: int = _option(1, "heads responsible for a sentence or token")
-    oracle_beta: float = _option(0.75, "weight of the other heads' pull to the uniform distribution")
-    oracle_labels: ChoiceEnum(["exact", "stochastic"]) = _option("exact", "that pull: its exact gradient, or cross entropy to random labels")
-    oracle_unit: ChoiceEnum(["sentence", "token"]) = _option("sentence", "what has responsible heads of its own")
+    oracle_beta: float = _option(0.75,
+                                 "weight of the other heads' pull to the uniform distribution")
+    oracle_labels: ChoiceEnum(["exact", "stochastic"]) = _option(
+        "exact", "that pull: its exact gradient, or cross entropy to random labels")
+    oracle_unit: ChoiceEnum(["sentence", "token"]) = _option(
+        "sentence", "what has responsible heads of its own")

@@ -1,6 +1,7 @@
 """The way in. Imported once, by `--user-dir` (through `moe_plugin.models`).
 
-In stock fairseq it registers models, criteria and trainer. In fairseq's own `moe` branch, which has them, it swaps the MoE layer.
+In stock fairseq it registers models, criteria and trainer. In fairseq's own `moe` branch, which has
+them, it swaps the MoE layer.
 """
 
 from __future__ import annotations

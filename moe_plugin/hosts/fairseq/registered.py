@@ -12,7 +12,10 @@ from moe_plugin.hosts.fairseq.architectures import (
     translation_model,
 )
 from moe_plugin.hosts.fairseq.compat import install, registries
-from moe_plugin.hosts.fairseq.criterion import MoECrossEntropyCriterion, MoELabelSmoothedCrossEntropyCriterion
+from moe_plugin.hosts.fairseq.criterion import (
+    MoECrossEntropyCriterion,
+    MoELabelSmoothedCrossEntropyCriterion,
+)
 from moe_plugin.hosts.fairseq.ensemble import ConfidentOracleCriterion, MoEEnsembleLanguageModel
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel, MoETransformerModel
 from moe_plugin.hosts.fairseq.options import (
@@ -34,9 +37,11 @@ for _name, _size in LANGUAGE_MODELS.items():
 for _name, _size in TRANSLATION_MODELS.items():
     register_model_architecture(TRANSLATION_MODEL, _name)(translation_model(*_size))
 register_model("moe_ensemble_lm", dataclass=MoEEnsembleConfig)(MoEEnsembleLanguageModel)
-register_criterion("moe_confident_oracle", dataclass=ConfidentOracleConfig)(ConfidentOracleCriterion)
+register_criterion("moe_confident_oracle",
+                   dataclass=ConfidentOracleConfig)(ConfidentOracleCriterion)
 register_criterion("moe_cross_entropy", dataclass=MoECrossEntropyConfig)(MoECrossEntropyCriterion)
-register_criterion("moe_label_smoothed_cross_entropy", dataclass=MoELabelSmoothedConfig)(MoELabelSmoothedCrossEntropyCriterion)
+register_criterion("moe_label_smoothed_cross_entropy",
+                   dataclass=MoELabelSmoothedConfig)(MoELabelSmoothedCrossEntropyCriterion)
 registries.stand_for("transformer_lm", MoETransformerLanguageModel, MoELanguageModelConfig)
 registries.stand_for("transformer", MoETransformerModel, None)
 registries.use_trainer(MoETrainer)

@@ -12,7 +12,8 @@ from moe_plugin.records import TokenInfo
 
 
 def give_token_ids(stack: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Before each forward pass of an encoder or decoder hand its token ids [B, T] to those MoE layers that need them.
+    """Before each forward pass of an encoder or decoder hand its token ids [B, T] to those MoE
+    layers that need them.
 
     Args:
         stack: fairseq's encoder (`src_tokens`) or decoder (`prev_output_tokens`).
@@ -32,11 +33,13 @@ def give_token_ids(stack: nn.Module, layers: Sequence[nn.Module]) -> None:
 def token_info(x_TBD: Tensor, tokens_BT: Tensor | None, needs: frozenset[str]) -> TokenInfo | None:
     """What the router needs to know of a batch in fairseq's order; None where it needs nothing.
 
-    tokens_BT: may have more columns than x has positions (incremental decoding): the last ones count.
+    tokens_BT: may have more columns than x has positions (incremental decoding): the last ones
+    count.
     """
     if not needs:
         return None
     length, sentences = x_TBD.shape[:2]
     ids_TB = tokens_BT[:, -length:].t() if "token_ids" in needs and tokens_BT is not None else None
-    sequence_TB = torch.arange(sentences, device=x_TBD.device).expand(length, sentences) if "sequences" in needs else None
+    sequence_TB = torch.arange(sentences, device=x_TBD.device).expand(
+        length, sentences) if "sequences" in needs else None
     return TokenInfo(ids_TB, sequence_TB, sentences)

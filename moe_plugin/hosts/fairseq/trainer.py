@@ -1,4 +1,5 @@
-"""fairseq's trainer for models with experts: gradient norm, skipped steps, checkpoints of every rank.
+"""fairseq's trainer for models with experts: gradient norm, skipped steps, checkpoints of every
+rank.
 
 For a model without experts it is fairseq's trainer.
 """
@@ -24,24 +25,30 @@ from moe_plugin.routing import finish_step
 
 logger = logging.getLogger(__name__)
 
-MAX_SKIPPED_STEPS = 10  # in a row, without a loss scaler; then the run is broken and fairseq's own error follows
+# in a row, without a loss scaler; then the run is broken and fairseq's own error follows
+MAX_SKIPPED_STEPS = 10
 
 
 class MoETrainer(Trainer):
     """See the module. `fairseq-train` uses it once the user dir is loaded (`compat.registries`)."""
 
-    def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
+    def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
+                 quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
         self._skipped = 0
         if self.has_experts:
             _refuse_unsupported(cfg)
             if not hasattr(criterion, "gate_loss"):
-                logger.warning("criterion %s does not add the routers' losses (--moe-losses): nothing keeps the experts balanced; use "
-                               "moe_cross_entropy or moe_label_smoothed_cross_entropy", type(criterion).__name__)
+                logger.warning(
+                    "criterion %s does not add the routers' losses (--moe-losses): nothing keeps "
+                    "the experts balanced; use "
+                    "moe_cross_entropy or moe_label_smoothed_cross_entropy",
+                    type(criterion).__name__)
             with open_dict(cfg):
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         super().__init__(cfg, task, model, criterion, quantizer)
-        self._observer = observer(model, self.data_parallel_process_group if self.data_parallel_world_size > 1 else None)
+        self._observer = observer(
+            model, self.data_parallel_process_group if self.data_parallel_world_size > 1 else None)
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """fairseq's, and now and then a record of the experts' statistics."""
@@ -63,7 +70,8 @@ class MoETrainer(Trainer):
     def checkpoint_suffix(self) -> str:
         """`-rank-N` where every rank has its own experts."""
         suffix = super().checkpoint_suffix
-        return files.with_rank_suffix(suffix, self.data_parallel_rank) if self.saves_every_rank else suffix
+        return files.with_rank_suffix(suffix,
+                                      self.data_parallel_rank) if self.saves_every_rank else suffix
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
@@ -79,11 +87,13 @@ class MoETrainer(Trainer):
                     copy.expert_replicas = parameter.expert_replicas
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """Norm over all parameters, each expert counted once; equal on all ranks. Gradients are clipped by it.
+        """Norm over all parameters, each expert counted once; equal on all ranks. Gradients are
+        clipped by it.
 
         Raises:
-            OverflowError: the norm is not finite: fairseq then skips the step, here on every rank, because every rank has the same
-                norm. At most `MAX_SKIPPED_STEPS` steps in a row; with fp16 the loss scaler decides instead.
+            OverflowError: the norm is not finite: fairseq then skips the step, here on every rank,
+                because every rank has the same norm. At most `MAX_SKIPPED_STEPS` steps in a row;
+                with fp16 the loss scaler decides instead.
         """
         if not self.has_experts:
             return super().clip_grad_norm(clip_norm)
@@ -92,12 +102,16 @@ class MoETrainer(Trainer):
             self._skipped = 0
         elif not self.cfg.common.amp and self._skipped < MAX_SKIPPED_STEPS:
             self._skipped += 1
-            raise OverflowError(f"gradient norm is {float(norm)}: step skipped on all ranks ({self._skipped} in a row, "
-                                f"at most {MAX_SKIPPED_STEPS})")
+            raise OverflowError(
+                f"gradient norm is {float(norm)}: step skipped on all ranks ({self._skipped} in a "
+                "row, "
+                f"at most {MAX_SKIPPED_STEPS})")
         return norm
 
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
-        parameters = [p for p in self.optimizer.params if hasattr(p, "expert") and p.grad is not None]
+        parameters = [
+            p for p in self.optimizer.params if hasattr(p, "expert") and p.grad is not None
+        ]
         group = self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
         sum_over_replicas(parameters, self._replica_group)
         squared = expert_norm_squared(parameters, group, shared_norm.device)
@@ -105,24 +119,32 @@ class MoETrainer(Trainer):
 
     @property
     def _replica_group(self) -> Any:
-        replicas = {getattr(p, "expert_replicas", 1) for p in expert_parameters(self._model).values()}
+        replicas = {
+            getattr(p, "expert_replicas", 1) for p in expert_parameters(self._model).values()
+        }
         if max(replicas, default=1) == 1 or self.data_parallel_world_size == 1:
             return None
         if not hasattr(self, "_replicas"):
-            self._replicas = _make_replica_group(max(replicas), moe_layers(self._model)[0].moe_layer.moe.config.comm.timeout_s)
+            self._replicas = _make_replica_group(
+                max(replicas),
+                moe_layers(self._model)[0].moe_layer.moe.config.comm.timeout_s)
         return self._replicas
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's state and a manifest of who wrote it."""
         state = super().state_dict()
         if self.has_experts:
-            state[files.MANIFEST] = {"version": files.VERSION, **self._manifest(), "num_updates": self.get_num_updates()}
+            state[files.MANIFEST] = {
+                "version": files.VERSION, **self._manifest(), "num_updates": self.get_num_updates()
+            }
         return state
 
     def _manifest(self) -> dict[str, int]:
         moe = moe_layers(self._model)[0].moe_layer.moe
-        return {"num_experts": moe.config.num_experts, "world_size": self.data_parallel_world_size, "rank": self.data_parallel_rank,
-                "expert_parallel_size": moe.comm.size}
+        return {
+            "num_experts": moe.config.num_experts, "world_size": self.data_parallel_world_size,
+            "rank": self.data_parallel_rank, "expert_parallel_size": moe.comm.size
+        }
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
         """Write this rank's file; it takes its final name when every rank has written its own."""
@@ -130,7 +152,8 @@ class MoETrainer(Trainer):
             return super().save_checkpoint(filename, extra_state)
         filename = files.with_rank(filename, self.data_parallel_rank)
         if files.is_crash_dump(filename) or self.cfg.checkpoint.write_checkpoints_asynchronously:
-            return super().save_checkpoint(filename, extra_state)  # other ranks may not get here: no waiting
+            # other ranks may not get here: no waiting
+            return super().save_checkpoint(filename, extra_state)
         super().save_checkpoint(filename + files.PENDING, extra_state)
         files.commit(filename, self.data_parallel_process_group)
 
@@ -138,7 +161,8 @@ class MoETrainer(Trainer):
         """fairseq's, after all ranks agreed on files of one step that fit this model and world.
 
         Raises:
-            ValueError: truncated or missing files, another expert count, another world size; on every rank.
+            ValueError: truncated or missing files, another expert count, another world size; on
+                every rank.
         """
         if self.has_experts:
             group = self.data_parallel_process_group if self.saves_every_rank else None
@@ -162,8 +186,14 @@ def _make_replica_group(replicas: int, timeout_s: float) -> Any:
 def _refuse_unsupported(cfg: Any) -> None:
     backend = cfg.distributed_training.ddp_backend
     if backend in ("fully_sharded", "slowmo"):
-        raise ValueError(f"--ddp-backend {backend} averages or shards experts; use legacy_ddp or pytorch_ddp (c10d) with MoE layers")
+        raise ValueError(
+            f"--ddp-backend {backend} averages or shards experts; use legacy_ddp or pytorch_ddp "
+            "(c10d) with MoE layers"
+        )
     if cfg.optimization.use_bmuf:
         raise ValueError("--use-bmuf averages experts over ranks; must be off with MoE layers")
     if cfg.distributed_training.zero_sharding != "none":
-        raise ValueError(f"--zero-sharding {cfg.distributed_training.zero_sharding} shards each rank's own experts; use none with MoE layers")
+        raise ValueError(
+            f"--zero-sharding {cfg.distributed_training.zero_sharding} shards each rank's own "
+            "experts; use none with MoE layers"
+        )

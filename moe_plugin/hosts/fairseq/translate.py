@@ -1,7 +1,8 @@
 """From fairseq's settings to `MoEConfig`.
 
-Order, lowest first: the tree's defaults, what fairseq's own settings say (inner width, activation, the `moe` branch's flags), `--moe-config`,
-branch flags that were changed from their default, generated flags. Two flags that say different things about one setting are refused.
+Order, lowest first: the tree's defaults, what fairseq's own settings say (inner width, activation,
+the `moe` branch's flags), `--moe-config`, branch flags that were changed from their default,
+generated flags. Two flags that say different things about one setting are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from moe_plugin.yaml_file import read_yaml
 logger = logging.getLogger(__name__)
 
 ACTIVATIONS = {
-    "relu": "relu", "gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "swish": "silu", "relu_squared": "squared_relu",
+    "relu": "relu", "gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+    "swish": "silu", "relu_squared": "squared_relu",
 }
 # branch flag: (its default, the path it sets)
 BRANCH_PATHS: dict[str, tuple[Any, str]] = {
@@ -28,7 +30,8 @@ BRANCH_PATHS: dict[str, tuple[Any, str]] = {
     "moe_batch_prioritized_routing": (False, "router.batch_prioritized"),
     "moe_eval_capacity_token_fraction": (0.25, "dispatch.eval_token_fraction"),
 }
-DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_factor", "moe_eval_token_fraction")
+DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_factor",
+                  "moe_eval_token_fraction")
 
 
 def setting(args: Any, name: str, default: Any = None) -> Any:
@@ -47,7 +50,8 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
         ValueError: naming the flags, their values and the remedy.
     """
     flags = {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
-    own_dispatch = bool(flags[CONFIG_FLAG.dest]) or any(flags[name] is not None for name in DISPATCH_FLAGS)
+    own_dispatch = bool(flags[CONFIG_FLAG.dest]) or any(flags[name] is not None
+                                                        for name in DISPATCH_FLAGS)
     in_file = _paths_in_file(flags[CONFIG_FLAG.dest])
     base = {"experts.hidden_dim": ffn_dim, "experts.activation": _activation(activation),
             **_branch_base(args, _chosen_k(args, flags, in_file), own_dispatch)}
@@ -61,17 +65,25 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
 
 def _activation(name: str) -> str:
     if name not in ACTIVATIONS:
-        raise ValueError(f"--activation-fn {name!r} has no expert counterpart; use one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(
+            f"--activation-fn {name!r} has no expert counterpart; use one of "
+            f"{', '.join(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
 def _changed_branch_paths(args: Any) -> dict[str, str]:
     """Paths set by branch flags that differ from their default, with the flag."""
-    return {path: name for name, (default, path) in BRANCH_PATHS.items() if setting(args, name, default) != default}
+    return {
+        path: name for name, (default, path) in BRANCH_PATHS.items()
+        if setting(args, name, default) != default
+    }
 
 
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> int:
-    """Experts a token, as far as it can be read: flag, file, branch. (Nonsense is refused later, by the tree.)"""
+    """Experts a token, as far as it can be read: flag, file, branch. (Nonsense is refused later, by
+    the tree.)
+    """
     branch = 1 if setting(args, "moe_top1_expert", False) else 2
     for value in (flags.get("moe_top_k"), None if branch == 1 else in_file.get("router.top_k")):
         if str(value).isdigit():
@@ -82,16 +94,18 @@ def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -
 def _branch_base(args: Any, chosen_k: int, own_dispatch: bool) -> dict[str, Any]:
     """What the branch's flags mean in our tree.
 
-    The branch keeps 2*ceil(S/E) slots for top-2 and ceil(S/E) for top-1, which both are capacity factor 1, and
-    ceil(fraction*S) slots in evaluation; it normalises top-2 weights after dropping and takes the top-1 weight as it is.
+    The branch keeps 2*ceil(S/E) slots for top-2 and ceil(S/E) for top-1, which both are capacity
+    factor 1, and ceil(fraction*S) slots in evaluation; it normalises top-2 weights after dropping
+    and takes the top-1 weight as it is.
     """
     before = setting(args, "moe_normalize_gate_prob_before_dropping", False)
     base: dict[str, Any] = {
         "router.top_k": 1 if setting(args, "moe_top1_expert", False) else 2,
-        "router.second_expert_policy": setting(args, "moe_second_expert_policy", "sampling") if chosen_k == 2 else "all",
+        "router.second_expert_policy": setting(args, "moe_second_expert_policy", "sampling")
+        if chosen_k == 2 else "all",
         "router.normalize": "none" if chosen_k == 1 else "before_drop" if before else "after_drop",
-        "router.batch_prioritized": setting(args, "moe_batch_prioritized_routing", False),
-        "losses": {"gshard": 1.0},
+        "router.batch_prioritized": setting(args, "moe_batch_prioritized_routing",
+                                            False), "losses": {"gshard": 1.0},
     }
     if setting(args, "moe_expert_count", 0):
         base["num_experts"] = setting(args, "moe_expert_count")
@@ -118,7 +132,8 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield prefix + key, value
 
 
-def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[str, Any], changed: set[str]) -> None:
+def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[str, Any],
+                           changed: set[str]) -> None:
     by_path = _changed_branch_paths(args)
     for spec in flag_specs()[1:]:
         given = flags.get(spec.dest)
@@ -128,41 +143,62 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
         mine = parse_value(spec, given)
         said = base.get(spec.path, setting(args, name))
         if mine != said:
-            raise ValueError(f"--{name.replace('_', '-')} ({spec.path}={said!r}) contradicts {spec.flag} {given}; give one of the two")
+            raise ValueError(
+                f"--{name.replace('_', '-')} ({spec.path}={said!r}) contradicts {spec.flag} "
+                f"{given}; give one of the two"
+            )
 
 
 def _warn(args: Any, config: MoEConfig) -> None:
     ffn = setting(args, "moe_expert_ffn_dim")
     if ffn and ffn != config.hidden_dim:
-        logger.warning("--moe-expert-ffn-dim %s is not read, as in fairseq's moe branch; --moe-expert-hidden-dim sets the width", ffn)
+        logger.warning(
+            "--moe-expert-ffn-dim %s is not read, as in fairseq's moe branch; "
+            "--moe-expert-hidden-dim sets the width",
+            ffn)
     dropout = float(setting(args, "activation_dropout", 0) or setting(args, "relu_dropout", 0) or 0)
     if dropout:
-        logger.warning("--activation-dropout %s applies to dense layers only; experts have none", dropout)
+        logger.warning("--activation-dropout %s applies to dense layers only; experts have none",
+                       dropout)
     if setting(args, "dummy_a2a", False):
-        logger.warning("--dummy-a2a: tokens do not reach their experts, results are wrong; for profiling only")
+        logger.warning(
+            "--dummy-a2a: tokens do not reach their experts, results are wrong; for profiling only")
 
 
 def check_experts_given(args: Any, freq: int) -> None:
-    """`ValueError` where MoE layers are asked for without saying how many experts, or with a negative frequency."""
+    """`ValueError` where MoE layers are asked for without saying how many experts, or with a
+    negative frequency.
+    """
     if freq < 0:
-        raise ValueError(f"--moe-freq {freq} is out of bounds: must be >= 0; use 0 for a dense model")
-    named = setting(args, "moe_expert_count", 0) or setting(args, "moe_num_experts") or setting(args, CONFIG_FLAG.dest)
+        raise ValueError(
+            f"--moe-freq {freq} is out of bounds: must be >= 0; use 0 for a dense model")
+    named = setting(args, "moe_expert_count", 0) or setting(args, "moe_num_experts") or setting(
+        args, CONFIG_FLAG.dest)
     if freq and not named:
-        raise ValueError(f"--moe-freq {freq} asks for MoE layers, but --moe-expert-count is 0; set it, e.g. to 8, or use --moe-freq 0")
+        raise ValueError(
+            f"--moe-freq {freq} asks for MoE layers, but --moe-expert-count is 0; set it, e.g. to "
+            "8, or use --moe-freq 0"
+        )
     if not freq and setting(args, "moe_expert_count", 0):
-        logger.warning("--moe-expert-count %s has no effect: --moe-freq is 0, the model is dense", setting(args, "moe_expert_count"))
+        logger.warning("--moe-expert-count %s has no effect: --moe-freq is 0, the model is dense",
+                       setting(args, "moe_expert_count"))
 
 
 def masks_padding(args: Any, config: MoEConfig) -> bool:
-    """Whether padding is kept from the router: `--use-moe-pad-mask`, and always with the dropless dispatcher."""
+    """Whether padding is kept from the router: `--use-moe-pad-mask`, and always with the dropless
+    dispatcher.
+    """
     return bool(setting(args, "use_moe_pad_mask", False)) or config.dispatch.capacity_factor is None
 
 
 def gradient_factor(args: Any, world: int) -> float:
-    """What an expert's gradient is multiplied with. fairseq multiplies every gradient by W / sample_size; the shared ones were
-    divided by W before. An expert's gradient is a sum over all ranks already, so it is divided by W here, once
-    (or by its root, `--moe-normalize-expert-grad sqrt_world_size`)."""
+    """What an expert's gradient is multiplied with. fairseq multiplies every gradient by W /
+    sample_size; the shared ones were divided by W before. An expert's gradient is a sum over all
+    ranks already, so it is divided by W here, once (or by its root,
+    `--moe-normalize-expert-grad sqrt_world_size`).
+    """
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):
-        raise ValueError(f"--moe-normalize-expert-grad {rule!r} is unknown; use world_size or sqrt_world_size")
+        raise ValueError(
+            f"--moe-normalize-expert-grad {rule!r} is unknown; use world_size or sqrt_world_size")
     return 1.0 / world if rule == "world_size" else world**-0.5

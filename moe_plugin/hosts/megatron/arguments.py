@@ -14,59 +14,99 @@ from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_
 _Flag = tuple[str, dict[str, Any]]
 _ON: dict[str, Any] = {"action": "store_true"}
 
-_MODEL: tuple[_Flag, ...] = (
-    ("num-layers", {"type": int, "required": True}), ("hidden-size", {"type": int, "required": True}),
-    ("num-attention-heads", {"type": int, "required": True}), ("ffn-hidden-size", {"type": int}), ("seq-length", {"type": int, "required": True}),
-    ("position-embedding-type", {"default": "learned_absolute", "choices": ("learned_absolute", "rope")}),
-    ("normalization", {"default": "LayerNorm", "choices": ("LayerNorm", "RMSNorm")}), ("swiglu", _ON), ("squared-relu", _ON),
-    ("disable-bias-linear", _ON), ("untie-embeddings-and-output-weights", _ON), ("init-method-std", {"type": float, "default": 0.02}),
-    ("hidden-dropout", {"type": float, "default": 0.1}), ("attention-dropout", {"type": float, "default": 0.1}),
-)
-_MOE: tuple[_Flag, ...] = (
-    ("num-experts", {"type": int}), ("moe-ffn-hidden-size", {"type": int}), ("moe-layer-freq", {"type": int, "default": 1}),
-    ("moe-router-topk", {"type": int, "default": 2}), ("moe-router-score-function", {"default": "softmax", "choices": ("softmax", "sigmoid")}),
-    ("moe-router-pre-softmax", _ON), ("moe-router-topk-scaling-factor", {"type": float}), ("moe-router-dtype", {"choices": ("fp32", "fp64")}),
-    ("moe-router-load-balancing-type", {"default": "aux_loss"}), ("moe-aux-loss-coeff", {"type": float, "default": 0.0}),
-    ("moe-z-loss-coeff", {"type": float}), ("moe-input-jitter-eps", {"type": float}), ("moe-router-num-groups", {"type": int}),
-    ("moe-router-group-topk", {"type": int}), ("moe-router-enable-expert-bias", _ON), ("moe-router-bias-update-rate", {"type": float, "default": 1e-3}),
-    ("moe-expert-capacity-factor", {"type": float}), ("moe-pad-expert-input-to-capacity", _ON),
-    ("moe-token-drop-policy", {"default": "probs", "choices": ("probs", "position")}), ("moe-shared-expert-intermediate-size", {"type": int}),
-    ("moe-token-dispatcher-type", {"default": "alltoall", "choices": ("alltoall", "allgather")}),
-)
-_TRAINING: tuple[_Flag, ...] = (
-    ("micro-batch-size", {"type": int, "required": True}), ("global-batch-size", {"type": int}), ("train-iters", {"type": int, "required": True}),
-    ("lr", {"type": float, "required": True}), ("min-lr", {"type": float, "default": 0.0}), ("lr-warmup-iters", {"type": int, "default": 0}),
-    ("lr-decay-iters", {"type": int}), ("lr-decay-style", {"default": "linear", "choices": ("constant", "linear", "cosine")}),
-    ("optimizer", {"default": "adam", "choices": ("adam", "sgd")}), ("weight-decay", {"type": float, "default": 0.01}),
-    ("clip-grad", {"type": float, "default": 1.0}), ("adam-beta1", {"type": float, "default": 0.9}), ("adam-beta2", {"type": float, "default": 0.999}),
-    ("sgd-momentum", {"type": float, "default": 0.9}), ("seed", {"type": int, "default": 1234}), ("bf16", _ON),
-    ("use-distributed-optimizer", _ON), ("calculate-per-token-loss", _ON), ("recompute-granularity", {"choices": ("full", "selective")}),
-    ("recompute-method", {"choices": ("uniform", "block")}), ("recompute-num-layers", {"type": int}), ("recompute-modules", {"nargs": "*"}),
-    ("deterministic-mode", _ON), ("exit-interval", {"type": int}), ("eval-interval", {"type": int}), ("eval-iters", {"type": int, "default": 10}),
-)
-_PARALLEL: tuple[_Flag, ...] = (
-    ("tensor-model-parallel-size", {"type": int, "default": 1}), ("pipeline-model-parallel-size", {"type": int, "default": 1}),
-    ("num-virtual-stages-per-pipeline-rank", {"type": int}), ("expert-model-parallel-size", {"type": int, "default": 1}),
-    ("expert-tensor-parallel-size", {"type": int}), ("sequence-parallel", _ON), ("distributed-timeout-minutes", {"type": float, "default": 10.0}),
-)
-_FILES: tuple[_Flag, ...] = (
-    ("data-path", {"required": True}), ("split", {"default": "969,30,1"}), ("data-cache-path", {}), ("save", {}), ("load", {}),
-    ("save-interval", {"type": int}), ("log-interval", {"type": int, "default": 10}),
-)
-_OURS: tuple[_Flag, ...] = (
-    ("vocab-size", {"type": int, "help": "vocabulary of a dataset made by another tokenizer; default: bytes, 257"}),
-    ("log-file", {"help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"}),
-    ("native-moe", {**_ON, "help": "train with Megatron's own MoE layer, for comparison"}),
-    ("cpu", {**_ON, "help": "train on CPU although a GPU is there"}),
-)
+_MODEL: tuple[_Flag, ...] = (("num-layers", {"type": int, "required": True}), ("hidden-size", {
+    "type": int, "required": True
+}), ("num-attention-heads", {"type": int, "required": True}), ("ffn-hidden-size", {
+    "type": int
+}), ("seq-length", {"type": int, "required": True}), ("position-embedding-type", {
+    "default": "learned_absolute", "choices": ("learned_absolute", "rope")
+}), ("normalization", {"default": "LayerNorm", "choices": ("LayerNorm", "RMSNorm")
+                       }), ("swiglu", _ON), ("squared-relu", _ON), ("disable-bias-linear", _ON),
+                             ("untie-embeddings-and-output-weights", _ON), ("init-method-std", {
+                                 "type": float, "default": 0.02
+                             }), ("hidden-dropout", {"type": float, "default": 0.1}),
+                             ("attention-dropout", {"type": float, "default": 0.1}),
+                             )
+_MOE: tuple[_Flag, ...] = (("num-experts", {"type": int}), ("moe-ffn-hidden-size", {
+    "type": int
+}), ("moe-layer-freq", {"type": int, "default": 1}), ("moe-router-topk", {
+    "type": int, "default": 2
+}), ("moe-router-score-function", {
+    "default": "softmax", "choices": ("softmax", "sigmoid")
+}), ("moe-router-pre-softmax",
+     _ON), ("moe-router-topk-scaling-factor", {"type": float}), ("moe-router-dtype", {
+         "choices": ("fp32", "fp64")
+     }), ("moe-router-load-balancing-type", {"default": "aux_loss"}), ("moe-aux-loss-coeff", {
+         "type": float, "default": 0.0
+     }), ("moe-z-loss-coeff", {"type": float}), ("moe-input-jitter-eps", {
+         "type": float
+     }), ("moe-router-num-groups", {"type": int}), ("moe-router-group-topk", {
+         "type": int
+     }), ("moe-router-enable-expert-bias", _ON), ("moe-router-bias-update-rate", {
+         "type": float, "default": 1e-3
+     }), ("moe-expert-capacity-factor", {
+         "type": float
+     }), ("moe-pad-expert-input-to-capacity", _ON), ("moe-token-drop-policy", {
+         "default": "probs", "choices": ("probs", "position")
+     }), ("moe-shared-expert-intermediate-size", {"type": int}), ("moe-token-dispatcher-type", {
+         "default": "alltoall", "choices": ("alltoall", "allgather")
+     }),
+                           )
+_TRAINING: tuple[_Flag, ...] = (("micro-batch-size", {
+    "type": int, "required": True
+}), ("global-batch-size", {"type": int}), ("train-iters", {"type": int, "required": True}), ("lr", {
+    "type": float, "required": True
+}), ("min-lr", {"type": float, "default": 0.0}), ("lr-warmup-iters", {
+    "type": int, "default": 0
+}), ("lr-decay-iters", {"type": int}), ("lr-decay-style", {
+    "default": "linear", "choices": ("constant", "linear", "cosine")
+}), ("optimizer", {"default": "adam", "choices": ("adam", "sgd")}), ("weight-decay", {
+    "type": float, "default": 0.01
+}), ("clip-grad", {"type": float, "default": 1.0}), ("adam-beta1", {
+    "type": float, "default": 0.9
+}), ("adam-beta2", {"type": float, "default": 0.999}), ("sgd-momentum", {
+    "type": float, "default": 0.9
+}), ("seed", {"type": int, "default": 1234}), ("bf16", _ON), ("use-distributed-optimizer", _ON),
+                                ("calculate-per-token-loss", _ON), ("recompute-granularity", {
+                                    "choices": ("full", "selective")
+                                }), ("recompute-method", {"choices": ("uniform", "block")}),
+                                ("recompute-num-layers", {"type": int}), ("recompute-modules", {
+                                    "nargs": "*"
+                                }), ("deterministic-mode",
+                                     _ON), ("exit-interval", {"type": int}), ("eval-interval", {
+                                         "type": int
+                                     }), ("eval-iters", {"type": int, "default": 10}),
+                                )
+_PARALLEL: tuple[_Flag, ...] = (("tensor-model-parallel-size", {
+    "type": int, "default": 1
+}), ("pipeline-model-parallel-size", {
+    "type": int, "default": 1
+}), ("num-virtual-stages-per-pipeline-rank", {"type": int}), ("expert-model-parallel-size", {
+    "type": int, "default": 1
+}), ("expert-tensor-parallel-size", {"type": int}), ("sequence-parallel", _ON),
+                                ("distributed-timeout-minutes", {"type": float, "default": 10.0}),
+                                )
+_FILES: tuple[_Flag, ...] = (("data-path", {"required": True}), ("split", {
+    "default": "969,30,1"
+}), ("data-cache-path", {}), ("save", {}), ("load", {}), ("save-interval", {"type": int}),
+                             ("log-interval", {"type": int, "default": 10}),
+                             )
+_OURS: tuple[_Flag, ...] = (("vocab-size", {
+    "type": int, "help": "vocabulary of a dataset made by another tokenizer; default: bytes, 257"
+}), ("log-file", {
+    "help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"
+}), ("native-moe", {**_ON, "help": "train with Megatron's own MoE layer, for comparison"}),
+                            ("cpu", {**_ON, "help": "train on CPU although a GPU is there"}),
+                            )
 
 
 def parser() -> argparse.ArgumentParser:
     """All arguments; those of Megatron mean what they mean there."""
-    p = argparse.ArgumentParser(prog="python -m moe_plugin.hosts.megatron.train", allow_abbrev=False,
-                                description="Train a GPT language model with MoE layers on Megatron-core.")
-    for title, flags in (("model", _MODEL), ("mixture of experts", _MOE), ("training", _TRAINING), ("parallelism", _PARALLEL),
-                         ("files", _FILES), ("this script", _OURS)):
+    p = argparse.ArgumentParser(
+        prog="python -m moe_plugin.hosts.megatron.train", allow_abbrev=False,
+        description="Train a GPT language model with MoE layers on Megatron-core.")
+    for title, flags in (("model", _MODEL), ("mixture of experts", _MOE), ("training", _TRAINING),
+                         ("parallelism", _PARALLEL), ("files", _FILES), ("this script", _OURS)):
         group = p.add_argument_group(title)
         for name, options in flags:
             group.add_argument("--" + name, **options)
@@ -75,30 +115,43 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace, world: int) -> None:
-    """`ValueError` for sizes that do not fit together; fills in what defaults to another argument."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "log_interval",
-                 "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+    """`ValueError` for sizes that do not fit together; fills in what defaults to another argument.
+    """
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length",
+                 "micro_batch_size", "train_iters", "log_interval", "tensor_model_parallel_size",
+                 "pipeline_model_parallel_size", "expert_model_parallel_size"):
         _need(getattr(args, name) >= 1, name, getattr(args, name), ">= 1", "give a positive number")
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    _need(world % model == 0, "tensor_model_parallel_size * pipeline_model_parallel_size", model, f"a divisor of the {world} processes",
+    _need(world % model == 0, "tensor_model_parallel_size * pipeline_model_parallel_size", model,
+          f"a divisor of the {world} processes",
           "start another number of processes or change one of the two")
     experts = args.expert_model_parallel_size
-    _need(not args.num_experts or args.num_experts % experts == 0, "num_experts", args.num_experts, f"a multiple of expert_model_parallel_size={experts}",
+    _need(not args.num_experts or args.num_experts % experts == 0, "num_experts", args.num_experts,
+          f"a multiple of expert_model_parallel_size={experts}",
           "change one of the two; --expert-tensor-parallel-size cuts experts over more ranks")
     data = world // model
     args.global_batch_size = args.global_batch_size or args.micro_batch_size * data
     step = args.micro_batch_size * data
     _need(args.global_batch_size % step == 0, "global_batch_size", args.global_batch_size,
-          f"a multiple of micro_batch_size * data-parallel size = {step}", f"use {max(1, args.global_batch_size // step) * step}")
-    _need(args.save_interval is None or args.save_interval >= 1, "save_interval", args.save_interval, ">= 1", "leave it out to save at the end only")
-    _need(args.seq_length % args.tensor_model_parallel_size == 0 or not args.sequence_parallel, "seq_length", args.seq_length,
-          f"a multiple of tensor_model_parallel_size={args.tensor_model_parallel_size} under --sequence-parallel", "change one of the two")
+          f"a multiple of micro_batch_size * data-parallel size = {step}",
+          f"use {max(1, args.global_batch_size // step) * step}")
+    _need(args.save_interval is None or args.save_interval >= 1, "save_interval",
+          args.save_interval, ">= 1", "leave it out to save at the end only")
+    _need(
+        args.seq_length % args.tensor_model_parallel_size == 0 or not args.sequence_parallel,
+        "seq_length", args.seq_length,
+        f"a multiple of tensor_model_parallel_size={args.tensor_model_parallel_size} under "
+        "--sequence-parallel",
+        "change one of the two")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
-    # between two ranks forward and backward messages of one exchange would be taken for each other: wrong numbers, no error
-    _need(stages == 1 or args.pipeline_model_parallel_size > 2, "num_virtual_stages_per_pipeline_rank", stages, "1 with fewer than 3 pipeline stages",
+    # between two ranks forward and backward messages of one exchange would be taken for each other:
+    # wrong numbers, no error
+    _need(stages == 1 or args.pipeline_model_parallel_size > 2,
+          "num_virtual_stages_per_pipeline_rank", stages, "1 with fewer than 3 pipeline stages",
           "use --pipeline-model-parallel-size 3 or more, or leave it out")
     parts = stages * args.pipeline_model_parallel_size
-    _need(args.num_layers % parts == 0, "num_layers", args.num_layers, f"a multiple of the {parts} pipeline stages", "change one of the two")
+    _need(args.num_layers % parts == 0, "num_layers", args.num_layers,
+          f"a multiple of the {parts} pipeline stages", "change one of the two")
 
 
 def _need(ok: bool, name: str, value: Any, bound: str, remedy: str) -> None:
@@ -114,21 +167,28 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
 
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values = {
-        "num_layers": args.num_layers, "hidden_size": args.hidden_size, "num_attention_heads": args.num_attention_heads,
-        "ffn_hidden_size": args.ffn_hidden_size, "normalization": args.normalization, "add_bias_linear": not args.disable_bias_linear,
-        "init_method_std": args.init_method_std, "hidden_dropout": args.hidden_dropout, "attention_dropout": args.attention_dropout,
-        "bf16": args.bf16, "params_dtype": dtype, "pipeline_dtype": dtype, "autocast_dtype": dtype, "use_cpu_initialization": cpu,
-        "tensor_model_parallel_size": args.tensor_model_parallel_size, "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": args.num_virtual_stages_per_pipeline_rank, "sequence_parallel": args.sequence_parallel,
-        "deterministic_mode": args.deterministic_mode, "calculate_per_token_loss": args.calculate_per_token_loss, "gradient_accumulation_fusion": False,
-        "recompute_granularity": args.recompute_granularity, "recompute_method": args.recompute_method,
-        "recompute_num_layers": args.recompute_num_layers, "recompute_modules": args.recompute_modules,
+        "num_layers": args.num_layers, "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads, "ffn_hidden_size": args.ffn_hidden_size,
+        "normalization": args.normalization, "add_bias_linear": not args.disable_bias_linear,
+        "init_method_std": args.init_method_std, "hidden_dropout": args.hidden_dropout,
+        "attention_dropout": args.attention_dropout, "bf16": args.bf16, "params_dtype": dtype,
+        "pipeline_dtype": dtype, "autocast_dtype": dtype, "use_cpu_initialization": cpu,
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": args.num_virtual_stages_per_pipeline_rank,
+        "sequence_parallel": args.sequence_parallel, "deterministic_mode": args.deterministic_mode,
+        "calculate_per_token_loss": args.calculate_per_token_loss,
+        "gradient_accumulation_fusion": False, "recompute_granularity": args.recompute_granularity,
+        "recompute_method": args.recompute_method,
+        "recompute_num_layers": args.recompute_num_layers,
+        "recompute_modules": args.recompute_modules,
     }
     values.update(_activation(args))
     if args.num_experts:
         values.update(_moe_values(args))
     try:
-        return call_supported(TransformerConfig, **{k: v for k, v in values.items() if v is not None})
+        return call_supported(TransformerConfig,
+                              **{k: v for k, v in values.items() if v is not None})
     except AssertionError as error:
         raise ValueError(f"Megatron refuses these settings: {error}") from error
 
@@ -142,8 +202,11 @@ def _activation(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _moe_values(args: argparse.Namespace) -> dict[str, Any]:
-    renamed = {"num_moe_experts": args.num_experts, "expert_model_parallel_size": args.expert_model_parallel_size,
-               "expert_tensor_parallel_size": args.expert_tensor_parallel_size, "moe_grouped_gemm": False}
+    renamed = {
+        "num_moe_experts": args.num_experts,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size, "moe_grouped_gemm": False
+    }
     same = {name.replace("-", "_") for name, _ in _MOE} - {"num_experts"}
     return {**renamed, **{name: getattr(args, name) for name in same}}
 

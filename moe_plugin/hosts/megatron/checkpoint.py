@@ -1,10 +1,12 @@
-"""Checkpoints of the training script: Megatron's distributed checkpoint, complete or not there at all.
+"""Checkpoints of the training script: Megatron's distributed checkpoint, complete or not there at
+all.
 
-    SAVE/iter_0000100/...                      tensors by global index: loads at other parallel sizes
-    SAVE/iter_0000100/moe_plugin.json          model, parallel sizes, progress, size of every file
-    SAVE/latest_checkpointed_iteration.txt     100
+    SAVE/iter_0000100/...                      tensors by global index: loads at other parallel
+    sizes SAVE/iter_0000100/moe_plugin.json          model, parallel sizes, progress, size of every
+    file SAVE/latest_checkpointed_iteration.txt     100
 
-A checkpoint is written beside its place and renamed when complete; the file `latest...` changes last.
+A checkpoint is written beside its place and renamed when complete; the file `latest...` changes
+last.
 """
 
 from __future__ import annotations
@@ -39,9 +41,12 @@ def layout() -> dict[str, int]:
     """The parallel sizes of this run."""
     from megatron.core import parallel_state as ps
 
-    return {"world": dist.get_world_size(), "tensor": ps.get_tensor_model_parallel_world_size(),
-            "pipeline": ps.get_pipeline_model_parallel_world_size(), "expert": ps.get_expert_model_parallel_world_size(),
-            "expert_tensor": ps.get_expert_tensor_parallel_world_size()}
+    return {
+        "world": dist.get_world_size(), "tensor": ps.get_tensor_model_parallel_world_size(),
+        "pipeline": ps.get_pipeline_model_parallel_world_size(),
+        "expert": ps.get_expert_model_parallel_world_size(),
+        "expert_tensor": ps.get_expert_tensor_parallel_world_size()
+    }
 
 
 def shape(training: Training) -> dict[str, Any]:
@@ -49,11 +54,14 @@ def shape(training: Training) -> dict[str, Any]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     config = training.config
-    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size", "gated_linear_unit",
-             "add_bias_linear", "normalization")
+    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
+             "num_moe_experts", "moe_ffn_hidden_size", "gated_linear_unit", "add_bias_linear",
+             "normalization")
     parts = getattr(training.optimizer, "chained_optimizers", [training.optimizer])
-    return {**{name: getattr(config, name) for name in names}, "distributed_optimizer": isinstance(parts[0], DistributedOptimizer),
-            "optimizer": type(parts[0].optimizer).__name__}
+    return {
+        **{name: getattr(config, name) for name in names}, "distributed_optimizer": isinstance(
+            parts[0], DistributedOptimizer), "optimizer": type(parts[0].optimizer).__name__
+    }
 
 
 def folder(root: str, iteration: int) -> str:
@@ -62,7 +70,9 @@ def folder(root: str, iteration: int) -> str:
 
 
 def save(root: str, training: Training, progress: Progress) -> str:
-    """Write a checkpoint; a collective call. Returns its folder. What was there before stays until the new one is complete."""
+    """Write a checkpoint; a collective call. Returns its folder. What was there before stays until
+    the new one is complete.
+    """
     from megatron.core import dist_checkpointing
 
     final = folder(root, progress.iteration)
@@ -84,7 +94,10 @@ def save(root: str, training: Training, progress: Progress) -> str:
 
 def _write_meta(part: str, training: Training, progress: Progress) -> None:
     files = {name: os.path.getsize(os.path.join(part, name)) for name in sorted(os.listdir(part))}
-    meta = {"model": shape(training), "layout": layout(), **asdict(progress), "megatron_core": compat.core_version, "files": files}
+    meta = {
+        "model": shape(training), "layout": layout(),
+        **asdict(progress), "megatron_core": compat.core_version, "files": files
+    }
     _write_text(os.path.join(part, META), json.dumps(meta, indent=1))
 
 
@@ -106,22 +119,29 @@ def _replace_folder(part: str, final: str) -> None:
 
 
 def latest(root: str) -> int | None:
-    """Iteration of the newest checkpoint; None where there is none. `ValueError` where the file that names it is damaged."""
+    """Iteration of the newest checkpoint; None where there is none. `ValueError` where the file
+    that names it is damaged.
+    """
     path = os.path.join(root, LATEST)
     if not os.path.exists(path):
         return None
     with open(path, encoding="utf-8", errors="replace") as stream:
         text = stream.read().strip()
     if not text.isdigit():
-        raise ValueError(f"{path} holds {text!r}, must hold the number of an iteration; write the number of one of the folders iter_... there")
+        raise ValueError(
+            f"{path} holds {text!r}, must hold the number of an iteration; write the number of one "
+            "of the folders iter_... there"
+        )
     return int(text)
 
 
 def load(root: str, training: Training) -> Progress:
-    """Load the newest checkpoint under `root`; a collective call. Without one, training starts anew (with a warning).
+    """Load the newest checkpoint under `root`; a collective call. Without one, training starts anew
+    (with a warning).
 
     Raises:
-        ValueError: the checkpoint is of another model, incomplete, truncated or unreadable. Nothing is changed on disk.
+        ValueError: the checkpoint is of another model, incomplete, truncated or unreadable. Nothing
+            is changed on disk.
     """
     from megatron.core import dist_checkpointing
 
@@ -137,17 +157,21 @@ def load(root: str, training: Training) -> Progress:
         state = _state(training, loading=True, same_layout=same)
         tuning.without_missing((state[f"model{i}"] for i in range(len(training.chunks))), path)
         found = dist_checkpointing.load(state, path)
-    except (Exception, CheckpointException) as error:  # Megatron, torch and pickle raise many kinds for a damaged file
+    # Megatron, torch and pickle raise many kinds for a damaged file
+    except (Exception, CheckpointException) as error:
         reason = " ".join(str(error).split())[:300] or repr(error)
-        raise ValueError(f"checkpoint {path!r} cannot be loaded: {reason}; to use an earlier one write its number into "
-                         f"{os.path.join(root, LATEST)}") from error
+        raise ValueError(
+            f"checkpoint {path!r} cannot be loaded: {reason}; to use an earlier one write its "
+            "number into "
+            f"{os.path.join(root, LATEST)}") from error
     for index, model in enumerate(training.bare()):
         model.load_state_dict(found[f"model{index}"])
     compat.load_optimizer(training.optimizer, found["optimizer"])
     if same:
         _set_random(found["random"])
     else:
-        logger.info("checkpoint of %s loaded on %s; random states start anew", meta["layout"], layout())
+        logger.info("checkpoint of %s loaded on %s; random states start anew", meta["layout"],
+                    layout())
     return Progress(meta["iteration"], meta["consumed_samples"])
 
 
@@ -156,28 +180,43 @@ def check(path: str, training: Training) -> dict[str, Any]:
     try:
         with open(os.path.join(path, META), encoding="utf-8") as stream:
             meta = json.load(stream)
-        if not isinstance(meta, dict) or not {"files", "model", "layout", "iteration", "consumed_samples"} <= set(meta):
+        if not isinstance(meta, dict) or not {
+                "files", "model", "layout", "iteration", "consumed_samples"
+        } <= set(meta):
             raise ValueError("not a description of a checkpoint")
     except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {path!r} has no readable {META} ({error}); it is incomplete or not of this script: use another one") from error
+        raise ValueError(
+            f"checkpoint {path!r} has no readable {META} ({error}); it is incomplete or not of "
+            "this script: use another one"
+        ) from error
     for name, size in meta["files"].items():
         file = os.path.join(path, name)
         found = os.path.getsize(file) if os.path.exists(file) else None
         if found != size:
-            raise ValueError(f"checkpoint {path!r} is damaged: {name} has {'gone' if found is None else f'{found} bytes'}, must have {size} bytes; "
-                             "restore the file or use another checkpoint")
+            raise ValueError(
+                f"checkpoint {path!r} is damaged: {name} has "
+                f"{'gone' if found is None else f'{found} bytes'}, must have {size} bytes; "
+                "restore the file or use another checkpoint")
     for name, mine in shape(training).items():
         if meta["model"].get(name) != mine:
-            raise ValueError(f"checkpoint {path!r} has {name}={meta['model'].get(name)!r}, this run has {name}={mine!r}; give the same "
-                             "arguments as when it was saved, or another --load")
+            raise ValueError(
+                f"checkpoint {path!r} has {name}={meta['model'].get(name)!r}, this run has "
+                f"{name}={mine!r}; give the same "
+                "arguments as when it was saved, or another --load")
     return meta
 
 
 def _state(training: Training, *, loading: bool, same_layout: bool) -> dict[str, Any]:
     metadata = compat.checkpoint_metadata()
-    models = {f"model{i}": compat.call_supported(m.sharded_state_dict, metadata=metadata) for i, m in enumerate(training.bare())}
-    # nested: with virtual stages every chunk numbers its layers from 0, and keys would hide one another
-    optimizer = compat.call_supported(training.optimizer.sharded_state_dict, model_sharded_state_dict=models, is_loading=loading, metadata=metadata)
+    models = {
+        f"model{i}": compat.call_supported(m.sharded_state_dict, metadata=metadata)
+        for i, m in enumerate(training.bare())
+    }
+    # nested: with virtual stages every chunk numbers its layers from 0, and keys would hide one
+    # another
+    optimizer = compat.call_supported(training.optimizer.sharded_state_dict,
+                                      model_sharded_state_dict=models, is_loading=loading,
+                                      metadata=metadata)
     state: dict[str, Any] = {**models, "optimizer": optimizer}
     if same_layout:
         state["random"] = _random_shard()

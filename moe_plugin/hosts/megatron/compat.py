@@ -40,17 +40,19 @@ def check_version() -> None:
     """`ValueError` for a Megatron-core older than this host knows."""
     number = tuple(int(part) for part in core_version.split(".")[:2])
     if number < OLDEST:
-        raise ValueError(f"megatron-core {core_version} is too old: must be >= {'.'.join(map(str, OLDEST))}; "
-                         "pip install 'megatron-core>=0.15'")
+        raise ValueError(
+            f"megatron-core {core_version} is too old: must be >= {'.'.join(map(str, OLDEST))}; "
+            "pip install 'megatron-core>=0.15'")
 
 
 @dataclass(frozen=True)
 class Groups:
     """Megatron's process groups as this host uses them.
 
-    experts: ranks that share one copy of all experts (expert-tensor x expert-parallel). expert_replicas: ranks that hold the
-    same experts. tensor: tensor-parallel. context: context-parallel. tokens: ranks that share a batch's tokens (tensor x context
-    parallel). data: ranks that hold the same dense parameters.
+    experts: ranks that share one copy of all experts (expert-tensor x expert-parallel).
+    expert_replicas: ranks that hold the same experts. tensor: tensor-parallel. context:
+    context-parallel. tokens: ranks that share a batch's tokens (tensor x context parallel). data:
+    ranks that hold the same dense parameters.
     """
 
     collection: Any
@@ -63,18 +65,22 @@ class Groups:
 
 
 def groups(collection: Any | None) -> Groups:
-    """From the collection that Megatron passes to a layer, or from its global state where it passes none."""
+    """From the collection that Megatron passes to a layer, or from its global state where it passes
+    none.
+    """
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
-    return Groups(
-        collection=collection, experts=collection.tp_ep, expert_replicas=collection.expt_dp, tensor=collection.tp,
-        context=_context_group(collection), tokens=collection.tp_cp, data=_data_group(collection),
-    )
+    return Groups(collection=collection, experts=collection.tp_ep,
+                  expert_replicas=collection.expt_dp, tensor=collection.tp,
+                  context=_context_group(collection), tokens=collection.tp_cp,
+                  data=_data_group(collection),
+                  )
 
 
 def _data_group(collection: Any) -> Group:
     group = getattr(collection, "dp_cp", None)
-    return group if group is not None else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group if group is not None else parallel_state.get_data_parallel_group(
+        with_context_parallel=True)
 
 
 def _context_group(collection: Any) -> Group:
@@ -85,25 +91,30 @@ def _context_group(collection: Any) -> Group:
 def all_data_group(collection: Any) -> Group:
     """All ranks among which a step's tokens are spread: tensor x context x data parallel."""
     group = getattr(collection, "tp_dp_cp", None)
-    return group if group is not None else parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return group if group is not None else parallel_state.get_tensor_and_data_parallel_group(
+        with_context_parallel=True)
 
 
 def microbatches_a_step() -> int | None:
-    """Micro-batches of the present step by Megatron's calculator; None where no script has set one up."""
+    """Micro-batches of the present step by Megatron's calculator; None where no script has set one
+    up.
+    """
     from megatron.core import num_microbatches_calculator as calculator
 
     known = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
     return None if known is None else known.get()
 
 
-def init_base(layer: BaseMoELayer, config: Any, layer_number: int | None, collection: Any, extra: dict[str, Any]) -> None:
+def init_base(layer: BaseMoELayer, config: Any, layer_number: int | None, collection: Any,
+              extra: dict[str, Any]) -> None:
     """Call `BaseMoELayer.__init__` with the arguments that this version has."""
     known = inspect.signature(BaseMoELayer.__init__).parameters
     BaseMoELayer.__init__(layer, config=config, layer_number=layer_number, pg_collection=collection,
                           **{name: value for name, value in extra.items() if name in known})
 
 
-def native_router(config: Any, submodules: Any, groups_: Groups, is_mtp_layer: bool) -> torch.nn.Module:
+def native_router(config: Any, submodules: Any, groups_: Groups,
+                  is_mtp_layer: bool) -> torch.nn.Module:
     """Megatron's own router, or the one that the spec injects (0.16 on)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -119,18 +130,28 @@ def injects_router(submodules: Any) -> bool:
     return getattr(submodules, "router", TopKRouter) not in (None, TopKRouter)
 
 
-def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(probs_TE, routing_map_TE). padding_SB: True = padding; left out where this version's router does not take it."""
+def call_native_router(router: torch.nn.Module, x_SBD: Tensor,
+                       padding_SB: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(probs_TE, routing_map_TE). padding_SB: True = padding; left out where this version's router
+    does not take it.
+    """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
-    return router(x_SBD, padding_mask=padding_SB) if takes_mask and padding_SB is not None else router(x_SBD)
+    return router(
+        x_SBD, padding_mask=padding_SB) if takes_mask and padding_SB is not None else router(x_SBD)
 
 
 def shared_experts(config: Any, submodules: Any, groups_: Groups) -> torch.nn.Module:
-    """Megatron's own shared expert, from the native spec. Spec or class up to 0.17, a partial from 0.18."""
+    """Megatron's own shared expert, from the native spec. Spec or class up to 0.17, a partial from
+    0.18.
+    """
     builder = getattr(submodules, "shared_experts", None)
     if builder is None:
-        raise ValueError("moe_shared_expert_intermediate_size is set, but the layer spec has no shared experts; build the spec with "
-                         "Megatron's own functions and swap the MoE layer in it (moe_plugin.hosts.megatron.spec.swap_moe)")
+        raise ValueError(
+            "moe_shared_expert_intermediate_size is set, but the layer spec has no shared experts; "
+            "build the spec with "
+            "Megatron's own functions and swap the MoE layer in it "
+            "(moe_plugin.hosts.megatron.spec.swap_moe)"
+        )
     kwargs = {"config": config, "pg_collection": groups_.collection}
     if hasattr(config, "moe_shared_expert_gate"):  # from 0.16 the gate is an argument
         kwargs["gate"] = config.moe_shared_expert_gate
@@ -139,7 +160,8 @@ def shared_experts(config: Any, submodules: Any, groups_: Groups) -> torch.nn.Mo
     return build_module(builder, **kwargs)
 
 
-def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
+def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
+                  metadata: Any) -> dict[str, Any]:
     """Sharded state of a Megatron or plain module."""
     from megatron.core.transformer.utils import sharded_state_dict_default
 
@@ -147,19 +169,27 @@ def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...]
 
 
 def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
-    """The same activation; in backward, `loss` gets the gradient scale that Megatron gives to auxiliary losses."""
+    """The same activation; in backward, `loss` gets the gradient scale that Megatron gives to
+    auxiliary losses.
+    """
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
 
-def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any, part_of: Group | None) -> None:
-    """Add a raw loss to Megatron's aux-loss log; values of the ranks in `part_of` are summed when it is read."""
+def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
+             part_of: Group | None) -> None:
+    """Add a raw loss to Megatron's aux-loss log; values of the ranks in `part_of` are summed when
+    it is read.
+    """
     layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
-    moe_utils.save_to_aux_losses_tracker(name, value.detach(), layer_number, layers, reduce_group=part_of)
+    moe_utils.save_to_aux_losses_tracker(name, value.detach(), layer_number, layers,
+                                         reduce_group=part_of)
 
 
 @dataclass(frozen=True)
 class LoggedLoss:
-    """One named auxiliary loss of the log: sums over micro-batches by layer [layers], and how ranks are to be reduced."""
+    """One named auxiliary loss of the log: sums over micro-batches by layer [layers], and how ranks
+    are to be reduced.
+    """
 
     values: Tensor
     reduce_group: Group | None
@@ -171,8 +201,11 @@ def logged_losses() -> dict[str, LoggedLoss]:
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # up to 0.17
-        return {name: LoggedLoss(entry["values"], entry.get("reduce_group"), not entry.get("reduce_group_has_dp", False))
-                for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+        return {
+            name: LoggedLoss(entry["values"], entry.get("reduce_group"),
+                             not entry.get("reduce_group_has_dp", False))
+            for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()
+        }
     return {name: LoggedLoss(entry.values, entry.reduce_group, entry.needs_dp_avg)
             for name, entry in get_moe_metrics_tracker().metrics.items()}
 
@@ -184,9 +217,12 @@ def clear_logged_losses() -> None:
 
 
 def quiet_unknown_mlp() -> None:
-    """Up to 0.17 a transformer layer warns of every MLP class that it does not list, a subclass of `MoELayer` too."""
+    """Up to 0.17 a transformer layer warns of every MLP class that it does not list, a subclass of
+    `MoELayer` too.
+    """
     name = "megatron.core.transformer.transformer_layer"
-    logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith("Unknown MLP type"))
+    logging.getLogger(name).addFilter(
+        lambda record: not record.getMessage().startswith("Unknown MLP type"))
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
@@ -201,10 +237,13 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
 
 
 def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[Any, int]:
-    """(a copy of the spec with every MoELayer replaced, how many were). Layer specs and block specs; the input stays as it is."""
+    """(a copy of the spec with every MoELayer replaced, how many were). Layer specs and block
+    specs; the input stays as it is.
+    """
     if isinstance(spec, TransformerBlockSubmodules):
         swapped = [swap_spec(layer, replacement, settings) for layer in spec.layer_specs]
-        return replace(spec, layer_specs=[layer for layer, _ in swapped]), sum(n for _, n in swapped)
+        return replace(spec,
+                       layer_specs=[layer for layer, _ in swapped]), sum(n for _, n in swapped)
     submodules = getattr(spec, "submodules", None)
     if isinstance(spec, functools.partial):
         submodules = spec.keywords.get("submodules")
@@ -224,30 +263,41 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 def checkpoint_metadata() -> dict[str, Any]:
     """How optimizer state is laid out in a checkpoint: so that it loads at any parallel sizes."""
-    return {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True
+    }
 
 
 def _torch_adam_parts(optimizer: Any) -> list[Any]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer])
-            if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))]
+    return [
+        part for part in getattr(optimizer, "chained_optimizers", [optimizer])
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, (
+            torch.optim.Adam, torch.optim.AdamW))
+    ]
 
 
 def prepare_optimizer_for_load(optimizer: Any) -> None:
-    """Give a distributed optimizer around torch's Adam the empty state that its checkpoint is loaded into.
+    """Give a distributed optimizer around torch's Adam the empty state that its checkpoint is
+    loaded into.
 
-    0.15 to 0.19: without Apex and Transformer Engine it reads the step number from that state, also before loading; and for SGD it calls a
-    function that is not there.
+    0.15 to 0.19: without Apex and Transformer Engine it reads the step number from that state, also
+    before loading; and for SGD it calls a function that is not there.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn", _sgd_state) is None:
+        if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",
+                                                                   _sgd_state) is None:
             part.init_state_fn = _sgd_state
     for part in _torch_adam_parts(optimizer):
         inner = part.optimizer
-        for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
-            inner.state[parameter] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
-                                      "exp_avg_sq": torch.zeros_like(parameter)}
+        for parameter in (p for group in inner.param_groups for p in group["params"]
+                          if not inner.state[p]):
+            inner.state[parameter] = {
+                "step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter)
+            }
 
 
 def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
@@ -260,9 +310,10 @@ def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
 def load_optimizer(optimizer: Any, state: Any) -> None:
     """`optimizer.load_state_dict(state)`, and the torch Adam's step number with it.
 
-    0.15 to 0.19: the distributed optimizer sets the step from the common state and then looks for it among each parameter's
-    tensors, where no checkpoint has it: it is kept out of sight meanwhile. It also gives one and the same step tensor to all
-    parameters, which torch's Adam then counts up once for each of them: every parameter gets its own.
+    0.15 to 0.19: the distributed optimizer sets the step from the common state and then looks for
+    it among each parameter's tensors, where no checkpoint has it: it is kept out of sight
+    meanwhile. It also gives one and the same step tensor to all parameters, which torch's Adam then
+    counts up once for each of them: every parameter gets its own.
     """
     for part in _torch_adam_parts(optimizer):
         part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)
@@ -286,7 +337,9 @@ def _set_without_step(part: Any, model_param: Any, tensors: dict[str, Tensor]) -
 
 
 def script_arguments() -> dict[str, Any]:
-    """The parsed arguments of Megatron's own training script; empty where none runs (only megatron-core is installed, say)."""
+    """The parsed arguments of Megatron's own training script; empty where none runs (only
+    megatron-core is installed, say).
+    """
     state = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(state, "_GLOBAL_ARGS", None)
     return {} if arguments is None else vars(arguments)
@@ -300,7 +353,9 @@ def has_transformer_engine() -> bool:
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None) -> Any:
-    """Megatron's own GPT layer spec with an MoE layer; the number of experts in it only has to be set."""
+    """Megatron's own GPT layer spec with an MoE layer; the number of experts in it only has to be
+    set.
+    """
     from megatron.core.models.gpt import gpt_layer_specs
 
     if has_transformer_engine() if transformer_engine is None else transformer_engine:
@@ -312,7 +367,8 @@ def replace_norms(spec: Any, native: type, ours: type) -> Any:
     """A copy of a block or layer spec with one norm class replaced by another."""
     if isinstance(spec, TransformerBlockSubmodules):
         norm = ours if spec.layer_norm is native else spec.layer_norm
-        return replace(spec, layer_specs=[replace_norms(s, native, ours) for s in spec.layer_specs], layer_norm=norm)
+        return replace(spec, layer_specs=[replace_norms(s, native, ours) for s in spec.layer_specs],
+                       layer_norm=norm)
     outer = copy.copy(spec)
     outer.submodules = copy.copy(spec.submodules)
     for name, value in vars(outer.submodules).items():
@@ -328,7 +384,10 @@ def call_supported(fn: Callable[..., Any], **kwargs: Any) -> Any:
     return fn(**{name: value for name, value in kwargs.items() if takes_all or name in known})
 
 
-__all__ = ["BaseMoELayer", "Groups", "LoggedLoss", "MoELayer", "ModuleSpec", "ProcessGroupCollection", "all_data_group", "attach_loss",
-           "call_native_router", "call_supported", "check_version", "clear_logged_losses", "core_version", "groups",
-           "init_base", "injects_router", "log_loss", "logged_losses", "microbatches_a_step", "module_shards", "native_router", "replace_norms", "shared_experts", "swap_mlp",
-           "swap_spec"]
+__all__ = [
+    "BaseMoELayer", "Groups", "LoggedLoss", "MoELayer", "ModuleSpec", "ProcessGroupCollection",
+    "all_data_group", "attach_loss", "call_native_router", "call_supported", "check_version",
+    "clear_logged_losses", "core_version", "groups", "init_base", "injects_router", "log_loss",
+    "logged_losses", "microbatches_a_step", "module_shards", "native_router", "replace_norms",
+    "shared_experts", "swap_mlp", "swap_spec"
+]

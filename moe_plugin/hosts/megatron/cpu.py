@@ -1,8 +1,9 @@
 """Opt-in: run Megatron-core without CUDA, on CPU tensors and gloo. Does nothing where CUDA exists.
 
-Megatron-core asks CUDA for the current device, streams and random states, and writes `device="cuda"` in places. Each
-patch below names what it replaces, the Megatron-core versions it was needed in, and why. `enable()` applies them once,
-for the life of the process, before any Megatron object is built. Our own layer needs none of them.
+Megatron-core asks CUDA for the current device, streams and random states, and writes
+`device="cuda"` in places. Each patch below names what it replaces, the Megatron-core versions it
+was needed in, and why. `enable()` applies them once, for the life of the process, before any
+Megatron object is built. Our own layer needs none of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Patch:
-    """One group of replacements: what is replaced, in which versions of Megatron-core it is needed, and why."""
+    """One group of replacements: what is replaced, in which versions of Megatron-core it is needed,
+    and why.
+    """
 
     target: str
     versions: str
@@ -34,7 +37,8 @@ class Patch:
 PATCHES: list[Patch] = []
 
 
-def _patch(target: str, versions: str, reason: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def _patch(target: str, versions: str,
+           reason: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(apply: Callable[[], None]) -> Callable[[], None]:
         PATCHES.append(Patch(target, versions, reason, apply))
         return apply
@@ -43,7 +47,8 @@ def _patch(target: str, versions: str, reason: str) -> Callable[[Callable[[], No
 
 
 def enable(force: bool = False) -> bool:
-    """Make Megatron-core run on CPU. Returns True where patches are in force, False where CUDA exists (nothing done).
+    """Make Megatron-core run on CPU. Returns True where patches are in force, False where CUDA
+    exists (nothing done).
 
     force: also where CUDA exists, for a process that is to stay on CPU.
     """
@@ -69,7 +74,9 @@ class _Stream:
         return False
 
     def wait(self, *_args: Any) -> None:
-        """Nothing to wait for; also stands for record, synchronize and the other calls that only order work."""
+        """Nothing to wait for; also stands for record, synchronize and the other calls that only
+        order work.
+        """
 
     wait_stream = wait_event = synchronize = record = wait
 
@@ -110,18 +117,22 @@ def _streams() -> None:
     cuda.stream = stream
 
 
-@_patch("torch.cuda.current_device", "0.12 to 0.19", "used as the device of new tensors in router, layers, mappings, "
-        "param_and_grad_buffer, p2p_communication")
+@_patch(
+    "torch.cuda.current_device", "0.12 to 0.19",
+    "used as the device of new tensors in router, layers, mappings, "
+    "param_and_grad_buffer, p2p_communication")
 def _device() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
 
 
-@_patch("torch.cuda random states; tensor_parallel.random", "0.12 to 0.19",
-        "the random-number tracker keeps CUDA generator states; on CPU the one generator is torch's")
+@_patch(
+    "torch.cuda random states; tensor_parallel.random", "0.12 to 0.19",
+    "the random-number tracker keeps CUDA generator states; on CPU the one generator is torch's")
 def _random() -> None:
     cuda: Any = torch.cuda
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    for module, getter, setter in ((cuda, "get_rng_state", "set_rng_state"), (cuda.random, "get_rng_state", "set_rng_state"),
+    for module, getter, setter in ((cuda, "get_rng_state", "set_rng_state"),
+                                   (cuda.random, "get_rng_state", "set_rng_state"),
                                    (random, "_get_cuda_rng_state", "_set_cuda_rng_state")):
         setattr(module, getter, lambda *_a, **_k: torch.get_rng_state())
         setattr(module, setter, lambda state, *_a, **_k: torch.set_rng_state(state))
@@ -157,17 +168,23 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 def _tensor_type(kind: str, caller: str) -> str:
     # the optimizer compares with 'torch.cuda.FloatTensor'; everyone else sees the truth
-    return kind.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller.replace("\\", "/") else kind
+    return kind.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller.replace(
+        "\\", "/") else kind
 
 
-@_patch("device='cuda' literals, Tensor.cuda(), Tensor.type() in the optimizer", "0.12 to 0.19",
-        "schedules, optimizer, clip_grads, moe_utils name the device and the tensor type in so many words")
+@_patch(
+    "device='cuda' literals, Tensor.cuda(), Tensor.type() in the optimizer", "0.12 to 0.19",
+    "schedules, optimizer, clip_grads, moe_utils name the device and the tensor type in so many "
+    "words"
+)
 def _literals() -> None:
     _CudaMeansCpu().__enter__()
 
 
-@_patch("transformer.torch_norm.WrappedTorchNorm", "0.12 to 0.19", "it refuses sequence parallelism; without Apex and "
-        "Transformer Engine there is no other norm")
+@_patch(
+    "transformer.torch_norm.WrappedTorchNorm", "0.12 to 0.19",
+    "it refuses sequence parallelism; without Apex and "
+    "Transformer Engine there is no other norm")
 def _norm() -> None:
     from moe_plugin.hosts.megatron.norm import TorchNorm
 
@@ -175,7 +192,8 @@ def _norm() -> None:
     module.WrappedTorchNorm.__new__ = lambda _cls, *args, **kwargs: TorchNorm(*args, **kwargs)
 
 
-@_patch("transformer.moe.moe_utils.te_general_gemm", "0.14 to 0.16", "the native router reads this name, which exists only "
+@_patch("transformer.moe.moe_utils.te_general_gemm", "0.14 to 0.16",
+        "the native router reads this name, which exists only "
         "with Transformer Engine")
 def _te_gemm() -> None:
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -183,7 +201,8 @@ def _te_gemm() -> None:
         utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
-@_patch("moe_utils.maybe_move_tensor_to_cpu", "0.13 to 0.19", "split sizes stay tensors when they are on CPU already; "
+@_patch("moe_utils.maybe_move_tensor_to_cpu", "0.13 to 0.19",
+        "split sizes stay tensors when they are on CPU already; "
         "all-to-all wants a list")
 def _splits() -> None:
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -199,13 +218,14 @@ def _splits() -> None:
         module.maybe_move_tensor_to_cpu = move  # type: ignore[attr-defined]
 
 
-@_patch("tensor_parallel.mappings._gather_along_first_dim, _reduce_scatter_along_first_dim", "0.12 to 0.19",
-        "gloo has no all-gather and reduce-scatter of unequal pieces")
+@_patch("tensor_parallel.mappings._gather_along_first_dim, _reduce_scatter_along_first_dim",
+        "0.12 to 0.19", "gloo has no all-gather and reduce-scatter of unequal pieces")
 def _uneven() -> None:
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather(x: Tensor, group: Any, splits: Any = None, use_global_buffer: bool = False) -> Tensor:
+    def gather(x: Tensor, group: Any, splits: Any = None,
+               use_global_buffer: bool = False) -> Tensor:
         if splits is None or group.size() == 1:
             return even_gather(x, group, splits, use_global_buffer)
         lengths = [int(n) for n in splits]
@@ -215,7 +235,8 @@ def _uneven() -> None:
         dist.all_gather(parts, padded, group=group)
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])
 
-    def scatter(x: Tensor, group: Any, splits: Any = None, use_global_buffer: bool = False) -> Tensor:
+    def scatter(x: Tensor, group: Any, splits: Any = None,
+                use_global_buffer: bool = False) -> Tensor:
         if splits is None or group.size() == 1:
             return even_scatter(x, group, splits, use_global_buffer)
         total = x.contiguous().clone()
@@ -227,7 +248,8 @@ def _uneven() -> None:
 
 
 def _by_any_keyword(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # the split argument is called output_split_sizes in one function and input_split_sizes in the other
+    # the split argument is called output_split_sizes in one function and input_split_sizes in the
+    # other
     def call(x: Tensor, group: Any, splits: Any = None, use_global_buffer: bool = False, *,
              output_split_sizes: Any = None, input_split_sizes: Any = None) -> Tensor:
         return fn(x, group, splits or output_split_sizes or input_split_sizes, use_global_buffer)

@@ -1,6 +1,8 @@
-"""Text to Megatron's indexed dataset (`.bin` + `.idx`), bytes as tokens; and the dataset's batches for training.
+"""Text to Megatron's indexed dataset (`.bin` + `.idx`), bytes as tokens; and the dataset's batches
+for training.
 
-Vocabulary: the 256 bytes and one end-of-document token (256). No tokenizer file, no download, nothing out of vocabulary.
+Vocabulary: the 256 bytes and one end-of-document token (256). No tokenizer file, no download,
+nothing out of vocabulary.
 
     python -m moe_plugin.hosts.megatron.data --input corpus.txt --output-prefix data/corpus
 """
@@ -44,7 +46,9 @@ class ByteTokenizer:
 
 
 class IntegerTokenizer(ByteTokenizer):
-    """Stands for a tokenizer that made the dataset elsewhere: only its vocabulary size and end token are known."""
+    """Stands for a tokenizer that made the dataset elsewhere: only its vocabulary size and end
+    token are known.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eod = vocab_size, vocab_size - 1
@@ -73,11 +77,14 @@ def documents(path: str) -> Iterator[bytes]:
             if lines:
                 yield b"".join(lines)
     except OSError as error:
-        raise ValueError(f"text file {path!r} cannot be read ({error.strerror}); give the path of a text file") from error
+        raise ValueError(
+            f"text file {path!r} cannot be read ({error.strerror}); give the path of a text file"
+        ) from error
 
 
 def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
-    """Write documents as byte tokens, each ended by the end-of-document token; returns the number of tokens.
+    """Write documents as byte tokens, each ended by the end-of-document token; returns the number
+    of tokens.
 
     The two files appear complete or not at all: they are written under another name and renamed.
     """
@@ -88,12 +95,16 @@ def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
     builder = IndexedDatasetBuilder(prefix + ".bin.part", dtype=np.uint16)
     tokens = 0
     for text in texts:
-        ids = np.append(np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.uint16(ByteTokenizer.eod))
+        ids = np.append(
+            np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.uint16(ByteTokenizer.eod))
         builder.add_document(ids, [len(ids)])
         tokens += len(ids)
     if not tokens:
         os.remove(prefix + ".bin.part")
-        raise ValueError(f"no text to write to {prefix!r}: the input is empty; give a file with at least one line")
+        raise ValueError(
+            f"no text to write to {prefix!r}: the input is empty; give a file with at least one "
+            "line"
+        )
     builder.finalize(prefix + ".idx.part")
     for suffix in (".bin", ".idx"):
         os.replace(prefix + suffix + ".part", prefix + suffix)
@@ -105,14 +116,19 @@ def check_prefix(prefix: str) -> None:
     for suffix in (".bin", ".idx"):
         path = prefix + suffix
         if not os.path.isfile(path) or not os.path.getsize(path):
-            raise ValueError(f"dataset {prefix!r}: {path} is {'empty' if os.path.isfile(path) else 'missing'}; give the path "
-                             "without .bin/.idx, or write it with: python -m moe_plugin.hosts.megatron.data --input "
-                             f"TEXT --output-prefix {prefix}")
+            raise ValueError(
+                f"dataset {prefix!r}: {path} is {'empty' if os.path.isfile(path) else 'missing'}; "
+                "give the path "
+                "without .bin/.idx, or write it with: python -m moe_plugin.hosts.megatron.data "
+                "--input "
+                f"TEXT --output-prefix {prefix}")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, all int64 except the mask: tokens, labels, positions [B, S], loss_mask float32 [B, S]."""
+    """One micro-batch, all int64 except the mask: tokens, labels, positions [B, S], loss_mask
+    float32 [B, S].
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -120,57 +136,74 @@ class Batch:
     positions: Tensor
 
 
-def build_dataset(prefix: str, *, sequence_length: int, samples: int, seed: int, tokenizer: Any, split: str,
-                  cache_dir: str | None) -> tuple[Any, Any]:
-    """(training set, validation set or None) as Megatron's `GPTDataset`s. The default group must be initialised.
+def build_dataset(prefix: str, *, sequence_length: int, samples: int, seed: int, tokenizer: Any,
+                  split: str, cache_dir: str | None) -> tuple[Any, Any]:
+    """(training set, validation set or None) as Megatron's `GPTDataset`s. The default group must be
+    initialised.
 
     Raises:
         ValueError: missing or empty files, or fewer tokens than one sequence needs.
     """
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     check_prefix(prefix)
     config = GPTDatasetConfig(
-        random_seed=seed, sequence_length=sequence_length, blend=([prefix], None), split=split, tokenizer=tokenizer,
-        path_to_cache=cache_dir, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        create_attention_mask=False,
+        random_seed=seed, sequence_length=sequence_length, blend=([prefix], None), split=split,
+        tokenizer=tokenizer, path_to_cache=cache_dir, reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
     )
     try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, [samples, None, None], lambda: True, config).build()
+        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, [samples, None, None],
+                                                        lambda: True, config).build()
     except (AssertionError, IndexError, RuntimeError, ZeroDivisionError) as error:
-        raise ValueError(f"dataset {prefix!r} gives no training samples of {sequence_length} tokens ({error!r}); use a "
-                         "longer text, a shorter --seq-length, or another --split") from error
+        raise ValueError(
+            f"dataset {prefix!r} gives no training samples of {sequence_length} tokens "
+            f"({error!r}); use a "
+            "longer text, a shorter --seq-length, or another --split") from error
     return train, valid
 
 
 def batches(dataset: Any, *, start: int, micro_batch_size: int, replica: int, replicas: int,
             device: torch.device) -> Iterator[Batch]:
-    """Micro-batches of one data-parallel replica from sample number `start` on, the whole world's samples in order.
+    """Micro-batches of one data-parallel replica from sample number `start` on, the whole world's
+    samples in order.
 
-    Micro-batch i of replica r takes the samples start + (i * replicas + r) * micro_batch_size and following, modulo the
-    dataset's length, so that a resumed run sees what an unbroken one would.
+    Micro-batch i of replica r takes the samples start + (i * replicas + r) * micro_batch_size and
+    following, modulo the dataset's length, so that a resumed run sees what an unbroken one would.
     """
     position = start + replica * micro_batch_size
     while True:
         rows = [dataset[(position + i) % len(dataset)] for i in range(micro_batch_size)]
-        names = {"tokens": "tokens", "labels": "labels", "loss_mask": "loss_mask", "positions": "position_ids"}
-        yield Batch(**{ours: torch.stack([row[theirs] for row in rows]).to(device) for ours, theirs in names.items()})
+        names = {
+            "tokens": "tokens", "labels": "labels", "loss_mask": "loss_mask",
+            "positions": "position_ids"
+        }
+        yield Batch(
+            **{
+                ours: torch.stack([row[theirs] for row in rows]).to(device)
+                for ours, theirs in names.items()
+            })
         position += replicas * micro_batch_size
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: write an indexed dataset from a text file."""
-    parser = argparse.ArgumentParser(prog="python -m moe_plugin.hosts.megatron.data", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m moe_plugin.hosts.megatron.data",
+                                     description=main.__doc__)
     parser.add_argument("--input", required=True, help="text file; blank lines separate documents")
-    parser.add_argument("--output-prefix", required=True, help="path of the dataset without .bin/.idx")
+    parser.add_argument("--output-prefix", required=True,
+                        help="path of the dataset without .bin/.idx")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         tokens = write_indexed(documents(args.input), args.output_prefix)
     except ValueError as error:
         parser.error(str(error))
-    logger.info("%s.bin, %s.idx: %d tokens, vocabulary %d", args.output_prefix, args.output_prefix, tokens, BYTE_VOCABULARY)
+    logger.info("%s.bin, %s.idx: %d tokens, vocabulary %d", args.output_prefix, args.output_prefix,
+                tokens, BYTE_VOCABULARY)
     return 0
 
 

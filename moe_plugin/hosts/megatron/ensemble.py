@@ -1,4 +1,6 @@
-"""Confident multiple choice learning with Megatron: heads for a GPT model, and a loss function for the forward step."""
+"""Confident multiple choice learning with Megatron: heads for a GPT model, and a loss function for
+the forward step.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class _OutputHeads(nn.Module):
 
 
 def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float = 0.0) -> nn.Module:
-    """Put an ensemble of heads in place of a GPT model's output layer; without labels it then returns logits [B, S, M, V].
+    """Put an ensemble of heads in place of a GPT model's output layer; without labels it then
+    returns logits [B, S, M, V].
 
     On stages without an output layer nothing is done. Call it before the data-parallel wrapper.
 
@@ -32,40 +35,57 @@ def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float =
     """
     config = model.config
     if config.tensor_model_parallel_size > 1:
-        raise ValueError(f"tensor_model_parallel_size={config.tensor_model_parallel_size} cannot be used with ensemble heads: must be 1; "
-                         "the heads are whole")
+        raise ValueError(
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size} cannot be used with "
+            "ensemble heads: must be 1; "
+            "the heads are whole")
     if getattr(model, "output_layer", None) is None:
         return model
     if model.share_embeddings_and_output_weights:
-        raise ValueError("share_embeddings_and_output_weights=True cannot be used with ensemble heads, which have weights of their own; "
-                         "set it to False")
-    made = EnsembleHeads(config.hidden_size, model.vocab_size, heads, hidden=hidden, sharing=sharing, dtype=config.params_dtype)
+        raise ValueError(
+            "share_embeddings_and_output_weights=True cannot be used with ensemble heads, which "
+            "have weights of their own; "
+            "set it to False")
+    made = EnsembleHeads(config.hidden_size, model.vocab_size, heads, hidden=hidden,
+                         sharing=sharing, dtype=config.params_dtype)
     model.output_layer = _OutputHeads(made).to(next(model.parameters()).device)
     return model
 
 
-def oracle_loss_function(labels_BS: Tensor, loss_mask_BS: Tensor, k: int = 1, beta: float = 0.75, *, labelling: str = "exact",
-                         by_sequence: bool = True, per_token: bool = False) -> Callable[[Tensor], Any]:
+def oracle_loss_function(labels_BS: Tensor, loss_mask_BS: Tensor, k: int = 1, beta: float = 0.75, *,
+                         labelling: str = "exact", by_sequence: bool = True,
+                         per_token: bool = False) -> Callable[[Tensor], Any]:
     """The loss function that Megatron's `forward_step` returns beside the logits [B, S, M, V].
 
     Args:
         labels_BS, loss_mask_BS: of the micro-batch; mask > 0: the token counts.
-        k, beta, labelling: see `confident_oracle_loss`. by_sequence: a sequence's tokens have the same responsible heads.
-        per_token: `calculate_per_token_loss`: returns the sum and the number of tokens instead of the mean.
-    Returns: a function of the logits that gives what Megatron expects; logged: sums and tokens of "oracle loss", "oracle error" (no head
-        is right) and "top-1 error" (the mean of the heads is wrong).
+        k, beta, labelling: see `confident_oracle_loss`. by_sequence: a sequence's tokens have the
+            same responsible heads.
+        per_token: `calculate_per_token_loss`: returns the sum and the number of tokens instead of
+            the mean.
+    Returns: a function of the logits that gives what Megatron expects; logged: sums and tokens of
+        "oracle loss", "oracle error" (no head is right) and "top-1 error" (the mean of the heads is
+        wrong).
     """
     real_N, target_N = loss_mask_BS.flatten() > 0, labels_BS.flatten()
     batch, length = labels_BS.shape
-    sequence_N = torch.arange(batch, device=labels_BS.device).repeat_interleave(length) if by_sequence else None
+    sequence_N = torch.arange(
+        batch, device=labels_BS.device).repeat_interleave(length) if by_sequence else None
 
     def loss(logits_BSMV: Tensor) -> Any:
         logits_NMV = logits_BSMV.flatten(0, 1)
-        result = confident_oracle_loss(logits_NMV, target_N, k, beta, labels=labelling, group_N=sequence_N, groups=batch, mask_N=real_N)
+        result = confident_oracle_loss(logits_NMV, target_N, k, beta, labels=labelling,
+                                       group_N=sequence_N, groups=batch, mask_N=real_N)
         oracle_N, top1_N = ensemble_errors(logits_NMV.detach(), target_N)
         tokens, total = real_N.sum(), result.loss_N.sum()
-        sums = {"oracle loss": total.detach(), "oracle error": (oracle_N & real_N).sum(), "top-1 error": (top1_N & real_N).sum()}
-        logged = {name: torch.stack([value.float(), tokens.float()]) for name, value in sums.items()}
-        return (total, tokens.to(torch.int), logged) if per_token else (total / tokens.clamp(min=1), logged)
+        sums = {
+            "oracle loss": total.detach(), "oracle error": (oracle_N & real_N).sum(),
+            "top-1 error": (top1_N & real_N).sum()
+        }
+        logged = {
+            name: torch.stack([value.float(), tokens.float()]) for name, value in sums.items()
+        }
+        return (total, tokens.to(torch.int), logged) if per_token else (total / tokens.clamp(min=1),
+                                                                        logged)
 
     return loss

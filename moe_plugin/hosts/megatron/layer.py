@@ -15,37 +15,48 @@ from moe_plugin.hosts.megatron import compat, parameters, tuning
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, token_info
-from moe_plugin.hosts.megatron.translate import LOSS_NAMES, Translation, settings_from_flags, translate
+from moe_plugin.hosts.megatron.translate import (
+    LOSS_NAMES,
+    Translation,
+    settings_from_flags,
+    translate,
+)
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import LayerStats, MoEOutput
 from moe_plugin.routing import Gates, finish_step
 from moe_plugin.routing.replay import inside_backward
 
 logger = logging.getLogger(__name__)
-_ONE_STEP = ("route", "preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute", "combine", "postprocess",
-             "router_and_preprocess", "backward_dw")
+_ONE_STEP = ("route", "preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute",
+             "combine", "postprocess", "router_and_preprocess", "backward_dw")
 
 
 class PluginMoELayer(compat.MoELayer):
-    """A drop-in for Megatron's `MoELayer`: its arguments, its groups, its losses and log; our routing, dispatch and experts.
+    """A drop-in for Megatron's `MoELayer`: its arguments, its groups, its losses and log; our
+    routing, dispatch and experts.
 
-    It is a subclass so that Megatron's `isinstance` checks hold, and builds nothing of its parent. Attributes: `router` (ours, or
-    Megatron's where a native setting needs it), `experts`, `shared_experts` (Megatron's), `last_stats` (`LayerStats` of the latest
-    forward pass), `observer` (called with the `LayerStats` of each pass, once where activations are recomputed; None: nobody).
+    It is a subclass so that Megatron's `isinstance` checks hold, and builds nothing of its parent.
+    Attributes: `router` (ours, or Megatron's where a native setting needs it), `experts`,
+    `shared_experts` (Megatron's), `last_stats` (`LayerStats` of the latest forward pass),
+    `observer` (called with the `LayerStats` of each pass, once where activations are recomputed;
+    None: nobody).
 
     Args:
         config: `TransformerConfig`.
-        submodules: `MoESubmodules` of the native spec; its shared experts and an injected router are used, its experts are not.
+        submodules: `MoESubmodules` of the native spec; its shared experts and an injected router
+            are used, its experts are not.
         layer_number: 1-based number of the transformer layer.
         pg_collection: Megatron's process groups; None: from its global state.
-        settings: our settings, dotted paths (see `moe_plugin.config`); None: those among the arguments of Megatron's training
-            script, which has them when the launcher started it, else defaults.
+        settings: our settings, dotted paths (see `moe_plugin.config`); None: those among the
+            arguments of Megatron's training script, which has them when the launcher started it,
+            else defaults.
     Raises:
         ValueError: settings that neither side can honour; it names value, bound and remedy.
     """
 
-    def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None,
-                 settings: Mapping[str, Any] | None = None, **extra: Any) -> None:
+    def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None,
+                 pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
+                 **extra: Any) -> None:
         compat.check_version()
         settings = settings_from_flags(compat.script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=compat.injects_router(submodules))
@@ -54,15 +65,19 @@ class PluginMoELayer(compat.MoELayer):
         self.submodules, self.groups, self.plan = submodules, groups, plan
         self.tp_group = groups.tensor
         self.shares_tokens = shares_tokens(config, plan, groups)
-        native = compat.native_router(config, submodules, groups, extra.get("is_mtp_layer", False)) if plan.native_router else None
+        native = compat.native_router(config, submodules, groups, extra.get(
+            "is_mtp_layer", False)) if plan.native_router else None
         moe = self._build(config, plan, native)
-        # Not registered: its parts are, one by one, so that parameter names are Megatron's (`router`, `experts`) and no
-        # per-rank extra state stands in the way of loading at another expert-parallel size.
+        # Not registered: its parts are, one by one, so that parameter names are Megatron's
+        # (`router`, `experts`) and no per-rank extra state stands in the way of loading at another
+        # expert-parallel size.
         object.__setattr__(self, "_moe", moe)
         self.router = moe.router if native is None else native
         self.experts = moe.experts
-        self.shared_experts = compat.shared_experts(config, submodules, groups) if self.use_shared_expert else None
-        self.recompute = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or [])
+        self.shared_experts = compat.shared_experts(config, submodules,
+                                                    groups) if self.use_shared_expert else None
+        self.recompute = config.recompute_granularity == "selective" and "moe" in (
+            config.recompute_modules or [])
         self._prepare_parameters(native)
         self.needs_of_router: frozenset[str] = getattr(moe.router, "needs", frozenset())
         self.tokens_BS: Tensor | None = None  # see `tokens.give_token_ids`
@@ -74,33 +89,38 @@ class PluginMoELayer(compat.MoELayer):
         self.observer: Callable[[LayerStats], None] | None = None
 
     def _build(self, config: Any, plan: Translation, native: nn.Module | None) -> MoELayer:
-        device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
+        device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available(
+        ) else torch.device("cuda", torch.cuda.current_device())
         router = None if native is None else NativeRouter(native, config.moe_router_topk)
-        moe = MoELayer(layer_config(config, plan.config), comm_of(self.groups.experts, plan), router=router, dtype=config.params_dtype, device=device)
+        moe = MoELayer(layer_config(config, plan.config), comm_of(self.groups.experts, plan),
+                       router=router, dtype=config.params_dtype, device=device)
         if native is None:
             # ranks whose tokens are parts of one batch; those that route the same tokens are not
             everywhere = self.shares_tokens and moe.replicas is None
             tokens = self.groups.context if everywhere else self.groups.tokens
-            whole = self.groups.data if everywhere else compat.all_data_group(self.groups.collection)
+            whole = self.groups.data if everywhere else compat.all_data_group(
+                self.groups.collection)
             moe.router.loss_comm = comm_of(tokens, plan) if tokens.size() > 1 else None
             moe.router.batch_comm = comm_of(whole, plan)
             moe.router.replay = config.recompute_granularity is not None
         if config.perform_initialization:
             if native is None:
                 _initialise_router(moe.router, config)
-            parameters.initialise(moe.experts, moe.placement, config.init_method, config.output_layer_init_method)
+            parameters.initialise(moe.experts, moe.placement, config.init_method,
+                                  config.output_layer_init_method)
         return moe
 
     def _prepare_parameters(self, native: nn.Module | None) -> None:
         parameters.mark(self.experts)
         # experts given as modules of their own have no such attribute and keep autograd's way
         self.experts.adds_to_main_grad = bool(self.config.gradient_accumulation_fusion)
-        split = self.groups.tensor.size() > 1 and not self.shares_tokens  # else the layer sees to it
+        # else the layer sees to it
+        split = self.groups.tensor.size() > 1 and not self.shares_tokens
         for parameter in self.router.parameters():
             parameter.sequence_parallel = self.config.sequence_parallel
             if split and not self.config.sequence_parallel:
-                # tokens are split over the tensor-parallel ranks here, so the router's gradient is a part on each; Megatron
-                # sums such parts only under sequence parallelism
+                # tokens are split over the tensor-parallel ranks here, so the router's gradient is
+                # a part on each; Megatron sums such parts only under sequence parallelism
                 parameter.register_hook(self._sum_over_tensor_ranks)
 
     def _sum_over_tensor_ranks(self, grad: Tensor) -> Tensor:
@@ -119,18 +139,22 @@ class PluginMoELayer(compat.MoELayer):
         if isinstance(self.router, Gates):
             self.router.layer = _moe_layers_before(self.config, layer_number, self._is_mtp)
 
-    def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None,
-                **_unused: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None,
+                padding_mask: Tensor | None = None, **_unused: Any) -> tuple[Tensor, None]:
         """Send every token through its experts.
 
         Args:
             hidden_states: [s, b, h]; under sequence parallelism this rank's part of the sequence.
             intermediate_tensors: of partial CUDA graphs; refused.
-            padding_mask: [b, s] bool, True = padding, as Megatron's code reads it. Padding is not routed and gives zeros.
+            padding_mask: [b, s] bool, True = padding, as Megatron's code reads it. Padding is not
+                routed and gives zeros.
         Returns: ([s, b, h], None): there is no separate bias.
         """
         if intermediate_tensors is not None:
-            raise ValueError("partial CUDA graphs of the MoE layer are not supported; set cuda_graph_impl='none' or scope 'attn'")
+            raise ValueError(
+                "partial CUDA graphs of the MoE layer are not supported; set "
+                "cuda_graph_impl='none' or scope 'attn'"
+            )
         if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
             # its backward adds to main_grad, which no compiled graph knows of
             from moe_plugin.tuning.uncompiled import uncompiled
@@ -152,20 +176,23 @@ class PluginMoELayer(compat.MoELayer):
         return output if self.shared_experts is None else output + self.shared_experts(x_SBD)
 
     def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int) -> Tensor:
-        # every tensor-parallel rank holds all tokens: each routes its own part of the sequence, as under sequence parallelism
+        # every tensor-parallel rank holds all tokens: each routes its own part of the sequence, as
+        # under sequence parallelism
         from megatron.core.tensor_parallel import mappings
 
         length = x_SBD.shape[0]
         missing = -length % ranks
         if missing:
-            real_SB = real_SB if real_SB is not None else x_SBD.new_ones(x_SBD.shape[:2], dtype=torch.bool)
+            real_SB = real_SB if real_SB is not None else x_SBD.new_ones(
+                x_SBD.shape[:2], dtype=torch.bool)
             real_SB = torch.cat([real_SB, real_SB.new_zeros(missing, real_SB.shape[1])])
             x_SBD = torch.cat([x_SBD, x_SBD.new_zeros(missing, *x_SBD.shape[1:])])
         group = self.groups.tensor
         part_SBD = mappings.scatter_to_sequence_parallel_region(x_SBD, group=group)
         real_SB = None if real_SB is None else real_SB.chunk(ranks)[group.rank()]
         output = self._routed(part_SBD, real_SB)
-        return mappings.gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=group)[:length]
+        return mappings.gather_from_sequence_parallel_region(
+            output, tensor_parallel_output_grad=False, group=group)[:length]
 
     def _routed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         moe = self._moe
@@ -173,18 +200,22 @@ class PluginMoELayer(compat.MoELayer):
         if self.plan.native_router:
             moe.router.batch_size = x_SBD.shape[1]
         parameters.wait_for(self.experts)
-        if self.training and not inside_backward() and self._clock.new_step(compat.microbatches_a_step()):
+        if self.training and not inside_backward() and self._clock.new_step(
+                compat.microbatches_a_step()):
             finish_step(self.router)
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
-        out = moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS, self.needs_of_router, part))
+        out = moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS, self.needs_of_router,
+                                                  part))
         if torch.is_grad_enabled() or not self.training:  # else the first pass of a recomputation
             self.last_stats = out.stats
             if self.observer is not None and out.stats is not None:
                 self.observer(out.stats)
-        return self._with_losses(out, x_SBD.shape[0] * x_SBD.shape[1] if real_SB is None else real_SB.sum())
+        return self._with_losses(
+            out, x_SBD.shape[0] * x_SBD.shape[1] if real_SB is None else real_SB.sum())
 
     def _with_losses(self, out: MoEOutput, tokens: int | Tensor) -> Tensor:
-        if not (self.training and torch.is_grad_enabled()):  # once a micro-batch: not in a recomputation's first pass
+        # once a micro-batch: not in a recomputation's first pass
+        if not (self.training and torch.is_grad_enabled()):
             return out.output
         y = out.output
         parts = self.groups.context if self.shares_tokens else self.groups.tokens
@@ -193,35 +224,48 @@ class PluginMoELayer(compat.MoELayer):
             if weight and name in out.losses:
                 loss = out.losses[name]
                 # by tokens: Megatron then divides every gradient by the number of tokens
-                y = compat.attach_loss(y, weight * loss * (tokens if self.config.calculate_per_token_loss else 1))
-                compat.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number, self.config, group)
+                y = compat.attach_loss(
+                    y, weight * loss * (tokens if self.config.calculate_per_token_loss else 1))
+                compat.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number,
+                                self.config, group)
         return y
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Sharded tensors for Megatron's distributed checkpoint: experts by global index, loadable at any expert-parallel size."""
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
+                           metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Sharded tensors for Megatron's distributed checkpoint: experts by global index, loadable
+        at any expert-parallel size.
+        """
         groups = self.groups
-        found: dict[str, Any] = parameters.expert_shards(self.experts, self._moe.placement, groups, f"{prefix}experts.", sharded_offsets)
+        found: dict[str, Any] = parameters.expert_shards(self.experts, self._moe.placement, groups,
+                                                         f"{prefix}experts.", sharded_offsets)
         if self.plan.native_router:
-            found.update(compat.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
+            found.update(
+                compat.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
         else:  # saved under the native router's name, so that either router loads it
             if self._clock.ended():
                 finish_step(self.router)
             for name, tensor in self.router.state_dict(keep_vars=True).items():
                 saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)
-                found.update(parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups, sharded_offsets))
+                found.update(
+                    parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups,
+                                                sharded_offsets))
         if self.shared_experts is not None:
-            found.update(self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets, metadata))
+            found.update(
+                self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets,
+                                                       metadata))
         if self._moe.auto is not None:
             found.update(tuning.shard(self._moe.auto, groups, prefix + tuning.KEY, sharded_offsets))
         return found
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str,
+                            keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._moe.auto is not None:
             destination[prefix + tuning.KEY] = self._moe.auto.state()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # no parameter or buffer: neither missing where a checkpoint has none, nor unexpected where nothing is tuned
+        # no parameter or buffer: neither missing where a checkpoint has none, nor unexpected where
+        # nothing is tuned
         saved = state_dict.pop(prefix + tuning.KEY, None)
         if saved is not None:
             tuning.restore(self._moe.auto, saved, self.layer_number)
@@ -230,10 +274,13 @@ class PluginMoELayer(compat.MoELayer):
 
 def _refused(name: str) -> Any:
     def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
-        raise ValueError(f"MoELayer.{name} is a step of Megatron's overlapped schedules; moe-plugin's layer runs as one step: set "
-                         "overlap_moe_expert_parallel_comm=False and delay_wgrad_compute=False")
+        raise ValueError(
+            f"MoELayer.{name} is a step of Megatron's overlapped schedules; moe-plugin's layer "
+            "runs as one step: set "
+            "overlap_moe_expert_parallel_comm=False and delay_wgrad_compute=False")
 
-    call.__name__, call.__doc__ = name, "Not offered: a `ValueError` that names the setting to change."
+    call.__name__, call.__doc__ = name, ("Not offered: a `ValueError` that names the setting to "
+                                         "change.")
     return call
 
 
@@ -257,7 +304,9 @@ def _initialise_router(router: nn.Module, config: Any) -> None:
 
 
 def _moe_layers_before(config: Any, layer_number: int, is_mtp: bool) -> int:
-    """MoE layers ahead of the 1-based layer `layer_number` on all pipeline stages; those for multi-token prediction come after all others."""
+    """MoE layers ahead of the 1-based layer `layer_number` on all pipeline stages; those for
+    multi-token prediction come after all others.
+    """
     layers, pattern = config.num_layers, config.moe_layer_freq
     if not isinstance(pattern, (list, tuple)):
         pattern = [int(i % pattern == 0) for i in range(layers)]
@@ -267,7 +316,8 @@ def _moe_layers_before(config: Any, layer_number: int, is_mtp: bool) -> int:
 
 
 def _first_moe_layer(config: Any) -> int:
-    pattern = config.moe_layer_freq  # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry a layer
+    # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry a layer
+    pattern = config.moe_layer_freq
     return 1 + list(pattern).index(1) if isinstance(pattern, (list, tuple)) and 1 in pattern else 1
 
 
@@ -275,6 +325,7 @@ def _announce(plan: Translation) -> None:
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
     if plan.native_router:
-        logger.info("MoE layers use Megatron's own router, because of %s", ", ".join(plan.native_router))
+        logger.info("MoE layers use Megatron's own router, because of %s",
+                    ", ".join(plan.native_router))
     for notice in plan.notices:
         logger.info("Megatron settings that %s" if notice.startswith("choose") else "%s", notice)

@@ -1,4 +1,5 @@
-"""The model, its data-parallel wrapper and its optimizer, as Megatron's own training builds them."""
+"""The model, its data-parallel wrapper and its optimizer, as Megatron's own training builds them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from moe_plugin.hosts.megatron.tokens import give_token_ids
 
 @dataclass
 class Training:
-    """What a training step needs: wrapped model chunks (one, or one a virtual pipeline stage), optimizer, Megatron's config."""
+    """What a training step needs: wrapped model chunks (one, or one a virtual pipeline stage),
+    optimizer, Megatron's config.
+    """
 
     chunks: list[Any]
     optimizer: Any
@@ -33,17 +36,25 @@ class Training:
 
     def moe_layers(self) -> list[PluginMoELayer]:
         """Our layers on this rank."""
-        return [m for chunk in self.chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
+        return [
+            m for chunk in self.chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)
+        ]
 
 
-def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int) -> Training:
+def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
+          vocab_size: int) -> Training:
     """Model, wrapper and optimizer for this rank. Megatron's groups must be initialised."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.transformer.module import Float16Module
 
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     sharded = args.use_distributed_optimizer
-    wrapper = DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=args.bf16)
+    wrapper = DistributedDataParallelConfig(use_distributed_optimizer=sharded,
+                                            grad_reduce_in_fp32=args.bf16)
     chunks = []
     for stage in range(stages):
         model = _gpt(args, config, settings, vocab_size, stage if stages > 1 else None)
@@ -60,28 +71,33 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vo
     return Training(chunks, optimizer, config)
 
 
-def _gpt(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int, stage: int | None) -> nn.Module:
+def _gpt(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int,
+         stage: int | None) -> nn.Module:
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     here = {"ignore_virtual": False, "vp_stage": stage}
-    step = math.lcm(128, args.tensor_model_parallel_size)  # for any usual size the same vocabulary, so that checkpoints fit
+    # for any usual size the same vocabulary, so that checkpoints fit
+    step = math.lcm(128, args.tensor_model_parallel_size)
     padded = -(-vocab_size // step) * step
     return compat.call_supported(
-        GPTModel, config=config, transformer_layer_spec=_spec(args, config, settings, stage), vocab_size=padded,
+        GPTModel, config=config, transformer_layer_spec=_spec(args, config, settings,
+                                                              stage), vocab_size=padded,
         max_sequence_length=args.seq_length, position_embedding_type=args.position_embedding_type,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, parallel_output=True,
-        pre_process=compat.call_supported(ps.is_pipeline_first_stage, **here),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        parallel_output=True, pre_process=compat.call_supported(ps.is_pipeline_first_stage, **here),
         post_process=compat.call_supported(ps.is_pipeline_last_stage, **here), vp_stage=stage,
     )
 
 
-def _spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], stage: int | None) -> Any:
+def _spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
+          stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     engine = compat.has_transformer_engine()
-    spec = compat.call_supported(get_gpt_decoder_block_spec, config=config, use_transformer_engine=engine, vp_stage=stage)
+    spec = compat.call_supported(get_gpt_decoder_block_spec, config=config,
+                                 use_transformer_engine=engine, vp_stage=stage)
     if not engine:
         spec = compat.replace_norms(spec, WrappedTorchNorm, TorchNorm)
     if args.native_moe or not args.num_experts:
@@ -93,21 +109,25 @@ def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     settings = compat.call_supported(
-        OptimizerConfig, optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay, adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2, sgd_momentum=args.sgd_momentum, clip_grad=args.clip_grad, bf16=args.bf16, params_dtype=config.params_dtype,
-        use_distributed_optimizer=args.use_distributed_optimizer)
+        OptimizerConfig, optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr,
+        weight_decay=args.weight_decay, adam_beta1=args.adam_beta1, adam_beta2=args.adam_beta2,
+        sgd_momentum=args.sgd_momentum, clip_grad=args.clip_grad, bf16=args.bf16,
+        params_dtype=config.params_dtype, use_distributed_optimizer=args.use_distributed_optimizer)
     return get_megatron_optimizer(settings, chunks)
 
 
 def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Megatron's `forward_step_func`: (output or per-token loss, function from it to loss and what is logged)."""
+    """Megatron's `forward_step_func`: (output or per-token loss, function from it to loss and what
+    is logged).
+    """
     from megatron.core.utils import get_model_config
 
     batch = next(batches)
     length = batch.tokens.shape[1]
     mask = None
     if not compat.has_transformer_engine():
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=batch.tokens.device).triu(1)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool,
+                          device=batch.tokens.device).triu(1)
     output = model(batch.tokens, batch.positions, mask, labels=batch.labels)
     per_token = get_model_config(model).calculate_per_token_loss
 
@@ -115,6 +135,7 @@ def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable
         tokens = batch.loss_mask.sum()
         total = (loss_BS.float() * batch.loss_mask).sum()
         logged = {"lm loss": torch.stack([total.detach(), tokens.detach()])}
-        return (total, tokens.to(torch.int), logged) if per_token else (total / tokens.clamp(min=1), logged)
+        return (total, tokens.to(torch.int), logged) if per_token else (total / tokens.clamp(min=1),
+                                                                        logged)
 
     return output, loss

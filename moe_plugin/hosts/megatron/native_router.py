@@ -12,16 +12,19 @@ from moe_plugin.records import Routing
 class NativeRouter(nn.Module):
     """Calls a Megatron router and turns its (probs, routing_map) into a `Routing`.
 
-    Megatron's router attaches its losses to the probabilities and logs them itself, so `Routing.losses` is empty. It does
-    not give its score distribution away, so the entropy is that of the chosen weights, divided by their sum.
+    Megatron's router attaches its losses to the probabilities and logs them itself, so
+    `Routing.losses` is empty. It does not give its score distribution away, so the entropy is that
+    of the chosen weights, divided by their sum.
     """
 
     def __init__(self, native: nn.Module, top_k: int) -> None:
         super().__init__()
         self.native, self.top_k = native, top_k
-        self.batch_size = 1  # sequences in the next call; the layer sets it, for losses that are taken by sequence
+        # sequences in the next call; the layer sets it, for losses that are taken by sequence
+        self.batch_size = 1
 
-    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None) -> Routing:
+    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None,
+                top_k: int | None = None) -> Routing:
         """Route tokens that lie in Megatron's order, position after position: T = S * batch_size.
 
         Args:
@@ -30,27 +33,37 @@ class NativeRouter(nn.Module):
             top_k: only None or the configured number; Megatron's router has no other.
         """
         if top_k not in (None, self.top_k):
-            raise ValueError(f"top_k={top_k} cannot be used with Megatron's own router: must be {self.top_k}; pass None")
+            raise ValueError(
+                f"top_k={top_k} cannot be used with Megatron's own router: must be {self.top_k}; "
+                "pass None"
+            )
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
-        probs_TE, map_TE = compat.call_native_router(self.native, x_TD.view(-1, self.batch_size, x_TD.shape[-1]), padding_SB)
-        probs_TE, map_TE = probs_TE.view(-1, probs_TE.shape[-1]), map_TE.view(-1, map_TE.shape[-1]).bool()
+        probs_TE, map_TE = compat.call_native_router(self.native,
+                                                     x_TD.view(-1, self.batch_size, x_TD.shape[-1]),
+                                                     padding_SB)
+        probs_TE, map_TE = probs_TE.view(-1,
+                                         probs_TE.shape[-1]), map_TE.view(-1,
+                                                                          map_TE.shape[-1]).bool()
         return _as_routing(probs_TE, map_TE, mask_T, self.top_k)
 
 
 def _as_routing(probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Routing:
-    # chosen experts have a probability >= 0; -1 marks the others. A native map padded to capacity names more experts than
-    # were chosen, with probability 0: these come last and fall out.
+    # chosen experts have a probability >= 0; -1 marks the others. A native map padded to capacity
+    # names more experts than were chosen, with probability 0: these come last and fall out.
     ranked_TE = torch.where(map_TE, probs_TE.detach().float(), -1.0)
     best_TK, ids_TK = ranked_TE.topk(top_k, dim=1)
     chosen_TK = best_TK >= 0
     real_T = torch.ones_like(map_TE[:, 0]) if mask_T is None else mask_T
     chosen_TK = chosen_TK & real_T[:, None]
-    weights_TK = probs_TE.gather(1, ids_TK).to(torch.promote_types(probs_TE.dtype, torch.float32)) * chosen_TK
-    return Routing(ids_TK=ids_TK.masked_fill(~chosen_TK, -1), weights_TK=weights_TK, priority_T=best_TK[:, 0], losses={},
-                   entropy=_entropy(weights_TK.detach(), real_T), tokens=real_T.sum())
+    weights_TK = probs_TE.gather(1, ids_TK).to(torch.promote_types(probs_TE.dtype,
+                                                                   torch.float32)) * chosen_TK
+    return Routing(ids_TK=ids_TK.masked_fill(~chosen_TK,
+                                             -1), weights_TK=weights_TK, priority_T=best_TK[:, 0],
+                   losses={}, entropy=_entropy(weights_TK.detach(), real_T), tokens=real_T.sum())
 
 
 def _entropy(weights_TK: Tensor, real_T: Tensor) -> Tensor:
-    share_TK = weights_TK / weights_TK.sum(1, keepdim=True).clamp(min=torch.finfo(weights_TK.dtype).tiny)
+    share_TK = weights_TK / weights_TK.sum(
+        1, keepdim=True).clamp(min=torch.finfo(weights_TK.dtype).tiny)
     entropy_T = -(share_TK * share_TK.clamp(min=torch.finfo(weights_TK.dtype).tiny).log()).sum(1)
     return entropy_T.sum() / real_T.sum().clamp(min=1)

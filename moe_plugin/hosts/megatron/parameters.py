@@ -1,4 +1,6 @@
-"""Expert parameters in Megatron's terms: marks for its gradient buffers and clipping, initial values, checkpoint shards."""
+"""Expert parameters in Megatron's terms: marks for its gradient buffers and clipping, initial
+values, checkpoint shards.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,21 @@ from moe_plugin.hosts.megatron.compat import Groups
 from moe_plugin.records import Placement
 
 # axis along which an expert is cut where it lies on several ranks
-SHARD_AXIS = {"w_in_LDF": 2, "w_gate_LDF": 2, "w_out_LFD": 1, "b_in_LF": 1, "b_gate_LF": 1, "b_out_LD": 1}
+SHARD_AXIS = {
+    "w_in_LDF": 2, "w_gate_LDF": 2, "w_out_LFD": 1, "b_in_LF": 1, "b_gate_LF": 1, "b_out_LD": 1
+}
 
 
 def mark(experts: nn.Module) -> None:
     """Set the attributes by which Megatron treats a parameter as an expert's.
 
-    `allreduce = False`: the gradient goes to the expert buffers, summed over the ranks that hold the same experts and divided by
-    the data-parallel size. Megatron's own layer uses the dense buffers where there is no expert parallelism; ours never does:
-    the numbers are the same, replicas are right also where experts are cut otherwise than dense layers, and the optimizer
-    has the same parts at every expert-parallel size, so that its checkpoint loads at another.
-    `tensor_model_parallel = True`: the gradient norm counts the parameter on every rank of its model-parallel group, each of
-    which holds other experts (or other slices).
+    `allreduce = False`: the gradient goes to the expert buffers, summed over the ranks that hold
+    the same experts and divided by the data-parallel size. Megatron's own layer uses the dense
+    buffers where there is no expert parallelism; ours never does: the numbers are the same,
+    replicas are right also where experts are cut otherwise than dense layers, and the optimizer has
+    the same parts at every expert-parallel size, so that its checkpoint loads at another.
+    `tensor_model_parallel = True`: the gradient norm counts the parameter on every rank of its
+    model-parallel group, each of which holds other experts (or other slices).
     """
     for parameter in experts.parameters():
         parameter.allreduce = False
@@ -34,18 +39,23 @@ def mark(experts: nn.Module) -> None:
 
 
 def wait_for(experts: nn.Module) -> None:
-    """Have Megatron finish what it gathers of these parameters behind the forward pass (`overlap_param_gather`).
+    """Have Megatron finish what it gathers of these parameters behind the forward pass
+    (`overlap_param_gather`).
 
-    It waits in a hook before the forward of the module that holds them. Experts are also used without their forward: gathered
-    (r = 0), broadcast, or token by token. Where their forward is called as well, the hook finds nothing left to do.
+    It waits in a hook before the forward of the module that holds them. Experts are also used
+    without their forward: gathered (r = 0), broadcast, or token by token. Where their forward is
+    called as well, the hook finds nothing left to do.
     """
     for key, hook in tuple(experts._forward_pre_hooks.items()):
-        if key not in experts._forward_pre_hooks_with_kwargs and (getattr(hook, "__module__", None) or "").startswith("megatron."):
+        if key not in experts._forward_pre_hooks_with_kwargs and (getattr(hook, "__module__", None)
+                                                                  or "").startswith("megatron."):
             hook(experts, ())
 
 
-def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any], output_init: Callable[[Tensor], Any]) -> None:
-    """Fill expert weights by Megatron's init methods, expert by expert, so that values do not depend on the number of ranks.
+def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any],
+               output_init: Callable[[Tensor], Any]) -> None:
+    """Fill expert weights by Megatron's init methods, expert by expert, so that values do not
+    depend on the number of ranks.
 
     One draw from torch's generator seeds all experts by their global index. Biases become zero.
     """
@@ -58,10 +68,13 @@ def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tens
                     parameter[slot].zero_()
                     continue
                 method = output_init if name.startswith("w_out") else weight_init
-                parameter[slot].copy_(_whole(parameter[slot], SHARD_AXIS[name] - 1, place.shards, method)[place.shard])
+                parameter[slot].copy_(
+                    _whole(parameter[slot], SHARD_AXIS[name] - 1, place.shards,
+                           method)[place.shard])
 
 
-def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor], Any]) -> tuple[Tensor, ...]:
+def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
+                                                                  Any]) -> tuple[Tensor, ...]:
     shape = list(like.shape)
     shape[axis] *= shards
     whole = torch.empty(shape, dtype=torch.float32).t()  # Megatron's weights are [out, in]
@@ -69,8 +82,10 @@ def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor], Any]
     return whole.t().chunk(shards, axis)
 
 
-def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Megatron sharded tensors of the expert parameters: global shape [E, ...] whatever the number of ranks.
+def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: str,
+                  offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
+    """Megatron sharded tensors of the expert parameters: global shape [E, ...] whatever the number
+    of ranks.
 
     Args:
         prefix: of the state-dict keys, with a trailing dot.
@@ -88,7 +103,13 @@ def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: 
     return found
 
 
-def replicated_shard(key: str, name: str, parameter: Tensor, groups: Groups, offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """A parameter that every rank of a pipeline stage holds, under the state-dict key `key`, saved as `name`."""
+def replicated_shard(key: str, name: str, parameter: Tensor, groups: Groups,
+                     offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
+    """A parameter that every rank of a pipeline stage holds, under the state-dict key `key`, saved
+    as `name`.
+    """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
-    return {key: ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica, prepend_axis_num=len(offsets))}
+    return {
+        key: ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica,
+                                             prepend_axis_num=len(offsets))
+    }

@@ -1,4 +1,6 @@
-"""What a training run tells: a progress bar on a terminal, lines in the log, one JSON object a logged iteration."""
+"""What a training run tells: a progress bar on a terminal, lines in the log, one JSON object a
+logged iteration.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
-    """Megatron's log of auxiliary losses by name and layer, reduced over ranks, the mean over micro-batches; empties the log.
+    """Megatron's log of auxiliary losses by name and layer, reduced over ranks, the mean over
+    micro-batches; empties the log.
 
     A collective call: all ranks agree on the names first, because a pipeline stage may have none.
     """
@@ -49,7 +52,9 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.device(
+        "cuda",
+        torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 class Observer:
@@ -69,7 +74,9 @@ class Observer:
         if stage:  # one writer a file: later stages write their own
             config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}")
         self.recorder = StatsRecorder(config, TorchComm(group) if group.size() > 1 else LocalComm())
-        self.timeline = Timeline(config, {f"layer{layer.layer_number}": layer for layer in self.layers}, self.recorder.comm, dist.get_rank())
+        self.timeline = Timeline(config,
+                                 {f"layer{layer.layer_number}": layer for layer in self.layers},
+                                 self.recorder.comm, dist.get_rank())
         for layer in self.layers:
             layer.observer = functools.partial(self.recorder.add, f"layer{layer.layer_number}")
 
@@ -88,7 +95,9 @@ class Observer:
 
 
 class RunLog:
-    """Rank 0's JSONL file; other ranks have none. settings: written beside it as `settings.json`, for the report."""
+    """Rank 0's JSONL file; other ranks have none. settings: written beside it as `settings.json`,
+    for the report.
+    """
 
     def __init__(self, path: str | None, settings: dict[str, Any] | None = None) -> None:
         self._stream = None
@@ -98,7 +107,8 @@ class RunLog:
             self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until `close`
             if settings is not None:
                 with open(os.path.join(folder, "settings.json"), "w", encoding="utf-8") as stream:
-                    stream.write(json.dumps({"host": "megatron", "settings": settings}, default=str) + "\n")
+                    stream.write(
+                        json.dumps({"host": "megatron", "settings": settings}, default=str) + "\n")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line, on disk when this returns."""
@@ -114,11 +124,13 @@ class RunLog:
 
 def line(record: dict[str, Any], total: int) -> str:
     """One record for people."""
-    text = f"iteration {record['iteration']}/{total} | lm loss {record['lm_loss']:.4f} | {record['tokens_per_s']:.0f} tokens/s | lr {record['lr']:.3e}"
+    text = (f"iteration {record['iteration']}/{total} | lm loss {record['lm_loss']:.4f} | "
+            f"{record['tokens_per_s']:.0f} tokens/s | lr {record['lr']:.3e}")
     if record.get("grad_norm") is not None:
         text += f" | grad norm {record['grad_norm']:.3f}"
     for name, values in record["aux_losses"].items():
         text += f" | {name} {sum(values) / max(1, sum(v != 0 for v in values)):.4f}"
     if record["balance"]:
-        text += f" | expert max/mean {max(row['max_over_mean'] for row in record['balance'].values()):.2f}"
+        text += (" | expert max/mean "
+                 f"{max(row['max_over_mean'] for row in record['balance'].values()):.2f}")
     return text

@@ -1,4 +1,5 @@
-"""Tensor-parallel ranks that hold the same tokens: who makes use of it, and whether Megatron's groups allow it.
+"""Tensor-parallel ranks that hold the same tokens: who makes use of it, and whether Megatron's
+groups allow it.
 
 Without sequence parallelism the N tensor-parallel ranks hold the same tokens.
 
@@ -8,8 +9,9 @@ Without sequence parallelism the N tensor-parallel ranks hold the same tokens.
 | `dispatch.name: index_slice` (PPMoE) | all tokens | the experts on exactly the tensor-parallel ranks |
 | `parallel.replicas: N` (Parm) | S1: its part of the tokens; S2: all of them | the experts on whole tensor-parallel groups |
 
-With sequence parallelism they hold parts of them, and PPMoE's all-reduce comes as its two halves, as a dense layer's does there: the dispatcher
-`all_gather`, see `layer_config`. Parm has nothing to share out then.
+With sequence parallelism they hold parts of them, and PPMoE's all-reduce comes as its two halves,
+as a dense layer's does there: the dispatcher `all_gather`, see `layer_config`. Parm has nothing to
+share out then.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from moe_plugin.hosts.megatron.translate import Translation
 
 
 def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
-    """The settings of a layer that does what is asked for, with tokens laid as this `TransformerConfig` lays them."""
+    """The settings of a layer that does what is asked for, with tokens laid as this
+    `TransformerConfig` lays them.
+    """
     if not (native.sequence_parallel and _inside(asked)):
         return asked
-    return dataclasses.replace(asked, dispatch=dataclasses.replace(asked.dispatch, name="all_gather"))
+    return dataclasses.replace(asked, dispatch=dataclasses.replace(asked.dispatch,
+                                                                   name="all_gather"))
 
 
 def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
@@ -40,11 +45,14 @@ def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
     Raises:
         ValueError: what was asked for does not fit these groups; it names the nearest that does.
     """
-    name, replicas, ranks = plan.config.dispatch.name, plan.config.parallel.replicas, groups.tensor.size()
+    name, replicas, ranks = plan.config.dispatch.name, plan.config.parallel.replicas, groups.tensor.size(
+    )
     inside = _inside(plan.config)
     if replicas not in (1, ranks):
-        raise ValueError(f"parallel.replicas={replicas} does not fit tensor_model_parallel_size={ranks}: must be 1 or {ranks}, as many ranks as hold the "
-                         f"same tokens; the nearest is {min((1, ranks), key=lambda n: abs(n - replicas))}")
+        raise ValueError(
+            f"parallel.replicas={replicas} does not fit tensor_model_parallel_size={ranks}: must "
+            f"be 1 or {ranks}, as many ranks as hold the "
+            f"same tokens; the nearest is {min((1, ranks), key=lambda n: abs(n - replicas))}")
     if not inside and replicas == 1:
         return False
     asked = f"dispatch.name={name!r}" if inside else f"parallel.replicas={replicas}"
@@ -57,11 +65,19 @@ def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
     if native.sequence_parallel:
         if inside:
             return False
-        raise ValueError(f"{asked} does not fit sequence_parallel=True, under which tensor-parallel ranks hold different tokens: there is nothing to share "
-                         "out; leave out --sequence-parallel, or use parallel.replicas=1, which then routes as Parm's S1 does")
+        raise ValueError(
+            f"{asked} does not fit sequence_parallel=True, under which tensor-parallel ranks hold "
+            "different tokens: there is nothing to share "
+            "out; leave out --sequence-parallel, or use parallel.replicas=1, which then routes as "
+            "Parm's S1 does"
+        )
     if plan.native_router:
-        raise ValueError(f"{asked} does not fit Megatron's own router, which {', '.join(plan.native_router)} asks for: its losses count tokens once a "
-                         "tensor-parallel rank; leave that setting out, or use dispatch.name='ragged' and parallel.replicas=1")
+        raise ValueError(
+            f"{asked} does not fit Megatron's own router, which {', '.join(plan.native_router)} "
+            "asks for: its losses count tokens once a "
+            "tensor-parallel rank; leave that setting out, or use dispatch.name='ragged' and "
+            "parallel.replicas=1"
+        )
     return True
 
 
@@ -72,17 +88,25 @@ def _inside(config: MoEConfig) -> bool:
 def _check_inside(asked: str, groups: Groups) -> None:
     tensor, experts = _ranks(groups)
     if experts != tensor:
-        nearest = f"parallel.replicas={len(tensor)} (Parm)" if _whole_groups(groups) and len(tensor) > 1 else "dispatch.name='ragged'"
-        raise ValueError(f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}: they must be the same; use "
-                         f"expert_model_parallel_size=1 and expert_tensor_parallel_size={len(tensor)}; the nearest with these groups is {nearest}")
+        nearest = f"parallel.replicas={len(tensor)} (Parm)" if _whole_groups(groups) and len(
+            tensor) > 1 else "dispatch.name='ragged'"
+        raise ValueError(
+            f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}: "
+            "they must be the same; use "
+            f"expert_model_parallel_size=1 and expert_tensor_parallel_size={len(tensor)}; the "
+            f"nearest with these groups is {nearest}"
+        )
 
 
 def _check_whole_groups(asked: str, groups: Groups) -> None:
     if not _whole_groups(groups):
         tensor, experts = _ranks(groups)
-        raise ValueError(f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}: they must be whole tensor-parallel groups; "
-                         f"make expert_model_parallel_size * expert_tensor_parallel_size a multiple of {len(tensor)}; the nearest with these groups is "
-                         "parallel.replicas=1, where each rank takes its part of the sequence")
+        raise ValueError(
+            f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}: "
+            "they must be whole tensor-parallel groups; "
+            "make expert_model_parallel_size * expert_tensor_parallel_size a multiple of "
+            f"{len(tensor)}; the nearest with these groups is "
+            "parallel.replicas=1, where each rank takes its part of the sequence")
 
 
 def _whole_groups(groups: Groups) -> bool:

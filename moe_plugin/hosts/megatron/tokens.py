@@ -1,4 +1,6 @@
-"""Token ids and sequences for routers and losses that want them (router hash, loss sequence), and when an optimizer step is over."""
+"""Token ids and sequences for routers and losses that want them (router hash, loss sequence), and
+when an optimizer step is over.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from moe_plugin.records import TokenInfo
 
 
 def give_token_ids(model: nn.Module) -> None:
-    """Before each forward pass of a GPT model (chunk) hand its `input_ids` [B, S] to the MoE layers in it that need them.
+    """Before each forward pass of a GPT model (chunk) hand its `input_ids` [B, S] to the MoE layers
+    in it that need them.
 
-    Call it on what the model provider returns. Every pipeline stage must be called with the tokens, not the first alone.
+    Call it on what the model provider returns. Every pipeline stage must be called with the tokens,
+    not the first alone.
     """
     layers = [m for m in model.modules() if "token_ids" in getattr(m, "needs_of_router", ())]
 
@@ -26,10 +30,12 @@ def give_token_ids(model: nn.Module) -> None:
         model.register_forward_pre_hook(hand_over, with_kwargs=True)
 
 
-def token_info(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank: int) -> TokenInfo | None:
+def token_info(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str],
+               rank: int) -> TokenInfo | None:
     """What the router needs to know of a batch in Megatron's order; None where it needs nothing.
 
-    x_SBD: this tensor-parallel rank's run of the sequence, number `rank`; tokens_BS: of the whole sequence.
+    x_SBD: this tensor-parallel rank's run of the sequence, number `rank`; tokens_BS: of the whole
+    sequence.
     """
     if not needs:
         return None
@@ -37,25 +43,33 @@ def token_info(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], r
     ids_SB = None
     if "token_ids" in needs:
         if tokens_BS is None:
-            raise ValueError("input_ids=None does not fit this router, which needs token ids on every pipeline stage; call "
-                             "moe_plugin.hosts.megatron.tokens.give_token_ids(model) in the model provider")
+            raise ValueError(
+                "input_ids=None does not fit this router, which needs token ids on every pipeline "
+                "stage; call "
+                "moe_plugin.hosts.megatron.tokens.give_token_ids(model) in the model provider")
         mine_SB = tokens_BS.t()[rank * length : (rank + 1) * length]
-        ids_SB = torch.cat([mine_SB, mine_SB.new_zeros(length - mine_SB.shape[0], batch)])  # past the end: padding, not routed
-    sequence_SB = torch.arange(batch, device=x_SBD.device).expand(length, batch) if "sequences" in needs else None
+        # past the end: padding, not routed
+        ids_SB = torch.cat([mine_SB, mine_SB.new_zeros(length - mine_SB.shape[0], batch)])
+    sequence_SB = torch.arange(batch, device=x_SBD.device).expand(
+        length, batch) if "sequences" in needs else None
     return TokenInfo(ids_SB, sequence_SB, batch)
 
 
 class StepClock:
-    """Tells when the first micro-batch of a new step begins, by Megatron's own count of micro-batches a step.
+    """Tells when the first micro-batch of a new step begins, by Megatron's own count of
+    micro-batches a step.
 
-    Where Megatron's count is not set (training loops other than its own) it never does: these call `moe_plugin.routing.finish_step`.
+    Where Megatron's count is not set (training loops other than its own) it never does: these call
+    `moe_plugin.routing.finish_step`.
     """
 
     def __init__(self) -> None:
         self.left: int | None = None
 
     def new_step(self, microbatches: int | None) -> bool:
-        """To be called once a training pass. microbatches: of a step now; None: not known. True: a step has ended before this pass."""
+        """To be called once a training pass. microbatches: of a step now; None: not known. True: a
+        step has ended before this pass.
+        """
         if microbatches is None:
             return False
         ended = self.left == 0
@@ -65,6 +79,8 @@ class StepClock:
         return ended
 
     def ended(self) -> bool:
-        """Whether a step has ended that nobody was told of (before a checkpoint is written); it counts as told."""
+        """Whether a step has ended that nobody was told of (before a checkpoint is written); it
+        counts as told.
+        """
         ended, self.left = self.left == 0, None if self.left == 0 else self.left
         return ended

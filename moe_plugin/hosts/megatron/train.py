@@ -1,6 +1,8 @@
-"""Train a GPT language model with our MoE layer, for users who have megatron-core and no training script.
+"""Train a GPT language model with our MoE layer, for users who have megatron-core and no training
+script.
 
-    torchrun --nproc_per_node 2 -m moe_plugin.hosts.megatron.train --data-path data/corpus --num-layers 4 ...
+    torchrun --nproc_per_node 2 -m moe_plugin.hosts.megatron.train --data-path data/corpus
+    --num-layers 4 ...
 
 On CPU (gloo) and GPU (NCCL). See docs/megatron.md.
 """
@@ -39,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         run(args)
     except ValueError as error:
         logging.getLogger().setLevel(logging.ERROR)
-        sys.stderr.write(f"{parser.prog}: error: {error}\n" if os.environ.get("RANK", "0") == "0" else "")
+        sys.stderr.write(f"{parser.prog}: error: {error}\n" if os.environ.get("RANK", "0") ==
+                         "0" else "")
         return 2
     finally:
         if dist.is_initialized():
@@ -55,7 +58,9 @@ def _log_from_rank_zero() -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Process group, device, Megatron's groups, random seeds. Alone (without torchrun) it is a world of one."""
+    """Process group, device, Megatron's groups, random seeds. Alone (without torchrun) it is a
+    world of one.
+    """
     from moe_plugin.hosts.megatron import cpu
 
     gpu = torch.cuda.is_available() and not args.cpu
@@ -70,7 +75,8 @@ def start(args: argparse.Namespace) -> None:
     elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1,
+                                timeout=timeout)
     arguments.check(args, dist.get_world_size())
     if args.deterministic_mode:
         determinism.enable()
@@ -83,18 +89,27 @@ def start(args: argparse.Namespace) -> None:
     try:
         ps.initialize_model_parallel(
             args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank, distributed_timeout_minutes=timeout / timedelta(minutes=1),
-            expert_model_parallel_size=args.expert_model_parallel_size, expert_tensor_parallel_size=args.expert_tensor_parallel_size)
+            virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size)
     except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"Megatron refuses these parallel sizes for {dist.get_world_size()} processes: {error}") from error
+        raise ValueError(
+            f"Megatron refuses these parallel sizes for {dist.get_world_size()} processes: {error}"
+        ) from error
     seed_everything(args.seed)
 
 
 def _timeout(args: argparse.Namespace) -> timedelta:
-    """Of every group: the shorter of Megatron's argument and ours, because our exchanges run in Megatron's groups."""
+    """Of every group: the shorter of Megatron's argument and ours, because our exchanges run in
+    Megatron's groups.
+    """
     native_s, ours = 60 * args.distributed_timeout_minutes, arguments.our_settings(args)
     if native_s <= 0:
-        raise ValueError(f"distributed_timeout_minutes={args.distributed_timeout_minutes} is out of bounds: must be > 0; use 10")
+        raise ValueError(
+            f"distributed_timeout_minutes={args.distributed_timeout_minutes} is out of bounds: "
+            "must be > 0; use 10"
+        )
     given = {path: ours[path] for path in ("comm.timeout_s",) if path in ours}
     return timedelta(seconds=min(native_s, with_overrides(MoEConfig(), given).comm.timeout_s))
 
@@ -136,14 +151,17 @@ def _datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     from moe_plugin.hosts.megatron.data import ByteTokenizer, IntegerTokenizer, build_dataset
 
     tokenizer = IntegerTokenizer(args.vocab_size) if args.vocab_size else ByteTokenizer()
-    train_set, valid_set = build_dataset(
-        args.data_path, sequence_length=args.seq_length, samples=args.train_iters * args.global_batch_size, seed=args.seed,
-        tokenizer=tokenizer, split=args.split, cache_dir=args.data_cache_path)
+    train_set, valid_set = build_dataset(args.data_path, sequence_length=args.seq_length,
+                                         samples=args.train_iters * args.global_batch_size,
+                                         seed=args.seed, tokenizer=tokenizer, split=args.split,
+                                         cache_dir=args.data_cache_path)
     return tokenizer, train_set, valid_set
 
 
 def learning_rate(args: argparse.Namespace, iteration: int) -> float:
-    """Rate of a 0-based iteration: linear warm-up to `lr`, then constant, linear or cosine decay to `min_lr`."""
+    """Rate of a 0-based iteration: linear warm-up to `lr`, then constant, linear or cosine decay to
+    `min_lr`.
+    """
     if iteration < args.lr_warmup_iters:
         return args.lr * (iteration + 1) / args.lr_warmup_iters
     if args.lr_decay_style == "constant":
@@ -157,7 +175,8 @@ def learning_rate(args: argparse.Namespace, iteration: int) -> float:
 class Loop:
     """The training loop: steps, evaluation, records, checkpoints."""
 
-    def __init__(self, args: argparse.Namespace, training: Any, observer: Any, log: Any, train_set: Any, valid_set: Any) -> None:
+    def __init__(self, args: argparse.Namespace, training: Any, observer: Any, log: Any,
+                 train_set: Any, valid_set: Any) -> None:
         from megatron.core import parallel_state as ps
 
         self.args, self.training, self.observer, self.log = args, training, observer, log
@@ -172,7 +191,9 @@ class Loop:
         from moe_plugin.observe import progress as progress_bar
 
         args, record, saved = self.args, {}, progress.iteration
-        batches = [self._batches(self.train_set, progress.consumed_samples) for _ in self.training.chunks]
+        batches = [
+            self._batches(self.train_set, progress.consumed_samples) for _ in self.training.chunks
+        ]
         sums, since = torch.zeros(2, dtype=torch.float64), time.perf_counter()
         stream = sys.stderr if dist.get_rank() == 0 else open(os.devnull, "w")  # noqa: SIM115
         with progress_bar(args.train_iters, "training", stream=stream) as bar:
@@ -202,7 +223,8 @@ class Loop:
     def _batches(self, dataset: Any, start: int) -> Iterator[Any]:
         from moe_plugin.hosts.megatron.data import batches
 
-        return batches(dataset, start=start, micro_batch_size=self.args.micro_batch_size, replica=self.replica, replicas=self.replicas, device=self.device)
+        return batches(dataset, start=start, micro_batch_size=self.args.micro_batch_size,
+                       replica=self.replica, replicas=self.replicas, device=self.device)
 
     def _step(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
         for chunk in self.training.chunks:
@@ -219,7 +241,8 @@ class Loop:
             logger.warning("step skipped: a gradient is not finite")
         return self._loss_sums(logged), None if norm is None else float(norm)
 
-    def _forward_backward(self, batches: list[Any], microbatches: int, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+    def _forward_backward(self, batches: list[Any], microbatches: int, *,
+                          forward_only: bool) -> list[dict[str, torch.Tensor]]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         from moe_plugin.hosts.megatron.model import forward_step
@@ -228,12 +251,14 @@ class Loop:
         several = len(chunks) > 1
         length = self.args.seq_length
         return get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=batches if several else batches[0], model=chunks if several else chunks[0],
-            num_microbatches=microbatches, seq_length=length, micro_batch_size=self.args.micro_batch_size, decoder_seq_length=length,
-            forward_only=forward_only)
+            forward_step_func=forward_step, data_iterator=batches if several else batches[0],
+            model=chunks if several else chunks[0], num_microbatches=microbatches,
+            seq_length=length, micro_batch_size=self.args.micro_batch_size,
+            decoder_seq_length=length, forward_only=forward_only)
 
     def _loss_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        # (sum of losses, tokens) over micro-batches and replicas; known on the last stage, told to all
+        # (sum of losses, tokens) over micro-batches and replicas; known on the last stage, told to
+        # all
         from megatron.core import parallel_state as ps
 
         sums = torch.zeros(2, device=self.device)
@@ -243,17 +268,23 @@ class Loop:
         dist.all_reduce(sums, group=ps.get_pipeline_model_parallel_group())
         return sums.double().cpu()
 
-    def _record(self, progress: Any, sums: torch.Tensor, norm: float | None, seconds: float) -> dict[str, Any]:
+    def _record(self, progress: Any, sums: torch.Tensor, norm: float | None,
+                seconds: float) -> dict[str, Any]:
         from moe_plugin.hosts.megatron.report import auxiliary_losses, line
 
         total, tokens = sums.tolist()
         steps = tokens / (self.args.global_batch_size * self.args.seq_length)
         record = {
-            "iteration": progress.iteration, "consumed_samples": progress.consumed_samples, "lm_loss": total / max(1.0, tokens),
-            "lr": learning_rate(self.args, progress.iteration - 1), "grad_norm": norm, "tokens_per_s": tokens / seconds, "seconds": seconds,
-            "aux_losses": auxiliary_losses(max(1, round(steps)) * self.microbatches),
-            "balance": {layer: {key: row[key] for key in ("max_over_mean", "drop_fraction", "unused_experts", "entropy")}
-                        for layer, row in self.observer.records(progress.iteration).items()},
+            "iteration": progress.iteration, "consumed_samples": progress.consumed_samples,
+            "lm_loss": total / max(1.0, tokens), "lr": learning_rate(self.args,
+                                                                     progress.iteration - 1),
+            "grad_norm": norm, "tokens_per_s": tokens / seconds, "seconds": seconds,
+            "aux_losses": auxiliary_losses(max(1, round(steps)) * self.microbatches), "balance": {
+                layer: {
+                    key: row[key]
+                    for key in ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
+                } for layer, row in self.observer.records(progress.iteration).items()
+            },
         }
         self.log.write(record)
         logger.info("%s", line(record, self.args.train_iters))
@@ -266,7 +297,8 @@ class Loop:
             chunk.eval()
         batches = [self._batches(self.valid_set, 0) for _ in self.training.chunks]
         with torch.no_grad():
-            total, tokens = self._loss_sums(self._forward_backward(batches, self.args.eval_iters, forward_only=True)).tolist()
+            total, tokens = self._loss_sums(
+                self._forward_backward(batches, self.args.eval_iters, forward_only=True)).tolist()
         self.observer.recorder.reduce()  # the balance that is reported is of training
         self.log.write({"iteration": iteration, "valid_loss": total / max(1.0, tokens)})
         logger.info("iteration %d | validation loss %.4f", iteration, total / max(1.0, tokens))

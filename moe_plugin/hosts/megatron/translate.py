@@ -1,8 +1,10 @@
-"""Megatron's settings to ours: what our router expresses, what Megatron's own router does, what is refused.
+"""Megatron's settings to ours: what our router expresses, what Megatron's own router does, what is
+refused.
 
-Native MoE arguments keep their meaning. Where our router gives the same numbers it is used; where a setting is known only to
-Megatron's router, that router is built and its decision is carried into our layer; what neither can do is a `ValueError`.
-Settings that only choose a native implementation (dispatcher type, fusions) have no effect on results and are logged.
+Native MoE arguments keep their meaning. Where our router gives the same numbers it is used; where a
+setting is known only to Megatron's router, that router is built and its decision is carried into
+our layer; what neither can do is a `ValueError`. Settings that only choose a native implementation
+(dispatcher type, fusions) have no effect on results and are logged.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict, with_ove
 from moe_plugin.config.flags import CONFIG_FLAG, flag_specs, parse_value
 from moe_plugin.yaml_file import read_yaml
 
-# Paths of our tree that a native Megatron argument sets. Our generated flags for them are not offered.
+# Paths of our tree that a native Megatron argument sets. Our generated flags for them are not
+# offered.
 NATIVE_ARGUMENTS: dict[str, str] = {
     "num_experts": "--num-experts",
     "deterministic": "--deterministic-mode",
@@ -38,7 +41,9 @@ LOSS_NAMES = {"switch": "load_balancing_loss", "z": "z_loss"}  # our name: name 
 
 @dataclass(frozen=True)
 class Translation:
-    """Our config for one layer; why Megatron's router is needed (empty: ours is used); what is without effect here."""
+    """Our config for one layer; why Megatron's router is needed (empty: ours is used); what is
+    without effect here.
+    """
 
     config: MoEConfig
     native_router: tuple[str, ...]
@@ -46,7 +51,9 @@ class Translation:
 
 
 def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings given by `--moe-config` and the generated flags, as dotted paths; flags lie above the file."""
+    """The settings given by `--moe-config` and the generated flags, as dotted paths; flags lie
+    above the file.
+    """
     settings = settings_from_yaml(values[CONFIG_FLAG.dest]) if values.get(CONFIG_FLAG.dest) else {}
     for spec in flag_specs()[1:]:
         given = values.get(spec.dest)
@@ -56,7 +63,9 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_from_yaml(path: str) -> dict[str, Any]:
-    """The settings that a YAML file names, as dotted paths. `ValueError` where the file is not a valid config."""
+    """The settings that a YAML file names, as dotted paths. `ValueError` where the file is not a
+    valid config.
+    """
     from_yaml(path)  # checks keys, types and bounds
     return _flatten(read_yaml(path))
 
@@ -71,7 +80,8 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def translate(native: Any, settings: Mapping[str, Any], *, injected_router: bool = False) -> Translation:
+def translate(native: Any, settings: Mapping[str, Any], *,
+              injected_router: bool = False) -> Translation:
     """Our config for a Megatron `TransformerConfig`.
 
     Args:
@@ -79,14 +89,17 @@ def translate(native: Any, settings: Mapping[str, Any], *, injected_router: bool
         settings: ours, dotted paths to values, only those that were given.
         injected_router: the layer spec names a router class of its own.
     Raises:
-        ValueError: a native setting that this layer does not support, one of ours that contradicts a native one, a bad value.
+        ValueError: a native setting that this layer does not support, one of ours that contradicts
+            a native one, a bad value.
     """
     refuse_unsupported(native)
-    reasons = list(native_router_reasons(native)) + (["the spec's own router"] if injected_router else [])
+    reasons = list(
+        native_router_reasons(native)) + (["the spec's own router"] if injected_router else [])
     known = _native_values(native)
     for path, value in known.items():
         _check_agreement(path, settings, value)
-    _check_agreement("experts.init_std", settings, getattr(native, "init_method_std", None))  # Megatron's init methods fill the weights
+    # Megatron's init methods fill the weights
+    _check_agreement("experts.init_std", settings, getattr(native, "init_method_std", None))
     known["losses"] = _losses(native, settings.get("losses"), bool(reasons))
     config = with_overrides(from_dict({"losses": {}}), {**settings, **known})
     if reasons:
@@ -101,7 +114,8 @@ def _native_values(native: Any) -> dict[str, Any]:
         "num_experts": native.num_moe_experts,
         "deterministic": bool(getattr(native, "deterministic_mode", False)),
         "router.top_k": native.moe_router_topk,
-        "router.score": native.moe_router_score_function if native.moe_router_score_function == "sigmoid" else "softmax",
+        "router.score": native.moe_router_score_function
+        if native.moe_router_score_function == "sigmoid" else "softmax",
         "router.normalize": "before_drop" if post_softmax else "none",
         "router.scaling": float(native.moe_router_topk_scaling_factor or 1.0),
         "router.input_jitter": float(native.moe_input_jitter_eps or 0.0),
@@ -116,30 +130,43 @@ def _native_values(native: Any) -> dict[str, Any]:
 def _check_agreement(path: str, settings: Mapping[str, Any], native_value: Any) -> None:
     if path in settings and settings[path] != native_value:
         argument = NATIVE_ARGUMENTS.get(path, "--hidden-size")
-        raise ValueError(f"{path}={settings[path]!r} contradicts Megatron's own setting, which says {native_value!r}; in this host "
-                         f"set it by {argument} and leave it out of the moe-plugin settings")
+        raise ValueError(
+            f"{path}={settings[path]!r} contradicts Megatron's own setting, which says "
+            f"{native_value!r}; in this host "
+            f"set it by {argument} and leave it out of the moe-plugin settings")
 
 
-def _losses(native: Any, given: Mapping[str, float] | None, native_router: bool) -> dict[str, float]:
+def _losses(native: Any, given: Mapping[str, float] | None,
+            native_router: bool) -> dict[str, float]:
     extra = given or {}
     if native_router:  # Megatron's router attaches its own losses
         if extra:
-            raise ValueError(f"losses={dict(extra)!r} cannot be used with Megatron's own router; use moe_aux_loss_coeff and moe_z_loss_coeff")
+            raise ValueError(
+                f"losses={dict(extra)!r} cannot be used with Megatron's own router; use "
+                "moe_aux_loss_coeff and moe_z_loss_coeff"
+            )
         return {}
     weights = {"switch": _aux_coefficient(native), "z": float(native.moe_z_loss_coeff or 0.0)}
     weights = {name: weight for name, weight in weights.items() if weight}
     if weights and given is not None and not given:
-        raise ValueError(f"losses=none contradicts {weights} from moe_aux_loss_coeff/moe_z_loss_coeff; set these to 0, or leave losses out")
+        raise ValueError(
+            f"losses=none contradicts {weights} from moe_aux_loss_coeff/moe_z_loss_coeff; set "
+            "these to 0, or leave losses out"
+        )
     both = sorted(set(weights) & set(extra))
     if both:
-        raise ValueError(f"losses.{both[0]}={extra[both[0]]!r} contradicts {weights[both[0]]!r} from moe_aux_loss_coeff/moe_z_loss_coeff; "
-                         "give one of the two")
+        raise ValueError(
+            f"losses.{both[0]}={extra[both[0]]!r} contradicts {weights[both[0]]!r} from "
+            "moe_aux_loss_coeff/moe_z_loss_coeff; "
+            "give one of the two")
     return {**weights, **extra}
 
 
 def _aux_coefficient(native: Any) -> float:
-    kinds, weights = _as_list(native.moe_router_load_balancing_type), _as_list(native.moe_aux_loss_coeff)
-    return float(sum(weight for kind, weight in zip(kinds, weights, strict=False) if kind == "aux_loss"))
+    kinds, weights = _as_list(native.moe_router_load_balancing_type), _as_list(
+        native.moe_aux_loss_coeff)
+    return float(
+        sum(weight for kind, weight in zip(kinds, weights, strict=False) if kind == "aux_loss"))
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -151,14 +178,17 @@ def _activation(native: Any) -> str:
 
     names = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", squared_relu: "squared_relu"}
     if native.activation_func not in names:
-        raise ValueError(f"activation_func={native.activation_func!r} is not supported: must be one of gelu, silu, relu, squared_relu; "
-                         "choose one of these")
+        raise ValueError(
+            f"activation_func={native.activation_func!r} is not supported: must be one of gelu, "
+            "silu, relu, squared_relu; "
+            "choose one of these")
     return names[native.activation_func]
 
 
 def native_router_reasons(native: Any) -> Iterable[str]:
     """Settings, as name=value, that only Megatron's own router knows."""
-    if any(kind not in ("aux_loss", "none") for kind in _as_list(native.moe_router_load_balancing_type)):
+    if any(kind not in ("aux_loss", "none")
+           for kind in _as_list(native.moe_router_load_balancing_type)):
         yield f"moe_router_load_balancing_type={native.moe_router_load_balancing_type}"
     if native.moe_router_score_function not in ("softmax", "sigmoid"):
         yield f"moe_router_score_function={native.moe_router_score_function}"
@@ -166,72 +196,114 @@ def native_router_reasons(native: Any) -> Iterable[str]:
         yield "moe_router_dtype=fp64"
     if native.add_bias_linear:
         yield "add_bias_linear=True (a bias in the router)"
-    for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
-                 "moe_router_force_load_balancing", "moe_router_force_biased", "moe_enable_routing_replay"):
+    for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
+                 "moe_expert_capacity_factor", "moe_router_force_load_balancing",
+                 "moe_router_force_biased", "moe_enable_routing_replay"):
         if getattr(native, name, None) not in (None, False):
             yield f"{name}={getattr(native, name)}"
 
 
 def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str]) -> None:
-    ours = [path for path in settings if path.startswith(("router.", "dispatch.capacity", "dispatch.eval")) and path not in NATIVE_ARGUMENTS]
+    ours = [
+        path for path in settings
+        if path.startswith(("router.", "dispatch.capacity",
+                            "dispatch.eval")) and path not in NATIVE_ARGUMENTS
+    ]
     defaults = _flatten(to_dict(from_dict({})))
     for path in ours:
         if settings[path] != defaults[path]:
-            raise ValueError(f"{path}={settings[path]!r} cannot be used with Megatron's own router, which {', '.join(reasons)} asks for; "
-                             "leave out one of the two")
+            raise ValueError(
+                f"{path}={settings[path]!r} cannot be used with Megatron's own router, which "
+                f"{', '.join(reasons)} asks for; "
+                "leave out one of the two")
 
 
 # name, values that are supported, remedy
-_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("fp8", (None, False), "run the MoE layers in bf16"),
-    ("fp4", (None, False), "run the MoE layers in bf16"),
-    ("moe_latent_size", (None, 0), "leave it unset"),
-    ("moe_shared_expert_overlap", (None, False), "set it to False: the shared expert runs before the dispatch"),
-    ("moe_apply_probs_on_input", (None, False), "set it to False"),
-    ("glu_linear_offset", (None, 0, 0.0), "set it to 0"),
-    ("activation_func_clamp_value", (None,), "leave it unset"),
-    ("overlap_moe_expert_parallel_comm", (None, False), "set it to False: this layer runs as one step"),
-    ("delay_wgrad_compute", (None, False), "set it to False: this layer runs as one step"),
-    ("overlap_dispatch_backward_with_experts_wgrad", (None, False), "set it to False"),
-    ("moe_mlp_glu_interleave_size", (None,), "leave it unset"),
-    ("moe_expert_rank_capacity_factor", (None,), "leave it unset"),
-    ("moe_paged_stash", (None, False), "set it to False"),
-    ("moe_router_padding_for_quantization", (None, False), "set it to False"),
-    ("init_model_with_meta_device", (None, False), "set it to False"),
-    ("enable_cuda_graph", (None, False), "set it to False: sizes change from step to step"),
-    ("external_cuda_graph", (None, False), "set it to False: sizes change from step to step"),
-)
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str],
+                    ...] = (("fp8", (None, False), "run the MoE layers in bf16"),
+                            ("fp4", (None, False),
+                             "run the MoE layers in bf16"), ("moe_latent_size", (None, 0),
+                                                             "leave it unset"),
+                            ("moe_shared_expert_overlap", (None, False),
+                             "set it to False: the shared expert runs before the dispatch"),
+                            ("moe_apply_probs_on_input", (None, False),
+                             "set it to False"), ("glu_linear_offset", (None, 0, 0.0),
+                                                  "set it to 0"), ("activation_func_clamp_value",
+                                                                   (None,), "leave it unset"),
+                            ("overlap_moe_expert_parallel_comm", (None, False),
+                             "set it to False: this layer runs as one step"),
+                            ("delay_wgrad_compute", (None, False),
+                             "set it to False: this layer runs as one step"),
+                            ("overlap_dispatch_backward_with_experts_wgrad", (None, False),
+                             "set it to False"), ("moe_mlp_glu_interleave_size", (None,),
+                                                  "leave it unset"),
+                            ("moe_expert_rank_capacity_factor", (None,),
+                             "leave it unset"), ("moe_paged_stash", (None, False),
+                                                 "set it to False"),
+                            ("moe_router_padding_for_quantization", (None, False),
+                             "set it to False"), ("init_model_with_meta_device", (None, False),
+                                                  "set it to False"),
+                            ("enable_cuda_graph", (None, False),
+                             "set it to False: sizes change from step to step"),
+                            ("external_cuda_graph", (None, False),
+                             "set it to False: sizes change from step to step"),
+                            )
 
 
 def refuse_unsupported(native: Any) -> None:
-    """`ValueError` for the first native setting that this layer would have to ignore although it changes what is computed or when."""
+    """`ValueError` for the first native setting that this layer would have to ignore although it
+    changes what is computed or when.
+    """
     if not native.num_moe_experts:
-        raise ValueError(f"num_moe_experts={native.num_moe_experts!r} must be >= 1 for an MoE layer; set --num-experts")
+        raise ValueError(
+            f"num_moe_experts={native.num_moe_experts!r} must be >= 1 for an MoE layer; set "
+            "--num-experts"
+        )
     for name, supported, remedy in _UNSUPPORTED:
         value = getattr(native, name, None)
-        if not any(value is ok or (ok is not None and value is not None and value == ok) for ok in supported):
-            raise ValueError(f"{name}={value!r} is not supported by moe-plugin's MoE layer: must be {supported[-1]!r}; {remedy}")
+        if not any(value is ok or (ok is not None and value is not None and value == ok)
+                   for ok in supported):
+            raise ValueError(
+                f"{name}={value!r} is not supported by moe-plugin's MoE layer: must be "
+                f"{supported[-1]!r}; {remedy}"
+            )
     _refuse_lists(native)
 
 
 def _refuse_lists(native: Any) -> None:
-    scopes = {str(getattr(scope, "name", scope)) for scope in _as_list(getattr(native, "cuda_graph_scope", None) or [])}
+    scopes = {
+        str(getattr(scope, "name", scope))
+        for scope in _as_list(getattr(native, "cuda_graph_scope", None) or [])
+    }
     if getattr(native, "cuda_graph_impl", "none") not in (None, "none") and scopes != {"attn"}:
-        raise ValueError(f"cuda_graph_impl={native.cuda_graph_impl!r} with scope {sorted(scopes)} is not supported: sizes inside an MoE "
-                         "layer change from step to step; use the scope 'attn' alone, or cuda_graph_impl='none'")
+        raise ValueError(
+            f"cuda_graph_impl={native.cuda_graph_impl!r} with scope {sorted(scopes)} is not "
+            "supported: sizes inside an MoE "
+            "layer change from step to step; use the scope 'attn' alone, or cuda_graph_impl='none'")
     if "moe_act" in (getattr(native, "recompute_modules", None) or []):
-        raise ValueError("recompute_modules contains 'moe_act', which is not supported: must be without it; use 'moe'")
+        raise ValueError(
+            "recompute_modules contains 'moe_act', which is not supported: must be without it; use "
+            "'moe'"
+        )
     offloaded = {"expert_fc1", "moe_act"} & set(getattr(native, "offload_modules", None) or [])
     if getattr(native, "fine_grained_activation_offloading", False) and offloaded:
-        raise ValueError(f"offload_modules contains {sorted(offloaded)}, which is not supported: must be without; remove them")
+        raise ValueError(
+            f"offload_modules contains {sorted(offloaded)}, which is not supported: must be "
+            "without; remove them"
+        )
 
 
-_WITHOUT_EFFECT = ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_grouped_gemm", "moe_permute_fusion",
-                   "moe_router_fusion", "moe_pad_expert_input_to_capacity", "moe_use_legacy_grouped_gemm", "use_te_activation_func")
+_WITHOUT_EFFECT = ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend",
+                   "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
+                   "moe_pad_expert_input_to_capacity", "moe_use_legacy_grouped_gemm",
+                   "use_te_activation_func")
 
 
 def _notices(native: Any) -> Iterable[str]:
-    given = [f"{name}={getattr(native, name)}" for name in _WITHOUT_EFFECT if getattr(native, name, None)]
+    given = [
+        f"{name}={getattr(native, name)}" for name in _WITHOUT_EFFECT
+        if getattr(native, name, None)
+    ]
     if given:
         yield f"choose a native implementation and have no effect on this layer: {', '.join(given)}"
     if native.moe_router_dtype is None and not tuple(native_router_reasons(native)):

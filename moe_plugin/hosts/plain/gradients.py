@@ -7,17 +7,19 @@ from torch import nn
 from moe_plugin.comm.base import Comm
 
 
-def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None, replicas: Comm | None = None) -> None:
+def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
+                   replicas: Comm | None = None) -> None:
     """Make every rank's gradients those of the mean over ranks of the ranks' losses.
 
-    Shared parameters are averaged over `world`. An expert's gradient already is the sum over the ranks of its expert-parallel
-    group; it is summed over `replicas` (the ranks that hold the same experts, where there are several such groups) and divided
-    by the size of `world` once.
+    Shared parameters are averaged over `world`. An expert's gradient already is the sum over the
+    ranks of its expert-parallel group; it is summed over `replicas` (the ranks that hold the same
+    experts, where there are several such groups) and divided by the size of `world` once.
 
     Args:
         model: after backward. Every parameter without a gradient must be without one on all ranks.
         world: all data-parallel ranks.
-        expert_group: the layer's group; a group of one means that experts are replicated like any parameter.
+        expert_group: the layer's group; a group of one means that experts are replicated like any
+            parameter.
         replicas: see above; None where `expert_group` is `world`.
     Raises:
         ValueError: the groups do not make up the world.
@@ -25,8 +27,10 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
     ep = world if expert_group is None else expert_group
     copies = replicas.size if replicas is not None else 1
     if ep.size > 1 and ep.size * copies != world.size:
-        raise ValueError(f"expert group of {ep.size} times {copies} replicas is not the world of {world.size} ranks; pass `replicas`, the ranks "
-                         "that hold the same experts")
+        raise ValueError(
+            f"expert group of {ep.size} times {copies} replicas is not the world of {world.size} "
+            "ranks; pass `replicas`, the ranks "
+            "that hold the same experts")
     for parameter in model.parameters():
         if parameter.grad is None:
             continue
@@ -36,9 +40,12 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
 
 
 def exclude_experts(model: nn.Module) -> None:
-    """Call before `DistributedDataParallel(model)`: DDP then neither overwrites a rank's experts by rank 0's nor averages their gradients.
+    """Call before `DistributedDataParallel(model)`: DDP then neither overwrites a rank's experts by
+    rank 0's nor averages their gradients.
 
     After backward, `sync_gradients` does what remains to be done for the experts.
     """
-    experts = [name for name, parameter in model.named_parameters() if getattr(parameter, "expert", False)]
+    experts = [
+        name for name, parameter in model.named_parameters() if getattr(parameter, "expert", False)
+    ]
     model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *experts]  # type: ignore[assignment]

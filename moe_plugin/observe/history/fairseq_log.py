@@ -1,4 +1,6 @@
-"""Lines of fairseq's training log, as `--log-format json` and as `--log-format simple` (also `none`) write them, with or without Hydra."""
+"""Lines of fairseq's training log, as `--log-format json` and as `--log-format simple` (also
+`none`) write them, with or without Hydra.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,18 @@ NATS = ("loss", "nll_loss", "inner_loss")  # logged in bits
 _LINE = re.compile(r"(?:\| |\]\[)(train_inner|train|valid\w*)(?: \||\]\[INFO\] -) (.*)")
 _EQUALS = re.compile(r"([A-Za-z_]\w*)=([^,\s]+)")  # `loss=4.5, wps=1234`: within an epoch
 _SPACED = re.compile(r"\| ([A-Za-z_]\w*) (\S+)")  # `| loss 4.5 | ppl 22`: its end
-_SETTING = re.compile(r"'([a-z]\w*)': (?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,}]))")
+_SETTING = re.compile(
+    r"'([a-z]\w*)': (?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,}]))")
 _CONFIG = re.compile(r"(?:\| fairseq_cli\.\w+ \||\]\[INFO\] -) (\{'_name'.*|Namespace\(.*)")
-_KNOWN = {"loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch", "update", "ppl"}
+_KNOWN = {
+    "loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
+    "update", "ppl"
+}
 
 
 def parse_step(line: str) -> tuple[str, StepRecord] | None:
-    """(kind, record) of a line with numbers of training; None for any other line. kind: `train_inner`, `train` (an epoch), `valid`.
+    """(kind, record) of a line with numbers of training; None for any other line. kind:
+    `train_inner`, `train` (an epoch), `valid`.
 
     Raises:
         ValueError: a line of numbers that cannot be read, e.g. because it ends too early.
@@ -39,15 +46,19 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
 
 
 def _record(values: dict[str, Any], kind: str) -> StepRecord | None:
-    numbers = {key: number for key, value in values.items() if (number := _number(value)) is not None}
+    numbers = {
+        key: number for key, value in values.items() if (number := _number(value)) is not None
+    }
     if "num_updates" not in numbers:
         return None
-    loss = next((numbers[name] * LN2 for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
+    loss = next((numbers[name] * LN2
+                 for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
     if kind == "valid":
         return StepRecord(step=int(numbers["num_updates"]), valid_loss=loss)
-    return StepRecord(
-        step=int(numbers["num_updates"]), loss=loss, tokens_per_s=numbers.get("wps"), learning_rate=numbers.get("lr"), grad_norm=numbers.get("gnorm"),
-        elapsed_s=numbers.get("wall"), extra={key: value for key, value in numbers.items() if key not in _KNOWN})
+    return StepRecord(step=int(numbers["num_updates"]), loss=loss, tokens_per_s=numbers.get("wps"),
+                      learning_rate=numbers.get("lr"), grad_norm=numbers.get("gnorm"),
+                      elapsed_s=numbers.get("wall"),
+                      extra={key: value for key, value in numbers.items() if key not in _KNOWN})
 
 
 def _number(value: Any) -> float | None:
@@ -59,8 +70,12 @@ def _number(value: Any) -> float | None:
 
 
 def parse_settings(line: str) -> dict[str, str]:
-    """Settings of the line in which fairseq writes its whole configuration; empty for any other line. Names as the flags have them."""
+    """Settings of the line in which fairseq writes its whole configuration; empty for any other
+    line. Names as the flags have them.
+    """
     found = _CONFIG.search(line)
     if not found:
         return {}
-    return {key.replace("_", "-"): quoted or plain for key, quoted, plain in _SETTING.findall(found[1])}
+    return {
+        key.replace("_", "-"): quoted or plain for key, quoted, plain in _SETTING.findall(found[1])
+    }

@@ -1,4 +1,6 @@
-"""`read_run`: finds a run's files by what is in them, reads them line by line, and makes a `Run` of it."""
+"""`read_run`: finds a run's files by what is in them, reads them line by line, and makes a `Run` of
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}
 DEPTH = 3
 GIVE_UP = 100_000  # lines without a record, after which a file is taken for something else
 SCRIPT_BYTES = 1 << 20
-WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log (--log-file) or fairseq's log "
-          "(its standard output, or --log-file)")
+WANTED = (
+    "layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
+    "(--log-file) or fairseq's log "
+    "(its standard output, or --log-file)")
 
 
 @dataclass
@@ -49,18 +53,23 @@ def read_run(folder: str | Path) -> Run:
     """All that the files in a run's folder, and up to three levels below, tell of one run.
 
     Args:
-        folder: holds any of: layer statistics as JSON lines, the Megatron host's training log, fairseq's log. Names do not matter.
-            A file that is being written is read as far as it goes.
+        folder: holds any of: layer statistics as JSON lines, the Megatron host's training log,
+            fairseq's log. Names do not matter. A file that is being written is read as far as it
+            goes.
     Raises:
         ValueError: no such folder, nothing in it, or several runs; it says what is looked for.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no directory; give a run's folder, which holds {WANTED}")
-    sources = [source for path in candidates(folder) if (source := _read(path)).any or source.settings]
+    sources = [
+        source for path in candidates(folder) if (source := _read(path)).any or source.settings
+    ]
     if not any(source.any for source in sources):
-        raise ValueError(f"{folder} holds no record of a run; looked for {WANTED}, in files {', '.join(sorted(s for s in SUFFIXES if s))} "
-                         f"or without an ending, {DEPTH} levels deep")
+        raise ValueError(
+            f"{folder} holds no record of a run; looked for {WANTED}, in files "
+            f"{', '.join(sorted(s for s in SUFFIXES if s))} "
+            f"or without an ending, {DEPTH} levels deep")
     _check_one_run(folder, sources)
     return _run(folder, sources)
 
@@ -104,7 +113,9 @@ def _read(path: Path) -> _Source:
 
 
 def _line(source: _Source, text: str, number: int) -> tuple[int, str, bool] | None:
-    """Take one line; where it cannot be read (number, reason, whether it looks like a record rather than something else in braces)."""
+    """Take one line; where it cannot be read (number, reason, whether it looks like a record rather
+    than something else in braces).
+    """
     try:
         if text.startswith("{"):
             _json_line(source, text)
@@ -113,7 +124,8 @@ def _line(source: _Source, text: str, number: int) -> tuple[int, str, bool] | No
         elif not source.settings:
             source.settings = fairseq_log.parse_settings(text)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        return number, str(error), not text.startswith("{") or any(f'"{key}"' in text for key in ("step", "layer", "iteration"))
+        return number, str(error), not text.startswith("{") or any(
+            f'"{key}"' in text for key in ("step", "layer", "iteration"))
     return None
 
 
@@ -135,10 +147,18 @@ def _check_one_run(folder: Path, sources: list[_Source]) -> None:
     for kind in ([s for s in sources if s.host], [s for s in sources if s.layers]):
         places = sorted({s.path.parent for s in kind})
         if len(places) > 1:
-            raise ValueError(f"{folder} holds several runs: {', '.join(str(p.relative_to(folder)) for p in places)}; give the folder of one of them")
+            raise ValueError(
+                f"{folder} holds several runs: "
+                f"{', '.join(str(p.relative_to(folder)) for p in places)}; give the folder of one "
+                "of them"
+            )
     hosts = sorted({s.host for s in sources if s.host})
     if len(hosts) > 1:
-        raise ValueError(f"{folder} holds training logs of both hosts ({', '.join(s.path.name for s in sources if s.host)}); keep each run in a folder of its own")
+        raise ValueError(
+            f"{folder} holds training logs of both hosts "
+            f"({', '.join(s.path.name for s in sources if s.host)}); keep each run in a folder of "
+            "its own"
+        )
 
 
 def _run(folder: Path, sources: list[_Source]) -> Run:
@@ -146,7 +166,8 @@ def _run(folder: Path, sources: list[_Source]) -> Run:
     run.files = [str(s.path.relative_to(folder)) for s in sources]
     run.notes = [note for s in sources for note in _notes(s)]
     steps = [item for s in sources for item in s.steps]
-    inner = [record for kind, record in steps if kind in ("train_inner", "iteration")] or [record for kind, record in steps if kind == "train"]
+    inner = [record for kind, record in steps if kind in ("train_inner", "iteration")
+             ] or [record for kind, record in steps if kind == "train"]
     run.steps = _merged_steps([record for kind, record in steps if kind == "valid"], inner)
     full = [record for s in sources for record in s.layers]
     known = {record.layer for record in full}
@@ -161,25 +182,39 @@ def _run(folder: Path, sources: list[_Source]) -> Run:
 def _notes(source: _Source) -> list[str]:
     name, notes = source.path.name, []
     if source.cut:
-        notes.append(f"The last line of {name} is unfinished: the job is running, or was stopped while it wrote.")
+        notes.append(
+            f"The last line of {name} is unfinished: the job is running, or was stopped while it "
+            "wrote."
+        )
     if source.bad:
         number, why = source.bad[0]
-        notes.append(f"{len(source.bad)} line{'s' * (len(source.bad) > 1)} of {name} could not be read and {'are' if len(source.bad) > 1 else 'is'} left out; "
-                     f"the first is line {number} ({why[:120]}).")
-    steps = [record.step for kind, record in source.steps if kind in ("train_inner", "iteration") and record.loss is not None]
+        notes.append(
+            f"{len(source.bad)} line{'s' * (len(source.bad) > 1)} of {name} could not be read and "
+            f"{'are' if len(source.bad) > 1 else 'is'} left out; "
+            f"the first is line {number} ({why[:120]}).")
+    steps = [
+        record.step for kind, record in source.steps
+        if kind in ("train_inner", "iteration") and record.loss is not None
+    ]
     back = [(a, b) for a, b in zip(steps, steps[1:], strict=False) if b < a]
     if back:
-        notes.append(f"{name}: went back from step {back[0][0]} to {back[0][1]} (resumed{f', {len(back)} times' if len(back) > 1 else ''}); "
-                     "of repeated steps the last record counts.")
+        notes.append(
+            f"{name}: went back from step {back[0][0]} to {back[0][1]} "
+            f"(resumed{f', {len(back)} times' if len(back) > 1 else ''}); "
+            "of repeated steps the last record counts.")
     return notes
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """One record a step: of repeated ones the last; the validation loss of a step joins its training record."""
+    """One record a step: of repeated ones the last; the validation loss of a step joins its
+    training record.
+    """
     by_step: dict[int, dict] = {}
     for record in [*train, *valid]:
         known = by_step.setdefault(record.step, {})
-        known.update({key: value for key, value in vars(record).items() if value is not None and value != {}})
+        known.update({
+            key: value for key, value in vars(record).items() if value is not None and value != {}
+        })
     return [StepRecord(**by_step[step]) for step in sorted(by_step)]
 
 
@@ -187,12 +222,16 @@ def _by_layer(records: list[LayerRecord]) -> dict[str, list[LayerRecord]]:
     found: dict[str, dict[int, LayerRecord]] = {}
     for record in records:
         found.setdefault(record.layer, {})[record.step] = record
-    return {name: [found[name][step] for step in sorted(found[name])] for name in sorted(found, key=_natural)}
+    return {
+        name: [found[name][step] for step in sorted(found[name])]
+        for name in sorted(found, key=_natural)
+    }
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """`layer10` after `layer9`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+    return [(int(part), "") if part.isdecimal() else (-1, part)
+            for part in re.split(r"(\d+)", name) if part]
 
 
 def _command(folder: Path) -> dict[str, str]:
@@ -200,14 +239,16 @@ def _command(folder: Path) -> dict[str, str]:
     for path in sorted(folder.glob("*.sh")):
         try:
             text = path.read_bytes()[:SCRIPT_BYTES].decode("utf-8", "replace").replace("\\\n", " ")
-            words = shlex.split(next((line for line in reversed(text.splitlines()) if line.strip()), ""))
+            words = shlex.split(
+                next((line for line in reversed(text.splitlines()) if line.strip()), ""))
         except (OSError, ValueError):
             continue
         flags: dict[str, str] = {}
         for i, word in enumerate(words):
             if word.startswith("--"):
                 name, equals, value = word[2:].partition("=")
-                following = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else "true"
+                following = words[
+                    i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else "true"
                 flags[name] = value if equals else following
         if flags:
             return flags

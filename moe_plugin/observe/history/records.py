@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 class StepRecord:
     """One record of a host's training log. Fields that the log does not have are None.
 
-    loss, valid_loss: nats a token (fairseq's bits are converted), without the balance loss where the log tells them apart.
-    seconds: that this record covers. elapsed_s: since the start of the process. extra: other numbers of the log, by the log's names.
+    loss, valid_loss: nats a token (fairseq's bits are converted), without the balance loss where
+    the log tells them apart.
+    seconds: that this record covers. elapsed_s: since the start of the process. extra: other
+    numbers of the log, by the log's names.
     """
 
     step: int
@@ -27,7 +29,8 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One decision of a layer's tuner; see `moe_plugin.tuning.engine.Decision`. Times in seconds."""
+    """One decision of a layer's tuner; see `moe_plugin.tuning.engine.Decision`. Times in seconds.
+    """
 
     step: int
     layer: str
@@ -41,7 +44,9 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecord:
-    """Statistics of one layer over one interval, as docs/observability.md has them. load: choices by expert, empty where unknown."""
+    """Statistics of one layer over one interval, as docs/observability.md has them. load: choices
+    by expert, empty where unknown.
+    """
 
     step: int
     layer: str
@@ -62,14 +67,18 @@ class LayerRecord:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Load by expert over the mean load: 1 everywhere is perfect balance; NaN where nothing was routed."""
+        """Load by expert over the mean load: 1 everywhere is perfect balance; NaN where nothing was
+        routed.
+        """
         total = sum(self.load)
         return tuple(n * len(self.load) / total if total else math.nan for n in self.load)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time in a recorded step: seconds since the step began. track: `layer`, `exchange`, ..."""
+    """Something that took time in a recorded step: seconds since the step began. track: `layer`,
+    `exchange`, ...
+    """
 
     track: str
     name: str
@@ -81,8 +90,10 @@ class Span:
 class Run:
     """Everything found in a run's folder.
 
-    steps: by step, rising. layers: by layer's name, in the model's order; records by step, rising. timelines: spans by (step, rank).
-    settings: flag or field and its value, as given. notes: what a reader should know of the files, in sentences.
+    steps: by step, rising. layers: by layer's name, in the model's order; records by step, rising.
+    timelines: spans by (step, rank).
+    settings: flag or field and its value, as given. notes: what a reader should know of the files,
+    in sentences.
     """
 
     name: str
@@ -97,7 +108,10 @@ class Run:
     @property
     def last_step(self) -> int:
         """The largest step of any record; 0 where there is none."""
-        return max([r.step for r in self.steps] + [r.step for records in self.layers.values() for r in records], default=0)
+        return max(
+            [r.step
+             for r in self.steps] + [r.step for records in self.layers.values() for r in records],
+            default=0)
 
     @property
     def total_steps(self) -> int | None:
@@ -120,7 +134,8 @@ class Run:
     @property
     def decisions(self) -> list[Decision]:
         """Of all layers' tuners, by step."""
-        return sorted((d for records in self.layers.values() for r in records for d in r.decisions), key=lambda d: d.step)
+        return sorted((d for records in self.layers.values() for r in records for d in r.decisions),
+                      key=lambda d: d.step)
 
     @property
     def experts(self) -> int:

@@ -1,4 +1,6 @@
-"""What is drawn, apart from how: charts as plain records, made from a `Run`; the page and the PNG files draw the same ones."""
+"""What is drawn, apart from how: charts as plain records, made from a `Run`; the page and the PNG
+files draw the same ones.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-POINTS = 400  # of a line; of longer ones the extremes of each stretch stay, so that no spike is lost
+# of a line; of longer ones the extremes of each stretch stay, so that no spike is lost
+POINTS = 400
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; y is NaN where nothing is known. marks: drawn as points. dashed: a reference, not a measurement."""
+    """One curve; y is NaN where nothing is known. marks: drawn as points. dashed: a reference, not
+    a measurement.
+    """
 
     name: str
     x: tuple[float, ...]
@@ -22,7 +27,9 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves over steps. floor: value that the axis starts at where all are above; None: fitted. unit: as in `text.number`."""
+    """Curves over steps. floor: value that the axis starts at where all are above; None: fitted.
+    unit: as in `text.number`.
+    """
 
     id: str
     title: str
@@ -34,7 +41,9 @@ class LineChart:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Loads over the mean load: a row each expert or layer, a column each stretch of steps. values: [row][column], NaN: unknown."""
+    """Loads over the mean load: a row each expert or layer, a column each stretch of steps. values:
+    [row][column], NaN: unknown.
+    """
 
     id: str
     title: str
@@ -58,7 +67,9 @@ class Band:
 
 @dataclass(frozen=True)
 class Bands:
-    """Rows with coloured stretches: layouts over steps, or what ran when in one step. unit: of the horizontal axis."""
+    """Rows with coloured stretches: layouts over steps, or what ran when in one step. unit: of the
+    horizontal axis.
+    """
 
     id: str
     title: str
@@ -100,7 +111,9 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
 
 
 def thinned(points: list[tuple[float, float]], limit: int = POINTS) -> list[tuple[float, float]]:
-    """At most `limit` of the points: of each stretch the lowest and the highest, and one gap where it has any; first and last stay."""
+    """At most `limit` of the points: of each stretch the lowest and the highest, and one gap where
+    it has any; first and last stay.
+    """
     if len(points) <= limit:
         return points
     inner, buckets = points[1:-1], (limit - 2) // 3
@@ -126,10 +139,12 @@ def mean_known(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "", floor: float | None = 0.0) -> list[LineChart]:
+def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
+          floor: float | None = 0.0) -> list[LineChart]:
     """The chart of what there is to draw; empty where that is nothing (or references alone)."""
     there = tuple(one for one in lines if one is not None)
-    return [LineChart(id, title, about, there, unit, floor)] if any(not one.dashed for one in there) else []
+    return [LineChart(id, title, about, there, unit, floor)] if any(not one.dashed
+                                                                    for one in there) else []
 
 
 def described(chart: LineChart, number: Callable[[float, str], str]) -> str:
@@ -145,6 +160,8 @@ def described(chart: LineChart, number: Callable[[float, str], str]) -> str:
         elif low[1] == high[1]:
             parts.append(f"{name}{number(first, chart.unit)} throughout")
         else:
-            parts.append(f"{name}{number(first, chart.unit)} at step {first_x:g}, {number(last, chart.unit)} at step {last_x:g}, "
-                         f"lowest {number(low[1], chart.unit)}, highest {number(high[1], chart.unit)}")
+            parts.append(
+                f"{name}{number(first, chart.unit)} at step {first_x:g}, "
+                f"{number(last, chart.unit)} at step {last_x:g}, "
+                f"lowest {number(low[1], chart.unit)}, highest {number(high[1], chart.unit)}")
     return "; ".join(parts) + "."

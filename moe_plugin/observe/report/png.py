@@ -19,15 +19,23 @@ def write_png(run: Run, folder: str | Path) -> list[Path]:
         ValueError: matplotlib is not installed, or the folder cannot be written; with the remedy.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no global state, no display
+        # not pyplot: no global state, no display
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("PNG files need matplotlib, which is not installed; pip install 'moe-plugin[observe]', or leave out --png") from error
+        raise ValueError(
+            "PNG files need matplotlib, which is not installed; pip install 'moe-plugin[observe]', "
+            "or leave out --png"
+        ) from error
     folder, written = Path(folder), []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for f in (f for section in sections(run) for f in section.figures if isinstance(f, (LineChart, HeatMap, Bands))):
-            drawing = Figure(figsize=(8, 4 if not isinstance(f, HeatMap) else min(9.0, 2.0 + 0.12 * len(f.rows))), layout="constrained")
+        for f in (f for section in sections(run) for f in section.figures
+                  if isinstance(f, (LineChart, HeatMap, Bands))):
+            drawing = Figure(
+                figsize=(8,
+                         4 if not isinstance(f, HeatMap) else min(9.0, 2.0 + 0.12 * len(f.rows))),
+                layout="constrained")
             FigureCanvasAgg(drawing)
             axes = drawing.add_subplot()
             axes.set_title(_literal(f"{run.name}: {f.title}"), fontsize=11)
@@ -35,7 +43,8 @@ def write_png(run: Run, folder: str | Path) -> list[Path]:
             drawing.savefig(folder / f"{f.id}.png", dpi=120)
             written.append(folder / f"{f.id}.png")
     except OSError as error:
-        raise ValueError(f"--png {folder} cannot be written ({error.strerror}); give a folder") from error
+        raise ValueError(
+            f"--png {folder} cannot be written ({error.strerror}); give a folder") from error
     return written
 
 
@@ -60,10 +69,14 @@ def _lines(axes: Any, f: LineChart) -> None:
         if one.dashed:
             axes.plot(one.x, one.y, "--", color="#777777", linewidth=1, label=name)
         else:
-            axes.plot(one.x, one.y, "o" if one.marks or len(one.x) == 1 else "-", color=color, linewidth=1.6, label=name)
+            axes.plot(one.x, one.y, "o" if one.marks or len(one.x) == 1 else "-", color=color,
+                      linewidth=1.6, label=name)
     axes.yaxis.set_major_formatter(lambda value, _: number(value, f.unit))
     if f.floor is not None:
-        axes.set_ylim(bottom=min(f.floor, axes.get_ylim()[0]) if min((y for one in f.lines for y in one.y if y == y), default=0) < f.floor else f.floor)
+        axes.set_ylim(
+            bottom=min(f.floor,
+                       axes.get_ylim()[0]) if min((y for one in f.lines for y in one.y
+                                                   if y == y), default=0) < f.floor else f.floor)
     axes.grid(alpha=0.25)
     if len(f.lines) > 1:
         axes.legend(fontsize=8, frameon=False)
@@ -74,13 +87,15 @@ def _heat(drawing: Any, axes: Any, f: HeatMap) -> None:
     from matplotlib.colors import ListedColormap, TwoSlopeNorm
 
     top, colors = top_of(f.values), palette(False)
-    axes.imshow([[colors[level(v, top)] for v in row] for row in f.values], aspect="auto", interpolation="nearest")
+    axes.imshow([[colors[level(v, top)] for v in row] for row in f.values], aspect="auto",
+                interpolation="nearest")
     axes.set_ylabel(f.row)
     if len(f.rows) <= 16:
         axes.set_yticks(range(len(f.rows)), [_literal(name) for name in f.rows], fontsize=8)
     some = sorted({round(i * (len(f.steps) - 1) / 5) for i in range(6)})
     axes.set_xticks(some, [f"{f.steps[i]:,}" for i in some])
-    scale = ScalarMappable(TwoSlopeNorm(1.0, 0.0, top), ListedColormap([tuple(c / 255 for c in color) for color in colors[:-1]]))
+    scale = ScalarMappable(TwoSlopeNorm(1.0, 0.0, top),
+                           ListedColormap([tuple(c / 255 for c in color) for color in colors[:-1]]))
     drawing.colorbar(scale, ax=axes, label="load / mean load")
 
 
@@ -90,7 +105,8 @@ def _bands(axes: Any, f: Bands) -> None:
     for b in f.bands:
         label = None if b.kind in shown or f.unit == "s" else _literal(b.kind)
         shown.add(b.kind)
-        axes.barh(b.row, b.end - b.start, left=b.start, height=0.8, color=CATEGORIES[kinds.index(b.kind) % len(CATEGORIES)][0], label=label)
+        axes.barh(b.row, b.end - b.start, left=b.start, height=0.8,
+                  color=CATEGORIES[kinds.index(b.kind) % len(CATEGORIES)][0], label=label)
     axes.set_yticks(range(len(f.rows)), [_literal(name) for name in f.rows], fontsize=8)
     axes.invert_yaxis()
     if f.unit != "s":

@@ -11,8 +11,8 @@ _SMALL = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 def number(value: float | None, unit: str = "") -> str:
     """A number with its unit.
 
-    unit: `` plain, `%` a fraction shown in percent, `B` bytes, `s` seconds, `ms` milliseconds, `count` integers with separators.
-    None and what is not finite: a dash, or its name.
+    unit: `` plain, `%` a fraction shown in percent, `B` bytes, `s` seconds, `ms` milliseconds,
+    `count` integers with separators. None and what is not finite: a dash, or its name.
     """
     if value is None or math.isnan(value):
         return "–"

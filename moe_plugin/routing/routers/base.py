@@ -20,15 +20,21 @@ NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(nn.Module):
-    """Base of all routers. A subclass gives `route`, and `make_parameters` where it has other parameters than `weight_ED`.
+    """Base of all routers. A subclass gives `route`, and `make_parameters` where it has other
+    parameters than `weight_ED`.
 
-    Routing is computed in float32 whatever the layer's dtype and outside autocast (float64 for a float64 input).
+    Routing is computed in float32 whatever the layer's dtype and outside autocast (float64 for a
+    float64 input).
 
     Attributes:
-        fixed_k: experts a token where the router has no choice; None: `router.top_k`, which a call may override.
-        needs: what it wants of a call's `TokenInfo`: "token_ids", "sequences". Hosts pass only what is needed.
-        own_losses: losses that this router alone can compute; only_noisy: those that exist only where noise was added.
-        comm: ranks that hold the experts. loss_comm: ranks over which a host spreads one batch's tokens; None: none.
+        fixed_k: experts a token where the router has no choice; None: `router.top_k`, which a call
+            may override.
+        needs: what it wants of a call's `TokenInfo`: "token_ids", "sequences". Hosts pass only what
+            is needed.
+        own_losses: losses that this router alone can compute; only_noisy: those that exist only
+            where noise was added.
+        comm: ranks that hold the experts. loss_comm: ranks over which a host spreads one batch's
+            tokens; None: none.
         batch_comm: all data-parallel ranks, whose tokens make up the batch of a step; None: `comm`.
     """
 
@@ -37,7 +43,8 @@ class Router(nn.Module):
     own_losses: frozenset[str] = frozenset({"load_importance"})
     only_noisy: frozenset[str] = frozenset({"load_importance", "noisy_load"})
 
-    def __init__(self, config: MoEConfig, *, comm: Comm | None = None, dtype: torch.dtype | None = None, device: Any = None) -> None:
+    def __init__(self, config: MoEConfig, *, comm: Comm | None = None,
+                 dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
         self.config, self.num_experts, self.model_dim = config.router, config.num_experts, config.model_dim
         self.comm: Comm = comm if comm is not None else LocalComm()
@@ -45,10 +52,15 @@ class Router(nn.Module):
         self.batch_comm: Comm | None = None
         self.loss_names = [name for name, weight in config.losses.items() if weight > 0]
         self._check_losses()
-        self.needs = self.needs | {NEEDS_OF_LOSSES[name] for name in self.loss_names if name in NEEDS_OF_LOSSES}
+        self.needs = self.needs | {
+            NEEDS_OF_LOSSES[name] for name in self.loss_names if name in NEEDS_OF_LOSSES
+        }
         penalty_E = link_penalties(config, self.comm) if "ta_moe" in self.loss_names else None
-        self.register_buffer("penalty_E", None if penalty_E is None else penalty_E.to(device), persistent=False)
-        self.register_buffer("step_load_E", torch.zeros(config.num_experts + 1, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("penalty_E", None if penalty_E is None else penalty_E.to(device),
+                             persistent=False)
+        self.register_buffer("step_load_E",
+                             torch.zeros(config.num_experts + 1, dtype=torch.int64, device=device),
+                             persistent=False)
         self.make_parameters(dtype, device)
         self.reset_parameters()
 
@@ -56,12 +68,17 @@ class Router(nn.Module):
         for name in self.loss_names:
             losses.get(name)
             if name in ("load_importance", "noisy_load") and name not in self.own_losses:
-                raise ValueError(f"losses.{name} cannot be used with this router ({type(self).__name__}): must be 0; noisy_load belongs to router "
-                                 "noisy_topk, load_importance to routers that add router.noise")
+                raise ValueError(
+                    f"losses.{name} cannot be used with this router ({type(self).__name__}): must "
+                    "be 0; noisy_load belongs to router "
+                    "noisy_topk, load_importance to routers that add router.noise")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         # half() and bfloat16() are for parameters: biases that move by 0.001 would stand still
-        kept = {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer.is_floating_point()}
+        kept = {
+            name: buffer for name, buffer in self.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        }
         super()._apply(fn, recurse)
         for name, before in kept.items():
             setattr(self, name, before.to(getattr(self, name).device))
@@ -69,14 +86,16 @@ class Router(nn.Module):
 
     def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters; here one linear map without bias, `weight_ED`."""
-        self.weight_ED = nn.Parameter(torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
+        self.weight_ED = nn.Parameter(
+            torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
         """Xavier uniform, as a linear map from D to E."""
         if hasattr(self, "weight_ED"):
             xavier_(self.weight_ED)
 
-    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
+    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
+                info: TokenInfo | None = None) -> Routing:
         """Route tokens.
 
         Args:
@@ -85,12 +104,14 @@ class Router(nn.Module):
             top_k: experts a token for this call; None: the configured number.
             info: what else is known of the tokens; see `needs`.
         Raises:
-            ValueError: top_k outside 1..E, or other than the router's fixed number; something of `needs` is missing.
+            ValueError: top_k outside 1..E, or other than the router's fixed number; something of
+                `needs` is missing.
         """
         k = self._number(top_k)
         info = info or TokenInfo()
         self._check_info(info)
-        if mask_T is not None:  # padding may hold anything, also NaN, which no factor of 0 takes out of a sum
+        # padding may hold anything, also NaN, which no factor of 0 takes out of a sum
+        if mask_T is not None:
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         real_T = mask_T if mask_T is not None else x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -103,26 +124,37 @@ class Router(nn.Module):
     def _number(self, top_k: int | None) -> int:
         if self.fixed_k is not None:
             if top_k not in (None, self.fixed_k):
-                raise ValueError(f"top_k={top_k} is out of bounds: must be {self.fixed_k} with {type(self).__name__}; pass None or use router topk")
+                raise ValueError(
+                    f"top_k={top_k} is out of bounds: must be {self.fixed_k} with "
+                    f"{type(self).__name__}; pass None or use router topk"
+                )
             return self.fixed_k
         k = self.config.top_k if top_k is None else top_k
         if not 1 <= k <= self.num_experts:
-            raise ValueError(f"top_k={k} is out of bounds: must be in 1..num_experts={self.num_experts}; pass another top_k")
+            raise ValueError(
+                f"top_k={k} is out of bounds: must be in 1..num_experts={self.num_experts}; pass "
+                "another top_k"
+            )
         return k
 
     def _check_info(self, info: TokenInfo) -> None:
         if "token_ids" in self.needs and info.token_ids_T is None:
-            raise ValueError(f"token_ids_T=None does not fit {type(self).__name__}: must be the vocabulary index of each token; "
-                             "pass info=TokenInfo(token_ids_T=...) to the layer")
+            raise ValueError(
+                f"token_ids_T=None does not fit {type(self).__name__}: must be the vocabulary "
+                "index of each token; "
+                "pass info=TokenInfo(token_ids_T=...) to the layer")
         if "sequences" in self.needs and info.sequence_T is None:
-            raise ValueError("sequence_T=None does not fit losses.sequence: must be the sequence of each token; "
-                             "pass info=TokenInfo(sequence_T=..., sequences=...) to the layer")
+            raise ValueError(
+                "sequence_T=None does not fit losses.sequence: must be the sequence of each token; "
+                "pass info=TokenInfo(sequence_T=..., sequences=...) to the layer")
 
     def logits(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(logits_TE without noise, with noise), in float32 or float64."""
-        clean_TE = self.clean_logits(self.jittered(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))))
+        clean_TE = self.clean_logits(
+            self.jittered(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))))
         scale = self.noise_scale()
-        return (clean_TE, clean_TE + torch.randn_like(clean_TE) * scale) if scale else (clean_TE, clean_TE)
+        return (clean_TE, clean_TE + torch.randn_like(clean_TE) * scale) if scale else (clean_TE,
+                                                                                        clean_TE)
 
     def clean_logits(self, x_TD: Tensor) -> Tensor:
         """Score of each expert before noise; x_TD is float32 or float64."""
@@ -141,16 +173,20 @@ class Router(nn.Module):
         """Divided by their sum over the choices, where settings say so."""
         if weights_TK.shape[1] == 1 or self.config.normalize != "before_drop":
             return weights_TK
-        return weights_TK / weights_TK.sum(1, keepdim=True).clamp(min=torch.finfo(weights_TK.dtype).eps)
+        return weights_TK / weights_TK.sum(
+            1, keepdim=True).clamp(min=torch.finfo(weights_TK.dtype).eps)
 
-    def seen(self, chosen_TK: Tensor, mask_T: Tensor, info: TokenInfo, *, logits_TE: Tensor, probs_TE: Tensor, clean_probs_TE: Tensor | None = None,
-             **more: Any) -> LossInputs:
+    def seen(self, chosen_TK: Tensor, mask_T: Tensor, info: TokenInfo, *, logits_TE: Tensor,
+             probs_TE: Tensor, clean_probs_TE: Tensor | None = None, **more: Any) -> LossInputs:
         """What the losses see of a call."""
         step_load_E = None
-        if "global_batch" in self.loss_names:  # recorded, because a recomputation must see the same load
+        # recorded, because a recomputation must see the same load
+        if "global_batch" in self.loss_names:
             step_load_E = replayed(self, lambda: self._count_step(chosen_TK, mask_T))
-        return LossInputs(logits_TE, probs_TE, probs_TE if clean_probs_TE is None else clean_probs_TE, chosen_TK, mask_T, self.noise_scale(),
-                          self.loss_comm, sequence_T=info.sequence_T, sequences=info.sequences, penalty_E=self.penalty_E,
+        return LossInputs(logits_TE, probs_TE,
+                          probs_TE if clean_probs_TE is None else clean_probs_TE, chosen_TK, mask_T,
+                          self.noise_scale(), self.loss_comm, sequence_T=info.sequence_T,
+                          sequences=info.sequences, penalty_E=self.penalty_E,
                           step_load_E=step_load_E, **more)
 
     def _count_step(self, chosen_TK: Tensor, mask_T: Tensor) -> Tensor:
@@ -163,19 +199,27 @@ class Router(nn.Module):
             self.step_load_E = total_E
         return total_E
 
-    def finish(self, seen: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor, passthrough_T: Tensor | None = None) -> Routing:
-        """The `Routing`: padding tokens go nowhere, weights are scaled, losses and entropy computed."""
+    def finish(self, seen: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor,
+               passthrough_T: Tensor | None = None) -> Routing:
+        """The `Routing`: padding tokens go nowhere, weights are scaled, losses and entropy
+        computed.
+        """
         ids_TK = ids_TK.masked_fill(~seen.mask_T[:, None], -1)
-        return Routing(
-            ids_TK=ids_TK, weights_TK=weights_TK * self.config.scaling * (ids_TK >= 0), priority_T=priority_T,
-            losses=self.losses_of(seen), entropy=seen.entropy(),
-            tokens=seen.mask_T.sum(), passthrough_T=None if passthrough_T is None else passthrough_T * seen.mask_T,
-        )
+        return Routing(ids_TK=ids_TK, weights_TK=weights_TK * self.config.scaling * (ids_TK >= 0),
+                       priority_T=priority_T, losses=self.losses_of(seen), entropy=seen.entropy(),
+                       tokens=seen.mask_T.sum(),
+                       passthrough_T=None if passthrough_T is None else passthrough_T * seen.mask_T,
+                       )
 
     def losses_of(self, seen: LossInputs) -> dict[str, Tensor]:
-        """The configured losses of a call; those that are defined by a noise only where there is one."""
+        """The configured losses of a call; those that are defined by a noise only where there is
+        one.
+        """
         noisy = seen.noise or seen.margin_TE is not None
-        return {name: losses.get(name)(seen) for name in self.loss_names if noisy or name not in self.only_noisy}
+        return {
+            name: losses.get(name)(seen) for name in self.loss_names
+            if noisy or name not in self.only_noisy
+        }
 
     def finish_step(self) -> None:
         """After an optimizer step, on all ranks; see `moe_plugin.routing.finish_step`."""
@@ -183,10 +227,12 @@ class Router(nn.Module):
 
 
 def finish_step(model: nn.Module) -> None:
-    """Tell all routers of a model that an optimizer step is over: biases and temperatures move, counts start anew.
+    """Tell all routers of a model that an optimizer step is over: biases and temperatures move,
+    counts start anew.
 
-    Collective where a router's state depends on all ranks (sigmoid_bias): every rank calls it, once after each step of the optimizer, not
-    once a micro-batch. The hosts do so; a training loop of one's own must, where it uses sigmoid_bias, dense_to_sparse or global_batch.
+    Collective where a router's state depends on all ranks (sigmoid_bias): every rank calls it, once
+    after each step of the optimizer, not once a micro-batch. The hosts do so; a training loop of
+    one's own must, where it uses sigmoid_bias, dense_to_sparse or global_batch.
     """
     for module in model.modules():
         done = getattr(module, "finish_step", None)

@@ -19,13 +19,16 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("base")
 class BASERouter(Router):
-    """Balanced assignment of largest total x . c_e; the output is a * expert(x) + (1 - a) * x with a = sigmoid(x . c_e).
+    """Balanced assignment of largest total x . c_e; the output is a * expert(x) + (1 - a) * x with
+    a = sigmoid(x . c_e).
 
-    In training each rank deals its tokens out to all ranks at random, so that no problem holds only tokens that lie close together;
-    every rank assigns those it got, each expert the same number, and the answers travel back. What travels is the scores [E] of a token
-    and one number back, not the token twice, as a token's output does not depend on where it was assigned. Two exchanges, and one of
-    sizes, in every training call. Otherwise the nearest expert is taken, unbalanced, as in the original. Centroids c_e start orthogonal
-    with gain 0.1. Source: BASE layers (Lewis et al. 2021).
+    In training each rank deals its tokens out to all ranks at random, so that no problem holds only
+    tokens that lie close together; every rank assigns those it got, each expert the same number,
+    and the answers travel back. What travels is the scores [E] of a token and one number back, not
+    the token twice, as a token's output does not depend on where it was assigned. Two exchanges,
+    and one of sizes, in every training call. Otherwise the nearest expert is taken, unbalanced, as
+    in the original. Centroids c_e start orthogonal with gain 0.1. Source: BASE layers (Lewis et al.
+    2021).
     """
 
     fixed_k = 1
@@ -39,7 +42,9 @@ class BASERouter(Router):
     def reset_parameters(self) -> None:
         """Orthogonal, gain 0.1."""
         with torch.no_grad():
-            self.weight_ED.copy_(nn.init.orthogonal_(torch.empty(self.weight_ED.shape, dtype=torch.float32), gain=0.1))
+            self.weight_ED.copy_(
+                nn.init.orthogonal_(torch.empty(self.weight_ED.shape, dtype=torch.float32),
+                                    gain=0.1))
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """One expert a token, and the weight of the token itself."""
@@ -47,9 +52,11 @@ class BASERouter(Router):
         chosen_T1 = replayed(self, lambda: self._choose(logits_TE.detach(), mask_T))
         alpha_T1 = torch.sigmoid(logits_TE.gather(1, chosen_T1))
         probs_TE, scaling = F.softmax(logits_TE, dim=1), self.config.scaling
-        seen = self.seen(chosen_T1, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-                         clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
-        return self.finish(seen, chosen_T1, alpha_T1, probs_TE.detach().amax(1), (1 - alpha_T1[:, 0]) * scaling)
+        seen = self.seen(
+            chosen_T1, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
+            clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
+        return self.finish(seen, chosen_T1, alpha_T1,
+                           probs_TE.detach().amax(1), (1 - alpha_T1[:, 0]) * scaling)
 
     def _choose(self, scores_TE: Tensor, mask_T: Tensor) -> Tensor:
         if not self.training:
@@ -60,15 +67,20 @@ class BASERouter(Router):
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
-    """Experts of this rank's tokens, int64 [T], assigned in balance where chance sent each token. Collective.
+    """Experts of this rank's tokens, int64 [T], assigned in balance where chance sent each token.
+    Collective.
 
-    Rank i's tokens, shuffled, go to the ranks in turn from rank i on, so that ranks get numbers that differ by at most the number of ranks.
+    Rank i's tokens, shuffled, go to the ranks in turn from rank i on, so that ranks get numbers
+    that differ by at most the number of ranks.
     """
     tokens, size = scores_TE.shape[0], comm.size
     order_T = torch.randperm(tokens, device=scores_TE.device)
     send = [tokens // size + ((peer - comm.rank) % size < tokens % size) for peer in range(size)]
     counts_W = comm.all_gather(torch.tensor([tokens], device=scores_TE.device)).tolist()
-    recv = [count // size + ((comm.rank - peer) % size < count % size) for peer, count in enumerate(counts_W)]
+    recv = [
+        count // size + ((comm.rank - peer) % size < count % size)
+        for peer, count in enumerate(counts_W)
+    ]
     got_NE = comm.all_to_all(scores_TE[order_T].contiguous(), send, recv)
     assigned_N = balanced_assignment(got_NE).to(scores_TE.device)
     back_T = comm.all_to_all(assigned_N, recv, send)

@@ -18,14 +18,17 @@ START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
 
 @routers.register("cosine")
 class CosineRouter(TopKRouter):
-    """logits = exp(min(temperature, log 100)) * cos(P x + b, a_e): tokens and experts compared in `cosine_dim` dimensions.
+    """logits = exp(min(temperature, log 100)) * cos(P x + b, a_e): tokens and experts compared in
+    `cosine_dim` dimensions.
 
-    P, b, the experts' directions a_e and the temperature (from log 2) are learned. All else as router topk. Source: Tutel (Hwang et al.
-    2022), cosine gate; Chi et al. 2022.
+    P, b, the experts' directions a_e and the temperature (from log 2) are learned. All else as
+    router topk. Source: Tutel (Hwang et al. 2022), cosine gate; Chi et al. 2022.
     """
 
     def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Projection with bias, directions, temperature; a host's own initialisation does not touch them (`own_init`)."""
+        """Projection with bias, directions, temperature; a host's own initialisation does not touch
+        them (`own_init`).
+        """
         where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
         self.project_PD = nn.Parameter(torch.empty(width, self.model_dim, **where))
         self.project_P = nn.Parameter(torch.empty(width, **where))
@@ -44,6 +47,7 @@ class CosineRouter(TopKRouter):
 
     def clean_logits(self, x_TD: Tensor) -> Tensor:
         """Scaled cosines."""
-        x_TP = F.normalize(F.linear(x_TD, self.project_PD.to(x_TD.dtype), self.project_P.to(x_TD.dtype)), dim=1)
+        x_TP = F.normalize(
+            F.linear(x_TD, self.project_PD.to(x_TD.dtype), self.project_P.to(x_TD.dtype)), dim=1)
         direction_EP = F.normalize(self.direction_EP.to(x_TD.dtype), dim=1)
         return F.linear(x_TP, direction_EP) * self.temperature.to(x_TD.dtype).clamp(max=MOST).exp()

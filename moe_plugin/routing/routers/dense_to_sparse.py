@@ -17,11 +17,13 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("dense_to_sparse")
 class DenseToSparseRouter(Router):
-    """p = softmax((logits + Gumbel noise) / t); every expert with p >= threshold is visited, the best one always, with weight p.
+    """p = softmax((logits + Gumbel noise) / t); every expert with p >= threshold is visited, the
+    best one always, with weight p.
 
-    t falls geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer steps; the step is saved with the weights.
-    No noise outside training. Choices are sorted by p; `top_k` bounds nothing: a token has up to E choices. Source: EvoMoE (Nie et al.
-    2021), dense-to-sparse gate.
+    t falls geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer
+    steps; the step is saved with the weights. No noise outside training. Choices are sorted by p;
+    `top_k` bounds nothing: a token has up to E choices. Source: EvoMoE (Nie et al. 2021),
+    dense-to-sparse gate.
     """
 
     own_losses = frozenset()
@@ -43,7 +45,8 @@ class DenseToSparseRouter(Router):
         noisy_TE = logits_TE
         if self.training:
             # recorded with the choice, because the weights depend on it
-            noisy_TE = logits_TE + replayed(self, lambda: -torch.empty_like(logits_TE).exponential_().log())
+            noisy_TE = logits_TE + replayed(
+                self, lambda: -torch.empty_like(logits_TE).exponential_().log())
         probs_TE = F.softmax(noisy_TE / self.temperature().to(noisy_TE.dtype), dim=1)
         ids_TE = replayed(self, lambda: self._choose(probs_TE.detach()))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)

@@ -14,11 +14,13 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("expert_choice")
 class ExpertChoiceRouter(Router):
-    """Each expert takes the ceil(n k / E) of this rank's n real tokens that score highest for it, with weight p = softmax over experts.
+    """Each expert takes the ceil(n k / E) of this rank's n real tokens that score highest for it,
+    with weight p = softmax over experts.
 
-    Balanced by construction; a token has between 0 and E experts, `top_k` on average. Equal scores go to the earlier token. An expert
-    sees all tokens of a call before it picks: do not use it where a token must not know of later ones (language models generate with
-    other choices than they were trained with). Source: Zhou et al. 2022.
+    Balanced by construction; a token has between 0 and E experts, `top_k` on average. Equal scores
+    go to the earlier token. An expert sees all tokens of a call before it picks: do not use it
+    where a token must not know of later ones (language models generate with other choices than they
+    were trained with). Source: Zhou et al. 2022.
     """
 
     own_losses = frozenset()
@@ -29,17 +31,21 @@ class ExpertChoiceRouter(Router):
         probs_TE = F.softmax(logits_TE, dim=1)
         ids_TE = replayed(self, lambda: self._choose(probs_TE.detach(), mask_T, k))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
-        seen = self.seen(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-                         clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
+        seen = self.seen(
+            ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
+            clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
         return self.finish(seen, ids_TE, weights_TE, first_choice_priority(probs_TE))
 
     def _choose(self, probs_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
         tokens = mask_T.shape[0]
-        # the number of real tokens stays on the device: rank of each token for each expert, compared with it
-        order_TE = torch.sort(probs_TE.masked_fill(~mask_T[:, None], -1.0), dim=0, descending=True, stable=True).indices
+        # the number of real tokens stays on the device: rank of each token for each expert,
+        # compared with it
+        order_TE = torch.sort(probs_TE.masked_fill(~mask_T[:, None], -1.0), dim=0, descending=True,
+                              stable=True).indices
         place_T1 = torch.arange(tokens, device=mask_T.device)[:, None]
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(order_TE))
-        taken_TE = (rank_TE < (mask_T.sum() * k + self.num_experts - 1) // self.num_experts) & mask_T[:, None]
+        taken_TE = (rank_TE < (mask_T.sum() * k + self.num_experts - 1) //
+                    self.num_experts) & mask_T[:, None]
         picked_TE = probs_TE.masked_fill(~taken_TE, -1.0)
         value_TE, ids_TE = torch.sort(picked_TE, dim=1, descending=True, stable=True)
         return ids_TE.masked_fill(value_TE < 0, -1)

@@ -16,10 +16,11 @@ from moe_plugin.routing.selection import best_groups, check_groups, group_member
 
 @routers.register("group_limited")
 class GroupLimitedRouter(TopKRouter):
-    """The `group_top_k` best of `groups` groups of consecutive experts, then the k best experts in them.
+    """The `group_top_k` best of `groups` groups of consecutive experts, then the k best experts in
+    them.
 
-    A group is worth the sum of its best max(1, k // group_top_k) scores. Source: DeepSeek-V2 and V3 (2024), node-limited routing; for
-    V3's form use router sigmoid_bias with groups.
+    A group is worth the sum of its best max(1, k // group_top_k) scores. Source: DeepSeek-V2 and V3
+    (2024), node-limited routing; for V3's form use router sigmoid_bias with groups.
     """
 
     second_expert_policy = "all"
@@ -31,7 +32,8 @@ class GroupLimitedRouter(TopKRouter):
 
     def _check(self, k: int) -> None:
         if self.groups_needed or self.config.groups:
-            check_groups(self.config.groups, self.num_experts, k, self.config.group_top_k, self.config.name)
+            check_groups(self.config.groups, self.num_experts, k, self.config.group_top_k,
+                         self.config.name)
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """See `TopKRouter.route`."""

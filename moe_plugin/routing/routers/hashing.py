@@ -19,10 +19,12 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("hash")
 class HashRouter(Router):
-    """Each vocabulary index has its expert, with weight 1; nothing is learned. Needs the token ids of a call.
+    """Each vocabulary index has its expert, with weight 1; nothing is learned. Needs the token ids
+    of a call.
 
-    The table (`table_V`, int64) is random, balanced by frequency, or read from a file (`router.hash`); it is saved with the weights.
-    Losses see the choice as a distribution: they measure the balance and have no gradient. Source: Hash layers (Roller et al. 2021).
+    The table (`table_V`, int64) is random, balanced by frequency, or read from a file
+    (`router.hash`); it is saved with the weights. Losses see the choice as a distribution: they
+    measure the balance and have no gradient. Source: Hash layers (Roller et al. 2021).
     """
 
     fixed_k = 1
@@ -31,7 +33,9 @@ class HashRouter(Router):
 
     def __init__(self, config: MoEConfig, **where: Any) -> None:
         super().__init__(config, **where)
-        self.register_buffer("table_V", make_table(config.router.hash, config.num_experts).to(where.get("device")))
+        self.register_buffer(
+            "table_V",
+            make_table(config.router.hash, config.num_experts).to(where.get("device")))
 
     def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
         """None."""
@@ -40,13 +44,18 @@ class HashRouter(Router):
         """Look up."""
         assert info.token_ids_T is not None
         if info.token_ids_T.shape != mask_T.shape:
-            raise ValueError(f"token_ids_T of shape {tuple(info.token_ids_T.shape)} does not fit: must be {tuple(mask_T.shape)}, one for each token")
+            raise ValueError(
+                f"token_ids_T of shape {tuple(info.token_ids_T.shape)} does not fit: must be "
+                f"{tuple(mask_T.shape)}, one for each token"
+            )
         # recorded, because a host may have handed over other tokens by the time of a recomputation
         chosen_T1 = replayed(self, lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)))
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         probs_TE = F.one_hot(chosen_T1[:, 0], self.num_experts).to(dtype)
-        seen = self.seen(chosen_T1, mask_T, info, logits_TE=torch.zeros_like(probs_TE), probs_TE=probs_TE)
-        return self.finish(seen, chosen_T1, torch.ones_like(chosen_T1, dtype=dtype), probs_TE[:, 0] * 0)
+        seen = self.seen(chosen_T1, mask_T, info, logits_TE=torch.zeros_like(probs_TE),
+                         probs_TE=probs_TE)
+        return self.finish(seen, chosen_T1, torch.ones_like(chosen_T1, dtype=dtype),
+                           probs_TE[:, 0] * 0)
 
     def _look_up(self, ids_T: Tensor) -> Tensor:
         self._check_range(ids_T)
@@ -54,34 +63,50 @@ class HashRouter(Router):
 
     def _check_range(self, ids_T: Tensor) -> None:
         size = self.table_V.numel()
-        if not ids_T.is_cuda and ids_T.numel() and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < size:  # on GPU indexing itself complains
-            raise ValueError(f"token ids {int(ids_T.min())}..{int(ids_T.max())} are out of bounds: must be in 0..{size - 1}; "
-                             "set router.hash.vocabulary to the size of the vocabulary")
+        # on GPU indexing itself complains
+        if not ids_T.is_cuda and ids_T.numel() and not 0 <= int(ids_T.min()) <= int(
+                ids_T.max()) < size:
+            raise ValueError(
+                f"token ids {int(ids_T.min())}..{int(ids_T.max())} are out of bounds: must be in "
+                f"0..{size - 1}; "
+                "set router.hash.vocabulary to the size of the vocabulary")
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
-    """The table, int64 [V], by the settings `router.hash`. `ValueError`: it cannot be made or names experts that do not exist."""
+    """The table, int64 [V], by the settings `router.hash`. `ValueError`: it cannot be made or names
+    experts that do not exist.
+    """
     listed_V = None if config.path is None else _read(config.path)
     vocabulary = config.vocabulary or (0 if listed_V is None else listed_V.numel())
     if vocabulary < 1 or (listed_V is not None and listed_V.numel() != vocabulary):
-        raise ValueError(f"router.hash.vocabulary={config.vocabulary} does not fit: must be the size of the vocabulary"
-                         + ("" if listed_V is None else f" and of {config.path!r} with {listed_V.numel()} entries") + "; set it")
+        raise ValueError(
+            f"router.hash.vocabulary={config.vocabulary} does not fit: must be the size of the "
+            "vocabulary"
+            +
+            ("" if listed_V is None else f" and of {config.path!r} with {listed_V.numel()} entries"
+             ) + "; set it")
     g = torch.Generator().manual_seed(config.seed)
     if config.kind == "random":
         return torch.randint(experts, (vocabulary,), generator=g)
     if config.kind == "balanced":
-        return balanced_table(torch.ones(vocabulary, dtype=torch.int64) if listed_V is None else listed_V, experts, g)
+        return balanced_table(
+            torch.ones(vocabulary, dtype=torch.int64) if listed_V is None else listed_V, experts, g)
     assert listed_V is not None
     if not 0 <= int(listed_V.min()) <= int(listed_V.max()) < experts:
-        raise ValueError(f"table {config.path!r} names experts {int(listed_V.min())}..{int(listed_V.max())}: must be in 0..{experts - 1}; "
-                         "make it for this number of experts")
+        raise ValueError(
+            f"table {config.path!r} names experts {int(listed_V.min())}..{int(listed_V.max())}: "
+            f"must be in 0..{experts - 1}; "
+            "make it for this number of experts")
     return listed_V
 
 
-def balanced_table(counts_V: Tensor, experts: int, generator: torch.Generator | None = None) -> Tensor:
-    """Tokens by falling frequency, each to the expert that has the least so far (then the fewest tokens, then the lower index).
+def balanced_table(counts_V: Tensor, experts: int,
+                   generator: torch.Generator | None = None) -> Tensor:
+    """Tokens by falling frequency, each to the expert that has the least so far (then the fewest
+    tokens, then the lower index).
 
-    Equal frequencies: every expert gets floor or ceil of V / E tokens. Among equally frequent tokens the order is random.
+    Equal frequencies: every expert gets floor or ceil of V / E tokens. Among equally frequent
+    tokens the order is random.
     """
     import heapq
 
@@ -98,6 +123,10 @@ def balanced_table(counts_V: Tensor, experts: int, generator: torch.Generator | 
 
 def _read(path: str) -> Tensor:
     try:
-        return torch.tensor([int(word) for word in Path(path).read_text(encoding="utf-8").split()], dtype=torch.int64)
+        return torch.tensor([int(word) for word in Path(path).read_text(encoding="utf-8").split()],
+                            dtype=torch.int64)
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"router.hash.path={path!r} cannot be read: {error}; give a text file of one integer a token id") from error
+        raise ValueError(
+            f"router.hash.path={path!r} cannot be read: {error}; give a text file of one integer a "
+            "token id"
+        ) from error

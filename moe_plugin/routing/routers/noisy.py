@@ -17,10 +17,11 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("noisy_topk")
 class NoisyTopKRouter(Router):
-    """H = W x + N(0, 1) * softplus(V x) in training; softmax over the k largest H alone. V starts at zero.
+    """H = W x + N(0, 1) * softplus(V x) in training; softmax over the k largest H alone. V starts
+    at zero.
 
-    Balanced by losses `importance` and `noisy_load` (both CV^2). `router.noise` does not count here. Source: Shazeer et al. 2017, eqs. 3
-    to 5.
+    Balanced by losses `importance` and `noisy_load` (both CV^2). `router.noise` does not count
+    here. Source: Shazeer et al. 2017, eqs. 3 to 5.
     """
 
     own_losses = frozenset({"noisy_load"})
@@ -28,7 +29,8 @@ class NoisyTopKRouter(Router):
     def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
         """W, and V for the noise."""
         super().make_parameters(dtype, device)
-        self.noise_ED = nn.Parameter(torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
+        self.noise_ED = nn.Parameter(
+            torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
         self.noise_ED.own_init = True  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
@@ -52,16 +54,22 @@ class NoisyTopKRouter(Router):
         chosen_TK = replayed(self, lambda: top_k_stable(noisy_TE.detach(), k))
         weights_TK = F.softmax(noisy_TE.gather(1, chosen_TK), dim=1)
         probs_TE = torch.zeros_like(clean_TE).scatter(1, chosen_TK, weights_TK)
-        margin_TE = None if deviation_TE is None else _margin(clean_TE, noisy_TE, deviation_TE, chosen_TK, k)
-        seen = self.seen(chosen_TK, mask_T, info, logits_TE=noisy_TE, probs_TE=probs_TE, margin_TE=margin_TE)
+        margin_TE = None if deviation_TE is None else _margin(clean_TE, noisy_TE, deviation_TE,
+                                                              chosen_TK, k)
+        seen = self.seen(chosen_TK, mask_T, info, logits_TE=noisy_TE, probs_TE=probs_TE,
+                         margin_TE=margin_TE)
         return self.finish(seen, chosen_TK, weights_TK, weights_TK.detach()[:, 0])
 
 
-def _margin(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor, chosen_TK: Tensor, k: int) -> Tensor:
-    """(clean - k-th largest noisy logit of the other experts) / deviation; with k = E every expert is always in."""
+def _margin(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor, chosen_TK: Tensor,
+            k: int) -> Tensor:
+    """(clean - k-th largest noisy logit of the other experts) / deviation; with k = E every expert
+    is always in.
+    """
     if k == noisy_TE.shape[1]:
         return torch.full_like(clean_TE, float("inf")) + 0 * clean_TE
-    # among the others the k-th largest is the (k+1)-th of all for those chosen, the k-th of all for the rest
+    # among the others the k-th largest is the (k+1)-th of all for those chosen, the k-th of all for
+    # the rest
     top_TK = noisy_TE.gather(1, top_k_stable(noisy_TE.detach(), k + 1))
     inside_TE = torch.zeros_like(noisy_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
     threshold_TE = torch.where(inside_TE, top_TK[:, k : k + 1], top_TK[:, k - 1 : k])

@@ -17,28 +17,36 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("ktop1")
 class PrototypeRouter(Router):
-    """k prototypes of E/k consecutive experts; softmax and top-1 inside each; weights are the probabilities, undivided.
+    """k prototypes of E/k consecutive experts; softmax and top-1 inside each; weights are the
+    probabilities, undivided.
 
-    Losses are computed for each prototype by itself, as a router of E/k experts, and averaged. Source: M6-T (Yang et al. 2021).
+    Losses are computed for each prototype by itself, as a router of E/k experts, and averaged.
+    Source: M6-T (Yang et al. 2021).
     """
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """Choice i is the best expert of prototype i."""
         experts = self.num_experts
         if experts % k:
-            raise ValueError(f"router.top_k={k} does not fit num_experts={experts}: ktop1 needs a divisor; use "
-                             f"{max(d for d in range(1, k + 1) if experts % d == 0)}")
+            raise ValueError(
+                f"router.top_k={k} does not fit num_experts={experts}: ktop1 needs a divisor; use "
+                f"{max(d for d in range(1, k + 1) if experts % d == 0)}")
         clean_TE, logits_TE = self.logits(x_TD)
         tokens, width = x_TD.shape[0], experts // k
-        scores_NP = F.softmax(logits_TE.reshape(-1, width), dim=1)  # N = T * k, token by token; P = E / k
+        # N = T * k, token by token; P = E / k
+        scores_NP = F.softmax(logits_TE.reshape(-1, width), dim=1)
         first_K = self._first(k, width, logits_TE)
-        chosen_TK = replayed(self, lambda: top_k_stable(scores_NP.detach(), 1).view(tokens, k) + first_K)
+        chosen_TK = replayed(self,
+                             lambda: top_k_stable(scores_NP.detach(), 1).view(tokens, k) + first_K)
         weights_TK = scores_NP.gather(1, (chosen_TK - first_K).reshape(-1, 1)).view(tokens, k)
-        clean_NP = F.softmax(clean_TE.reshape(-1, width), dim=1) if self.noise_scale() else scores_NP
+        clean_NP = F.softmax(clean_TE.reshape(-1, width),
+                             dim=1) if self.noise_scale() else scores_NP
         # a distribution over all experts: each prototype has 1/k of it
-        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=scores_NP.reshape(tokens, experts) / k,
+        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE,
+                         probs_TE=scores_NP.reshape(tokens, experts) / k,
                          clean_probs_TE=clean_NP.reshape(tokens, experts) / k)
-        return self.finish(seen, chosen_TK, weights_TK, first_choice_priority(scores_NP.view(tokens, experts)))
+        return self.finish(seen, chosen_TK, weights_TK,
+                           first_choice_priority(scores_NP.view(tokens, experts)))
 
     def _first(self, k: int, width: int, like: Tensor) -> Tensor:
         return like.new_tensor([i * width for i in range(k)]).long()
@@ -47,7 +55,10 @@ class PrototypeRouter(Router):
         """The mean over prototypes of each loss."""
         k = seen.ids_TK.shape[1]
         parts = [super(PrototypeRouter, self).losses_of(_part(seen, i, k)) for i in range(k)]
-        return {name: sum((part[name] for part in parts), value * 0) / k for name, value in parts[0].items()}
+        return {
+            name: sum((part[name] for part in parts), value * 0) / k
+            for name, value in parts[0].items()
+        }
 
 
 def _part(seen: LossInputs, index: int, k: int) -> LossInputs:
@@ -57,8 +68,9 @@ def _part(seen: LossInputs, index: int, k: int) -> LossInputs:
     load_E = seen.step_load_E
     penalty_E = seen.penalty_E
     return replace(
-        seen, logits_TE=seen.logits_TE[:, here], probs_TE=seen.probs_TE[:, here] * k, clean_probs_TE=seen.clean_probs_TE[:, here] * k,
-        ids_TK=seen.ids_TK[:, index : index + 1] - index * width,
+        seen, logits_TE=seen.logits_TE[:, here], probs_TE=seen.probs_TE[:, here] * k,
+        clean_probs_TE=seen.clean_probs_TE[:, here] * k,
+        ids_TK=seen.ids_TK[:, index:index + 1] - index * width,
         penalty_E=None if penalty_E is None else penalty_E[here] / penalty_E[here].mean(),
         step_load_E=None if load_E is None else F.pad(load_E[here], (0, 1)),
     )

@@ -15,10 +15,12 @@ from moe_plugin.routing.selection import best_groups, check_groups, group_member
 
 @routers.register("sam")
 class SAMRouter(TopKRouter):
-    """The group of largest total probability, then the k likeliest experts in it: a token visits one group (a node, say).
+    """The group of largest total probability, then the k likeliest experts in it: a token visits
+    one group (a node, say).
 
-    `router.groups` groups of consecutive experts. Loss `sam_alignment` pulls the k likeliest experts into the chosen group. Source: HetuMoE
-    (Nie et al. 2022), Switch-and-Mixture gate; hierarchical top-k.
+    `router.groups` groups of consecutive experts. Loss `sam_alignment` pulls the k likeliest
+    experts into the chosen group. Source: HetuMoE (Nie et al. 2022), Switch-and-Mixture gate;
+    hierarchical top-k.
     """
 
     second_expert_policy = "all"

@@ -18,11 +18,13 @@ from moe_plugin.routing.routers.topk import shares
 class SigmoidBiasRouter(GroupLimitedRouter):
     """Sigmoid scores s; the k largest s + b are chosen, s alone weighs; b moves against the load.
 
-    After each step b_e += bias_rate * sign(mean load - load_e), load_e: choices of expert e by all data-parallel ranks since the last
-    step. With `router.groups` the choice is group-limited. Source: Wang et al. 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
+    After each step b_e += bias_rate * sign(mean load - load_e), load_e: choices of expert e by all
+    data-parallel ranks since the last step. With `router.groups` the choice is group-limited.
+    Source: Wang et al. 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
-    The bias is a float32 buffer (`bias_E`, saved with the weights) whatever dtype the layer is cast to. Counting happens where a choice is
-    made, so that a recomputation does not count; the one collective is in `finish_step`.
+    The bias is a float32 buffer (`bias_E`, saved with the weights) whatever dtype the layer is cast
+    to. Counting happens where a choice is made, so that a recomputation does not count; the one
+    collective is in `finish_step`.
     """
 
     groups_needed = False
@@ -30,8 +32,11 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     def __init__(self, config: MoEConfig, **where: Any) -> None:
         super().__init__(config, **where)
         device = where.get("device")
-        self.register_buffer("bias_E", torch.zeros(self.num_experts, dtype=torch.float32, device=device))
-        self.register_buffer("load_E", torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("bias_E",
+                             torch.zeros(self.num_experts, dtype=torch.float32, device=device))
+        self.register_buffer("load_E",
+                             torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device),
+                             persistent=False)
 
     def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
         chosen_TK = self.limited(scores_TE.detach() + self.bias_E.to(scores_TE.dtype), k)
@@ -47,8 +52,10 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         return shares(scores_TE)
 
     def finish_step(self) -> None:
-        """Move the biases by the load of all ranks, and count anew. Collective over `batch_comm`."""
+        """Move the biases by the load of all ranks, and count anew. Collective over `batch_comm`.
+        """
         super().finish_step()
         load_E = (self.batch_comm or self.comm).all_reduce(self.load_E)[:-1].double()
-        self.bias_E = self.bias_E + self.config.bias_rate * torch.sign(load_E.mean() - load_E).to(self.bias_E.dtype)
+        self.bias_E = self.bias_E + self.config.bias_rate * torch.sign(load_E.mean() - load_E).to(
+            self.bias_E.dtype)
         self.load_E = torch.zeros_like(self.load_E)

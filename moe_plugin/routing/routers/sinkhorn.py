@@ -17,11 +17,12 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("sinkhorn")
 class SinkhornRouter(Router):
-    """In training the k largest entries of the balanced plan of exp(logits) are chosen; outside it the k largest scores.
+    """In training the k largest entries of the balanced plan of exp(logits) are chosen; outside it
+    the k largest scores.
 
-    Plan: rows (tokens) and columns (experts) scaled in turn, `sinkhorn_rounds` times, over this rank's real tokens. Weights: sigmoid of
-    the logit for k = 1, softmax over all experts for k > 1, not divided by their sum. Source: Clark et al. 2022 (S-BASE); weights as in
-    Megatron-core.
+    Plan: rows (tokens) and columns (experts) scaled in turn, `sinkhorn_rounds` times, over this
+    rank's real tokens. Weights: sigmoid of the logit for k = 1, softmax over all experts for k > 1,
+    not divided by their sum. Source: Clark et al. 2022 (S-BASE); weights as in Megatron-core.
     """
 
     own_losses = frozenset()
@@ -31,19 +32,26 @@ class SinkhornRouter(Router):
         clean_TE, logits_TE = self.logits(x_TD)
         probs_TE = F.softmax(logits_TE, dim=1)
         scores_TE = torch.sigmoid(logits_TE) if k == 1 else probs_TE
-        chosen_TK = replayed(self, lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k))
-        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-                         clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
-        return self.finish(seen, chosen_TK, scores_TE.gather(1, chosen_TK), first_choice_priority(probs_TE))
+        chosen_TK = replayed(
+            self, lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k))
+        seen = self.seen(
+            chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
+            clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
+        return self.finish(seen, chosen_TK, scores_TE.gather(1, chosen_TK),
+                           first_choice_priority(probs_TE))
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
-        return top_k_stable(log_plan(logits_TE, mask_T, self.config.sinkhorn_rounds) if self.training else scores_TE, k)
+        return top_k_stable(
+            log_plan(logits_TE, mask_T, self.config.sinkhorn_rounds)
+            if self.training else scores_TE, k)
 
 
 def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
-    """Logarithm of the plan whose columns sum to 1/E and whose rows (real tokens) tend to 1/S; [T, E]. Without gradient.
+    """Logarithm of the plan whose columns sum to 1/E and whose rows (real tokens) tend to 1/S; [T,
+    E]. Without gradient.
 
-    In logarithms, so that no logit is too large; a fixed number of rounds, so that nothing waits for the device.
+    In logarithms, so that no logit is too large; a fixed number of rounds, so that nothing waits
+    for the device.
     """
     tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)
     plan_TE = torch.where(mask_T[:, None], logits_TE, torch.zeros_like(logits_TE))

@@ -8,7 +8,8 @@ from moe_plugin.routing.routers.topk import TopKRouter
 
 @routers.register("switch")
 class SwitchRouter(TopKRouter):
-    """The likeliest expert alone, weighed by its probability; `router.input_jitter` multiplies the input, as in the paper.
+    """The likeliest expert alone, weighed by its probability; `router.input_jitter` multiplies the
+    input, as in the paper.
 
     Source: Switch Transformer (Fedus et al. 2021).
     """

@@ -17,19 +17,23 @@ from moe_plugin.routing.routers.topk import TopKRouter
 
 @routers.register("ta_moe")
 class TAMoERouter(TopKRouter):
-    """Top-k with pairwise capacities: at most ceil(pair_capacity * k S c_ie) of rank i's choices go to expert e.
+    """Top-k with pairwise capacities: at most ceil(pair_capacity * k S c_ie) of rank i's choices go
+    to expert e.
 
-    c_ie: topology-aware shares by the link costs (`router.links`), S: real tokens of this rank. Choices past a capacity are dropped
-    (first choices first, then token by token); `pair_capacity: 0` drops none. Give the loss `ta_moe` a weight, so that the router learns
-    the shares; that loss works with every router. Source: TA-MoE (Chen et al. 2022).
+    c_ie: topology-aware shares by the link costs (`router.links`), S: real tokens of this rank.
+    Choices past a capacity are dropped (first choices first, then token by token);
+    `pair_capacity: 0` drops none. Give the loss `ta_moe` a weight, so that the router learns the
+    shares; that loss works with every router. Source: TA-MoE (Chen et al. 2022).
     """
 
     def __init__(self, config: MoEConfig, **where: Any) -> None:
         super().__init__(config, **where)
-        shares_E = expert_shares(link_costs(config, self.comm), self.comm.rank, self.num_experts, config.parallel.shards)
+        shares_E = expert_shares(link_costs(config, self.comm), self.comm.rank, self.num_experts,
+                                 config.parallel.shards)
         self.register_buffer("shares_E", shares_E.to(where.get("device")), persistent=False)
 
-    def finish(self, seen: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor, passthrough_T: Tensor | None = None) -> Routing:
+    def finish(self, seen: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor,
+               passthrough_T: Tensor | None = None) -> Routing:
         """As `Router.finish`, after choices past a pairwise capacity are taken out."""
         factor = self.config.links.pair_capacity
         if factor:

@@ -20,15 +20,18 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 class TopKRouter(Router):
     """Linear scores, the k largest chosen; ties go to the lower expert index.
 
-    Follows section "router" of Tutel (Hwang et al. 2022): noise of `noise / E` on the logits, scores divided by their
-    sum over the chosen (clamped away from zero) before capacity drops anything.
+    Follows section "router" of Tutel (Hwang et al. 2022): noise of `noise / E` on the logits,
+    scores divided by their sum over the chosen (clamped away from zero) before capacity drops
+    anything.
     """
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """Scores, choice, weights, policy, losses."""
         if self.training and self.second_expert_policy != "all" and k != 2:
-            raise ValueError(f"top_k={k} is out of bounds: must be 2 in training with router.second_expert_policy={self.second_expert_policy!r}; "
-                             "pass None, or set the policy to 'all'")
+            raise ValueError(
+                f"top_k={k} is out of bounds: must be 2 in training with "
+                f"router.second_expert_policy={self.second_expert_policy!r}; "
+                "pass None, or set the policy to 'all'")
         clean_TE, logits_TE = self.logits(x_TD)
         if self._one_pass():
             return self._route_in_one_pass(logits_TE, mask_T, k, info)
@@ -37,17 +40,25 @@ class TopKRouter(Router):
         weights_TK = self._weigh(scores_TE, chosen_TK)
         ids_TK = self._policy(chosen_TK, weights_TK)
         probs_TE = self._distribution(scores_TE)
-        clean_probs_TE = self._distribution(self._scores(clean_TE)) if self.noise_scale() else probs_TE
-        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE, clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
-        return self.finish(seen, ids_TK, self.normalized(weights_TK), first_choice_priority(scores_TE))
+        clean_probs_TE = self._distribution(
+            self._scores(clean_TE)) if self.noise_scale() else probs_TE
+        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
+                         clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
+        return self.finish(seen, ids_TK, self.normalized(weights_TK),
+                           first_choice_priority(scores_TE))
 
     def _one_pass(self) -> bool:
-        """Plain softmax routing, and losses that need no score of every token: then one kernel does all."""
-        plain = type(self) is TopKRouter and self.config.score == "softmax" and not self.noise_scale()
+        """Plain softmax routing, and losses that need no score of every token: then one kernel does
+        all.
+        """
+        plain = type(
+            self) is TopKRouter and self.config.score == "softmax" and not self.noise_scale()
         losses = set(self.loss_names) - self.only_noisy
-        return plain and not (self.training and self.second_expert_policy != "all") and losses <= FUSED and not torch.compiler.is_compiling()
+        return plain and not (self.training and self.second_expert_policy
+                              != "all") and losses <= FUSED and not torch.compiler.is_compiling()
 
-    def _route_in_one_pass(self, logits_TE: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
+    def _route_in_one_pass(self, logits_TE: Tensor, mask_T: Tensor, k: int,
+                           info: TokenInfo) -> Routing:
         normalize, made = k > 1 and self.config.normalize == "before_drop", []
 
         def choose() -> Tensor:
@@ -57,8 +68,10 @@ class TopKRouter(Router):
         chosen_TK = replayed(self, choose)
         routed = made[0] if made else route(logits_TE, mask_T, k, normalize, chosen_TK)
         seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=logits_TE.detach())
-        seen = FusedLossInputs(**{f.name: getattr(seen, f.name) for f in dataclasses.fields(seen)}, routed=routed)
-        best_T = logits_TE.detach().amax(1) if logits_TE.numel() else logits_TE.new_zeros(logits_TE.shape[0])
+        seen = FusedLossInputs(**{f.name: getattr(seen, f.name) for f in dataclasses.fields(seen)},
+                               routed=routed)
+        best_T = logits_TE.detach().amax(1) if logits_TE.numel() else logits_TE.new_zeros(
+            logits_TE.shape[0])
         return self.finish(seen, chosen_TK, routed.weights_TK, torch.exp(best_T - routed.lse_T))
 
     def _weigh(self, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
@@ -73,7 +86,8 @@ class TopKRouter(Router):
             return top_k_stable(scores_TE.detach(), k)
         first_T1 = top_k_stable(scores_TE.detach(), 1)
         gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
-        second_T1 = (logits_TE.detach() + gumbel_TE).scatter(1, first_T1, float("-inf")).argmax(1, keepdim=True)
+        second_T1 = (logits_TE.detach() + gumbel_TE).scatter(1, first_T1,
+                                                             float("-inf")).argmax(1, keepdim=True)
         return torch.cat([first_T1, second_T1], dim=1)
 
     @property
@@ -92,11 +106,13 @@ class TopKRouter(Router):
         return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
 
     def _second(self, weights_TK: Tensor) -> Tensor:
-        # a share only where weights are divided before dropping, else the score itself: as fairseq's `moe` branch has it
+        # a share only where weights are divided before dropping, else the score itself: as
+        # fairseq's `moe` branch has it
         return self.normalized(weights_TK)[:, 1]
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        return F.softmax(logits_TE, dim=1) if self.config.score == "softmax" else torch.sigmoid(logits_TE)
+        return F.softmax(logits_TE,
+                         dim=1) if self.config.score == "softmax" else torch.sigmoid(logits_TE)
 
     def _distribution(self, scores_TE: Tensor) -> Tensor:
         return scores_TE if self.config.score == "softmax" else shares(scores_TE)

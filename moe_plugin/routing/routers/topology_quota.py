@@ -16,11 +16,14 @@ from moe_plugin.routing.routers.topk import TopKRouter
 
 @routers.register("topology_quota")
 class TopologyQuotaRouter(TopKRouter):
-    """Top-k, but at most floor(quota * choices) of this rank's choices leave its node; the others take the best expert on it.
+    """Top-k, but at most floor(quota * choices) of this rank's choices leave its node; the others
+    take the best expert on it.
 
-    The choices that may leave are those of highest score (ties: the earlier token). One that may not becomes the token's best expert of
-    the node that it has not chosen already; none where there is no such expert. Which expert is on the node comes from the group's
-    topology (`comm.topology`); on one node it is router topk. Source: FastMoE (He et al. 2021), topology-aware gate.
+    The choices that may leave are those of highest score (ties: the earlier token). One that may
+    not becomes the token's best expert of the node that it has not chosen already; none where there
+    is no such expert. Which expert is on the node comes from the group's topology
+    (`comm.topology`); on one node it is router topk. Source: FastMoE (He et al. 2021),
+    topology-aware gate.
     """
 
     second_expert_policy = "all"
@@ -46,8 +49,10 @@ class TopologyQuotaRouter(TopKRouter):
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
         """The best of the choices that want to leave, as many as the quota has."""
-        order_N = torch.argsort(torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
-        rank_N = torch.empty_like(order_N).index_copy_(0, order_N, torch.arange(order_N.numel(), device=order_N.device))
+        order_N = torch.argsort(
+            torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
+        rank_N = torch.empty_like(order_N).index_copy_(
+            0, order_N, torch.arange(order_N.numel(), device=order_N.device))
         quota = (mask_T.sum() * (self.config.links.quota * value_TK.shape[1])).floor()
         return (rank_N < quota).view_as(leaves_TK)
 
@@ -58,6 +63,7 @@ class TopologyQuotaRouter(TopKRouter):
             home_T1 = top_k_stable(scores_TE.masked_fill(~free_TE, -1.0), 1)
             found_T1 = free_TE.gather(1, home_T1)
             over_T1 = over_TK[:, j : j + 1]
-            kept.append(torch.where(over_T1, torch.where(found_T1, home_T1, -1), chosen_TK[:, j : j + 1]))
+            kept.append(
+                torch.where(over_T1, torch.where(found_T1, home_T1, -1), chosen_TK[:, j:j + 1]))
             free_TE = free_TE.scatter(1, home_T1, free_TE.gather(1, home_T1) & ~over_T1)
         return torch.cat(kept, 1)

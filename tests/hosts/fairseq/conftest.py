@@ -1,4 +1,6 @@
-"""A tiny synthetic corpus through the real `fairseq-preprocess`, and ways to start the real command lines."""
+"""A tiny synthetic corpus through the real `fairseq-preprocess`, and ways to start the real command
+lines.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,16 @@ pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairse
 pytestmark = pytest.mark.fairseq
 
 BIN = Path(sys.executable).parent
-LANGUAGE_MODEL = ("--task language_modeling --arch transformer_lm --decoder-embed-dim 32 --decoder-ffn-embed-dim 64 --decoder-layers 2 "
-                  "--decoder-attention-heads 2 --decoder-input-dim 32 --decoder-output-dim 32 --dropout 0 --optimizer sgd --momentum 0.9 --lr 0.1 "
-                  "--lr-scheduler fixed --tokens-per-sample 32 --batch-size 4 --log-format json --log-interval 1 --no-progress-bar --cpu "
-                  "--num-workers 0 --seed 3 --clip-norm 0.5")
-MOE = "--user-dir moe_plugin --moe-freq 2 --moe-expert-count 4 --criterion moe_cross_entropy --moe-gate-loss-wt 0.01"
+LANGUAGE_MODEL = (
+    "--task language_modeling --arch transformer_lm --decoder-embed-dim 32 --decoder-ffn-embed-dim "
+    "64 --decoder-layers 2 "
+    "--decoder-attention-heads 2 --decoder-input-dim 32 --decoder-output-dim 32 --dropout 0 "
+    "--optimizer sgd --momentum 0.9 --lr 0.1 "
+    "--lr-scheduler fixed --tokens-per-sample 32 --batch-size 4 --log-format json --log-interval 1 "
+    "--no-progress-bar --cpu "
+    "--num-workers 0 --seed 3 --clip-norm 0.5")
+MOE = ("--user-dir moe_plugin --moe-freq 2 --moe-expert-count 4 --criterion moe_cross_entropy "
+       "--moe-gate-loss-wt 0.01")
 DROPLESS = "--moe-dispatch ragged --moe-capacity-factor none --moe-second-expert-policy all"
 
 
@@ -34,7 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Preprocessed data: `lm` for language modelling, `mt` for translation (the target is the source reversed)."""
+    """Preprocessed data: `lm` for language modelling, `mt` for translation (the target is the
+    source reversed).
+    """
 
     lm: Path
     mt: Path
@@ -50,9 +59,14 @@ class Result:
     @property
     def steps(self) -> list[dict[str, float]]:
         """One entry a training step: the numbers of fairseq's log line."""
-        found = [json.loads(m.group(1)) for m in re.finditer(r"train_inner(?: \||\]\[INFO\] -) (\{.*\})", self.log)]
-        # null: a figure that an earlier step had and this one has not (second choices, where a list of routers takes turns)
-        return [{key: float(value) for key, value in entry.items() if value is not None} for entry in found]
+        found = [
+            json.loads(m.group(1))
+            for m in re.finditer(r"train_inner(?: \||\]\[INFO\] -) (\{.*\})", self.log)
+        ]
+        # null: a figure that an earlier step had and this one has not (second choices, where a list
+        # of routers takes turns)
+        return [{key: float(value) for key, value in entry.items() if value is not None}
+                for entry in found]
 
     @property
     def losses(self) -> list[float]:
@@ -69,7 +83,10 @@ class Result:
 
 
 def environment() -> dict[str, str]:
-    quiet = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    quiet = {
+        name: value for name, value in os.environ.items()
+        if name not in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    }
     return {**quiet, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -78,13 +95,18 @@ def command(tool: str, arguments: str, ranks: int = 1) -> list[str]:
     program = tool if tool.endswith(".py") else str(BIN / tool)
     start = [sys.executable] if tool.endswith(".py") else []
     if ranks > 1:
-        start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+        start = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node",
+            str(ranks), "--master_port",
+            str(free_port())
+        ]
     return [*start, program, *arguments.split()]
 
 
 def run(tool: str, arguments: str, ranks: int = 1, cwd: Path | None = None) -> Result:
-    done = subprocess.run(command(tool, arguments, ranks), cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, timeout=240, check=False)
+    done = subprocess.run(command(tool, arguments,
+                                  ranks), cwd=cwd, env=environment(), stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, timeout=240, check=False)
     return Result(done.returncode, done.stdout)
 
 
@@ -108,9 +130,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     for name, size in (("train", 300), ("valid", 40), ("test", 20)):
         sentences = [_sentence(generator) for _ in range(size)]
         (home / f"{name}.src").write_text("\n".join(sentences) + "\n")
-        (home / f"{name}.tgt").write_text("\n".join(" ".join(reversed(s.split())) for s in sentences) + "\n")
-    run("fairseq-preprocess", "--only-source --trainpref train.src --validpref valid.src --testpref test.src --destdir lm", cwd=home).ok()
-    run("fairseq-preprocess", "-s src -t tgt --trainpref train --validpref valid --testpref test --destdir mt --joined-dictionary", cwd=home).ok()
+        (home / f"{name}.tgt").write_text("\n".join(" ".join(reversed(s.split()))
+                                                    for s in sentences) + "\n")
+    run(
+        "fairseq-preprocess",
+        "--only-source --trainpref train.src --validpref valid.src --testpref test.src --destdir "
+        "lm",
+        cwd=home).ok()
+    run(
+        "fairseq-preprocess",
+        "-s src -t tgt --trainpref train --validpref valid --testpref test --destdir mt "
+        "--joined-dictionary",
+        cwd=home).ok()
     return Corpus(home / "lm", home / "mt")
 
 
@@ -128,5 +159,9 @@ def registered() -> None:
 def ep2(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """A 2-rank run of 12 steps, with its checkpoints; several tests read it."""
     home = tmp_path_factory.mktemp("ep2")
-    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --save-interval-updates 4 --save-dir {home}", ranks=2)
+    result = run(
+        "fairseq-train",
+        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --save-interval-updates 4 "
+        f"--save-dir {home}",
+        ranks=2)
     return home, result.ok()

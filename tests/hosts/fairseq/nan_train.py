@@ -1,4 +1,6 @@
-"""`fairseq-train` with a NaN in the gradient of one expert on the last rank: `nan_train.py STEP ARGUMENTS...`."""
+"""`fairseq-train` with a NaN in the gradient of one expert on the last rank:
+`nan_train.py STEP ARGUMENTS...`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from moe_plugin.hosts.fairseq import layers
 
 
 def poison(step: int) -> None:
-    """Every `ExpertFFN` built from now on has a NaN in one expert's gradient at its `step`-th backward pass (from 1)."""
+    """Every `ExpertFFN` built from now on has a NaN in one expert's gradient at its `step`-th
+    backward pass (from 1).
+    """
     original = layers.ExpertFFN.__init__
 
     def init(self: layers.ExpertFFN, settings: layers.LayerSettings) -> None:

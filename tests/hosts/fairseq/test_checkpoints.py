@@ -14,13 +14,26 @@ import pytest
 import torch
 
 from moe_plugin.hosts.fairseq import checkpoint_files as files
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, command, environment, run
+from tests.hosts.fairseq.conftest import (
+    DROPLESS,
+    LANGUAGE_MODEL,
+    MOE,
+    Corpus,
+    Result,
+    command,
+    environment,
+    run,
+)
 
 WANTED = {"num_experts": 4, "world_size": 2, "rank": 0, "expert_parallel_size": 2}
 
 
 def write(path: Path, step: int = 8, **changes: int) -> str:
-    torch.save({files.MANIFEST: {**WANTED, "num_updates": step, **changes}, "model": {"w": torch.zeros(1000)}}, path)
+    torch.save(
+        {
+            files.MANIFEST: {**WANTED, "num_updates": step, **changes},
+            "model": {"w": torch.zeros(1000)}
+        }, path)
     return str(path)
 
 
@@ -71,7 +84,8 @@ def test_ranks_without_a_common_step_are_refused() -> None:
     ({"expert_parallel_size": 1}, "--moe-expert-parallel-size 1"),
     ({"rank": 1}, "belongs to rank 1"),
 ])
-def test_files_of_another_run_are_refused(tmp_path: Path, changes: dict[str, int], words: str) -> None:
+def test_files_of_another_run_are_refused(tmp_path: Path, changes: dict[str, int],
+                                          words: str) -> None:
     path = write(tmp_path / "checkpoint_last-rank-0.pt", **changes)
     with pytest.raises(ValueError, match=words):
         files.agree(path, WANTED, None)
@@ -95,13 +109,15 @@ def test_copies_are_whole(tmp_path: Path) -> None:
     source = write(tmp_path / "checkpoint1.pt")
     files.copy(source, str(tmp_path / "checkpoint_last.pt"))
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == Path(source).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint1.pt", "checkpoint_last.pt"]
+    assert sorted(path.name
+                  for path in tmp_path.iterdir()) == ["checkpoint1.pt", "checkpoint_last.pt"]
 
 
 def kill_at_step(arguments: str, step: int) -> str:
     """Start 2 ranks, SIGKILL all of them when the log shows the step; returns the log."""
-    process = subprocess.Popen(command("fairseq-train", arguments, ranks=2), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, start_new_session=True)
+    process = subprocess.Popen(command("fairseq-train", arguments,
+                                       ranks=2), env=environment(), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
     log = []
     assert process.stdout is not None
     try:
@@ -115,7 +131,9 @@ def kill_at_step(arguments: str, step: int) -> str:
 
 
 def _kill_family(process: subprocess.Popen) -> None:
-    """torchrun starts each rank in a session of its own: find them by their parent before killing any."""
+    """torchrun starts each rank in a session of its own: find them by their parent before killing
+    any.
+    """
     import psutil
 
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
@@ -129,8 +147,10 @@ def _kill_family(process: subprocess.Popen) -> None:
 
 
 @pytest.mark.distributed
-def test_killed_run_resumes_with_the_same_losses(corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
-    arguments = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --save-interval-updates 2 --save-dir {tmp_path}"
+def test_killed_run_resumes_with_the_same_losses(corpus: Corpus, ep2: tuple[Path, Result],
+                                                 tmp_path: Path) -> None:
+    arguments = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 "
+                 f"--save-interval-updates 2 --save-dir {tmp_path}")
     step = random.SystemRandom().randint(5, 11)
     kill_at_step(arguments, step)
     resumed = run("fairseq-train", arguments, ranks=2).ok()
@@ -154,45 +174,67 @@ def test_every_rank_has_its_own_experts(ep2: tuple[Path, Result]) -> None:
     assert first.shape[0] == second.shape[0] == 2
     assert not torch.equal(first, second)
     shared = "decoder.embed_tokens.weight"
-    torch.testing.assert_close(states[0]["model"][shared], states[1]["model"][shared], rtol=0, atol=0)
+    torch.testing.assert_close(states[0]["model"][shared], states[1]["model"][shared], rtol=0,
+                               atol=0)
 
 
 @pytest.mark.distributed
-def test_validate_eval_lm_and_generate_read_the_rank_files(corpus: Corpus, ep2: tuple[Path, Result]) -> None:
+def test_validate_eval_lm_and_generate_read_the_rank_files(corpus: Corpus,
+                                                           ep2: tuple[Path, Result]) -> None:
     home, trained = ep2
     common = f"{corpus.lm} --user-dir moe_plugin --cpu --path {home / 'checkpoint_last.pt'}"
     validated = run("fairseq-validate", f"{common} --task language_modeling --batch-size 4").ok()
     last = re.findall(r'"valid_inner_loss": "([\d.]+)"', trained.log)[-1]
-    assert float(re.findall(r"inner_loss ([\d.]+)", validated.log)[-1]) == pytest.approx(float(last), abs=2e-3)
-    scored = run("fairseq-eval-lm", f"{common} --is-moe --gen-subset valid --tokens-per-sample 32 --batch-size 4").ok()
-    assert float(re.findall(r"Loss \(base 2\): ([\d.]+)", scored.log)[-1]) == pytest.approx(float(last), abs=2e-3)
-    generated = run("fairseq-generate", f"{common} --task language_modeling --gen-subset test --tokens-per-sample 32 --sample-break-mode eos "
-                                        "--beam 2 --max-len-b 8 --batch-size 4").ok()
+    assert float(re.findall(r"inner_loss ([\d.]+)",
+                            validated.log)[-1]) == pytest.approx(float(last), abs=2e-3)
+    scored = run(
+        "fairseq-eval-lm",
+        f"{common} --is-moe --gen-subset valid --tokens-per-sample 32 --batch-size 4").ok()
+    assert float(re.findall(r"Loss \(base 2\): ([\d.]+)",
+                            scored.log)[-1]) == pytest.approx(float(last), abs=2e-3)
+    generated = run(
+        "fairseq-generate",
+        f"{common} --task language_modeling --gen-subset test --tokens-per-sample 32 "
+        "--sample-break-mode eos "
+        "--beam 2 --max-len-b 8 --batch-size 4").ok()
     assert len(re.findall(r"^H-\d+\t", generated.log, re.MULTILINE)) == 20
 
 
 @pytest.mark.distributed
-def test_resume_with_another_world_or_a_damaged_file_is_refused(corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
+def test_resume_with_another_world_or_a_damaged_file_is_refused(corpus: Corpus, ep2: tuple[Path,
+                                                                                           Result],
+                                                                tmp_path: Path) -> None:
     shutil.copytree(ep2[0], tmp_path, dirs_exist_ok=True)
-    arguments = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 14 --save-dir {tmp_path}"
+    arguments = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 14 --save-dir "
+                 f"{tmp_path}")
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     run("fairseq-train", arguments).failed_with("world_size=2", "world_size=1")
     damaged = tmp_path / "checkpoint_last-rank-1.pt"
     before.pop(damaged.name)
     damaged.write_bytes(damaged.read_bytes()[:-1000])
-    run("fairseq-train", arguments, ranks=2).failed_with("checkpoint_last-rank-1.pt", "truncated or damaged")
-    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path != damaged}
+    run("fairseq-train", arguments, ranks=2).failed_with("checkpoint_last-rank-1.pt",
+                                                         "truncated or damaged")
+    assert before == {
+        path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path != damaged
+    }
 
 
 @pytest.mark.distributed
 def test_translation_model_trains_and_translates(corpus: Corpus, tmp_path: Path) -> None:
-    flags = ("--task translation -s src -t tgt --arch transformer_tiny --dropout 0 --optimizer adam --lr 0.005 --lr-scheduler fixed --batch-size 16 "
-             "--max-update 12 --log-format json --log-interval 1 --no-progress-bar --cpu --num-workers 0 --seed 3 --user-dir moe_plugin "
-             "--criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1 --moe-gate-loss-wt 0.01 --moe-expert-count 4 "
-             "--encoder-moe-freq 2 --decoder-moe-freq 2 --use-moe-pad-mask")
+    flags = (
+        "--task translation -s src -t tgt --arch transformer_tiny --dropout 0 --optimizer adam "
+        "--lr 0.005 --lr-scheduler fixed --batch-size 16 "
+        "--max-update 12 --log-format json --log-interval 1 --no-progress-bar --cpu --num-workers "
+        "0 --seed 3 --user-dir moe_plugin "
+        "--criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1 --moe-gate-loss-wt "
+        "0.01 --moe-expert-count 4 "
+        "--encoder-moe-freq 2 --decoder-moe-freq 2 --use-moe-pad-mask")
     trained = run("fairseq-train", f"{corpus.mt} {flags} --save-dir {tmp_path}", ranks=2).ok()
     assert trained.losses[-1] < trained.losses[0] - 0.5
-    translated = run("fairseq-generate", f"{corpus.mt} --user-dir moe_plugin --cpu --path {tmp_path / 'checkpoint_last.pt'} --beam 2 --max-len-b 20 "
-                                         "--batch-size 8").ok()
+    translated = run(
+        "fairseq-generate",
+        f"{corpus.mt} --user-dir moe_plugin --cpu --path {tmp_path / 'checkpoint_last.pt'} --beam "
+        "2 --max-len-b 20 "
+        "--batch-size 8").ok()
     assert len(re.findall(r"^D-\d+\t", translated.log, re.MULTILINE)) == 20
     assert "BLEU4" in translated.log

@@ -1,4 +1,5 @@
-"""Stock fairseq runs on today's Python, torch, numpy and hydra, and its shims stay inside fairseq."""
+"""Stock fairseq runs on today's Python, torch, numpy and hydra, and its shims stay inside fairseq.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +17,35 @@ from tests.hosts.fairseq.conftest import LANGUAGE_MODEL, Corpus, environment, ru
 
 
 def test_stock_training_needs_no_user_dir(corpus: Corpus, tmp_path: Path) -> None:
-    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 8 --save-dir {tmp_path}").ok()
+    result = run(
+        "fairseq-train",
+        f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 8 --save-dir "
+        f"{tmp_path}"
+    ).ok()
     assert len(result.losses) == 8
     assert result.losses[-1] < result.losses[0] - 0.2
 
 
 @pytest.mark.distributed
 def test_spawned_processes_train_and_validate(corpus: Corpus, tmp_path: Path) -> None:
-    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 4 --save-dir {tmp_path} "
-                                  "--distributed-world-size 2").ok()
+    result = run(
+        "fairseq-train",
+        f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 4 --save-dir "
+        f"{tmp_path} "
+        "--distributed-world-size 2").ok()
     assert len(result.losses) == 4
     assert result.steps[0]["wpb"] == 256  # 2 ranks x 4 sentences x 32 tokens
     # one batch holds the whole set: the second rank has no data
-    validated = run("fairseq-validate", f"{corpus.lm} --task language_modeling --path {tmp_path / 'checkpoint_last.pt'} --cpu --batch-size 40 "
-                                        "--distributed-world-size 2").ok()
-    alone = run("fairseq-validate", f"{corpus.lm} --task language_modeling --path {tmp_path / 'checkpoint_last.pt'} --cpu --batch-size 40").ok()
+    validated = run(
+        "fairseq-validate",
+        f"{corpus.lm} --task language_modeling --path {tmp_path / 'checkpoint_last.pt'} --cpu "
+        "--batch-size 40 "
+        "--distributed-world-size 2").ok()
+    alone = run(
+        "fairseq-validate",
+        f"{corpus.lm} --task language_modeling --path {tmp_path / 'checkpoint_last.pt'} --cpu "
+        "--batch-size 40"
+    ).ok()
     assert _valid_loss(validated.log) == pytest.approx(_valid_loss(alone.log), abs=2e-3)
 
 
@@ -60,15 +75,20 @@ def test_settings_are_composed_beside_an_application_of_a_newer_hydra() -> None:
 
     with initialize(version_base="1.3", config_path=None):
         compose(overrides=["+a=1"])
-    arguments = ["data", "--task", "language_modeling", "--arch", "transformer_lm", "--max-update", "7"]
-    config = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), arguments))
+    arguments = [
+        "data", "--task", "language_modeling", "--arch", "transformer_lm", "--max-update", "7"
+    ]
+    config = convert_namespace_to_omegaconf(
+        options.parse_args_and_arch(options.get_training_parser(), arguments))
     assert config.optimization.max_update == 7
     assert str(version.getbase()) == "1.3"
 
 
 def test_interpreter_start_imports_nothing_heavy() -> None:
-    code = "import sys; print(sorted({'torch', 'numpy', 'fairseq', 'moe_plugin'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    code = ("import sys; print(sorted({'torch', 'numpy', 'fairseq', 'moe_plugin'} & "
+            "set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True,
+                          text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -9,7 +9,10 @@ import pytest
 import torch
 from fairseq import metrics
 
-from moe_plugin.hosts.fairseq.criterion import MoECrossEntropyCriterion, MoELabelSmoothedCrossEntropyCriterion
+from moe_plugin.hosts.fairseq.criterion import (
+    MoECrossEntropyCriterion,
+    MoELabelSmoothedCrossEntropyCriterion,
+)
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
 from moe_plugin.records import LayerStats
@@ -18,7 +21,10 @@ from tests.hosts.fairseq.small import language_model, task, tokens
 
 def sample() -> dict[str, Any]:
     ids = tokens()
-    return {"net_input": {"src_tokens": ids}, "target": ids, "ntokens": ids.numel(), "nsentences": 3, "id": torch.arange(3)}
+    return {
+        "net_input": {"src_tokens": ids}, "target": ids, "ntokens": ids.numel(), "nsentences": 3,
+        "id": torch.arange(3)
+    }
 
 
 def criterion(**settings: Any) -> MoECrossEntropyCriterion:
@@ -32,13 +38,15 @@ def inner_and_gates() -> tuple[float, list[float]]:
     return float(inner), [float(layer.gate_loss) for layer in moe_layers(model)]
 
 
-@pytest.mark.parametrize(("combine", "transform"), [("average", "none"), ("sum", "none"), ("average", "neg_log"), ("sum", "neg_log")])
+@pytest.mark.parametrize(("combine", "transform"), [("average", "none"), ("sum", "none"),
+                                                    ("average", "neg_log"), ("sum", "neg_log")])
 def test_gate_loss_is_added_once_per_token(combine: str, transform: str) -> None:
     model = language_model(decoder_layers=2, moe_freq=1, moe_second_expert_policy="all").eval()
     inner, gates = inner_and_gates()
     gate = sum(gates) / (2 if combine == "average" else 1)
     gate = -math.log(gate) if transform == "neg_log" else gate
-    loss, size, logged = criterion(moe_gate_loss_wt=0.3, moe_gate_loss_combine_method=combine, moe_gate_loss_transform=transform)(model, sample())
+    loss, size, logged = criterion(moe_gate_loss_wt=0.3, moe_gate_loss_combine_method=combine,
+                                   moe_gate_loss_transform=transform)(model, sample())
     assert size == 24
     assert float(loss) == pytest.approx(inner + 0.3 * gate * 24, rel=1e-5)
     assert float(logged["inner_loss"]) == pytest.approx(inner, rel=1e-5)
@@ -64,7 +72,8 @@ def test_negative_weight_is_refused() -> None:
 
 def _gradients(given_up: bool) -> list[torch.Tensor]:
     model = language_model(checkpoint_activations=True, moe_second_expert_policy="sampling").train()
-    if given_up:  # as when memory runs out between forward and backward: fairseq goes on with the next batch
+    # as when memory runs out between forward and backward: fairseq goes on with the next batch
+    if given_up:
         criterion()(model, sample())
     torch.manual_seed(3)
     criterion()(model, sample())[0].backward()
@@ -72,30 +81,37 @@ def _gradients(given_up: bool) -> list[torch.Tensor]:
 
 
 def test_a_step_that_was_given_up_leaves_no_routing_behind() -> None:
-    torch.testing.assert_close(_gradients(given_up=True), _gradients(given_up=False), rtol=0, atol=0)
+    torch.testing.assert_close(_gradients(given_up=True), _gradients(given_up=False), rtol=0,
+                               atol=0)
 
 
 @pytest.mark.parametrize("smoothed", [False, True])
 def test_log_line_holds_the_branch_names(smoothed: bool) -> None:
-    made = MoELabelSmoothedCrossEntropyCriterion(task(), False, 0.1, moe_gate_loss_wt=0.1) if smoothed else criterion(moe_gate_loss_wt=0.1)
+    made = MoELabelSmoothedCrossEntropyCriterion(
+        task(), False, 0.1, moe_gate_loss_wt=0.1) if smoothed else criterion(moe_gate_loss_wt=0.1)
     _, _, logged = made(language_model(), sample())
     with metrics.aggregate(new_root=True) as seen:
         type(made).reduce_metrics([logged, logged])
     line = seen.get_smoothed_values()
-    for name in ("loss", "inner_loss", "moe_gate_loss", "overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_balance_top",
-                 "expert1_balance_bottom", "unused_expert1_count", "expert2_balance_top", "unused_expert2_count", "ppl"):
+    for name in ("loss", "inner_loss", "moe_gate_loss", "overflow_expert1", "overflow_expert2",
+                 "entropy_gating", "expert1_balance_top", "expert1_balance_bottom",
+                 "unused_expert1_count", "expert2_balance_top", "unused_expert2_count", "ppl"):
         assert name in line
-    assert line["loss"] == pytest.approx(line["inner_loss"] + 0.1 * line["moe_gate_loss"] / math.log(2), abs=2e-3)
+    assert line["loss"] == pytest.approx(
+        line["inner_loss"] + 0.1 * line["moe_gate_loss"] / math.log(2), abs=2e-3)
     if not smoothed:
         assert line["ppl"] == pytest.approx(2 ** line["inner_loss"], rel=1e-2)
 
 
 def test_metrics_of_a_known_layer() -> None:
-    # 10 tokens, 5 experts: first choices 6 3 1 0 0 of which 4 + 3 + 1 fit, second choices 2 each, all fit
-    stats = LayerStats(load_KE=torch.tensor([[6, 3, 1, 0, 0], [2, 2, 2, 2, 2]]), kept_KE=torch.tensor([[4, 3, 1, 0, 0], [2, 2, 2, 2, 2]]),
+    # 10 tokens, 5 experts: first choices 6 3 1 0 0 of which 4 + 3 + 1 fit, second choices 2 each,
+    # all fit
+    stats = LayerStats(load_KE=torch.tensor([[6, 3, 1, 0, 0], [2, 2, 2, 2, 2]]),
+                       kept_KE=torch.tensor([[4, 3, 1, 0, 0], [2, 2, 2, 2, 2]]),
                        entropy=torch.tensor(1.5), tokens=torch.tensor(10), losses={})
     seen = {key: float(value) for key, value in stats_metrics(stats).items()}
     assert seen == {
-        "entropy_gating": 1.5, "overflow_expert1": 20.0, "expert1_balance_top": 60.0, "expert1_balance_bottom": 0.0, "unused_expert1_count": 2.0,
-        "overflow_expert2": 0.0, "expert2_balance_top": 20.0, "expert2_balance_bottom": 20.0, "unused_expert2_count": 0.0,
+        "entropy_gating": 1.5, "overflow_expert1": 20.0, "expert1_balance_top": 60.0,
+        "expert1_balance_bottom": 0.0, "unused_expert1_count": 2.0, "overflow_expert2": 0.0,
+        "expert2_balance_top": 20.0, "expert2_balance_bottom": 20.0, "unused_expert2_count": 0.0,
     }

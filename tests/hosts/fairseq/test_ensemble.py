@@ -16,9 +16,11 @@ from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, Corpus, run
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens
 
 SMALL = {
-    "decoder_embed_dim": 16, "decoder_input_dim": 16, "decoder_output_dim": 16, "decoder_ffn_embed_dim": 32, "decoder_layers": 2, "tpu": False,
-    "decoder_attention_heads": 2, "dropout": 0.0, "max_target_positions": 32, "tokens_per_sample": 32, "moe_freq": 2, "moe_expert_count": 4,
-    "add_bos_token": False, "ensemble_heads": 3, "share_decoder_input_output_embed": True,
+    "decoder_embed_dim": 16, "decoder_input_dim": 16, "decoder_output_dim": 16,
+    "decoder_ffn_embed_dim": 32, "decoder_layers": 2, "tpu": False, "decoder_attention_heads": 2,
+    "dropout": 0.0, "max_target_positions": 32, "tokens_per_sample": 32, "moe_freq": 2,
+    "moe_expert_count": 4, "add_bos_token": False, "ensemble_heads": 3,
+    "share_decoder_input_output_embed": True,
 }
 
 
@@ -29,7 +31,10 @@ def model() -> MoEEnsembleLanguageModel:
 
 def sample() -> dict:
     ids = tokens(pads=3)
-    return {"net_input": {"src_tokens": ids}, "target": ids, "ntokens": int(ids.ne(dictionary().pad()).sum()), "nsentences": 3, "id": torch.arange(3)}
+    return {
+        "net_input": {"src_tokens": ids}, "target": ids,
+        "ntokens": int(ids.ne(dictionary().pad()).sum()), "nsentences": 3, "id": torch.arange(3)
+    }
 
 
 @pytest.mark.parametrize("unit", ["sentence", "token"])
@@ -43,12 +48,19 @@ def test_the_loss_is_the_confident_oracle_loss_by_sentence_or_token(unit: str) -
     for b in range(3):
         real = [t for t in range(8) if target[b, t] != dictionary().pad()]
         for unit_tokens in ([real] if unit == "sentence" else [[t] for t in real]):
-            ce = [sum(float(F.cross_entropy(logits[b, t, m], target[b, t])) for t in unit_tokens) for m in range(3)]
-            kl = [sum(float(uniform_divergence(logits[b, t, m][None, None])) for t in unit_tokens) for m in range(3)]
+            ce = [
+                sum(float(F.cross_entropy(logits[b, t, m], target[b, t])) for t in unit_tokens)
+                for m in range(3)
+            ]
+            kl = [
+                sum(float(uniform_divergence(logits[b, t, m][None, None])) for t in unit_tokens)
+                for m in range(3)
+            ]
             want += min(ce[m] + 0.75 * (sum(kl) - kl[m]) for m in range(3))
     assert size == 18 and float(loss) == pytest.approx(want + 0.5 * gate * 18, rel=1e-5)
     right = (logits.argmax(-1) == target[..., None]) & target.ne(dictionary().pad())[..., None]
-    assert int(logged["oracle_errors"]) == 18 - int(right.any(-1).sum()) and 0 < int(logged["top1_errors"]) <= 18
+    assert int(logged["oracle_errors"]) == 18 - int(right.any(-1).sum()) and 0 < int(
+        logged["top1_errors"]) <= 18
 
 
 def test_probabilities_are_the_mean_of_the_heads() -> None:
@@ -68,9 +80,16 @@ def test_one_head_is_explained() -> None:
 
 
 def test_trains_from_the_command_line(corpus: Corpus, tmp_path) -> None:
-    arguments = (f"{corpus.lm} {LANGUAGE_MODEL} --user-dir moe_plugin --moe-freq 2 --moe-expert-count 4 {DROPLESS} --criterion moe_confident_oracle "
-                 f"--ensemble-heads 3 --ensemble-hidden 16 --ensemble-sharing 0.7 --oracle-labels stochastic --max-update 12 --save-dir {tmp_path}")
-    result = run("fairseq-train", arguments.replace("--arch transformer_lm", "--arch moe_ensemble_lm")).ok()
+    arguments = (
+        f"{corpus.lm} {LANGUAGE_MODEL} --user-dir moe_plugin --moe-freq 2 --moe-expert-count 4 "
+        f"{DROPLESS} --criterion moe_confident_oracle "
+        "--ensemble-heads 3 --ensemble-hidden 16 --ensemble-sharing 0.7 --oracle-labels "
+        f"stochastic --max-update 12 --save-dir {tmp_path}"
+    )
+    result = run("fairseq-train",
+                 arguments.replace("--arch transformer_lm", "--arch moe_ensemble_lm")).ok()
     losses = result.losses
-    assert len(losses) == 12 and losses[-1] < losses[0] and all(math.isfinite(loss) for loss in losses)
-    assert all(0 <= step["oracle_error"] <= 1 and 0 <= step["top1_error"] <= 1 for step in result.steps)
+    assert len(losses) == 12 and losses[-1] < losses[0] and all(
+        math.isfinite(loss) for loss in losses)
+    assert all(0 <= step["oracle_error"] <= 1 and 0 <= step["top1_error"] <= 1
+               for step in result.steps)

@@ -1,4 +1,6 @@
-"""The models against dense references: exact forward, gradients, padding, recomputation, incremental decoding."""
+"""The models against dense references: exact forward, gradients, padding, recomputation,
+incremental decoding.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ from moe_plugin.hosts.fairseq.layers import expert_parameters, moe_layers
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens, translation_model
 
-DROPLESS = {"moe_dispatch": "ragged", "moe_capacity_factor": "none", "moe_second_expert_policy": "all"}
+DROPLESS = {
+    "moe_dispatch": "ragged", "moe_capacity_factor": "none", "moe_second_expert_policy": "all"
+}
 
 
 def copy_dense_weights(dense: nn.Module, moe: nn.Module) -> None:
-    """Give the single expert of each MoE layer the weights of the dense layer in its place, and share everything else."""
+    """Give the single expert of each MoE layer the weights of the dense layer in its place, and
+    share everything else.
+    """
     state = dict(dense.state_dict())
     target = moe.state_dict()
     for name in target:
@@ -26,17 +32,23 @@ def copy_dense_weights(dense: nn.Module, moe: nn.Module) -> None:
         if ".moe_layer.moe.experts." not in name:
             continue
         layer, parameter = name.split(".moe_layer.moe.experts.")
-        source = {"w_in_LDF": "fc1.weight", "b_in_LF": "fc1.bias", "w_out_LFD": "fc2.weight", "b_out_LD": "fc2.bias"}[parameter]
+        source = {
+            "w_in_LDF": "fc1.weight", "b_in_LF": "fc1.bias", "w_out_LFD": "fc2.weight",
+            "b_out_LD": "fc2.bias"
+        }[parameter]
         value = state[f"{layer}.{source}"]
         target[name] = (value.t() if value.dim() == 2 else value)[None]
     moe.load_state_dict(target)
 
 
-@pytest.mark.parametrize("dispatch", [{"moe_dispatch": "padded", "moe_capacity_factor": "1.0"}, {"moe_dispatch": "ragged", "moe_capacity_factor": "none"}])
+@pytest.mark.parametrize("dispatch", [{"moe_dispatch": "padded", "moe_capacity_factor": "1.0"},
+                                      {"moe_dispatch": "ragged", "moe_capacity_factor": "none"}])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_one_expert_with_room_for_all_is_the_dense_network(dispatch: dict[str, str], activation: str) -> None:
+def test_one_expert_with_room_for_all_is_the_dense_network(dispatch: dict[str, str],
+                                                           activation: str) -> None:
     dense = language_model(moe_freq=0, activation_fn=activation)
-    moe = language_model(moe_expert_count=1, moe_top1_expert=True, activation_fn=activation, **dispatch)
+    moe = language_model(moe_expert_count=1, moe_top1_expert=True, activation_fn=activation,
+                         **dispatch)
     copy_dense_weights(dense, moe)
     ids = tokens(pads=3)
     out_dense, out_moe = dense(ids)[0], moe(ids)[0]
@@ -46,16 +58,21 @@ def test_one_expert_with_room_for_all_is_the_dense_network(dispatch: dict[str, s
         (out[real] ** 2).sum().backward()
     layer = moe.decoder.layers[1].moe_layer.moe.experts
     old = dense.decoder.layers[1]
-    torch.testing.assert_close(layer.w_in_LDF.grad[0].t(), old.fc1.weight.grad, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(layer.w_out_LFD.grad[0].t(), old.fc2.weight.grad, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer.w_in_LDF.grad[0].t(), old.fc1.weight.grad, atol=1e-4,
+                               rtol=1e-4)
+    torch.testing.assert_close(layer.w_out_LFD.grad[0].t(), old.fc2.weight.grad, atol=1e-4,
+                               rtol=1e-4)
     torch.testing.assert_close(layer.b_in_LF.grad[0], old.fc1.bias.grad, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(moe.decoder.embed_tokens.weight.grad, dense.decoder.embed_tokens.weight.grad, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(moe.decoder.embed_tokens.weight.grad,
+                               dense.decoder.embed_tokens.weight.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("layers", "freq", "positions"), [(4, 1, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 3, [2])])
+@pytest.mark.parametrize(("layers", "freq", "positions"), [(4, 1, [0, 1, 2, 3]), (4, 2, [1, 3]),
+                                                           (5, 3, [2])])
 def test_positions_of_moe_layers(layers: int, freq: int, positions: list[int]) -> None:
     model = language_model(decoder_layers=layers, moe_freq=freq)
-    assert [i for i, layer in enumerate(model.decoder.layers) if layer in moe_layers(model)] == positions
+    assert [i for i, layer in enumerate(model.decoder.layers)
+            if layer in moe_layers(model)] == positions
 
 
 def test_padding_is_not_routed() -> None:
@@ -80,7 +97,8 @@ def test_encoder_padding_is_not_routed() -> None:
 @pytest.mark.parametrize("build", [language_model, translation_model])
 def test_recomputed_activations_give_the_same_gradients(build: Any) -> None:
     # noise in routing: only a recorded choice can be repeated
-    plain, recomputed = (build(**DROPLESS, moe_router_noise="4.0", checkpoint_activations=flag) for flag in (False, True))
+    plain, recomputed = (build(**DROPLESS, moe_router_noise="4.0", checkpoint_activations=flag)
+                         for flag in (False, True))
     recomputed.load_state_dict(plain.state_dict())
     for model in (plain, recomputed):
         torch.manual_seed(7)
@@ -93,7 +111,8 @@ def test_recomputed_activations_give_the_same_gradients(build: Any) -> None:
         if wanted[name] is None:
             assert parameter.grad is None, name
         else:
-            torch.testing.assert_close(parameter.grad, wanted[name], atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(parameter.grad, wanted[name], atol=1e-5, rtol=1e-4,
+                                       msg=lambda m, name=name: f"{name}: {m}")
     router = moe_layers(recomputed)[0].moe_layer.moe.router.weight_ED
     assert router.grad.abs().sum() > 0
 
@@ -104,7 +123,10 @@ def test_incremental_decoding_gives_the_same_scores() -> None:
     with torch.no_grad():
         whole = model(ids)[0]
         state: dict[str, Any] = {}
-        steps = [model.decoder(ids[:, : end + 1], incremental_state=state)[0][:, -1] for end in range(ids.shape[1])]
+        steps = [
+            model.decoder(ids[:, :end + 1], incremental_state=state)[0][:, -1]
+            for end in range(ids.shape[1])
+        ]
     torch.testing.assert_close(torch.stack(steps, 1), whole, atol=1e-5, rtol=1e-5)
 
 
@@ -139,8 +161,14 @@ def test_named_sizes_build() -> None:
 
     given = Given()
     ARCH_CONFIG_REGISTRY["moe_lm_tiny"](given)
-    known = {k: v for k, v in vars(given).items() if k in MoELanguageModelConfig.__dataclass_fields__}
-    config = MoELanguageModelConfig(**{**known, "max_target_positions": 32, "tokens_per_sample": 32, "add_bos_token": False, "tpu": False})
+    known = {
+        k: v for k, v in vars(given).items() if k in MoELanguageModelConfig.__dataclass_fields__
+    }
+    config = MoELanguageModelConfig(
+        **{
+            **known, "max_target_positions": 32, "tokens_per_sample": 32, "add_bos_token": False,
+            "tpu": False
+        })
     model = MoETransformerLanguageModel.build_model(config, task())
     assert moe_layers(model)[0].moe_layer.moe.config.num_experts == 8
 
@@ -163,4 +191,5 @@ def test_what_needs_tensor_parallel_ranks_is_refused(settings: dict[str, Any], w
 
     config = from_dict({"model_dim": 8, "num_experts": 4, **settings})
     with pytest.raises(ValueError, match=words):
-        run_simulated(2, lambda comm: ExpertFFN(LayerSettings(config, Groups(comm, 1, 2), True, 1.0, False)))
+        run_simulated(
+            2, lambda comm: ExpertFFN(LayerSettings(config, Groups(comm, 1, 2), True, 1.0, False)))

@@ -23,13 +23,15 @@ class Gate(nn.Module):
 class MOELayer(nn.Module):
     """The branch's interface; its own path must not run."""
 
-    def __init__(self, gate: nn.Module, experts: Any, args: Any, group: Any = None, all2all_group: Any = None) -> None:
+    def __init__(self, gate: nn.Module, experts: Any, args: Any, group: Any = None,
+                 all2all_group: Any = None) -> None:
         raise AssertionError("the native layer was built")
 
 
 @pytest.fixture
 def branch(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    module, user = ModuleType("fairseq.modules.moe"), ModuleType("fairseq.modules.transformer_layer_of_the_branch")
+    module, user = ModuleType("fairseq.modules.moe"), ModuleType(
+        "fairseq.modules.transformer_layer_of_the_branch")
     module.MOELayer = user.MOELayer = MOELayer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, user.__name__, user)
@@ -37,8 +39,12 @@ def branch(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def args(**settings: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"moe_expert_count": 4, "moe_second_expert_policy": "all", "moe_normalize_gate_prob_before_dropping": True,
-                              "moe_capacity_factor": "none", **settings})
+    return SimpleNamespace(
+        **{
+            "moe_expert_count": 4, "moe_second_expert_policy": "all",
+            "moe_normalize_gate_prob_before_dropping": True, "moe_capacity_factor": "none",
+            **settings
+        })
 
 
 def expected(x_TD: Tensor, gate: Gate, experts: nn.ModuleList) -> Tensor:
@@ -55,23 +61,28 @@ def test_stock_fairseq_has_no_native_layer() -> None:
     assert native_module() is None
 
 
-def test_swapped_layer_computes_the_mixture_with_the_given_gate_and_experts(branch: ModuleType) -> None:
+def test_swapped_layer_computes_the_mixture_with_the_given_gate_and_experts(
+        branch: ModuleType) -> None:
     assert native_module() is branch
     swapped = swap_native(branch)
     assert sys.modules["fairseq.modules.transformer_layer_of_the_branch"].MOELayer is swapped
     assert swap_native(branch) is swapped
-    gate, experts = Gate(), nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
+    gate, experts = Gate(), nn.ModuleList(
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
     layer = branch.MOELayer(gate, experts, args())
     assert isinstance(layer, MOELayer)
     x_BTD = torch.randn(2, 5, 8)
     y_BTD, loss = layer(x_BTD)
-    torch.testing.assert_close(y_BTD, expected(x_BTD.view(-1, 8), gate, experts).view(2, 5, 8), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(y_BTD,
+                               expected(x_BTD.view(-1, 8), gate, experts).view(2, 5, 8), atol=1e-5,
+                               rtol=1e-5)
     (y_BTD.square().sum() + loss).backward()
     assert gate.wg.weight.grad.abs().sum() > 0
     assert all(p.grad is not None and p.expert for p in experts.parameters())
     assert min(layer.state_dict()).startswith("experts.0.0.")
     assert "gate.wg.weight" in layer.state_dict()
-    assert {"entropy_gating", "overflow_expert1", "expert2_balance_top", "unused_expert1_count"} <= set(layer.metadata)
+    assert {"entropy_gating", "overflow_expert1", "expert2_balance_top",
+            "unused_expert1_count"} <= set(layer.metadata)
 
 
 def test_padding_is_masked(branch: ModuleType) -> None:

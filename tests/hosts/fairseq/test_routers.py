@@ -1,4 +1,6 @@
-"""Every registered router inside a fairseq model: forward, backward, recomputation, token ids, steps."""
+"""Every registered router inside a fairseq model: forward, backward, recomputation, token ids,
+steps.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def settings_file(home: Path, name: str, **losses: float) -> dict[str, str]:
         router["hash"] = {"vocabulary": len(dictionary())}
     path = home / "moe.yaml"
     path.write_text(yaml.safe_dump({"router": router, "losses": losses or {"switch": 0.01}}))
-    return {"moe_config": str(path), "moe_dispatch": "ragged", "moe_capacity_factor": "none", "moe_second_expert_policy": "all"}
+    return {
+        "moe_config": str(path), "moe_dispatch": "ragged", "moe_capacity_factor": "none",
+        "moe_second_expert_policy": "all"
+    }
 
 
 def gradients(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -54,10 +59,11 @@ def test_token_ids_reach_the_hash_router(tmp_path: Path) -> None:
     out = model(ids)[0]
     [layer] = moe_layers(model)
     table_V = layer.moe_layer.moe.router.table_V
-    assert torch.equal(layer.moe_layer.stats.load_KE[0], torch.bincount(table_V[ids.flatten()], minlength=4))
+    assert torch.equal(layer.moe_layer.stats.load_KE[0],
+                       torch.bincount(table_V[ids.flatten()], minlength=4))
     # incremental decoding hands over all ids so far and computes the last
     state: dict[str, Any] = {}
-    steps = [model.decoder(ids[:, : t + 1], incremental_state=state)[0] for t in range(ids.shape[1])]
+    steps = [model.decoder(ids[:, :t + 1], incremental_state=state)[0] for t in range(ids.shape[1])]
     torch.testing.assert_close(torch.cat(steps, 1), out, rtol=1e-4, atol=1e-5)
 
 
@@ -67,7 +73,8 @@ def test_token_ids_reach_encoder_and_decoder(tmp_path: Path) -> None:
     model(source, torch.full((3,), 7), target)
     for layer, ids in zip(moe_layers(model), (source, target), strict=True):
         real = ids[ids.ne(dictionary().pad())] if ids is source else ids.flatten()
-        assert torch.equal(layer.moe_layer.stats.load_KE[0], torch.bincount(layer.moe_layer.moe.router.table_V[real], minlength=4))
+        assert torch.equal(layer.moe_layer.stats.load_KE[0],
+                           torch.bincount(layer.moe_layer.moe.router.table_V[real], minlength=4))
         assert layer.moe_layer.stats.losses["sequence"].isfinite()
 
 

@@ -1,4 +1,6 @@
-"""Real `fairseq-train` runs: expert parallelism changes no number, a bad gradient skips the step everywhere."""
+"""Real `fairseq-train` runs: expert parallelism changes no number, a bad gradient skips the step
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ NAN_TRAIN = str(Path(__file__).with_name("nan_train.py"))
 def one_rank(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """All experts in one process, twice the batches a step: what two ranks must reproduce."""
     home = tmp_path_factory.mktemp("ep1")
-    return run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --update-freq 2 --max-update 12 --no-save --save-dir {home}").ok()
+    return run(
+        "fairseq-train",
+        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --update-freq 2 --max-update 12 --no-save "
+        f"--save-dir {home}"
+    ).ok()
 
 
 def same_curve(seen: Result, wanted: Result) -> None:
@@ -24,13 +30,16 @@ def same_curve(seen: Result, wanted: Result) -> None:
     for mine, theirs in zip(seen.steps, wanted.steps, strict=True):
         # the log line has three decimals
         for name in ("loss", "inner_loss", "moe_gate_loss", "gnorm"):
-            assert mine[name] == pytest.approx(theirs[name], abs=2.1e-3), (name, mine["num_updates"])
+            assert mine[name] == pytest.approx(theirs[name],
+                                               abs=2.1e-3), (name, mine["num_updates"])
     assert seen.losses[-1] < seen.losses[0] - 0.5
 
 
 @pytest.mark.distributed
-def test_expert_parallel_ranks_give_the_curve_of_one_rank(one_rank: Result, ep2: tuple[Path, Result]) -> None:
-    # clipping is active (gnorm > 0.5): a norm that left experts out, or counted them twice, would move the losses
+def test_expert_parallel_ranks_give_the_curve_of_one_rank(one_rank: Result,
+                                                          ep2: tuple[Path, Result]) -> None:
+    # clipping is active (gnorm > 0.5): a norm that left experts out, or counted them twice, would
+    # move the losses
     assert all(step["gnorm"] > 0.5 for step in one_rank.steps)
     same_curve(ep2[1], one_rank)
 
@@ -41,22 +50,32 @@ def test_expert_parallel_ranks_give_the_curve_of_one_rank(one_rank: Result, ep2:
     "--ddp-backend legacy_ddp --moe-expert-parallel-size 1",
     "--ddp-backend c10d --checkpoint-activations",
 ])
-def test_ddp_backends_replicas_and_recomputation_give_the_same_curve(one_rank: Result, corpus: Corpus, tmp_path: Path, flags: str) -> None:
-    same_curve(run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags} --max-update 12 --no-save --save-dir {tmp_path}",
-                   ranks=2).ok(), one_rank)
+def test_ddp_backends_replicas_and_recomputation_give_the_same_curve(one_rank: Result,
+                                                                     corpus: Corpus, tmp_path: Path,
+                                                                     flags: str) -> None:
+    same_curve(
+        run(
+            "fairseq-train",
+            f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags} --max-update 12 --no-save "
+            f"--save-dir {tmp_path}",
+            ranks=2).ok(), one_rank)
 
 
 @pytest.mark.distributed
 def test_two_copies_of_experts_over_two_ranks_each(corpus: Corpus, tmp_path: Path) -> None:
-    """4 ranks, expert-parallel groups of 2: gradients are summed over both copies, and each expert counts once in the norm."""
-    flags = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --no-save --save-dir {tmp_path}"
+    """4 ranks, expert-parallel groups of 2: gradients are summed over both copies, and each expert
+    counts once in the norm.
+    """
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --no-save --save-dir "
+             f"{tmp_path}")
     alone = run("fairseq-train", f"{flags} --update-freq 4").ok()
     same_curve(run("fairseq-train", f"{flags} --moe-expert-parallel-size 2", ranks=4).ok(), alone)
 
 
 @pytest.mark.distributed
 def test_fewer_experts_than_ranks(corpus: Corpus, tmp_path: Path) -> None:
-    flags = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-expert-count 1 --moe-top1-expert --max-update 6 --no-save".replace(
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-expert-count 1 "
+             "--moe-top1-expert --max-update 6 --no-save").replace(
         "--moe-second-expert-policy all", "")
     alone = run("fairseq-train", f"{flags} --update-freq 2 --save-dir {tmp_path}").ok()
     cut = run("fairseq-train", f"{flags} --save-dir {tmp_path}", ranks=2).ok()
@@ -67,10 +86,15 @@ def test_fewer_experts_than_ranks(corpus: Corpus, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("precision", "words"), [("", "step skipped on all ranks (1 in a row"), ("--fp16", "setting loss scale to: 64.0")])
-def test_nan_in_one_expert_on_one_rank_skips_the_step_on_all(corpus: Corpus, tmp_path: Path, precision: str, words: str) -> None:
-    result = run(NAN_TRAIN, f"3 {corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {precision} --max-update 6 --no-save --save-dir {tmp_path}",
-                 ranks=2).ok()
+@pytest.mark.parametrize(("precision", "words"), [("", "step skipped on all ranks (1 in a row"),
+                                                  ("--fp16", "setting loss scale to: 64.0")])
+def test_nan_in_one_expert_on_one_rank_skips_the_step_on_all(corpus: Corpus, tmp_path: Path,
+                                                             precision: str, words: str) -> None:
+    result = run(
+        NAN_TRAIN,
+        f"3 {corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {precision} --max-update 6 --no-save "
+        f"--save-dir {tmp_path}",
+        ranks=2).ok()
     assert "gradient overflow detected, ignoring gradient" in result.log
     assert words in result.log
     assert [step["num_updates"] for step in result.steps] == [1, 2, 3, 4, 5, 6]
@@ -79,21 +103,31 @@ def test_nan_in_one_expert_on_one_rank_skips_the_step_on_all(corpus: Corpus, tmp
 
 @pytest.mark.distributed
 def test_bf16_trains(corpus: Corpus, tmp_path: Path) -> None:
-    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --bf16 --record-a2a-perf-stats --max-update 8 --no-save --save-dir {tmp_path} "
-                                  f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'} --moe-stats-interval 4", ranks=2).ok()
+    result = run(
+        "fairseq-train",
+        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --bf16 --record-a2a-perf-stats --max-update 8 "
+        f"--no-save --save-dir {tmp_path} "
+        f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'} --moe-stats-interval 4", ranks=2).ok()
     assert result.losses[-1] < result.losses[0] - 0.3
     assert all(step["all_to_all_cpu_time_ms"] > 0 for step in result.steps)
-    assert any(step["overflow_expert2"] > 0 for step in result.steps)  # the branch's capacity drops tokens
+    # the branch's capacity drops tokens
+    assert any(step["overflow_expert2"] > 0 for step in result.steps)
     records = [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [4, 8]
-    assert all(record["layer"] == "decoder.layers.1" and record["calls"] == 8 for record in records)  # 4 steps of 2 ranks
+    # 4 steps of 2 ranks
+    assert all(record["layer"] == "decoder.layers.1" and record["calls"] == 8 for record in records)
 
 
 def test_hydra_yaml_trains(corpus: Corpus, tmp_path: Path) -> None:
     # a relative path: the repository's own may hold blanks
-    result = run("fairseq-hydra-train", f"--config-dir configs/fairseq --config-name moe_lm_tiny task.data={corpus.lm} checkpoint.save_dir={tmp_path} "
-                                        f"hydra.run.dir={tmp_path / 'hydra'} common.cpu=true common.log_interval=1 task.tokens_per_sample=32 "
-                                        "dataset.batch_size=4 optimization.max_update=6 lr_scheduler.warmup_updates=1", cwd=Path(__file__).parents[2]).ok()
+    result = run(
+        "fairseq-hydra-train",
+        f"--config-dir configs/fairseq --config-name moe_lm_tiny task.data={corpus.lm} "
+        f"checkpoint.save_dir={tmp_path} "
+        f"hydra.run.dir={tmp_path / 'hydra'} common.cpu=true common.log_interval=1 "
+        "task.tokens_per_sample=32 "
+        "dataset.batch_size=4 optimization.max_update=6 lr_scheduler.warmup_updates=1",
+        cwd=Path(__file__).parents[2]).ok()
     assert len(result.losses) == 6
     assert result.losses[-1] < result.losses[0]
     assert (tmp_path / "checkpoint_last.pt").exists()
@@ -102,27 +136,45 @@ def test_hydra_yaml_trains(corpus: Corpus, tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_a_launch_script_of_the_branch(corpus: Corpus, tmp_path: Path) -> None:
     """The flags of the branch's own example command, with its dimensions cut down."""
-    script = ("--ddp-backend fully_sharded --checkpoint-activations --task language_modeling --tokens-per-sample 32 --arch transformer_lm_gpt "
-              "--share-decoder-input-output-embed --decoder-layers 2 --decoder-embed-dim 32 --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 "
-              "--moe-expert-count 8 --moe-freq 2 --moe-gating-use-fp32 --moe-second-expert-policy all --moe-normalize-expert-grad sqrt_world_size "
-              "--moe-eval-capacity-token-fraction -1.0 --max-sentences-valid 1 --criterion moe_cross_entropy --moe-gate-loss-wt 0.01 "
-              "--moe-gate-loss-combine-method sum --optimizer adam --clip-norm 0.0 --lr 0.0005 --dropout 0.1 --attention-dropout 0.1 --batch-size 4 "
-              "--update-freq 1 --max-update 3 --disable-validation --log-format json --log-interval 1 --num-workers 0 "
-              "--num-workers-valid 0 --adam-betas (0.9,0.98) --record-a2a-perf-stats --use-moe-pad-mask")
-    result = run("fairseq-train", f"{corpus.lm} {script} --user-dir moe_plugin --cpu --no-save --save-dir {tmp_path}", ranks=2).ok()
-    assert len(result.losses) == 3 and "fully_sharded becomes legacy_ddp" in result.log and "--num-workers-valid has no effect" in result.log
+    script = (
+        "--ddp-backend fully_sharded --checkpoint-activations --task language_modeling "
+        "--tokens-per-sample 32 --arch transformer_lm_gpt "
+        "--share-decoder-input-output-embed --decoder-layers 2 --decoder-embed-dim 32 "
+        "--decoder-ffn-embed-dim 64 --decoder-attention-heads 2 "
+        "--moe-expert-count 8 --moe-freq 2 --moe-gating-use-fp32 --moe-second-expert-policy all "
+        "--moe-normalize-expert-grad sqrt_world_size "
+        "--moe-eval-capacity-token-fraction -1.0 --max-sentences-valid 1 --criterion "
+        "moe_cross_entropy --moe-gate-loss-wt 0.01 "
+        "--moe-gate-loss-combine-method sum --optimizer adam --clip-norm 0.0 --lr 0.0005 --dropout "
+        "0.1 --attention-dropout 0.1 --batch-size 4 "
+        "--update-freq 1 --max-update 3 --disable-validation --log-format json --log-interval 1 "
+        "--num-workers 0 "
+        "--num-workers-valid 0 --adam-betas (0.9,0.98) --record-a2a-perf-stats --use-moe-pad-mask")
+    result = run(
+        "fairseq-train",
+        f"{corpus.lm} {script} --user-dir moe_plugin --cpu --no-save --save-dir {tmp_path}",
+        ranks=2).ok()
+    assert len(
+        result.losses
+    ) == 3 and "fully_sharded becomes legacy_ddp" in result.log and ("--num-workers-valid has no "
+                                                                     "effect") in result.log
 
 
 def test_a_criterion_that_leaves_the_gate_loss_out_is_told(corpus: Corpus, tmp_path: Path) -> None:
-    flags = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --max-update 1 --no-save --disable-validation --save-dir {tmp_path}"
-    result = run("fairseq-train", flags.replace("moe_cross_entropy --moe-gate-loss-wt 0.01", "cross_entropy")).ok()
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --max-update 1 --no-save --disable-validation "
+             f"--save-dir {tmp_path}")
+    result = run("fairseq-train",
+                 flags.replace("moe_cross_entropy --moe-gate-loss-wt 0.01", "cross_entropy")).ok()
     assert "criterion CrossEntropyCriterion does not add the routers' losses" in result.log
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (f"/no/such/data {LANGUAGE_MODEL} {MOE} --max-update 1", ("/no/such/data",)),
-    (f"{{data}} {LANGUAGE_MODEL} {MOE} --moe-top-k 9 --max-update 1", ("router.top_k", "num_experts=4")),
-])
-def test_bad_input_is_named(corpus: Corpus, tmp_path: Path, arguments: str, words: tuple[str, ...]) -> None:
-    run("fairseq-train", f"{arguments.format(data=corpus.lm)} --save-dir {tmp_path}").failed_with(*words)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(f"/no/such/data {LANGUAGE_MODEL} {MOE} --max-update 1", ("/no/such/data",)),
+     (f"{{data}} {LANGUAGE_MODEL} {MOE} --moe-top-k 9 --max-update 1",
+      ("router.top_k", "num_experts=4")),])
+def test_bad_input_is_named(corpus: Corpus, tmp_path: Path, arguments: str,
+                            words: tuple[str, ...]) -> None:
+    run("fairseq-train",
+        f"{arguments.format(data=corpus.lm)} --save-dir {tmp_path}").failed_with(*words)
     assert not list(tmp_path.glob("*.pt"))

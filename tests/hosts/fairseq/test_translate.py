@@ -64,20 +64,23 @@ def test_flags_set_their_path(flags: str, path: str, expected: Any) -> None:
     assert value(config(BRANCH + flags), path) == expected
 
 
-@pytest.mark.parametrize(("fairseq_name", "ours"), [("relu", "relu"), ("gelu", "gelu"), ("gelu_accurate", "gelu_tanh"), ("relu_squared", "squared_relu")])
+@pytest.mark.parametrize(("fairseq_name", "ours"), [("relu", "relu"), ("gelu", "gelu"),
+                                                    ("gelu_accurate", "gelu_tanh"),
+                                                    ("relu_squared", "squared_relu")])
 def test_activation(fairseq_name: str, ours: str) -> None:
     assert config(BRANCH, activation=fairseq_name).experts.activation == ours
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ("--moe-top1-expert --moe-top-k 2", ("--moe-top1-expert", "--moe-top-k")),
-    ("--moe-num-experts 8", ("--moe-expert-count", "--moe-num-experts")),
-    ("--moe-batch-prioritized-routing --moe-batch-prioritized false", ("--moe-batch-prioritized",)),
-    ("--moe-normalize-gate-prob-before-dropping --moe-router-normalize none", ("--moe-router-normalize",)),
-    ("--moe-top-k 9", ("top_k", "num_experts=4")),
-    ("--moe-capacity-factor many", ("--moe-capacity-factor", "many")),
-    ("--moe-config /no/such.yaml", ("/no/such.yaml",)),
-])
+@pytest.mark.parametrize(("flags", "words"),
+                         [("--moe-top1-expert --moe-top-k 2", ("--moe-top1-expert", "--moe-top-k")),
+                          ("--moe-num-experts 8", ("--moe-expert-count", "--moe-num-experts")),
+                          ("--moe-batch-prioritized-routing --moe-batch-prioritized false",
+                           ("--moe-batch-prioritized",)),
+                          ("--moe-normalize-gate-prob-before-dropping --moe-router-normalize none",
+                           ("--moe-router-normalize",)),
+                          ("--moe-top-k 9", ("top_k", "num_experts=4")),
+                          ("--moe-capacity-factor many", ("--moe-capacity-factor", "many")),
+                          ("--moe-config /no/such.yaml", ("/no/such.yaml",)),])
 def test_contradictions_and_bad_values_are_refused(flags: str, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:
         config(BRANCH + flags)
@@ -92,7 +95,8 @@ def test_activation_without_counterpart_is_refused() -> None:
 
 def test_yaml_lies_above_fairseq_and_below_flags(tmp_path: Path) -> None:
     path = tmp_path / "moe.yaml"
-    path.write_text("num_experts: 16\nrouter: {top_k: 3, normalize: before_drop}\nexperts: {hidden_dim: 40}\n")
+    path.write_text(
+        "num_experts: 16\nrouter: {top_k: 3, normalize: before_drop}\nexperts: {hidden_dim: 40}\n")
     seen = config(f"--moe-freq 2 --moe-config {path} --moe-router-normalize none")
     assert (seen.num_experts, seen.router.top_k, seen.experts.hidden_dim) == (16, 3, 40)
     assert seen.router.normalize == "none"
@@ -113,6 +117,8 @@ def test_gradient_factor(rule: str, factor: float) -> None:
 
 
 def test_padding_is_masked_on_request_and_when_dropless() -> None:
-    for flags, masked in (("", False), ("--use-moe-pad-mask", True), ("--moe-capacity-factor none", True), ("--moe-capacity-factor 1.25", False)):
+    for flags, masked in (("", False), ("--use-moe-pad-mask", True),
+                          ("--moe-capacity-factor none", True), ("--moe-capacity-factor 1.25",
+                                                                 False)):
         args = parse(BRANCH + flags)
         assert translate.masks_padding(args, config(BRANCH + flags)) is masked

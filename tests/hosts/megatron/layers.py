@@ -32,12 +32,14 @@ class Case:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         values = {
-            "num_layers": 1, "hidden_size": D, "num_attention_heads": 2, "num_moe_experts": EXPERTS, "moe_ffn_hidden_size": HIDDEN,
-            "moe_router_topk": 2, "moe_router_dtype": "fp32", "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False,
-            "tensor_model_parallel_size": self.tp, "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.etp,
-            "sequence_parallel": self.sequence_parallel, "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
-            "moe_router_load_balancing_type": "none", "gated_linear_unit": self.gated, "params_dtype": self.dtype,
-            "bf16": self.dtype == torch.bfloat16,
+            "num_layers": 1, "hidden_size": D, "num_attention_heads": 2, "num_moe_experts": EXPERTS,
+            "moe_ffn_hidden_size": HIDDEN, "moe_router_topk": 2, "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False,
+            "tensor_model_parallel_size": self.tp, "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp, "sequence_parallel": self.sequence_parallel,
+            "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
+            "moe_router_load_balancing_type": "none", "gated_linear_unit": self.gated,
+            "params_dtype": self.dtype, "bf16": self.dtype == torch.bfloat16,
         }
         if self.gated:
             values["activation_func"] = F.silu
@@ -63,7 +65,9 @@ def draw(case: Case, seed: int = 3) -> Weights:
         return torch.randn(*shape, generator=g) * 0.3
 
     experts = case.config().num_moe_experts
-    return Weights(normal(experts, D) * 3, normal(experts, D, hidden), normal(experts, D, hidden) if case.gated else None, normal(experts, hidden, D))
+    return Weights(
+        normal(experts, D) * 3, normal(experts, D, hidden),
+        normal(experts, D, hidden) if case.gated else None, normal(experts, hidden, D))
 
 
 def initialise_parallel(case: Case, pp: int = 1) -> None:
@@ -72,7 +76,8 @@ def initialise_parallel(case: Case, pp: int = 1) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(case.tp, pp, expert_model_parallel_size=case.ep, expert_tensor_parallel_size=case.etp)
+    parallel_state.initialize_model_parallel(case.tp, pp, expert_model_parallel_size=case.ep,
+                                             expert_tensor_parallel_size=case.etp)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
 
@@ -89,7 +94,8 @@ def build(case: Case, ours: bool, settings: dict[str, Any] | None = None) -> tor
     submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
     mlp = submodules.mlp
     config = case.config()
-    layer = mlp(config=config) if hasattr(mlp, "keywords") else compat.build_module(mlp, config=config)
+    layer = mlp(
+        config=config) if hasattr(mlp, "keywords") else compat.build_module(mlp, config=config)
     assert isinstance(layer, PluginMoELayer) == ours
     layer.set_layer_number(1)
     load(layer, case, draw(case))
@@ -113,18 +119,24 @@ def load(layer: Any, case: Case, weights: Weights) -> None:
 
 
 def _parts(layer: Any, case: Case) -> list[tuple[Tensor, Any]]:
-    """(parameter, function from whole weights to its value) for every expert parameter of this rank."""
+    """(parameter, function from whole weights to its value) for every expert parameter of this
+    rank.
+    """
     if hasattr(layer, "_moe"):
         return _our_parts(layer)
     found = []
     indices, tp_rank = _ranges(layer, case)
     for e, expert in zip(indices, layer.experts.local_experts, strict=True):
         def first(w: Weights, e: int = e) -> Tensor:
-            cut = [m[e].chunk(case.etp, 1)[tp_rank].t() for m in ((w.w_gate, w.w_in) if case.gated else (w.w_in,))]
+            cut = [
+                m[e].chunk(case.etp, 1)[tp_rank].t()
+                for m in ((w.w_gate, w.w_in) if case.gated else (w.w_in,))
+            ]
             return torch.cat(cut)
 
         found.append((expert.linear_fc1.weight, first))
-        found.append((expert.linear_fc2.weight, lambda w, e=e: w.w_out[e].chunk(case.etp, 0)[tp_rank].t()))
+        found.append(
+            (expert.linear_fc2.weight, lambda w, e=e: w.w_out[e].chunk(case.etp, 0)[tp_rank].t()))
     return found
 
 
@@ -143,12 +155,15 @@ def _our_parts(layer: Any) -> list[tuple[Tensor, Any]]:
 def whole_gradients(layer: Any, case: Case, of: Any = lambda p: p.grad) -> Weights:
     """Gradients of the whole weights, summed over the world (replicas hold parts)."""
     like = draw(case)
-    total = Weights(*(torch.zeros_like(t) if t is not None else None for t in (like.router, like.w_in, like.w_gate, like.w_out)))
-    probe = Weights(*(t.clone().requires_grad_() if t is not None else None for t in (like.router, like.w_in, like.w_gate, like.w_out)))
+    total = Weights(*(torch.zeros_like(t) if t is not None else None
+                      for t in (like.router, like.w_in, like.w_gate, like.w_out)))
+    probe = Weights(*(t.clone().requires_grad_() if t is not None else None
+                      for t in (like.router, like.w_in, like.w_gate, like.w_out)))
     # the transpose of "whole to part" puts a part's gradient in its place
     value = sum((whole(probe) * of(part).float()).sum() for part, whole in _parts(layer, case))
     names = [n for n in ("w_in", "w_gate", "w_out") if getattr(probe, n) is not None]
-    for name, grad in zip(names, torch.autograd.grad(value, [getattr(probe, n) for n in names]), strict=True):
+    for name, grad in zip(names, torch.autograd.grad(value, [getattr(probe, n) for n in names]),
+                          strict=True):
         getattr(total, name).copy_(grad)
     router = layer.router.weight if hasattr(layer.router, "weight") else layer.router.weight_ED
     total.router.copy_(of(router).float())
@@ -161,8 +176,9 @@ def whole_gradients(layer: Any, case: Case, of: Any = lambda p: p.grad) -> Weigh
 
 
 def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(input [s, b, D], weights of the outputs, padding mask [b, s] or None) of this rank: whole sequences by data-parallel
-    rank, under sequence parallelism cut by tensor-parallel rank."""
+    """(input [s, b, D], weights of the outputs, padding mask [b, s] or None) of this rank: whole
+    sequences by data-parallel rank, under sequence parallelism cut by tensor-parallel rank.
+    """
     from megatron.core import parallel_state as ps
 
     g = torch.Generator().manual_seed(100 + ps.get_data_parallel_rank())
@@ -173,7 +189,8 @@ def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
         padding[2:, 2] = True
         weigh = weigh * ~padding[..., None]
     if case.sequence_parallel:
-        x, weigh, padding = (t.chunk(case.tp)[ps.get_tensor_model_parallel_rank()].contiguous() for t in (x, weigh, padding))
+        x, weigh, padding = (t.chunk(case.tp)[ps.get_tensor_model_parallel_rank()].contiguous()
+                             for t in (x, weigh, padding))
     return x.to(case.dtype), weigh, padding.t().contiguous() if case.padding else None
 
 
@@ -193,15 +210,23 @@ def run(layer: Any, case: Case) -> dict[str, Any]:
         if entry.reduce_group is not None:
             dist.all_reduce(logged[name], group=entry.reduce_group)
     real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()
-    return {"output": (y.detach() * real[..., None]).float(), "input gradient": x.grad.float(), "router gradient": grads.router,
-            "w_in gradient": grads.w_in, "w_gate gradient": grads.w_gate, "w_out gradient": grads.w_out,
-            **{f"logged {name}": value for name, value in logged.items()}}
+    return {
+        "output": (y.detach() * real[..., None]).float(), "input gradient": x.grad.float(),
+        "router gradient": grads.router, "w_in gradient": grads.w_in,
+        "w_gate gradient": grads.w_gate, "w_out gradient": grads.w_out,
+        **{f"logged {name}": value for name, value in logged.items()}
+    }
 
 
 def compare(case: Case) -> dict[str, float]:
-    """On one rank: the largest difference of every result between Megatron's layer and ours, relative to its size."""
+    """On one rank: the largest difference of every result between Megatron's layer and ours,
+    relative to its size.
+    """
     initialise_parallel(case)
     native, ours = (run(build(case, flag), case) for flag in (False, True))
     assert set(native) <= set(ours), (set(native), set(ours))
-    return {name: float((native[name] - ours[name]).abs().max() / native[name].abs().max().clamp(min=1e-6))
-            for name in native if native[name] is not None}
+    return {
+        name: float(
+            (native[name] - ours[name]).abs().max() / native[name].abs().max().clamp(min=1e-6))
+        for name in native if native[name] is not None
+    }

@@ -1,4 +1,5 @@
-"""Runs a function on several ranks: processes forked from a server that has imported Megatron once."""
+"""Runs a function on several ranks: processes forked from a server that has imported Megatron once.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +38,18 @@ def _start_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """`function(*args)` on `world` ranks under gloo; the results in rank order. A failed rank's traceback is raised."""
+def on_ranks(world: int, function: Callable[..., Any], *args: Any,
+             timeout_s: float = 120.0) -> list[Any]:
+    """`function(*args)` on `world` ranks under gloo; the results in rank order. A failed rank's
+    traceback is raised.
+    """
     name = (function.__module__, function.__qualname__)
     _start_server()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_context.Process(target=_rank, args=(folder, rank, world, name, args)) for rank in range(world)]
+        ranks = [
+            _context.Process(target=_rank, args=(folder, rank, world, name, args))
+            for rank in range(world)
+        ]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + timeout_s
@@ -53,9 +60,13 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: fl
             if process.is_alive():
                 process.kill()
                 process.join()
-        failures = [Path(path).read_text() for rank in range(world) if os.path.exists(path := f"{folder}/error{rank}")]
+        failures = [
+            Path(path).read_text() for rank in range(world)
+            if os.path.exists(path := f"{folder}/error{rank}")
+        ]
         if failures or late:
-            raise AssertionError(f"ranks still running after {timeout_s} s: {late}\n" + "\n".join(failures))
+            raise AssertionError(f"ranks still running after {timeout_s} s: {late}\n" +
+                                 "\n".join(failures))
         return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world)]
 
 
@@ -65,7 +76,8 @@ def _rank(folder: str, rank: int, world: int, name: tuple[str, str], args: tuple
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         store = dist.FileStore(f"{folder}/store", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world,
+                                timeout=timedelta(seconds=60))
         result = getattr(importlib.import_module(name[0]), name[1])(*args)
         torch.save(result, f"{folder}/result{rank}")
         dist.barrier()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.ensembles import confident_oracle_loss, ensemble_errors
 from moe_plugin.hosts.megatron.ensemble import oracle_loss_function
@@ -18,17 +19,22 @@ pytestmark = pytest.mark.megatron
 
 
 def test_loss_function() -> None:
-    logits, labels, mask = torch.randn(2, 4, 3, 7), torch.randint(7, (2, 4)), torch.tensor([[1.0, 1, 1, 0], [1, 1, 1, 1]])
+    logits, labels, mask = torch.randn(2, 4, 3,
+                                       7), torch.randint(7, (2, 4)), torch.tensor([[1.0, 1, 1, 0],
+                                                                                   [1, 1, 1, 1]])
     loss, logged = oracle_loss_function(labels, mask)(logits)
     group = torch.arange(8) // 4
-    want = confident_oracle_loss(logits.flatten(0, 1), labels.flatten(), 1, 0.75, group_N=group, groups=2, mask_N=mask.flatten() > 0)
+    want = confident_oracle_loss(logits.flatten(0, 1), labels.flatten(), 1, 0.75, group_N=group,
+                                 groups=2, mask_N=mask.flatten() > 0)
     torch.testing.assert_close(loss, want.loss_N.sum() / 7)
     total, tokens, _ = oracle_loss_function(labels, mask, per_token=True)(logits)
     assert tokens == 7 and tokens.dtype == torch.int
     torch.testing.assert_close(total, loss * 7)
     oracle, top1 = ensemble_errors(logits.flatten(0, 1), labels.flatten())
     real = mask.flatten() > 0
-    assert logged["oracle error"].tolist() == [int((oracle & real).sum()), 7] and logged["top-1 error"].tolist() == [int((top1 & real).sum()), 7]
+    assert logged["oracle error"].tolist() == [int(
+        (oracle
+         & real).sum()), 7] and logged["top-1 error"].tolist() == [int((top1 & real).sum()), 7]
 
 
 def _train(steps: int) -> tuple[list[float], str]:
@@ -42,8 +48,11 @@ def _train(steps: int) -> tuple[list[float], str]:
     initialise_parallel(case)
 
     def gpt(shared: bool) -> Any:
-        return compat.call_supported(GPTModel, config=case.config(), transformer_layer_spec=moe_layer_spec(transformer_engine=False), vocab_size=32,
-                                     max_sequence_length=12, position_embedding_type="rope", share_embeddings_and_output_weights=shared)
+        return compat.call_supported(
+            GPTModel, config=case.config(),
+            transformer_layer_spec=moe_layer_spec(transformer_engine=False), vocab_size=32,
+            max_sequence_length=12, position_embedding_type="rope",
+            share_embeddings_and_output_weights=shared)
 
     try:
         add_heads(gpt(True), 3)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.layers import Case, batch, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
@@ -18,46 +19,67 @@ from tests.hosts.megatron.test_megatron_train import EP2, MODEL, PP2, _losses, _
 
 pytestmark = pytest.mark.megatron
 GATES = ["--moe-router", "switch,expert_choice", "--moe-aux-loss-coeff", "0.01"]
-RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+RECOMPUTE = [
+    "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers",
+    "1"
+]
 
 
 def _run(corpus: str, home: Path, *argv: str, world: int = 2) -> dict[int, float]:
-    files = ["--log-file", f"{home}.log.jsonl", "--moe-stats-jsonl", f"{home}.jsonl", "--moe-stats-interval", "1"]
+    files = [
+        "--log-file", f"{home}.log.jsonl", "--moe-stats-jsonl", f"{home}.jsonl",
+        "--moe-stats-interval", "1"
+    ]
     on_ranks(world, _train, [*MODEL, "--data-path", corpus, "--train-iters", "8", *files, *argv])
     return _losses(f"{home}.log.jsonl")
 
 
 def _begun(corpus: str, home: Path, *argv: str) -> dict[int, float]:
-    """Eight steps on one rank, and a checkpoint after two in `home`, from which other sizes go on (their own first weights would differ)."""
+    """Eight steps on one rank, and a checkpoint after two in `home`, from which other sizes go on
+    (their own first weights would differ).
+    """
     losses = _run(corpus, home, *argv, "--save", str(home), "--save-interval", "2", world=1)
     (home / "latest_checkpointed_iteration.txt").write_text("2")
     return {step: loss for step, loss in losses.items() if step > 2}
 
 
 def _gates(home: Path, layer: str) -> list[str]:
-    rows = [json.loads(line) for path in home.parent.glob(f"{home.name}.jsonl*") for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line) for path in home.parent.glob(f"{home.name}.jsonl*")
+        for line in path.read_text().splitlines()
+    ]
     found = [(row["step"], row["gates"]) for row in rows if row["layer"] == layer]
-    assert all(len(gates) == 1 for _, gates in found)  # every micro-batch of a step, and its recomputation
+    # every micro-batch of a step, and its recomputation
+    assert all(len(gates) == 1 for _, gates in found)
     return [next(iter(gates)) for _, gates in sorted(found, key=lambda pair: pair[0])]
 
 
 @pytest.mark.distributed
 def test_every_way_to_run_takes_the_same_gates(data: str, tmp_path: Path) -> None:
-    """Random by step and layer: expert parallel with recomputation and pipeline stages, against one rank."""
+    """Random by step and layer: expert parallel with recomputation and pipeline stages, against one
+    rank.
+    """
     argv = [*GATES, "--moe-gate-choice", "random", "--moe-gate-choice-seed", "2"]
     want = _begun(data, tmp_path / "one", *argv)
     by_layer = [_gates(tmp_path / "one", layer) for layer in ("layer1", "layer2")]
-    assert all(len(gates) == 8 and set(gates) == {"switch", "expert_choice"} for gates in by_layer) and by_layer[0] != by_layer[1]
+    assert all(len(gates) == 8 and set(gates) == {"switch", "expert_choice"}
+               for gates in by_layer) and by_layer[0] != by_layer[1]
     for name, sizes in {"ep": [*EP2, *RECOMPUTE], "pp": PP2}.items():
-        assert _run(data, tmp_path / name, *argv, *sizes, "--load", str(tmp_path / "one")) == pytest.approx(want, abs=5e-4), name
-        assert [_gates(tmp_path / name, layer) for layer in ("layer1", "layer2")] == [gates[2:] for gates in by_layer], name
+        assert _run(data, tmp_path / name, *argv, *sizes, "--load",
+                    str(tmp_path / "one")) == pytest.approx(want, abs=5e-4), name
+        assert [_gates(tmp_path / name, layer)
+                for layer in ("layer1", "layer2")] == [gates[2:] for gates in by_layer], name
 
 
 @pytest.mark.distributed
 def test_a_resumed_run_goes_on_in_the_sequence(data: str, tmp_path: Path) -> None:
-    argv = [*GATES, "--moe-gate-choice", "cycle", "--moe-gate-choice-every", "3", *EP2, "--save", str(tmp_path / "saved"), "--save-interval", "4"]
+    argv = [
+        *GATES, "--moe-gate-choice", "cycle", "--moe-gate-choice-every", "3", *EP2, "--save",
+        str(tmp_path / "saved"), "--save-interval", "4"
+    ]
     whole = _run(data, tmp_path / "whole", *argv)
-    assert _gates(tmp_path / "whole", "layer1") == ["switch"] * 3 + ["expert_choice"] * 3 + ["switch"] * 2
+    assert _gates(tmp_path / "whole",
+                  "layer1") == ["switch"] * 3 + ["expert_choice"] * 3 + ["switch"] * 2
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("4")
     rest = _run(data, tmp_path / "rest", *argv, "--load", str(tmp_path / "saved"))
     assert rest == pytest.approx({step: loss for step, loss in whole.items() if step > 4}, abs=1e-5)
@@ -68,9 +90,11 @@ def test_a_resumed_run_goes_on_in_the_sequence(data: str, tmp_path: Path) -> Non
 def test_by_layer_over_pipeline_stages(data: str, tmp_path: Path) -> None:
     argv = [*GATES, "--moe-gate-choice", "layer"]
     want = _begun(data, tmp_path / "one", *argv)
-    assert _run(data, tmp_path / "pp", *argv, *PP2, "--load", str(tmp_path / "one")) == pytest.approx(want, abs=5e-4)
+    assert _run(data, tmp_path / "pp", *argv, *PP2, "--load",
+                str(tmp_path / "one")) == pytest.approx(want, abs=5e-4)
     for home in ("one", "pp"):
-        assert set(_gates(tmp_path / home, "layer1")) == {"switch"} and set(_gates(tmp_path / home, "layer2")) == {"expert_choice"}
+        assert set(_gates(tmp_path / home, "layer1")) == {"switch"} and set(
+            _gates(tmp_path / home, "layer2")) == {"expert_choice"}
 
 
 def _aux(argv: list[str], folder: str, *sizes: str, world: int) -> list[dict[str, Any]]:
@@ -87,44 +111,62 @@ def _train_aux(argv: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_recomputation(data: str, tmp_path: Path) -> None:
-    """Logged values, and gradient norms in which the balance losses weigh much, are those of one stage without recomputation."""
+def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_recomputation(
+        data: str, tmp_path: Path) -> None:
+    """Logged values, and gradient norms in which the balance losses weigh much, are those of one
+    stage without recomputation.
+    """
     argv = [*MODEL, "--data-path", data, "--train-iters", "4", "--num-layers", "8",
             "--moe-aux-loss-coeff", "10", "--moe-z-loss-coeff", "1"]
     on_ranks(1, _train, [*argv, "--train-iters", "1", "--save", str(tmp_path)])
     want = _aux(argv, str(tmp_path), world=1)
-    assert len(want) == 3 and all(set(r["aux"]) == {"load_balancing_loss", "z_loss"} and all(v > 0 for v in r["aux"]["z_loss"]) for r in want)
+    assert len(want) == 3 and all(
+        set(r["aux"]) == {"load_balancing_loss", "z_loss"} and all(v > 0
+                                                                   for v in r["aux"]["z_loss"])
+        for r in want)
     light = _aux([*argv, "--moe-aux-loss-coeff", "5"], str(tmp_path), world=1)
     assert abs(light[0]["norm"] / want[0]["norm"] - 1) > 1e-2  # a loss counted otherwise would show
     virtual = ["--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
-    for world, sizes in ((2, [*PP2, *RECOMPUTE]), (4, [*virtual, "--recompute-granularity", "selective", "--recompute-modules", "moe"])):
+    for world, sizes in ((2, [*PP2, *RECOMPUTE]), (4, [
+            *virtual, "--recompute-granularity", "selective", "--recompute-modules", "moe"
+    ])):
         got = _aux(argv, str(tmp_path), *sizes, world=world)
         for mine, theirs in zip(got, want, strict=True):
             for name, values in theirs["aux"].items():
                 assert mine["aux"][name] == pytest.approx(values, rel=1e-3), name
-            assert (mine["norm"], mine["loss"]) == pytest.approx((theirs["norm"], theirs["loss"]), rel=1e-3)
+            assert (mine["norm"], mine["loss"]) == pytest.approx((theirs["norm"], theirs["loss"]),
+                                                                 rel=1e-3)
     # and what virtual stages save, one rank goes on with
     saved = tmp_path / "virtual"
-    on_ranks(4, _train, [*argv, "--load", str(tmp_path), *virtual, "--train-iters", "3", "--save", str(saved)])
+    on_ranks(4, _train,
+             [*argv, "--load",
+              str(tmp_path), *virtual, "--train-iters", "3", "--save",
+              str(saved)])
     assert _aux(argv, str(saved), world=1)[0]["loss"] == pytest.approx(want[-1]["loss"], rel=1e-3)
 
 
 def _overlapped(case: Case) -> list[tuple[str, list[float]]]:
-    """Megatron's wrapper with overlapped gradient reduction, which waits for every parameter of a bucket."""
+    """Megatron's wrapper with overlapped gradient reduction, which waits for every parameter of a
+    bucket.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from moe_plugin.routing import finish_step
 
     initialise_parallel(case)
-    layer = _layer(case, "switch", **{"router.name": "switch,base,expert_choice", "router.choice.rule": "cycle"})
-    wrapped = DistributedDataParallel(case.config(), DistributedDataParallelConfig(overlap_grad_reduce=True), layer)
+    layer = _layer(case, "switch",
+                   **{"router.name": "switch,base,expert_choice", "router.choice.rule": "cycle"})
+    wrapped = DistributedDataParallel(case.config(),
+                                      DistributedDataParallelConfig(overlap_grad_reduce=True),
+                                      layer)
     seen = []
     for _ in range(4):
         wrapped.zero_grad_buffer()
         x, weigh, _ = batch(case)
         (wrapped(x)[0] * weigh).sum().backward()
         wrapped.finish_grad_sync()
-        seen.append((layer.last_stats.gate, [float(gate.weight_ED.main_grad.abs().sum()) for gate in layer.router.gates]))
+        seen.append((layer.last_stats.gate,
+                     [float(gate.weight_ED.main_grad.abs().sum()) for gate in layer.router.gates]))
         finish_step(layer.router)
     return seen
 
@@ -142,8 +184,10 @@ def _numbers() -> list[int]:
 
     from moe_plugin.hosts.megatron.layer import _moe_layers_before
 
-    every, pattern = SimpleNamespace(num_layers=6, moe_layer_freq=2), SimpleNamespace(num_layers=4, moe_layer_freq=[0, 1, 1, 0])
-    return [[_moe_layers_before(every, n, False) for n in (1, 3, 5)], [_moe_layers_before(pattern, n, False) for n in (2, 3)],
+    every, pattern = SimpleNamespace(num_layers=6, moe_layer_freq=2), SimpleNamespace(
+        num_layers=4, moe_layer_freq=[0, 1, 1, 0])
+    return [[_moe_layers_before(every, n, False) for n in (1, 3, 5)],
+            [_moe_layers_before(pattern, n, False) for n in (2, 3)],
             [_moe_layers_before(pattern, n, True) for n in (1, 2, 5)]]
 
 
@@ -155,9 +199,11 @@ def test_a_router_of_ones_own_from_a_file(data: str, tmp_path: Path) -> None:
     from tests.hosts.fairseq.test_gates import OWN
 
     (tmp_path / "own.py").write_text(OWN)
-    losses = _run(data, tmp_path / "own", "--moe-import", str(tmp_path / "own.py"), "--moe-router", "the_first_two", world=1)
+    losses = _run(data, tmp_path / "own", "--moe-import", str(tmp_path / "own.py"), "--moe-router",
+                  "the_first_two", world=1)
     loads = [json.loads(line)["load"] for line in (tmp_path / "own.jsonl").read_text().splitlines()]
-    assert losses[8] < losses[1] and all(load[0] == load[1] > 0 == load[2] == load[3] for load in loads)
+    assert losses[8] < losses[1] and all(load[0] == load[1] > 0 == load[2] == load[3]
+                                         for load in loads)
 
 
 def _replayed(case: Case) -> tuple[list[list[int]], list[list[int]]]:
@@ -200,7 +246,11 @@ def _parameters(argv: list[str]) -> list[torch.Tensor]:
 
 @pytest.mark.distributed
 def test_deterministic_runs_have_the_same_bits(data: str) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "4", "--deterministic-mode", "--hidden-dropout", "0.1", "--moe-router", "topk,noisy_topk",
-            "--moe-gate-choice", "cycle", "--moe-router-noise", "1.0", *EP2]
-    for one, two in zip(on_ranks(2, _parameters, argv), on_ranks(2, _parameters, argv), strict=True):
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "4", "--deterministic-mode",
+        "--hidden-dropout", "0.1", "--moe-router", "topk,noisy_topk", "--moe-gate-choice", "cycle",
+        "--moe-router-noise", "1.0", *EP2
+    ]
+    for one, two in zip(on_ranks(2, _parameters, argv), on_ranks(2, _parameters, argv),
+                        strict=True):
         assert len(one) > 15 and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import ROOT
 
@@ -38,10 +39,14 @@ print(args.num_experts, args.mine, settings_from_flags(script_arguments()))
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A directory like a source checkout: a script, and `megatron.training` beside it with the seam that Megatron's has."""
+    """A directory like a source checkout: a script, and `megatron.training` beside it with the seam
+    that Megatron's has.
+    """
     package = tmp_path / "a checkout" / "megatron" / "training"
     package.mkdir(parents=True)
-    (package / "__init__.py").touch()  # as the real one has: a folder without would lose to the installed package of megatron-core >= 0.19
+    # as the real one has: a folder without would lose to the installed package of megatron-core >=
+    # 0.19
+    (package / "__init__.py").touch()
     (package / "arguments.py").write_text(ARGUMENTS)
     (package / "initialize.py").write_text("from megatron.training.arguments import parse_args\n")
     (package / "global_vars.py").write_text("_GLOBAL_ARGS = None\n")
@@ -50,16 +55,20 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def _launch(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-W", "ignore", "-m", "moe_plugin.hosts.megatron.launch", *argv], cwd=ROOT, capture_output=True,
-                          check=False, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "moe_plugin.hosts.megatron.launch", *argv], cwd=ROOT,
+        capture_output=True, check=False, text=True, timeout=120)
 
 
 def test_launcher_adds_our_arguments_to_the_scripts_own(checkout: Path, tmp_path: Path) -> None:
     settings = tmp_path / "moe.yaml"
     settings.write_text("dispatch: {name: padded}\nlosses: {gshard: 0.5}\n")
-    done = _launch(str(checkout / "pretrain_gpt.py"), "--num-experts", "8", "--mine", "x", "--moe-config", str(settings), "--moe-capacity-factor", "1.5")
+    done = _launch(str(checkout / "pretrain_gpt.py"), "--num-experts", "8", "--mine", "x",
+                   "--moe-config", str(settings), "--moe-capacity-factor", "1.5")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "8 x {'dispatch.name': 'padded', 'losses': {'gshard': 0.5}, 'dispatch.capacity_factor': 1.5}"
+    assert done.stdout.splitlines(
+    )[-1] == ("8 x {'dispatch.name': 'padded', 'losses': {'gshard': 0.5}, "
+              "'dispatch.capacity_factor': 1.5}")
 
 
 def test_launcher_offers_no_second_name_for_native_arguments(checkout: Path) -> None:
@@ -80,7 +89,8 @@ def test_spec_attributes_hold_our_layer() -> None:
 
     for name in ("moe_layer", "moe_layer_local"):
         found = vars(spec)[name]  # as Megatron's --spec looks it up
-        submodules = found.keywords["submodules"] if isinstance(found, functools.partial) else found.submodules
+        submodules = found.keywords["submodules"] if isinstance(
+            found, functools.partial) else found.submodules
         mlp = submodules.mlp
         assert (mlp.func if isinstance(mlp, functools.partial) else mlp.module) is PluginMoELayer
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.layers import Case, build, compare, initialise_parallel, run
 from tests.hosts.megatron.ranks import on_ranks
@@ -18,34 +19,55 @@ pytestmark = pytest.mark.megatron
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 BOTH = {**AUX, "moe_z_loss_coeff": 0.01}
 ONE = {
-    "top-2": Case(native=BOTH),
-    "gated": Case(gated=True, native=BOTH),
+    "top-2": Case(native=BOTH), "gated": Case(gated=True, native=BOTH),
     "top-1": Case(native={**AUX, "moe_router_topk": 1, "moe_router_pre_softmax": True}),
     "top-3 pre-softmax": Case(native={**AUX, "moe_router_topk": 3, "moe_router_pre_softmax": True}),
-    "sigmoid, scaled": Case(native={**AUX, "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}),
-    "by token": Case(native={**BOTH, "calculate_per_token_loss": True}),
-    "groups (native router)": Case(native={**AUX, "moe_router_num_groups": 2, "moe_router_group_topk": 1}),
-    "expert bias (native router)": Case(native={"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}),
-    "capacity by probability (native router)": Case(native={**AUX, "moe_expert_capacity_factor": 0.5}),
-    "capacity by position, padded (native router)": Case(native={
-        **AUX, "moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position", "moe_pad_expert_input_to_capacity": True}),
-    "fp64 routing (native router)": Case(native={**BOTH, "moe_router_dtype": "fp64"}),
+    "sigmoid, scaled": Case(native={
+        **AUX, "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5
+    }), "by token": Case(native={**BOTH, "calculate_per_token_loss": True}),
+    "groups (native router)": Case(
+        native={**AUX, "moe_router_num_groups": 2, "moe_router_group_topk": 1}),
+    "expert bias (native router)": Case(
+        native={"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}),
+    "capacity by probability (native router)": Case(
+        native={**AUX, "moe_expert_capacity_factor": 0.5}),
+    "capacity by position, padded (native router)": Case(
+        native={
+            **AUX, "moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position",
+            "moe_pad_expert_input_to_capacity": True
+        }), "fp64 routing (native router)": Case(native={**BOTH, "moe_router_dtype": "fp64"}),
 }
 SEVERAL = {
     "EP2": (2, Case(ep=2, native=BOTH)),
-    "EP2, gated, by token": (2, Case(ep=2, gated=True, native={**BOTH, "calculate_per_token_loss": True})),
-    "EP2, padding": (2, Case(ep=2, padding=True, native=BOTH)),
-    "EP2, sequence loss (native router)": (2, Case(ep=2, native={**AUX, "moe_router_load_balancing_type": "seq_aux_loss"})),
-    "EP2, global loss (native router)": (2, Case(ep=2, native={**AUX, "moe_router_load_balancing_type": "global_aux_loss"})),
-    "EP2, sinkhorn (native router)": (2, Case(ep=2, native={"moe_router_load_balancing_type": "sinkhorn"})),
-    "TP2": (2, Case(tp=2, sequence_parallel=True, native=AUX)),
+    "EP2, gated, by token": (2,
+                             Case(ep=2, gated=True,
+                                  native={**BOTH, "calculate_per_token_loss": True})),
+    "EP2, padding": (2, Case(
+        ep=2, padding=True, native=BOTH)), "EP2, sequence loss (native router)": (
+            2, Case(ep=2, native={**AUX, "moe_router_load_balancing_type": "seq_aux_loss"})),
+    "EP2, global loss (native router)": (
+        2, Case(ep=2, native={**AUX, "moe_router_load_balancing_type": "global_aux_loss"})),
+    "EP2, sinkhorn (native router)": (2,
+                                      Case(ep=2, native={
+                                          "moe_router_load_balancing_type": "sinkhorn"
+                                      })), "TP2": (2, Case(tp=2, sequence_parallel=True,
+                                                           native=AUX)),
     "TP2, padding": (2, Case(tp=2, sequence_parallel=True, padding=True, native=AUX)),
-    "TP2 ETP2, gated": (2, Case(tp=2, etp=2, sequence_parallel=True, gated=True, native=AUX)),
-    "ETP2 without TP": (2, Case(etp=2, native=AUX)),
-    "ETP2, one expert cut": (2, Case(etp=2, native={"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True})),
-    "EP2 TP2": (4, Case(tp=2, ep=2, sequence_parallel=True, native=AUX)),
-    "EP2 TP2 ETP2": (4, Case(tp=2, ep=2, etp=2, sequence_parallel=True, native=AUX)),
-    "EP2 ETP2, experts cut": (4, Case(ep=2, etp=2, gated=True, native={**AUX, "num_moe_experts": 2})),
+    "TP2 ETP2, gated": (2, Case(tp=2, etp=2, sequence_parallel=True, gated=True,
+                                native=AUX)), "ETP2 without TP": (2, Case(etp=2, native=AUX)),
+    "ETP2, one expert cut": (2,
+                             Case(
+                                 etp=2, native={
+                                     "num_moe_experts": 1, "moe_router_topk": 1,
+                                     "moe_router_pre_softmax": True
+                                 })), "EP2 TP2": (4,
+                                                  Case(tp=2, ep=2, sequence_parallel=True,
+                                                       native=AUX)),
+    "EP2 TP2 ETP2": (4, Case(
+        tp=2, ep=2, etp=2, sequence_parallel=True,
+        native=AUX)), "EP2 ETP2, experts cut": (4,
+                                                Case(ep=2, etp=2, gated=True,
+                                                     native={**AUX, "num_moe_experts": 2})),
 }
 
 
@@ -76,7 +98,8 @@ def test_equals_native_in_bf16() -> None:
 
 def _with_and_without_sequence_parallel(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     initialise_parallel(case)
-    return run(build(case, True), case), run(build(replace(case, sequence_parallel=True), True), replace(case, sequence_parallel=True))
+    return run(build(case, True), case), run(build(replace(case, sequence_parallel=True), True),
+                                             replace(case, sequence_parallel=True))
 
 
 @pytest.mark.distributed
@@ -87,13 +110,16 @@ def test_tensor_parallel_without_sequence_parallel(etp: int) -> None:
     for name in ("output", "input gradient"):
         together = torch.cat([split[name] for _, split in results])
         torch.testing.assert_close(results[0][0][name], together, rtol=1e-5, atol=1e-6)
-    for name in ("router gradient", "w_in gradient", "w_out gradient", "logged z_loss", "logged load_balancing_loss"):
+    for name in ("router gradient", "w_in gradient", "w_out gradient", "logged z_loss",
+                 "logged load_balancing_loss"):
         torch.testing.assert_close(results[0][0][name], results[0][1][name], rtol=1e-5, atol=1e-6)
 
 
 def _recomputed(case: Case) -> list[dict[str, Any]]:
     initialise_parallel(case)
-    again = replace(case, native={**case.native, "recompute_granularity": "selective", "recompute_modules": ["moe"]})
+    again = replace(
+        case,
+        native={**case.native, "recompute_granularity": "selective", "recompute_modules": ["moe"]})
     layers = [build(case, True), build(again, True)]
     seen: list[Any] = []
     layers[1].observer = seen.append
@@ -102,7 +128,9 @@ def _recomputed(case: Case) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("native", [BOTH, {**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}], ids=["own router", "native router"])
+@pytest.mark.parametrize("native",
+                         [BOTH, {**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}],
+                         ids=["own router", "native router"])
 def test_recompute_changes_nothing(native: dict[str, Any]) -> None:
     [(plain, again)] = on_ranks(1, _recomputed, Case(native=native))
     for name, value in plain.items():
@@ -113,7 +141,8 @@ def test_recompute_changes_nothing(native: dict[str, Any]) -> None:
 def _marks(case: Case) -> list[tuple[bool, bool, int]]:
     initialise_parallel(case)
     layer = build(case, True)
-    return [(p.allreduce, p.tensor_model_parallel, p.partition_stride) for p in layer.experts.parameters()]
+    return [(p.allreduce, p.tensor_model_parallel, p.partition_stride)
+            for p in layer.experts.parameters()]
 
 
 def test_expert_parameters_are_marked() -> None:
@@ -126,7 +155,8 @@ def _error(native: dict[str, Any], settings: dict[str, Any]) -> str:
 
     initialise_parallel(Case())
     config = Case().config()
-    for name, value in native.items():  # set afterwards: Megatron refuses some of these on CPU for reasons of its own
+    # set afterwards: Megatron refuses some of these on CPU for reasons of its own
+    for name, value in native.items():
         setattr(config, name, value)
     try:
         PluginMoELayer(config, settings=settings)
@@ -136,30 +166,44 @@ def _error(native: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 REFUSED = {
-    "wgrad": ({"overlap_moe_expert_parallel_comm": True}, {}, ("overlap_moe_expert_parallel_comm=True", "False")),
-    "clamp": ({"activation_func_clamp_value": 7.0}, {}, ("activation_func_clamp_value=7.0", "unset")),
+    "wgrad": ({"overlap_moe_expert_parallel_comm": True}, {},
+              ("overlap_moe_expert_parallel_comm=True", "False")), "clamp": ({
+                  "activation_func_clamp_value": 7.0
+              }, {}, ("activation_func_clamp_value=7.0", "unset")),
     "activation": ({"activation_func": torch.tanh}, {}, ("activation_func=", "gelu, silu")),
     "contradiction": ({}, {"router.top_k": 3}, ("router.top_k=3", "2", "--moe-router-topk")),
     "no losses beside one": (AUX, {"losses": {}}, ("losses=none", "0.1", "moe_aux_loss_coeff")),
-    "two aux losses": (AUX, {"losses": {"switch": 0.5}}, ("losses.switch=0.5", "0.1", "one of the two")),
-    "capacity twice": ({"moe_expert_capacity_factor": 1.0}, {"dispatch.capacity_factor": 1.0}, ("dispatch.capacity_factor=1.0", "moe_expert_capacity_factor=1.0")),
-    "our router option": ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, {"router.noise": 1.0}, ("router.noise=1.0", "moe_router_num_groups=2")),
-    "initial values": ({}, {"experts.init_std": 0.5}, ("experts.init_std=0.5", "--init-method-std")),
-    "unknown dispatcher": ({}, {"dispatch.name": "carrier_pigeon"}, ("carrier_pigeon", "ragged")),
+    "two aux losses": (AUX, {"losses": {"switch": 0.5}},
+                       ("losses.switch=0.5", "0.1", "one of the two")), "capacity twice": ({
+                           "moe_expert_capacity_factor": 1.0
+                       }, {"dispatch.capacity_factor": 1.0}, ("dispatch.capacity_factor=1.0",
+                                                              "moe_expert_capacity_factor=1.0")),
+    "our router option": ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, {
+        "router.noise": 1.0
+    }, ("router.noise=1.0", "moe_router_num_groups=2")), "initial values": ({}, {
+        "experts.init_std": 0.5
+    }, ("experts.init_std=0.5", "--init-method-std")), "unknown dispatcher": ({}, {
+        "dispatch.name": "carrier_pigeon"
+    }, ("carrier_pigeon", "ragged")),
 }
 
 
 @pytest.mark.parametrize(("native", "settings", "parts"), REFUSED.values(), ids=REFUSED.keys())
-def test_refusals_name_value_and_remedy(native: dict[str, Any], settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_refusals_name_value_and_remedy(native: dict[str, Any], settings: dict[str, Any],
+                                        parts: tuple[str, ...]) -> None:
     [message] = on_ranks(1, _error, native, settings)
     assert all(part in message for part in parts), message
 
 
 def _own_settings() -> tuple[str, dict[str, float], int]:
     initialise_parallel(Case())
-    layer = build(Case(), True, {"dispatch.name": "padded", "dispatch.capacity_factor": 0.5, "losses": {"gshard": 0.02}})
+    layer = build(
+        Case(), True,
+        {"dispatch.name": "padded", "dispatch.capacity_factor": 0.5, "losses": {"gshard": 0.02}})
     results = run(layer, Case())
-    return layer._moe.config.dispatch.name, {k: float(v.sum()) for k, v in results.items() if k.startswith("logged")}, layer.last_stats.capacity
+    return layer._moe.config.dispatch.name, {
+        k: float(v.sum()) for k, v in results.items() if k.startswith("logged")
+    }, layer.last_stats.capacity
 
 
 def test_our_own_settings_reach_the_layer() -> None:
@@ -170,7 +214,8 @@ def test_our_own_settings_reach_the_layer() -> None:
 def _steps_refused() -> list[str]:
     initialise_parallel(Case())
     layer, messages = build(Case(), True), []
-    for name in ("route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess", "backward_dw"):
+    for name in ("route", "preprocess", "dispatch", "routed_experts_compute", "combine",
+                 "postprocess", "backward_dw"):
         with pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm=False") as caught:
             getattr(layer, name)()
         messages.append(str(caught.value))
@@ -178,7 +223,9 @@ def _steps_refused() -> list[str]:
 
 
 def test_steps_of_overlapped_schedules_are_refused() -> None:
-    assert all(name in message for name, message in zip(("route", "preprocess", "dispatch"), on_ranks(1, _steps_refused)[0], strict=False))
+    assert all(name in message
+               for name, message in zip(("route", "preprocess", "dispatch"),
+                                        on_ranks(1, _steps_refused)[0], strict=False))
 
 
 def _shared() -> torch.Tensor:
@@ -187,7 +234,8 @@ def _shared() -> torch.Tensor:
     layers = [build(case, flag) for flag in (False, True)]
     layers[1].shared_experts.load_state_dict(layers[0].shared_experts.state_dict())
     native, ours = (run(layer, case) for layer in layers)
-    return torch.stack([(native[n] - ours[n]).abs().max() for n in ("output", "input gradient", "router gradient")])
+    return torch.stack([(native[n] - ours[n]).abs().max()
+                        for n in ("output", "input gradient", "router gradient")])
 
 
 def test_megatrons_shared_expert_is_used() -> None:

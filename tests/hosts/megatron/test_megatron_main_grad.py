@@ -1,4 +1,6 @@
-"""`gradient_accumulation_fusion`: weight gradients are added to Megatron's buffers, and its DistributedDataParallel takes them so."""
+"""`gradient_accumulation_fusion`: weight gradients are added to Megatron's buffers, and its
+DistributedDataParallel takes them so.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.layers import Case, batch, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
@@ -26,8 +29,11 @@ CASES: dict[str, tuple[int, Case, dict[str, Any]]] = {
 }
 
 
-def _main_grads(case: Case, settings: dict[str, Any], overlap: bool) -> list[list[tuple[str, Tensor, bool, Tensor]]]:
-    """(name, main_grad, mark, bf16 weights after a step of SGD) of every parameter after three micro-batches: by hooks, and added by us."""
+def _main_grads(case: Case, settings: dict[str, Any],
+                overlap: bool) -> list[list[tuple[str, Tensor, bool, Tensor]]]:
+    """(name, main_grad, mark, bf16 weights after a step of SGD) of every parameter after three
+    micro-batches: by hooks, and added by us.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     initialise_parallel(case)
@@ -35,31 +41,37 @@ def _main_grads(case: Case, settings: dict[str, Any], overlap: bool) -> list[lis
     for fused in (False, True):
         with_fusion = replace(case, native={**case.native, "gradient_accumulation_fusion": fused})
         layer = build(with_fusion, True, settings)
-        wrapper = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
+        wrapper = DistributedDataParallelConfig(grad_reduce_in_fp32=True,
+                                                overlap_grad_reduce=overlap)
         ddp = DistributedDataParallel(config=layer.config, ddp_config=wrapper, module=layer)
         ddp.zero_grad_buffer()
         x, weigh, _ = batch(with_fusion)
         for number in range(3):
             with torch.enable_grad() if number == 2 else ddp.no_sync():
-                ((ddp((x * (1 + number)).requires_grad_())[0].float() * weigh).sum() * 1024).backward()
+                ((ddp((x * (1 + number)).requires_grad_())[0].float() * weigh).sum() *
+                 1024).backward()
         ddp.finish_grad_sync()
         assert all(p.grad is None for p in layer.parameters())
-        found.append([(name, p.main_grad.clone(), p.grad_added_to_main_grad, (p.detach().float() - 1e-4 / 1024 * p.main_grad).bfloat16())
+        found.append([(name, p.main_grad.clone(), p.grad_added_to_main_grad,
+                       (p.detach().float() - 1e-4 / 1024 * p.main_grad).bfloat16())
                       for name, p in layer.named_parameters()])
     return found
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("overlap", [False, True], ids=["reduced at the end", "reduced in backward"])
+@pytest.mark.parametrize("overlap", [False, True],
+                         ids=["reduced at the end", "reduced in backward"])
 @pytest.mark.parametrize("name", CASES)
 def test_main_grads_are_those_of_the_hooks(name: str, overlap: bool) -> None:
     world, case, settings = CASES[name]
-    for plain, fused in on_ranks(world, _main_grads, replace(case, dtype=torch.bfloat16), settings, overlap):
+    for plain, fused in on_ranks(world, _main_grads, replace(case, dtype=torch.bfloat16), settings,
+                                 overlap):
         for (label, want, mark, stepped), (_, got, marked, mine) in zip(plain, fused, strict=True):
             assert want.dtype == torch.float32 and not mark and float(want.abs().max()) > 0, label
             assert marked == label.startswith("experts.w_"), label
             # the same bf16 products, added to the same fp32 buffer in the same order
-            assert torch.equal(got, want) and torch.equal(mine, stepped), f"{label}: differs by up to {(got - want).abs().max()}"
+            assert torch.equal(got, want) and torch.equal(
+                mine, stepped), f"{label}: differs by up to {(got - want).abs().max()}"
 
 
 def _compiled() -> tuple[Tensor, Tensor]:

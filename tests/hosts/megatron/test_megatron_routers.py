@@ -1,4 +1,6 @@
-"""Every registered router inside Megatron's layer: gradients, recomputation, checkpoints, token ids, steps."""
+"""Every registered router inside Megatron's layer: gradients, recomputation, checkpoints, token
+ids, steps.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.hosts.megatron.tokens import StepClock, token_info
 from tests.hosts.megatron.layers import BATCH, EXPERTS, SEQUENCE, Case, batch, initialise_parallel
@@ -22,14 +25,19 @@ def _layer(case: Case, name: str, **settings: Any) -> Any:
     from moe_plugin.hosts.megatron.spec import swap_moe
     from tests.routing.references import reference_of
 
-    flat = {f"router.{key}": value for key, value in reference_of(name).settings.items() if not isinstance(value, dict)}
+    flat = {
+        f"router.{key}": value for key, value in reference_of(name).settings.items()
+        if not isinstance(value, dict)
+    }
     for key, value in reference_of(name).settings.items():
-        flat |= {f"router.{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {}
+        flat |= {f"router.{key}.{inner}": v
+                 for inner, v in value.items()} if isinstance(value, dict) else {}
     torch.manual_seed(2)
     spec = swap_moe(compat.gpt_moe_layer_spec(False), {"router.name": name, **flat, **settings})
     submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
     config = case.config()
-    layer = submodules.mlp(config=config) if hasattr(submodules.mlp, "keywords") else compat.build_module(submodules.mlp, config=config)
+    layer = submodules.mlp(config=config) if hasattr(
+        submodules.mlp, "keywords") else compat.build_module(submodules.mlp, config=config)
     layer.set_layer_number(1)
     layer.tokens_BS = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 11
     return layer.train()
@@ -47,7 +55,9 @@ def _every_router(case: Case) -> dict[str, tuple[float, list[str]]]:
     from moe_plugin.routing import finish_step, routers
 
     initialise_parallel(case)
-    again = replace(case, native={**case.native, "recompute_granularity": "selective", "recompute_modules": ["moe"]})
+    again = replace(
+        case,
+        native={**case.native, "recompute_granularity": "selective", "recompute_modules": ["moe"]})
     found = {}
     for name in routers.names():
         plain, recomputed = _layer(case, name), _layer(again, name)
@@ -62,12 +72,17 @@ def _every_router(case: Case) -> dict[str, tuple[float, list[str]]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"tp": 2}], ids=["one rank", "EP2", "TP2 without SP"])
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"tp": 2}],
+                         ids=["one rank", "EP2", "TP2 without SP"])
 def test_every_router_recomputes_and_saves_its_state(sizes: dict[str, int]) -> None:
-    """Routers that exchange something (base) or count over ranks included: a recomputation starts no collective of its own."""
-    found = on_ranks(max(sizes.values(), default=1), _every_router, Case(native={"moe_aux_loss_coeff": 0.01}, **sizes))[0]
+    """Routers that exchange something (base) or count over ranks included: a recomputation starts
+    no collective of its own.
+    """
+    found = on_ranks(max(sizes.values(), default=1), _every_router,
+                     Case(native={"moe_aux_loss_coeff": 0.01}, **sizes))[0]
     assert max(worst for worst, _ in found.values()) < 1e-6 and len(found) >= 16
-    assert found["sigmoid_bias"][1] == ["router.bias_E", "router.weight_ED"] and found["hash"][1] == ["router.table_V"]
+    assert found["sigmoid_bias"][1] == ["router.bias_E", "router.weight_ED"
+                                        ] and found["hash"][1] == ["router.table_V"]
     assert found["dense_to_sparse"][1] == ["router.step", "router.weight_ED"]
 
 
@@ -75,12 +90,14 @@ def _hash_loads(case: Case) -> tuple[list[int], list[int]]:
     initialise_parallel(case)
     layer = _layer(case, "hash")
     layer(batch(case)[0])
-    return layer.last_stats.load_KE[0].tolist(), torch.bincount(layer.router.table_V[layer.tokens_BS.flatten()], minlength=EXPERTS).tolist()
+    return layer.last_stats.load_KE[0].tolist(), torch.bincount(
+        layer.router.table_V[layer.tokens_BS.flatten()], minlength=EXPERTS).tolist()
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_token_ids_are_those_of_this_tensor_parallel_ranks_positions(sequence_parallel: bool) -> None:
+def test_token_ids_are_those_of_this_tensor_parallel_ranks_positions(
+        sequence_parallel: bool) -> None:
     results = on_ranks(2, _hash_loads, Case(tp=2, sequence_parallel=sequence_parallel))
     assert [a + b for a, b in zip(results[0][0], results[1][0], strict=True)] == results[0][1]
 
@@ -94,7 +111,8 @@ def _biases(case: Case) -> tuple[list[float], list[float]]:
     layer(batch(case)[0])
     finish_step(layer)
     explicit = layer.router.bias_E.tolist()
-    # Megatron's own loop: two micro-batches a step by its calculator; the third pass is the next step's first
+    # Megatron's own loop: two micro-batches a step by its calculator; the third pass is the next
+    # step's first
     clocked = _layer(case, "sigmoid_bias")
     compat.microbatches_a_step = lambda: 2
     for _ in range(2):
@@ -110,12 +128,14 @@ def _biases(case: Case) -> tuple[list[float], list[float]]:
 @pytest.mark.distributed
 def test_biases_are_those_of_all_data_parallel_ranks() -> None:
     results = on_ranks(2, _biases, Case(ep=1))
-    assert all(r == results[0] for r in results) and results[0][0] == results[0][1] and any(results[0][0])
+    assert all(r == results[0]
+               for r in results) and results[0][0] == results[0][1] and any(results[0][0])
 
 
 def test_step_clock() -> None:
     clock = StepClock()
-    assert [clock.new_step(3) for _ in range(8)] == [False, False, False, True, False, False, True, False]
+    assert [clock.new_step(3)
+            for _ in range(8)] == [False, False, False, True, False, False, True, False]
     assert not clock.ended() and [clock.new_step(None) for _ in range(3)] == [False] * 3
     clock = StepClock()
     clock.new_step(1)

@@ -1,4 +1,6 @@
-"""The training script: the same curve as Megatron's own layer, checkpoints at other sizes, kill and resume, bad input."""
+"""The training script: the same curve as Megatron's own layer, checkpoints at other sizes, kill and
+resume, bad input.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,22 @@ import psutil
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import ROOT, on_ranks
 
 pytestmark = pytest.mark.megatron
-MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3", "--num-experts", "4", "--moe-ffn-hidden-size", "48", "--disable-bias-linear", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001", "--moe-router-dtype", "fp32", "--log-interval", "1", "--hidden-dropout", "0", "--attention-dropout", "0", "--lr-decay-iters", "8"]
-EP2, TP2, PP2 = ["--expert-model-parallel-size", "2"], ["--tensor-model-parallel-size", "2", "--sequence-parallel"], ["--pipeline-model-parallel-size", "2"]
+MODEL = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
+    "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3", "--num-experts", "4",
+    "--moe-ffn-hidden-size", "48", "--disable-bias-linear", "--moe-aux-loss-coeff", "0.01",
+    "--moe-z-loss-coeff", "0.001", "--moe-router-dtype", "fp32", "--log-interval", "1",
+    "--hidden-dropout", "0", "--attention-dropout", "0", "--lr-decay-iters", "8"
+]
+EP2, TP2, PP2 = ["--expert-model-parallel-size",
+                 "2"], ["--tensor-model-parallel-size", "2",
+                        "--sequence-parallel"], ["--pipeline-model-parallel-size", "2"]
 
 
 def _train(argv: list[str]) -> dict[str, Any]:
@@ -47,7 +58,8 @@ def _losses(path: str) -> dict[int, float]:
 
 
 def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
-    """(loss, gradient norm) of 20 steps with Megatron's layer and with ours, from the same weights."""
+    """(loss, gradient norm) of 20 steps with Megatron's layer and with ours, from the same weights.
+    """
     from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
     from moe_plugin.hosts.megatron.report import Observer, RunLog
 
@@ -58,15 +70,20 @@ def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
     built = []
     for args.native_moe in (True, False):
         train.seed_everything(args.seed)
-        built.append(model.build(args, arguments.transformer_config(args, cpu=True), settings, tokenizer.vocab_size))
+        built.append(
+            model.build(args, arguments.transformer_config(args, cpu=True), settings,
+                        tokenizer.vocab_size))
     _copy(*built)
     curves = []
     for training in built:
-        loop = train.Loop(args, training, Observer(training, train.MoEConfig().observe), RunLog(None), train_set, None)
+        loop = train.Loop(args, training, Observer(training,
+                                                   train.MoEConfig().observe), RunLog(None),
+                          train_set, None)
         records: list[dict[str, Any]] = []
         loop.log.write = records.append  # type: ignore[method-assign]
         loop.run(checkpoint.Progress())
-        curves.append([(r["lm_loss"], r["grad_norm"], r["aux_losses"]["load_balancing_loss"][0]) for r in records])
+        curves.append([(r["lm_loss"], r["grad_norm"], r["aux_losses"]["load_balancing_loss"][0])
+                       for r in records])
     return curves
 
 
@@ -86,11 +103,18 @@ def _copy(native: Any, ours: Any) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "sizes"), [(1, []), (2, EP2), (2, PP2), (4, [*EP2, *TP2, "--expert-tensor-parallel-size", "1"])], ids=["one rank", "EP2", "PP2", "EP2 TP2"])
+@pytest.mark.parametrize(("world", "sizes"),
+                         [(1, []), (2, EP2), (2, PP2),
+                          (4, [*EP2, *TP2, "--expert-tensor-parallel-size", "1"])],
+                         ids=["one rank", "EP2", "PP2", "EP2 TP2"])
 def test_twenty_steps_equal_native(world: int, sizes: list[str], data: str) -> None:
-    """SGD, so that a wrong gradient scale would show; clipping in force, so that a wrong norm would."""
-    argv = [*MODEL, "--data-path", data, "--train-iters", "20", "--optimizer", "sgd", "--sgd-momentum", "0", "--lr", "0.3", "--clip-grad", "0.8",
-            "--lr-decay-style", "constant", *sizes]
+    """SGD, so that a wrong gradient scale would show; clipping in force, so that a wrong norm
+    would.
+    """
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "20", "--optimizer", "sgd", "--sgd-momentum",
+        "0", "--lr", "0.3", "--clip-grad", "0.8", "--lr-decay-style", "constant", *sizes
+    ]
     for native, ours in on_ranks(world, _curves, argv):
         assert native[0][0] - native[-1][0] > 0.5 and max(row[1] for row in native) > 0.8
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(native), rtol=2e-4, atol=2e-4)
@@ -100,18 +124,26 @@ def test_twenty_steps_equal_native(world: int, sizes: list[str], data: str) -> N
 def whole_run(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, float]]:
     """Eight steps at EP2 with a checkpoint after four: (folder, losses by step)."""
     folder = str(tmp_path_factory.mktemp("whole run"))
-    on_ranks(2, _train, [*MODEL, "--data-path", data, "--train-iters", "8", "--save", folder, "--save-interval", "4", *EP2])
+    on_ranks(2, _train, [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--save", folder, "--save-interval", "4",
+        *EP2
+    ])
     Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
     return folder, _losses(f"{folder}/log.jsonl")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "sizes"), [(2, EP2), (1, []), (2, TP2), (2, PP2), (2, ["--expert-tensor-parallel-size", "2"])],
+@pytest.mark.parametrize(("world", "sizes"), [(2, EP2), (1, []), (2, TP2), (2, PP2),
+                                              (2, ["--expert-tensor-parallel-size", "2"])],
                          ids=["EP2", "EP1", "TP2", "PP2", "ETP2"])
-def test_checkpoint_continues_at_other_sizes(world: int, sizes: list[str], data: str, whole_run: Any, tmp_path: Path) -> None:
+def test_checkpoint_continues_at_other_sizes(world: int, sizes: list[str], data: str,
+                                             whole_run: Any, tmp_path: Path) -> None:
     folder, losses = whole_run
     log = str(tmp_path / "log.jsonl")
-    on_ranks(world, _train, [*MODEL, "--data-path", data, "--train-iters", "8", "--load", folder, "--log-file", log, *sizes])
+    on_ranks(world, _train, [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--load", folder, "--log-file", log,
+        *sizes
+    ])
     found = _losses(log)
     assert sorted(found) == [5, 6, 7, 8]
     for step, loss in found.items():
@@ -120,101 +152,173 @@ def test_checkpoint_continues_at_other_sizes(world: int, sizes: list[str], data:
 
 @pytest.mark.distributed
 def test_experts_cut_and_whole_share_checkpoints(data: str, whole_run: Any, tmp_path: Path) -> None:
-    """Steps 5 and 6 with every expert cut over two ranks, at PP2 and r = 1, from a checkpoint of whole experts; 7 and 8 with whole ones again."""
+    """Steps 5 and 6 with every expert cut over two ranks, at PP2 and r = 1, from a checkpoint of
+    whole experts; 7 and 8 with whole ones again.
+    """
     argv, folder = [*MODEL, "--data-path", data, "--train-iters", "8"], str(tmp_path)
-    cut = ["--expert-tensor-parallel-size", "2", "--moe-expert-shards", "2", "--moe-parallel-r", "1", *PP2]
-    on_ranks(4, _train, [*argv, *cut, "--load", whole_run[0], "--save", folder, "--exit-interval", "6"])
-    on_ranks(2, _train, [*argv, *EP2, "--moe-parallel-r", "0", "--load", folder, "--log-file", f"{folder}/second.jsonl"])
+    cut = [
+        "--expert-tensor-parallel-size", "2", "--moe-expert-shards", "2", "--moe-parallel-r", "1",
+        *PP2
+    ]
+    on_ranks(4, _train,
+             [*argv, *cut, "--load", whole_run[0], "--save", folder, "--exit-interval", "6"])
+    on_ranks(2, _train, [
+        *argv, *EP2, "--moe-parallel-r", "0", "--load", folder, "--log-file",
+        f"{folder}/second.jsonl"
+    ])
     found = {**_losses(f"{folder}/log.jsonl"), **_losses(f"{folder}/second.jsonl")}
     assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("saved", "loaded"), [([], ["--moe-expert-shards", "2"]), (["--moe-expert-shards", "2"], [])], ids=["to shards", "from shards"])
-def test_distributed_optimizer_of_cut_experts(saved: list[str], loaded: list[str], data: str, tmp_path: Path) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "6", "--use-distributed-optimizer", "--expert-tensor-parallel-size", "2"]
+@pytest.mark.parametrize(("saved", "loaded"), [([], ["--moe-expert-shards", "2"]),
+                                               (["--moe-expert-shards", "2"], [])],
+                         ids=["to shards", "from shards"])
+def test_distributed_optimizer_of_cut_experts(saved: list[str], loaded: list[str], data: str,
+                                              tmp_path: Path) -> None:
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "6", "--use-distributed-optimizer",
+        "--expert-tensor-parallel-size", "2"
+    ]
     folder = str(tmp_path)
     on_ranks(2, _train, [*argv, *saved, "--save", folder, "--save-interval", "3"])
     Path(folder, "latest_checkpointed_iteration.txt").write_text("3")
     on_ranks(2, _train, [*argv, *loaded, "--load", folder, "--log-file", f"{folder}/second.jsonl"])
     first, second = _losses(f"{folder}/log.jsonl"), _losses(f"{folder}/second.jsonl")
-    assert [second[step] for step in (4, 5, 6)] == pytest.approx([first[step] for step in (4, 5, 6)], abs=2e-4)
+    assert [second[step]
+            for step in (4, 5, 6)] == pytest.approx([first[step] for step in (4, 5, 6)], abs=2e-4)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("momentum", ["0", "0.9"])
 def test_sgd_resumes(momentum: str, data: str, tmp_path: Path) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "6", "--optimizer", "sgd", "--sgd-momentum", momentum, "--lr", "0.1", *EP2]
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "6", "--optimizer", "sgd", "--sgd-momentum",
+        momentum, "--lr", "0.1", *EP2
+    ]
     on_ranks(2, _train, [*argv, "--save", str(tmp_path), "--save-interval", "3"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    on_ranks(1, _train, [*argv[:-2], "--load", str(tmp_path), "--log-file", str(tmp_path / "rest.jsonl")])
+    on_ranks(1, _train,
+             [*argv[:-2], "--load",
+              str(tmp_path), "--log-file",
+              str(tmp_path / "rest.jsonl")])
     whole, rest = _losses(str(tmp_path / "log.jsonl")), _losses(str(tmp_path / "rest.jsonl"))
     assert rest == pytest.approx({step: whole[step] for step in (4, 5, 6)}, abs=2e-4)
 
 
 @pytest.mark.distributed
 def test_distributed_optimizer_from_one_rank_to_two(data: str, tmp_path: Path) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "8", "--use-distributed-optimizer", "--bf16"]
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--use-distributed-optimizer", "--bf16"
+    ]
     folder = str(tmp_path)
     on_ranks(1, _train, [*argv, "--save", folder, "--save-interval", "4"])
     Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
     on_ranks(2, _train, [*argv, "--load", folder, "--log-file", f"{folder}/second.jsonl", *EP2])
     first, second = _losses(f"{folder}/log.jsonl"), _losses(f"{folder}/second.jsonl")
-    assert [second[step] for step in (5, 6, 7, 8)] == pytest.approx([first[step] for step in (5, 6, 7, 8)], abs=5e-3)
+    assert [second[step] for step in (5, 6, 7, 8)] == pytest.approx(
+        [first[step] for step in (5, 6, 7, 8)], abs=5e-3)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sizes", [["--tensor-model-parallel-size", "2"], [*EP2, "--recompute-granularity", "full", "--recompute-method", "uniform",
-                                                                        "--recompute-num-layers", "1"]], ids=["TP2 without SP", "full recompute"])
-def test_other_ways_give_the_same_curve(sizes: list[str], data: str, whole_run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes",
+                         [["--tensor-model-parallel-size", "2"],
+                          [
+                              *EP2, "--recompute-granularity", "full", "--recompute-method",
+                              "uniform", "--recompute-num-layers", "1"
+                          ]], ids=["TP2 without SP", "full recompute"])
+def test_other_ways_give_the_same_curve(sizes: list[str], data: str, whole_run: Any,
+                                        tmp_path: Path) -> None:
     log = str(tmp_path / "log.jsonl")
-    on_ranks(2, _train, [*MODEL, "--data-path", data, "--train-iters", "8", "--load", whole_run[0], "--log-file", log, *sizes])
-    assert [_losses(log)[step] for step in (5, 8)] == pytest.approx([whole_run[1][step] for step in (5, 8)], abs=2e-4)
+    on_ranks(2, _train, [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--load", whole_run[0], "--log-file",
+        log, *sizes
+    ])
+    assert [_losses(log)[step]
+            for step in (5, 8)] == pytest.approx([whole_run[1][step] for step in (5, 8)], abs=2e-4)
 
 
 @pytest.mark.distributed
-def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whole_run: Any, tmp_path: Path) -> None:
-    """Two stages of two tensor-parallel ranks: PPMoE by flag for two steps, saved; Parm S2 by YAML for the rest. The first steps ran at EP2."""
-    argv = [*MODEL, "--data-path", data, "--train-iters", "8", "--tensor-model-parallel-size", "2", *PP2]
+def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whole_run: Any,
+                                                                 tmp_path: Path) -> None:
+    """Two stages of two tensor-parallel ranks: PPMoE by flag for two steps, saved; Parm S2 by YAML
+    for the rest. The first steps ran at EP2.
+    """
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--tensor-model-parallel-size", "2", *PP2
+    ]
     stats = tmp_path / "stats.jsonl"
-    (tmp_path / "parm.yaml").write_text("dispatch: {name: padded, capacity_factor: 0}\nparallel: {replicas: 2, schedule: s2}\n")
-    on_ranks(4, _train, [*argv, "--moe-dispatch", "index_slice", "--load", whole_run[0], "--save", str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl", str(stats)])
-    on_ranks(4, _train, [*argv, "--moe-config", str(tmp_path / "parm.yaml"), "--load", str(tmp_path), "--log-file", str(tmp_path / "parm.jsonl")])
+    (tmp_path / "parm.yaml").write_text(
+        "dispatch: {name: padded, capacity_factor: 0}\nparallel: {replicas: 2, schedule: s2}\n")
+    on_ranks(4, _train, [
+        *argv, "--moe-dispatch", "index_slice", "--load", whole_run[0], "--save",
+        str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl",
+        str(stats)
+    ])
+    on_ranks(4, _train, [
+        *argv, "--moe-config",
+        str(tmp_path / "parm.yaml"), "--load",
+        str(tmp_path), "--log-file",
+        str(tmp_path / "parm.jsonl")
+    ])
     found = {**_losses(str(tmp_path / "log.jsonl")), **_losses(str(tmp_path / "parm.jsonl"))}
     assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
     for rows in (stats, Path(f"{stats}.stage1")):
         for row in map(json.loads, rows.read_text().splitlines()):
-            assert row["exchanges"] == {} and row["tokens"] == 8 * 32 and row["rows"] == 2 * row["tokens"]
+            assert row["exchanges"] == {} and row["tokens"] == 8 * 32 and row[
+                "rows"] == 2 * row["tokens"]
 
 
 @pytest.mark.distributed
-def test_parm_over_expert_parallel_ranks_then_ppmoe_under_sequence_parallelism_give_the_same_curve(data: str, whole_run: Any, tmp_path: Path) -> None:
-    """Parm S1 with EP2 TP2 ETP2 for two steps, saved; PPMoE in two tensor-parallel groups with sequence parallelism for the rest."""
-    tensor, stats = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2"], tmp_path / "stats.jsonl"
+def test_parm_over_expert_parallel_ranks_then_ppmoe_under_sequence_parallelism_give_the_same_curve(
+        data: str, whole_run: Any, tmp_path: Path) -> None:
+    """Parm S1 with EP2 TP2 ETP2 for two steps, saved; PPMoE in two tensor-parallel groups with
+    sequence parallelism for the rest.
+    """
+    tensor, stats = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size",
+                     "2"], tmp_path / "stats.jsonl"
     argv = [*MODEL, "--data-path", data, "--train-iters", "8", *tensor]
     parm = ["--moe-replicas", "2", "--moe-replicas-schedule", "s1", *EP2]
-    on_ranks(4, _train, [*argv, *parm, "--load", whole_run[0], "--save", str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl", str(stats)])
-    on_ranks(4, _train, [*argv, "--sequence-parallel", "--moe-dispatch", "index_slice", "--load", str(tmp_path), "--log-file", str(tmp_path / "ppmoe.jsonl")])
+    on_ranks(4, _train, [
+        *argv, *parm, "--load", whole_run[0], "--save",
+        str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl",
+        str(stats)
+    ])
+    on_ranks(4, _train, [
+        *argv, "--sequence-parallel", "--moe-dispatch", "index_slice", "--load",
+        str(tmp_path), "--log-file",
+        str(tmp_path / "ppmoe.jsonl")
+    ])
     found = {**_losses(str(tmp_path / "log.jsonl")), **_losses(str(tmp_path / "ppmoe.jsonl"))}
     assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
-    assert all(row["exchanges"] and row["tokens"] == 8 * 32 for row in map(json.loads, stats.read_text().splitlines()))
+    assert all(row["exchanges"] and row["tokens"] == 8 * 32
+               for row in map(json.loads,
+                              stats.read_text().splitlines()))
 
 
 @pytest.mark.distributed
 def test_killed_run_resumes_to_the_same_losses(data: str, tmp_path: Path) -> None:
     """Through torchrun, killed without warning; dropout on, so that random states matter."""
-    argv = [*MODEL, "--data-path", data, "--train-iters", "40", "--save-interval", "3", "--hidden-dropout", "0.1", "--lr-decay-iters", "40", *EP2]
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "40", "--save-interval", "3",
+        "--hidden-dropout", "0.1", "--lr-decay-iters", "40", *EP2
+    ]
     killed, whole = str(tmp_path / "killed run"), str(tmp_path / "whole")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": ROOT}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moe_plugin.hosts.megatron.train",
-         *argv, "--save", killed], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": ROOT
+    }
+    process = subprocess.Popen([
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        "-m", "moe_plugin.hosts.megatron.train", *argv, "--save", killed
+    ], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               start_new_session=True)
     latest = Path(killed, "latest_checkpointed_iteration.txt")
     deadline = time.monotonic() + 90
     while not latest.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.3)  # into the steps, or the checkpoint, that follow
-    for each in [*psutil.Process(process.pid).children(recursive=True), process]:  # the ranks have sessions of their own
+    # the ranks have sessions of their own
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGKILL)
             each.wait()
@@ -225,7 +329,8 @@ def test_killed_run_resumes_to_the_same_losses(data: str, tmp_path: Path) -> Non
     on_ranks(2, _train, [*argv, *stop, "--load", killed, "--save", killed, "--log-file", log])
     on_ranks(2, _train, [*argv, *stop, "--log-file", f"{whole}.jsonl"])
     assert min(_losses(log)) == done + 1
-    assert _losses(log) == pytest.approx({k: v for k, v in _losses(f"{whole}.jsonl").items() if k > done}, abs=1e-6)
+    assert _losses(log) == pytest.approx(
+        {k: v for k, v in _losses(f"{whole}.jsonl").items() if k > done}, abs=1e-6)
 
 
 def _copy_of(folder: str, target: Path) -> Path:
@@ -261,15 +366,20 @@ def test_bad_checkpoints_are_named(data: str, whole_run: Any, tmp_path: Path) ->
 
 
 BAD = {
-    "no data": (["--data-path", "/nowhere/corpus"], ("/nowhere/corpus.bin is missing", "moe_plugin.hosts.megatron.data")),
-    "sizes": (["--tensor-model-parallel-size", "3"], ("=3", "divisor of the 1 processes")),
-    "virtual stages": (["--num-virtual-stages-per-pipeline-rank", "2"], ("num_virtual_stages_per_pipeline_rank=2", "fewer than 3 pipeline stages")),
+    "no data": (["--data-path", "/nowhere/corpus"],
+                ("/nowhere/corpus.bin is missing", "moe_plugin.hosts.megatron.data")), "sizes": ([
+                    "--tensor-model-parallel-size", "3"
+                ], ("=3", "divisor of the 1 processes")), "virtual stages": ([
+                    "--num-virtual-stages-per-pipeline-rank", "2"
+                ], ("num_virtual_stages_per_pipeline_rank=2", "fewer than 3 pipeline stages")),
     "batch": (["--global-batch-size", "7"], ("global_batch_size=7", "multiple of", "use 6")),
-    "experts": (["--num-experts", "4", "--expert-model-parallel-size", "3"], ("num_experts=4", "expert_model_parallel_size=3")),
+    "experts": (["--num-experts", "4", "--expert-model-parallel-size",
+                 "3"], ("num_experts=4", "expert_model_parallel_size=3")),
     "yaml": (["--moe-config", __file__], ("is not YAML",)),
-    "no yaml": (["--moe-config", "/nowhere.yaml"], ("/nowhere.yaml", "cannot be read")),
-    "flag": (["--moe-capacity-factor", "wide"], ("--moe-capacity-factor 'wide'",)),
-    "megatron's own check": (["--moe-router-topk", "1"], ("pre-softmax",)),
+    "no yaml": (["--moe-config", "/nowhere.yaml"], ("/nowhere.yaml", "cannot be read")), "flag": ([
+        "--moe-capacity-factor", "wide"
+    ], ("--moe-capacity-factor 'wide'",)), "megatron's own check": (["--moe-router-topk",
+                                                                     "1"], ("pre-softmax",)),
 }
 
 
@@ -282,9 +392,13 @@ def test_bad_arguments_are_named(extra: list[str], parts: tuple[str, ...], data:
 def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
     (tmp_path / "moe.yaml").write_text("dispatch: {name: padded, capacity_factor: 0.5}\n")
     log = str(tmp_path / "stats.jsonl")
-    argv = [*MODEL, "--data-path", data, "--train-iters", "2", "--moe-config", str(tmp_path / "moe.yaml"), "--moe-stats-jsonl", log]
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "2", "--moe-config",
+        str(tmp_path / "moe.yaml"), "--moe-stats-jsonl", log
+    ]
     [record] = on_ranks(1, _train, argv)
-    assert set(record["balance"]) == {"layer1", "layer2"} and record["balance"]["layer1"]["drop_fraction"] > 0
+    assert set(record["balance"]) == {"layer1", "layer2"
+                                      } and record["balance"]["layer1"]["drop_fraction"] > 0
     rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
     assert rows[0]["layer"] == "layer1" and rows[0]["capacity"] > 0
 
@@ -302,11 +416,22 @@ def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None
     from moe_plugin.observe.history import read_run
     from moe_plugin.observe.report import render
 
-    files = ["--log-file", str(tmp_path / "log.jsonl"), "--moe-stats-jsonl", str(tmp_path / "stats.jsonl"), "--moe-stats-interval", "1", "--moe-stats-timeline", "2"]
+    files = [
+        "--log-file",
+        str(tmp_path / "log.jsonl"), "--moe-stats-jsonl",
+        str(tmp_path / "stats.jsonl"), "--moe-stats-interval", "1", "--moe-stats-timeline", "2"
+    ]
     on_ranks(2, _train, [*MODEL, "--data-path", data, "--train-iters", "3", *files, *PP2])
     run = read_run(tmp_path)
-    assert [r.step for r in run.steps] == [1, 2, 3] and run.host == "megatron" and run.total_steps == 3 and run.notes == []
-    assert {name: [r.step for r in records] for name, records in run.layers.items()} == {"layer1": [1, 2, 3], "layer2": [1, 2, 3]}
-    shown = {rank: {s.name for s in spans if s.track == "layers"} for (_, rank), spans in run.timelines.items()}
-    assert shown == {0: {"layer1 forward", "layer1 backward"}, 1: {"layer2 forward", "layer2 backward"}}
+    assert [r.step for r in run.steps
+            ] == [1, 2, 3] and run.host == "megatron" and run.total_steps == 3 and run.notes == []
+    assert {name: [r.step for r in records]
+            for name, records in run.layers.items()} == {"layer1": [1, 2, 3], "layer2": [1, 2, 3]}
+    shown = {
+        rank: {s.name for s in spans if s.track == "layers"}
+        for (_, rank), spans in run.timelines.items()
+    }
+    assert shown == {
+        0: {"layer1 forward", "layer1 backward"}, 1: {"layer2 forward", "layer2 backward"}
+    }
     assert 'id="timeline-1"' in render(run)

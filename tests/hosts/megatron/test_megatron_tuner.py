@@ -1,4 +1,6 @@
-"""What `parallel: auto` has learned, in Megatron's checkpoints: every pipeline stage's own layers, other sizes, checkpoints without it."""
+"""What `parallel: auto` has learned, in Megatron's checkpoints: every pipeline stage's own layers,
+other sizes, checkpoints without it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.layers import Case, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
@@ -26,14 +29,20 @@ def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
     args = arguments.parser().parse_args(argv)
     train.start(args)
     tokenizer, train_set, _ = train._datasets(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True), arguments.our_settings(args), tokenizer.vocab_size)
+    training = model.build(args, arguments.transformer_config(args, cpu=True),
+                           arguments.our_settings(args), tokenizer.vocab_size)
     progress = checkpoint.load(args.load, training) if args.load else checkpoint.Progress()
 
     def known() -> dict[int, Any]:
-        return {layer.layer_number: layer._moe.auto and layer._moe.auto.tuner.state() for layer in training.moe_layers()}
+        return {
+            layer.layer_number: layer._moe.auto and layer._moe.auto.tuner.state()
+            for layer in training.moe_layers()
+        }
 
     before, records = known(), []
-    loop = train.Loop(args, training, Observer(training, train.MoEConfig().observe), RunLog(None), train_set, None)
+    loop = train.Loop(args, training, Observer(training,
+                                               train.MoEConfig().observe), RunLog(None), train_set,
+                      None)
     loop.log.write = records.append  # type: ignore[method-assign]
     loop.run(progress)
     return before, known(), [record["lm_loss"] for record in records]
@@ -45,22 +54,29 @@ def argv(data: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tuned(argv: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any], list[float]]:
-    """Two stages of two expert-parallel ranks, tuned: (checkpoint after four of eight steps, what it holds by layer, losses)."""
+def tuned(argv: list[str],
+          tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any], list[float]]:
+    """Two stages of two expert-parallel ranks, tuned: (checkpoint after four of eight steps, what
+    it holds by layer, losses).
+    """
     folder = str(tmp_path_factory.mktemp("tuned"))
     first = on_ranks(4, _run, [*argv, *EP2, *PP2, *AUTO, "--save", folder, "--exit-interval", "4"])
     assert [sorted(after) for _, after, _ in first] == [[1], [1], [2], [2]]
-    assert first[0][1] == first[1][1] and first[2][1] == first[3][1], "ranks of a group know the same"
+    assert first[0][1] == first[1][1] and first[2][1] == first[3][
+        1], "ranks of a group know the same"
     whole = on_ranks(4, _run, [*argv, *EP2, *PP2, *AUTO])
     return folder, {**first[0][1], **first[2][1]}, whole[0][2]
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(4, [*EP2, *PP2]), (2, EP2)], ids=["the same sizes", "one stage"])
-def test_every_stage_knows_again_what_it_had_learned(world: int, sizes: list[str], argv: list[str], tuned: Any) -> None:
+@pytest.mark.parametrize(("world", "sizes"), [(4, [*EP2, *PP2]), (2, EP2)],
+                         ids=["the same sizes", "one stage"])
+def test_every_stage_knows_again_what_it_had_learned(world: int, sizes: list[str], argv: list[str],
+                                                     tuned: Any) -> None:
     folder, saved, losses = tuned
     assert all(state["explored"] > 0 and state["buckets"] for state in saved.values())
     for before, after, curve in on_ranks(world, _run, [*argv, *sizes, *AUTO, "--load", folder]):
-        assert before == {layer: saved[layer] for layer in before} and len(before) == (1 if world == 4 else 2)
+        assert before == {layer: saved[layer]
+                          for layer in before} and len(before) == (1 if world == 4 else 2)
         assert all(after[layer]["calls"] > saved[layer]["calls"] for layer in after)
         assert curve == pytest.approx(losses[4:], abs=2e-4)
 
@@ -71,12 +87,16 @@ def test_choices_of_other_sizes_are_found_anew(argv: list[str], tuned: Any) -> N
     assert curve == pytest.approx(tuned[2][4:], abs=2e-4)
 
 
-def test_checkpoints_load_with_and_without_tuning(argv: list[str], tuned: Any, tmp_path: Path) -> None:
+def test_checkpoints_load_with_and_without_tuning(argv: list[str], tuned: Any,
+                                                  tmp_path: Path) -> None:
     folder = str(tmp_path)
-    [(before, _, _)] = on_ranks(1, _run, [*argv, "--load", tuned[0], "--save", folder, "--exit-interval", "6"])
+    [(before, _, _)] = on_ranks(
+        1, _run, [*argv, "--load", tuned[0], "--save", folder, "--exit-interval", "6"])
     assert before == {1: None, 2: None}
     for before, after, _ in on_ranks(2, _run, [*argv, *EP2, *AUTO, "--load", folder]):
-        assert all(state["calls"] == 0 for state in before.values()) and all(state["explored"] for state in after.values())
+        assert all(state["calls"] == 0
+                   for state in before.values()) and all(state["explored"]
+                                                         for state in after.values())
 
 
 def _plain_state_dict() -> tuple[int, int]:
@@ -92,7 +112,8 @@ def _plain_state_dict() -> tuple[int, int]:
     fixed.load_state_dict(first.state_dict())
     first.load_state_dict(fixed.state_dict())
     calls = again._moe.auto.tuner.calls
-    assert again._moe.auto.tuner.state() == first._moe.auto.tuner.state() and not any("tuner" in key for key in fixed.state_dict())
+    assert again._moe.auto.tuner.state() == first._moe.auto.tuner.state() and not any(
+        "tuner" in key for key in fixed.state_dict())
     again(x)
     return calls, again._moe.auto.tuner.calls - calls
 
@@ -103,7 +124,8 @@ def test_plain_state_dicts_hold_it_and_the_first_call_looks_at_its_load() -> Non
 
 
 def _megatrons_own_load(folder: str) -> int:
-    """A checkpoint of a layer that is not tuned, into one that is, by Megatron's functions alone."""
+    """A checkpoint of a layer that is not tuned, into one that is, by Megatron's functions alone.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
@@ -112,7 +134,8 @@ def _megatrons_own_load(folder: str) -> int:
     dist_checkpointing.save(fixed.sharded_state_dict("mlp."), folder)
     with torch.no_grad():
         tuned.experts.w_in_LDF.zero_()
-    found = dist_checkpointing.load(tuned.sharded_state_dict("mlp."), folder, strict=StrictHandling.LOG_ALL)
+    found = dist_checkpointing.load(tuned.sharded_state_dict("mlp."), folder,
+                                    strict=StrictHandling.LOG_ALL)
     tuned.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})
     assert torch.equal(tuned.experts.w_in_LDF, fixed.experts.w_in_LDF)
     return tuned._moe.auto.tuner.calls

@@ -36,13 +36,15 @@ def test_beside_the_gpu(tmp_path: Path) -> None:
     bound = [plan(i, 4, ids, set(range(16)), sysfs) for i in range(4)]
     assert [b.node for b in bound] == [0, 1, 0, 1]
     assert [b.cpus for b in bound] == [(0, 1, 2, 3), (8, 9, 10, 11), (4, 5, 6, 7), (12, 13, 14, 15)]
-    assert "beside its GPU 0000:8b:00.0; 2 rank(s) share NUMA node 1 with 8 processors" in bound[3].why
+    assert "beside its GPU 0000:8b:00.0; 2 rank(s) share NUMA node 1 with 8 processors" in bound[
+        3].why
 
 
 def test_without_gpus_ranks_are_spread(tmp_path: Path) -> None:
     sysfs = machine(tmp_path, {0: "0-3", 1: "4-7"})
     bound = [plan(i, 4, [], set(range(8)), sysfs) for i in range(4)]
-    assert [b.cpus for b in bound] == [(0, 1), (2, 3), (4, 5), (6, 7)] and "spread evenly" in bound[0].why
+    assert [b.cpus for b in bound] == [(0, 1), (2, 3), (4, 5),
+                                       (6, 7)] and "spread evenly" in bound[0].why
 
 
 def test_gpus_whose_node_is_not_known(tmp_path: Path) -> None:
@@ -69,6 +71,11 @@ def test_place_from_launchers() -> None:
 
 def test_it_becomes_the_command_bound() -> None:
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
-    environment = {**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(len(os.sched_getaffinity(0)))}
-    done = subprocess.run([sys.executable, "-m", "moe_plugin.hosts.plain.binding", sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.strip() == str(sorted(os.sched_getaffinity(0))[:1]) and "rank 0 of" in done.stderr
+    environment = {
+        **os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(len(os.sched_getaffinity(0)))
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_plugin.hosts.plain.binding", sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == str(sorted(
+        os.sched_getaffinity(0))[:1]) and "rank 0 of" in done.stderr

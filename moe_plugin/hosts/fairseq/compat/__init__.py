@@ -1,15 +1,19 @@
-"""What fairseq 0.12.2 needs to run on today's Python, torch, numpy and hydra, and on a machine without CUDA.
+"""What fairseq 0.12.2 needs to run on today's Python, torch, numpy and hydra, and on a machine
+without CUDA.
 
-The only place of this host that patches. Every shim is a function that says version range and reason. `install` runs once,
-right after `import fairseq` (see the top-level module `moe_plugin_fairseq_compat`, which also lets that import succeed on Python >= 3.11).
-Names are replaced inside fairseq's own modules; numpy, torch and hydra stay as they are for everybody else.
+The only place of this host that patches. Every shim is a function that says version range and
+reason. `install` runs once, right after `import fairseq` (see the top-level module
+`moe_plugin_fairseq_compat`, which also lets that import succeed on Python >= 3.11). Names are
+replaced inside fairseq's own modules; numpy, torch and hydra stay as they are for everybody else.
 """
 
 from __future__ import annotations
 
 
 def install() -> None:
-    """Apply every shim to the imported fairseq 0.12. Calling it again does nothing, nor does calling it on another version."""
+    """Apply every shim to the imported fairseq 0.12. Calling it again does nothing, nor does
+    calling it on another version.
+    """
     import fairseq
 
     if getattr(fairseq, "_moe_plugin_compat", False) or not fairseq.__version__.startswith("0.12."):
@@ -17,6 +21,7 @@ def install() -> None:
     fairseq._moe_plugin_compat = True
     from moe_plugin.hosts.fairseq.compat import branch_flags, checkpoints, launch, runtime, userdir
 
-    for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, checkpoints.SHIMS, branch_flags.SHIMS):
+    for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, checkpoints.SHIMS,
+                  branch_flags.SHIMS):
         for shim in shims:
             shim()

@@ -1,4 +1,6 @@
-"""Flags of fairseq's `moe` branch that nothing has to follow from, so that its launch scripts run unchanged."""
+"""Flags of fairseq's `moe` branch that nothing has to follow from, so that its launch scripts run
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ logger = logging.getLogger(__name__)
 
 
 def is_moe_flag() -> None:
-    """Launch scripts of fairseq's `moe` branch pass `--is-moe` to evaluation; files say it themselves here."""
+    """Launch scripts of fairseq's `moe` branch pass `--is-moe` to evaluation; files say it
+    themselves here.
+    """
     from fairseq import options
 
     original = options.add_common_eval_args
 
     def add_common_eval_args(group: Any) -> None:
         original(group)
-        group.add_argument("--is-moe", action="store_true", help="accepted, not needed: the checkpoint says whether it holds experts")
+        group.add_argument(
+            "--is-moe", action="store_true",
+            help="accepted, not needed: the checkpoint says whether it holds experts")
 
     options.add_common_eval_args = add_common_eval_args
 
@@ -26,13 +32,16 @@ def is_moe_flag() -> None:
 class _WithoutEffect(argparse.Action):
     """A flag that is accepted and says that nothing follows from it."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any,
+                 option_string: str | None = None) -> None:
         logger.warning("%s has no effect: %s", option_string, self.help)
         setattr(namespace, self.dest, values)
 
 
 def num_workers_valid_flag() -> None:
-    """Launch scripts of fairseq's `moe` branch pass `--num-workers-valid`; fairseq 0.12 reads validation data with `--num-workers`."""
+    """Launch scripts of fairseq's `moe` branch pass `--num-workers-valid`; fairseq 0.12 reads
+    validation data with `--num-workers`.
+    """
     from fairseq import options
 
     original = options.add_dataset_args
@@ -40,7 +49,9 @@ def num_workers_valid_flag() -> None:
     def add_dataset_args(parser: Any, train: bool = False, gen: bool = False) -> Any:
         group = original(parser, train, gen)
         if train:
-            group.add_argument("--num-workers-valid", type=int, action=_WithoutEffect, help="accepted; validation data takes --num-workers, as training data")
+            group.add_argument(
+                "--num-workers-valid", type=int, action=_WithoutEffect,
+                help="accepted; validation data takes --num-workers, as training data")
         return group
 
     options.add_dataset_args = add_dataset_args

@@ -1,4 +1,5 @@
-"""Checkpoint shims: whole files whatever happens, and evaluation from the files of several ranks."""
+"""Checkpoint shims: whole files whatever happens, and evaluation from the files of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 
 
 def whole_copies() -> None:
-    """fairseq <= 0.12.3 copies `checkpoint_last.pt` in place: a kill during the copy leaves a truncated file."""
+    """fairseq <= 0.12.3 copies `checkpoint_last.pt` in place: a kill during the copy leaves a
+    truncated file.
+    """
     from fairseq import checkpoint_utils
 
     from moe_plugin.hosts.fairseq import checkpoint_files as files
@@ -27,15 +30,17 @@ def whole_copies() -> None:
 
 
 def evaluation_from_rank_files() -> None:
-    """fairseq <= 0.12.3 evaluates from one file. `--path X.pt` here also stands for `X-rank-0.pt`, `X-rank-1.pt`, ...; the process gets
-    all experts, so that generation, whose steps differ from rank to rank, needs no collective.
+    """fairseq <= 0.12.3 evaluates from one file. `--path X.pt` here also stands for `X-rank-0.pt`,
+    `X-rank-1.pt`, ...; the process gets all experts, so that generation, whose steps differ from
+    rank to rank, needs no collective.
     """
     from fairseq import checkpoint_utils
 
     from moe_plugin.hosts.fairseq import checkpoint_files as files
     from moe_plugin.hosts.fairseq.groups import holds_whole_model, whole_model
 
-    build, name_of, load = (checkpoint_utils.load_model_ensemble_and_task, checkpoint_utils.get_maybe_sharded_checkpoint_filename,
+    build, name_of, load = (checkpoint_utils.load_model_ensemble_and_task,
+                            checkpoint_utils.get_maybe_sharded_checkpoint_filename,
                             checkpoint_utils.load_checkpoint_to_cpu)
 
     def load_model_ensemble_and_task(*args: Any, **kwargs: Any) -> Any:

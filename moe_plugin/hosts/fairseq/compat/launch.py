@@ -16,7 +16,9 @@ _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 def call_main_without_cuda() -> None:
-    """fairseq <= 0.12.3 counts processes by CUDA devices and speaks NCCL; on CPU it asserts, or spawns nothing and trains nothing."""
+    """fairseq <= 0.12.3 counts processes by CUDA devices and speaks NCCL; on CPU it asserts, or
+    spawns nothing and trains nothing.
+    """
     from fairseq.distributed import utils
 
     original = utils.call_main
@@ -37,18 +39,25 @@ def call_main_without_cuda() -> None:
 
 
 def moe_without_sharding() -> None:
-    """Launch scripts of fairseq's `moe` branch say `--ddp-backend fully_sharded`, which shards dense parameters over ranks. With experts
-    that becomes `legacy_ddp` here: the same numbers, every rank holding all dense parameters. fairseq <= 0.12.3 asks for the backend's
-    package before it builds the model, so this cannot wait for the trainer.
+    """Launch scripts of fairseq's `moe` branch say `--ddp-backend fully_sharded`, which shards
+    dense parameters over ranks. With experts that becomes `legacy_ddp` here: the same numbers,
+    every rank holding all dense parameters. fairseq <= 0.12.3 asks for the backend's package before
+    it builds the model, so this cannot wait for the trainer.
     """
     from fairseq.distributed import utils
 
     original = utils.call_main
 
     def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        frequencies = [getattr(cfg.model, name, 0) for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")]
+        frequencies = [
+            getattr(cfg.model, name, 0)
+            for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
+        ]
         if cfg.distributed_training.ddp_backend == "fully_sharded" and any(frequencies):
-            logger.warning("--ddp-backend fully_sharded becomes legacy_ddp with MoE layers: every rank holds all dense parameters and their optimizer state")
+            logger.warning(
+                "--ddp-backend fully_sharded becomes legacy_ddp with MoE layers: every rank holds "
+                "all dense parameters and their optimizer state"
+            )
             cfg.distributed_training.ddp_backend = "legacy_ddp"
         return original(cfg, main, **kwargs)
 
@@ -56,12 +65,15 @@ def moe_without_sharding() -> None:
 
 
 def close_groups_at_the_end() -> None:
-    """fairseq <= 0.12.3 never destroys its process groups; their threads abort a process that ends before they do (seen: gloo, torch 2.13)."""
+    """fairseq <= 0.12.3 never destroys its process groups; their threads abort a process that ends
+    before they do (seen: gloo, torch 2.13).
+    """
     from fairseq.distributed import utils
 
     original = utils.distributed_main
 
-    def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
+    def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str,
+                                                                                      Any]) -> None:
         original(index, main, cfg, kwargs)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -95,4 +107,5 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-SHIMS: tuple[Callable[[], None], ...] = (call_main_without_cuda, moe_without_sharding, close_groups_at_the_end)
+SHIMS: tuple[Callable[[], None],
+             ...] = (call_main_without_cuda, moe_without_sharding, close_groups_at_the_end)

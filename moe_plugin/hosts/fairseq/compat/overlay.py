@@ -7,7 +7,9 @@ from typing import Any
 
 
 class Overlay(ModuleType):
-    """Stands for `module` inside one other module's namespace, so that a replaced name is replaced there alone."""
+    """Stands for `module` inside one other module's namespace, so that a replaced name is replaced
+    there alone.
+    """
 
     def __init__(self, module: Any, **names: Any) -> None:
         super().__init__(getattr(module, "__name__", type(module).__name__))

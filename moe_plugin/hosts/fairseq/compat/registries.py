@@ -7,10 +7,12 @@ from typing import Any
 
 
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Let a stock model name and all its architectures build `model`, a subclass of the stock model.
+    """Let a stock model name and all its architectures build `model`, a subclass of the stock
+    model.
 
-    fairseq 0.12.2 has no way to add flags to a model that is registered. Launch scripts of its `moe` branch say
-    `--arch transformer_lm_gpt --moe-freq 2`; without MoE flags the subclass builds exactly the stock model.
+    fairseq 0.12.2 has no way to add flags to a model that is registered. Launch scripts of its
+    `moe` branch say `--arch transformer_lm_gpt --moe-freq 2`; without MoE flags the subclass builds
+    exactly the stock model.
     """
     from fairseq import models
     from hydra.core.config_store import ConfigStore
@@ -18,7 +20,8 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
     stock = models.MODEL_REGISTRY[name]
     if not issubclass(model, stock):
         raise ValueError(  # noqa: TRY004  (a wrong argument of ours)
-            f"{model.__name__} cannot stand for {name!r}: it must be a subclass of {stock.__name__}")
+            f"{model.__name__} cannot stand for {name!r}: it must be a subclass of {stock.__name__}"
+        )
     for registry in (models.MODEL_REGISTRY, models.ARCH_MODEL_REGISTRY):
         for key, value in list(registry.items()):
             if value is stock:
@@ -32,7 +35,8 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
 
 
 def use_trainer(trainer: type) -> None:
-    """fairseq 0.12.2 names its trainer class in `fairseq_cli.train`; there is no registry for it."""
+    """fairseq 0.12.2 names its trainer class in `fairseq_cli.train`; there is no registry for it.
+    """
     import fairseq.trainer
 
     fairseq.trainer.Trainer = trainer

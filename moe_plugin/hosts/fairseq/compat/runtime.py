@@ -14,11 +14,14 @@ import torch.distributed as dist
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 
 # parameters of fairseq's encoder layers that only torch's fused inference path reads
-FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias",
+                     "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
 def numpy_names() -> None:
-    """numpy >= 1.24 has no `np.int`/`np.float`, numpy >= 2 no `np.compat`; fairseq <= 0.12.3 uses all three in these modules."""
+    """numpy >= 1.24 has no `np.int`/`np.float`, numpy >= 2 no `np.compat`; fairseq <= 0.12.3 uses
+    all three in these modules.
+    """
     import numpy
     from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
     from fairseq.modules import dynamic_crf_layer
@@ -30,7 +33,9 @@ def numpy_names() -> None:
 
 
 def full_checkpoints() -> None:
-    """torch >= 2.6 loads weights only; fairseq's checkpoints and broadcasts hold its config objects."""
+    """torch >= 2.6 loads weights only; fairseq's checkpoints and broadcasts hold its config
+    objects.
+    """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
 
@@ -42,8 +47,9 @@ def full_checkpoints() -> None:
 
 
 def hydra_of_its_time() -> None:
-    """fairseq <= 0.12.3 composes its settings through `hydra.experimental`, which hydra >= 1.2 refuses once anybody in the process has
-    started hydra with a `version_base` of 1.2 or more. fairseq gets base 1.1 while it composes; what was set before returns afterwards.
+    """fairseq <= 0.12.3 composes its settings through `hydra.experimental`, which hydra >= 1.2
+    refuses once anybody in the process has started hydra with a `version_base` of 1.2 or more.
+    fairseq gets base 1.1 while it composes; what was set before returns afterwards.
     """
     from fairseq.dataclass import utils
     from hydra import initialize_config_dir
@@ -55,7 +61,8 @@ def hydra_of_its_time() -> None:
     def initialize(config_path: str) -> Iterator[None]:
         before = VersionBase.instance().version_base
         try:
-            with initialize_config_dir(os.path.normpath(os.path.join(here, config_path)), version_base="1.1"):
+            with initialize_config_dir(os.path.normpath(os.path.join(here, config_path)),
+                                       version_base="1.1"):
                 yield
         finally:
             VersionBase.instance().version_base = before
@@ -64,7 +71,9 @@ def hydra_of_its_time() -> None:
 
 
 def gather_lists_without_cuda() -> None:
-    """fairseq <= 0.12.3 gathers Python objects through `torch.cuda.ByteTensor`, which a machine without CUDA refuses."""
+    """fairseq <= 0.12.3 gathers Python objects through `torch.cuda.ByteTensor`, which a machine
+    without CUDA refuses.
+    """
     from fairseq.distributed import utils
 
     original = utils.all_gather_list
@@ -81,17 +90,21 @@ def gather_lists_without_cuda() -> None:
 
 
 def ddp_wrapping() -> None:
-    """torch's DDP refuses `device_ids` for CPU parameters; fairseq always passes them. And it waits for gradients of the copies of
-    its weights that fairseq 0.12.2 - 0.12.3 keeps in each encoder layer for torch's fused inference path, which never get one.
+    """torch's DDP refuses `device_ids` for CPU parameters; fairseq always passes them. And it waits
+    for gradients of the copies of its weights that fairseq 0.12.2 - 0.12.3 keeps in each encoder
+    layer for torch's fused inference path, which never get one.
     """
     from fairseq.models import distributed_fairseq_model as module
 
     original = module.DistributedDataParallel
 
-    def distributed_data_parallel(module: torch.nn.Module, device_ids: Any = None, output_device: Any = None, **options: Any) -> Any:
+    def distributed_data_parallel(module: torch.nn.Module, device_ids: Any = None,
+                                  output_device: Any = None, **options: Any) -> Any:
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             device_ids = output_device = None
-        ignored = [*getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_fused_path_copies(module)]
+        ignored = [
+            *getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_fused_path_copies(module)
+        ]
         module._ddp_params_and_buffers_to_ignore = ignored  # what torch's DDP reads
         return original(module, device_ids=device_ids, output_device=output_device, **options)
 
@@ -99,7 +112,9 @@ def ddp_wrapping() -> None:
 
 
 def bf16_without_tpu() -> None:
-    """fairseq <= 0.12.3 takes `--bf16` for a TPU (options.py); without torch_xla that ends in an import error."""
+    """fairseq <= 0.12.3 takes `--bf16` for a TPU (options.py); without torch_xla that ends in an
+    import error.
+    """
     import importlib.util
 
     from fairseq import options
@@ -121,8 +136,11 @@ def bf16_without_tpu() -> None:
 def _fused_path_copies(model: torch.nn.Module) -> list[str]:
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
-    return [f"{path}.{name}" for path, layer in model.named_modules() if isinstance(layer, TransformerEncoderLayerBase)
-            for name in FUSED_PATH_COPIES if hasattr(layer, name)]
+    return [
+        f"{path}.{name}" for path, layer in model.named_modules()
+        if isinstance(layer, TransformerEncoderLayerBase) for name in FUSED_PATH_COPIES
+        if hasattr(layer, name)
+    ]
 
 
 class _HostScalar(torch.Tensor):
@@ -131,15 +149,19 @@ class _HostScalar(torch.Tensor):
 
 
 def skipped_steps_without_cuda() -> None:
-    """fairseq <= 0.12.3 answers a gradient overflow with `torch.tensor(0.0).cuda()`, also on a machine without CUDA."""
+    """fairseq <= 0.12.3 answers a gradient overflow with `torch.tensor(0.0).cuda()`, also on a
+    machine without CUDA.
+    """
     from fairseq import trainer
 
     if not torch.cuda.is_available():
-        trainer.torch = Overlay(torch, tensor=lambda *a, **k: torch.tensor(*a, **k).as_subclass(_HostScalar))
+        trainer.torch = Overlay(
+            torch, tensor=lambda *a, **k: torch.tensor(*a, **k).as_subclass(_HostScalar))
 
 
 def separate_fp32_copies() -> None:
-    """fairseq <= 0.12.3 packs all fp32 master weights in one tensor (on the current CUDA device), which loses the mark of expert
+    """fairseq <= 0.12.3 packs all fp32 master weights in one tensor (on the current CUDA device),
+    which loses the mark of expert
     parameters: `--fp16-no-flatten-grads` is therefore implied for models with experts, and on CPU.
     """
     import logging
@@ -153,7 +175,8 @@ def separate_fp32_copies() -> None:
         params = list(params)
         needed = any(hasattr(p, "expert") or p.device.type == "cpu" for p in params)
         if needed and not cfg.common.bf16 and not cfg.common.fp16_no_flatten_grads:
-            logging.getLogger(__name__).info("--fp16-no-flatten-grads is implied by expert parameters and by CPU training")
+            logging.getLogger(__name__).info(
+                "--fp16-no-flatten-grads is implied by expert parameters and by CPU training")
             with open_dict(cfg):
                 cfg.common.fp16_no_flatten_grads = True
         return original(cls, cfg, params, **kwargs)
@@ -162,9 +185,11 @@ def separate_fp32_copies() -> None:
 
 
 def empty_validation_batches() -> None:
-    """fairseq <= 0.12.3: `fairseq-validate` on several ranks gives a rank without data an empty batch and dies of `KeyError`.
+    """fairseq <= 0.12.3: `fairseq-validate` on several ranks gives a rank without data an empty
+    batch and dies of `KeyError`.
 
-    Such a rank runs one sentence and counts it as nothing, so that collectives inside the model stay aligned.
+    Such a rank runs one sentence and counts it as nothing, so that collectives inside the model
+    stay aligned.
     """
     from fairseq.tasks import FairseqTask
 
@@ -180,7 +205,8 @@ def empty_validation_batches() -> None:
     FairseqTask.valid_step = valid_step
 
 
-SHIMS: tuple[Callable[[], None], ...] = (
-    numpy_names, full_checkpoints, hydra_of_its_time, gather_lists_without_cuda, ddp_wrapping, bf16_without_tpu, skipped_steps_without_cuda,
-    separate_fp32_copies, empty_validation_batches,
-)
+SHIMS: tuple[Callable[[], None],
+             ...] = (numpy_names, full_checkpoints, hydra_of_its_time, gather_lists_without_cuda,
+                     ddp_wrapping, bf16_without_tpu, skipped_steps_without_cuda,
+                     separate_fp32_copies, empty_validation_batches,
+                     )

@@ -1,15 +1,18 @@
-"""Lets stock fairseq 0.12.2 be imported on Python >= 3.11, and hands over to `moe_plugin.hosts.fairseq.compat` afterwards.
+"""Lets stock fairseq 0.12.2 be imported on Python >= 3.11, and hands over to
+`moe_plugin.hosts.fairseq.compat` afterwards.
 
-A `.pth` file of the same name calls `boot()` when Python starts. That costs one finder on `sys.meta_path` and imports nothing:
-the work happens when, and only when, somebody imports `fairseq`. It must be a top-level module, because a module of the package would
-import the package before fairseq's `--user-dir` does.
+A `.pth` file of the same name calls `boot()` when Python starts. That costs one finder on
+`sys.meta_path` and imports nothing: the work happens when, and only when, somebody imports
+`fairseq`. It must be a top-level module, because a module of the package would import the package
+before fairseq's `--user-dir` does.
 """
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # as typing's, whose import would cost every start of Python some milliseconds
+# as typing's, whose import would cost every start of Python some milliseconds
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import importlib.machinery
     from types import ModuleType
@@ -43,7 +46,8 @@ class _Loader:
 class _Finder:
     """Waits for the first `import fairseq`, then steps aside."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None,
+                  target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != "fairseq":
             return None
         import importlib.util
@@ -58,9 +62,10 @@ class _Finder:
 def _hashable_fairseq_dataclasses(original: Any) -> Any:
     """`dataclasses.dataclass`, which gives `FairseqDataclass` subclasses an identity hash.
 
-    fairseq <= 0.12.3 on Python >= 3.11: fields such as `common: CommonConfig = CommonConfig()` are refused, because
-    the default is unhashable. A class that defines `__hash__` itself keeps it, so each subclass is given one at birth. The default
-    stays a default (a `default_factory` would not do: fairseq reads `.default` of these fields).
+    fairseq <= 0.12.3 on Python >= 3.11: fields such as `common: CommonConfig = CommonConfig()` are
+    refused, because the default is unhashable. A class that defines `__hash__` itself keeps it, so
+    each subclass is given one at birth. The default stays a default (a `default_factory` would not
+    do: fairseq reads `.default` of these fields).
     """
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:
@@ -84,6 +89,9 @@ def _install() -> None:
 
 
 def boot() -> None:
-    """Wait for fairseq. Called at interpreter start by the `.pth` file; calling it again does nothing."""
-    if "fairseq" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Wait for fairseq. Called at interpreter start by the `.pth` file; calling it again does
+    nothing.
+    """
+    if "fairseq" not in sys.modules and not any(
+            isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -10,11 +10,12 @@ from torch.distributed import distributed_c10d
 
 
 def shorten_timeouts(timeout_s: float) -> None:
-    """Let no group that fairseq uses wait longer than this. All ranks call it, after the world is there.
+    """Let no group that fairseq uses wait longer than this. All ranks call it, after the world is
+    there.
 
-    fairseq <= 0.12.3 passes a time-out neither to `init_process_group` nor to the `new_group` in which it reduces gradients, and has
-    no setting for it: torch's 30 minutes hold (10 under NCCL). torch 2.6 to 2.13 change the time-out of a group that exists by
-    `_set_pg_timeout` alone.
+    fairseq <= 0.12.3 passes a time-out neither to `init_process_group` nor to the `new_group` in
+    which it reduces gradients, and has no setting for it: torch's 30 minutes hold (10 under NCCL).
+    torch 2.6 to 2.13 change the time-out of a group that exists by `_set_pg_timeout` alone.
     """
     from fairseq.distributed import utils
 

@@ -10,10 +10,11 @@ from typing import Any
 
 
 def own_user_dir() -> None:
-    """fairseq <= 0.12.3 imports the `models` of a user dir only if the package was not imported before, by whomever.
+    """fairseq <= 0.12.3 imports the `models` of a user dir only if the package was not imported
+    before, by whomever.
 
-    With this, `--user-dir moe_plugin` and a path to the installed package both work, in spawned processes and in programs that already
-    imported the package. A path to another copy is refused.
+    With this, `--user-dir moe_plugin` and a path to the installed package both work, in spawned
+    processes and in programs that already imported the package. A path to another copy is refused.
     """
     from fairseq import utils
     from fairseq.models import import_models
@@ -36,13 +37,17 @@ def _checked_home(given: str) -> str:
 
     home = os.path.dirname(os.path.abspath(moe_plugin.__file__))
     if os.path.exists(given) and os.path.realpath(given) != os.path.realpath(home):
-        raise ValueError(f"--user-dir {given!r} is another copy of moe_plugin than the installed one at {home!r}; "
-                         "use --user-dir moe_plugin, or install that copy with pip install -e")
+        raise ValueError(
+            f"--user-dir {given!r} is another copy of moe_plugin than the installed one at "
+            f"{home!r}; "
+            "use --user-dir moe_plugin, or install that copy with pip install -e")
     return home
 
 
 def user_dir_before_defaults() -> None:
-    """`fairseq-hydra-train` (<= 0.12.3) fills in model defaults before it imports the user dir that brings the models."""
+    """`fairseq-hydra-train` (<= 0.12.3) fills in model defaults before it imports the user dir that
+    brings the models.
+    """
     from fairseq import utils
     from fairseq.dataclass import initialize
 
