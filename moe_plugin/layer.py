@@ -18,7 +18,7 @@ from moe_plugin.experts import CustomExperts, expert_kinds
 from moe_plugin.experts.ddp_check import refuse_averaged_experts
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import LayerStats, MoEOutput, Placement, Routing, TokenInfo
+from moe_plugin.records import HostContext, LayerStats, MoEOutput, Placement, Routing, TokenInfo
 from moe_plugin.routing import build_router
 from moe_plugin.routing import capacity as capacity_rules
 from moe_plugin.tuning.exchange import prepare
@@ -37,6 +37,7 @@ class MoELayer(nn.Module):
         config: see `MoEConfig`; `model_dim` must be set.
         comm: the expert-parallel group; None: the default torch.distributed group where
             initialised, else this rank alone.
+        host: what the host knows of this layer.
         router: a module to use in place of the configured router:
             `(x_TD, mask_T, top_k) -> Routing`, with `info` as a fourth argument where a call has
             one.
@@ -54,7 +55,7 @@ class MoELayer(nn.Module):
     """
 
     def __init__(self, config: MoEConfig, comm: Comm | None = None, *,
-                 router: nn.Module | None = None, experts: Callable[[int], nn.Module] | None = None,
+                 host: HostContext = HostContext(), router: nn.Module | None = None, experts: Callable[[int], nn.Module] | None = None,
                  dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
         import_user_modules(config.imports)
@@ -73,10 +74,15 @@ class MoELayer(nn.Module):
         self.config = config
         self.placement = place
         where = {"dtype": dtype, "device": device}
+        self.host = host
         self.router = router if router is not None else build_router(config, place.comm, **where)
+        self.router.replay = host.replay
+        if router is None:
+            self.router.loss_comm, self.router.batch_comm = host.loss_comm, host.batch_comm
         make = expert_kinds.get(config.experts.kind)
         self.experts = make(config, place, **where) if experts is None else CustomExperts(
             experts, place)
+        self.experts.adds_to_main_grad = host.adds_to_main_grad
         self.layouts = Layouts(config, place, whole=hasattr(self.experts, "stored"))
         self.auto = AutoLayout(config, self.layouts, next(
             self.parameters())) if config.parallel.mode == "auto" else None
