@@ -1,0 +1,184 @@
+"""Imports go strictly downward through the rooms, function-level ones included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import moe_plugin
+
+ROOT = Path(__file__).parents[2]
+# Bottom to top. A room imports from itself and from the rooms before it.
+ORDER = """registry yaml_file machine checkout determinism config records planner comm kernels
+routing dispatch experts tuning layer checkpoint ensembles observe hosts emulate bench cli""".split()
+# fairseq finds its models in the folder `models` of a user module: a part of that host.
+ALIASES = {"models": "hosts"}
+# Importer -> imported, both below `moe_plugin`. Only ever remove from these.
+KNOWN_UPWARD = {("comm.chunks", "kernels")}
+KNOWN_IN_CYCLES = {
+    "bench.peers", *(f"bench.{p}_peer" for p in ("deepspeed", "megablocks", "megatron", "scattermoe"))
+}
+# Upward imports under `if TYPE_CHECKING`, with the reason.
+TYPE_CHECKING_UPWARD = {
+    ("records", "comm.base"): "HostContext names the type of the host's groups, which it only carries",
+}
+
+
+def modules() -> dict[str, Path]:
+    """All modules by their name below `moe_plugin`; the package itself is ''."""
+    found = {}
+    for folder, prefix in ((ROOT / "moe_plugin", ()), (ROOT / "kernels", ("kernels",))):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((*prefix, *(p for p in parts if p != "__init__")))] = path
+    return found
+
+
+def targets(node: ast.AST, names: set[str]) -> Iterator[str]:
+    """Our modules that an import statement names; `from moe_plugin import X` is where X lives."""
+    if isinstance(node, ast.Import):
+        found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        found = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+        return
+    for full in found:
+        package, _, rest = full.partition(".")
+        if package != "moe_plugin":
+            continue
+        if rest in moe_plugin._EXPORTS:
+            yield moe_plugin._EXPORTS[rest].partition(".")[2]
+        elif rest in names:
+            yield rest
+        else:  # a name inside a module
+            yield rest.rpartition(".")[0]
+
+
+def type_checking(node: ast.AST) -> bool:
+    """Whether the node is `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes that run: those under `if TYPE_CHECKING` are left out."""
+    for child in ast.iter_child_nodes(node):
+        if not type_checking(child):
+            yield child
+            yield from runtime_nodes(child)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """A file, parsed."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def edges(checking: bool = False) -> frozenset[tuple[str, str]]:
+    """Importer and imported module. checking: those under `if TYPE_CHECKING` instead."""
+    found, names = set(), modules()
+    for name, path in names.items():
+        nodes = (n for block in ast.walk(tree(path)) if type_checking(block)
+                 for n in ast.walk(block)) if checking else runtime_nodes(tree(path))
+        for node in nodes:
+            found |= {(name, target) for target in targets(node, set(names))}
+    return frozenset(found)
+
+
+def room(module: str) -> str:
+    """The first part of a module's name."""
+    first = module.partition(".")[0]
+    return ALIASES.get(first, first)
+
+
+def upward(pairs: frozenset[tuple[str, str]]) -> set[tuple[str, str]]:
+    """The imports that break the order; the package's own `__init__` counts as the lowest room."""
+    rank = {name: number for number, name in enumerate(("", *ORDER))}
+    return {(a, b) for a, b in pairs if rank[room(b)] > rank[room(a)] and (a, b) != ("", "checkout")}
+
+
+def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """All that `start` imports, directly or not."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        fresh = graph.get(waiting.pop(), set()) - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def graph() -> dict[str, set[str]]:
+    """What each module imports."""
+    found: dict[str, set[str]] = {}
+    for importer, imported in edges():
+        found.setdefault(importer, set()).add(imported)
+    return found
+
+
+def test_every_room_has_a_place_in_the_order():
+    assert {room(name) for name in modules()} - {""} == set(ORDER)
+
+
+def test_imports_go_downward():
+    assert sorted(upward(edges())) == sorted(KNOWN_UPWARD)
+
+
+def test_type_checking_imports_go_downward():
+    assert sorted(upward(edges(checking=True))) == sorted(TYPE_CHECKING_UPWARD)
+
+
+def test_no_module_imports_itself_through_others():
+    links = graph()
+    assert sorted(name for name in links if name in reachable(name, links)) == sorted(
+        KNOWN_IN_CYCLES)
+
+
+def test_planner_never_imports_torch():
+    """Neither itself nor through what it imports of ours."""
+    links, paths = graph(), modules()
+    for name in paths:
+        if room(name) != "planner":
+            continue
+        for module in {name, *reachable(name, links)}:
+            for node in runtime_nodes(tree(paths[module])):
+                imported = [a.name for a in node.names] if isinstance(node, ast.Import) else [
+                    node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert "torch" not in {i.partition(".")[0] for i in imported}, (name, module)
+
+
+def test_nothing_imports_the_command():
+    assert {a for a, b in edges() if room(b) == "cli" and room(a) != "cli"} == set()
+
+
+def test_hosts_do_not_import_each_other():
+    def host(module: str) -> str:
+        return "fairseq" if module.startswith("models") else module.split(".")[1]
+
+    for a, b in edges():
+        if room(a) == room(b) == "hosts" and "." in a and "." in b:
+            assert host(b) in (host(a), "plain"), f"{a} imports {b}"
+
+
+@pytest.mark.parametrize("code, expected", [
+    ("import moe_plugin.comm.base", ["comm.base"]),
+    ("from moe_plugin.comm import base, Comm", ["comm.base", "comm"]),
+    ("from moe_plugin import MoELayer, checkout", ["layer", "checkout"]),
+    ("def f():\n    from moe_plugin.cli.main import main", ["cli.main"]),
+    ("if TYPE_CHECKING:\n    import moe_plugin.layer", []),
+    ("import torch", []),
+])
+def test_finds_imports_as_they_are_written(code, expected):
+    names = set(modules())
+    assert [t for n in runtime_nodes(ast.parse(code)) for t in targets(n, names)] == expected
+
+
+def test_finds_what_breaks_the_order():
+    assert upward(frozenset({("comm.base", "layer"), ("layer", "comm.base")})) == {
+        ("comm.base", "layer")}
+
+
