@@ -2,6 +2,7 @@
 """
 
 from moe_plugin.kernels import triton_ops
+from moe_plugin.kernels.expert_load import expert_load
 from moe_plugin.kernels.expert_products import (
     expert_bias_grad,
     expert_first,
@@ -30,7 +31,7 @@ triton_ops.register()
 
 __all__ = [
     "Groups", "Op", "Routed", "combine_rows", "dequantize_fp8", "dot_rows", "expert_bias_grad",
-    "expert_first", "expert_product", "expert_second_backward", "expert_weight_grad",
+    "expert_first", "expert_load", "expert_product", "expert_second_backward", "expert_weight_grad",
     "expert_weight_grad_add", "gather_rows", "kernels", "permute_rows", "quantize_fp8", "route",
     "running_count", "slot_index", "sum_rows", "take_rows", "top_k_stable", "transpose_chunks",
 ]

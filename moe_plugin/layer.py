@@ -16,6 +16,7 @@ from moe_plugin.config.user_modules import import_user_modules
 from moe_plugin.dispatch import check_capacity
 from moe_plugin.experts import CustomExperts, expert_kinds
 from moe_plugin.experts.ddp_check import refuse_averaged_experts
+from moe_plugin.kernels import expert_load
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, LayerStats, MoEOutput, Placement, Routing, TokenInfo
@@ -257,19 +258,11 @@ class SharedExpert(nn.Module):
 
 def _stats(routing: Routing, kept: Routing, experts: int, sent: int, rows: int,
            limit: int | None) -> LayerStats:
-    load_KE = _load(routing.ids_TK, experts)
+    load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
     return LayerStats(load_KE=load_KE,
-                      kept_KE=load_KE if kept is routing else _load(kept.ids_TK, experts),
+                      kept_KE=load_KE if kept is routing else expert_load(
+                          kept.ids_TK, experts, per_choice=True),
                       entropy=routing.entropy, tokens=routing.tokens, losses={
                           name: value.detach() for name, value in routing.losses.items()
                       }, bytes_sent=sent, rows=rows, capacity=limit, gate=routing.gate,
                       )
-
-
-def _load(ids_TK: Tensor, experts: int) -> Tensor:
-    k = ids_TK.shape[1]
-    offset_K = torch.arange(k, device=ids_TK.device) * (experts + 1)
-    bins_TK = torch.where(ids_TK < 0, experts, ids_TK) + offset_K
-    load_B = torch.zeros(k * (experts + 1), dtype=torch.int64, device=ids_TK.device)
-    load_B.index_add_(0, bins_TK.reshape(-1), torch.ones_like(bins_TK.reshape(-1)))
-    return load_B.view(k, experts + 1)[:, :experts]

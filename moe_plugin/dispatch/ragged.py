@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.dispatch.base import dispatchers, expand
 from moe_plugin.dispatch.pieces import PiecePlan, expert_major, positions, ragged_pieces
-from moe_plugin.kernels import combine_rows, gather_rows, permute_rows
+from moe_plugin.kernels import combine_rows, expert_load, gather_rows, permute_rows
 from moe_plugin.records import Placement, Routing, RowCounts, RowPlan
 
 
@@ -103,6 +103,4 @@ def _sort(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Choices by expert (those without one last), and the number of choices of each expert."""
     ids_N = ids_TK.reshape(-1)
     key_N = torch.where(ids_N < 0, experts, ids_N)
-    count_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TK.device)
-    return torch.argsort(key_N, stable=True), count_E.index_add_(0, key_N,
-                                                                 torch.ones_like(key_N))[:experts]
+    return torch.argsort(key_N, stable=True), expert_load(ids_TK, experts)

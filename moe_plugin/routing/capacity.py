@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import DispatchConfig
-from moe_plugin.kernels import slot_index
+from moe_plugin.kernels import expert_load, slot_index
 from moe_plugin.records import Routing
 
 
@@ -82,11 +82,8 @@ def _promised(routing: Routing, comm: Comm) -> int:
 
 
 def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
-    load_E = torch.zeros(experts + 1, dtype=torch.int64, device=routing.ids_TK.device)
-    ids_N = routing.ids_TK.reshape(-1)
-    # -1 falls in the last, unread bin
-    load_E.index_add_(0, ids_N % (experts + 1), torch.ones_like(ids_N))
-    seen_2 = comm.all_reduce(torch.stack([routing.tokens, load_E[:experts].max()]), "max")
+    most = expert_load(routing.ids_TK, experts).max()
+    seen_2 = comm.all_reduce(torch.stack([routing.tokens, most]), "max")
     tokens, load = seen_2.tolist()
     return tokens, load
 

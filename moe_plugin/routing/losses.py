@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.kernels import expert_load
 from moe_plugin.kernels.router import Routed
 from moe_plugin.registry import Registry
 
@@ -69,8 +70,8 @@ class LossInputs:
         gradient.
         """
         return self._total(
-            load_of(self.ids_TK[:, choices], self.mask_T,
-                    self.probs_TE.shape[1]).to(self.probs_TE.dtype))
+            expert_load(self.ids_TK[:, choices], self.probs_TE.shape[1],
+                        self.mask_T).to(self.probs_TE.dtype))
 
     def importance_E(self) -> Tensor:
         """Sum of the scores over real tokens by expert."""
@@ -119,15 +120,6 @@ class FusedLossInputs(LossInputs):
 
 # losses that ask for nothing but these sums and loads
 FUSED = frozenset({"gshard", "switch", "global_batch", "z"})
-
-
-def load_of(ids_TK: Tensor, mask_T: Tensor, experts: int) -> Tensor:
-    """Choices by expert, int64 [E], over real tokens; -1 is no choice."""
-    # -1 falls in the last bin
-    counted_TK = torch.where(mask_T[:, None], ids_TK, -1) % (experts + 1)
-    load_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TK.device)
-    return load_E.index_add_(0, counted_TK.reshape(-1),
-                             torch.ones_like(counted_TK.reshape(-1)))[:experts]
 
 
 LossFn = Callable[[LossInputs], Tensor]

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_plugin.comm import algorithms
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.kernels import expert_load
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.layer_cost import LayerShape
 from moe_plugin.planner.layer_search import rank_choices
@@ -131,7 +132,7 @@ class AutoLayout:
         """The bucket of the largest load of any rank; on the way the latest time goes to the tuner.
         """
         begun = time.perf_counter()
-        load_E = _load(routing.ids_TK, self.config.num_experts)
+        load_E = expert_load(routing.ids_TK, self.config.num_experts)
         rows, hottest = (int(n) for n in torch.stack([load_E.sum(), load_E.max()]).tolist())
         skew = hottest * self.config.num_experts / rows if rows else 1.0
         while len(self.runs) > IN_FLIGHT:
@@ -205,9 +206,3 @@ def _nearest(value: float, last: int) -> int:
     must not jump to and fro.
     """
     return last if abs(value - last) < STICKY else round(value)
-
-
-def _load(ids_TK: Tensor, experts: int) -> Tensor:
-    ids_N = ids_TK.reshape(-1)
-    load_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TK.device)
-    return load_E.index_add_(0, ids_N % (experts + 1), torch.ones_like(ids_N))[:experts]

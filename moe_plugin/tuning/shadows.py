@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_plugin.comm.regions import broadcast
 from moe_plugin.dispatch.ragged import exact_rows
 from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.kernels import expert_load
 from moe_plugin.planner.shadow import ShadowModel, choose_shadows
 from moe_plugin.records import Placement, Routing, RowPlan
 from moe_plugin.routing.replay import replayed
@@ -48,9 +49,8 @@ class Shadows:
         self.calls += 1
         if self.calls % EVERY != 1:
             return self.current
-        experts, ids_N = self.place.experts, routing.ids_TK.reshape(-1)
-        load_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_N.device)
-        load_E = load_E.index_add_(0, ids_N % (experts + 1), torch.ones_like(ids_N))[:experts]
+        experts = self.place.experts
+        load_E = expert_load(routing.ids_TK, experts)
         counts_WE = self.place.comm.all_gather(load_E).view(-1, experts).tolist()
         self.current = tuple(sorted(choose_shadows(counts_WE, self.model, self.most)))
         return self.current

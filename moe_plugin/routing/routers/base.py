@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import MoEConfig
+from moe_plugin.kernels import expert_load
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.links import link_penalties
-from moe_plugin.routing.losses import LossInputs, load_of, losses
+from moe_plugin.routing.losses import LossInputs, losses
 from moe_plugin.routing.replay import inside_backward, replayed
 
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
@@ -190,7 +191,7 @@ class Router(nn.Module):
                           step_load_E=step_load_E, **more)
 
     def _count_step(self, chosen_TK: Tensor, mask_T: Tensor) -> Tensor:
-        mine_E = torch.cat([load_of(chosen_TK, mask_T, self.num_experts), mask_T.sum()[None]])
+        mine_E = torch.cat([expert_load(chosen_TK, self.num_experts, mask_T), mask_T.sum()[None]])
         all_E = (self.batch_comm or self.comm).all_reduce(mine_E)
         if not self.training:
             return all_E
