@@ -1,55 +1,43 @@
-"""YAML files as Hydra reads them: `1e-3` is a number, and a key that comes twice is an error."""
+"""The one reader of YAML files: OmegaConf's dialect, as under Hydra."""
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+_NAMES = {dict: "mapping", list: "list"}
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML follows YAML 1.1: there `1e-3` is text, and of two equal keys the last one silently
-    wins.
-    """
+def read_yaml(path: str | Path, what: str = "config file",
+              remedy: str = "see configs/ for examples", kind: type = dict) -> Any:
+    """The mapping (or list) in a YAML file as plain containers; an empty file is an empty mapping.
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        "while reading a mapping", node.start_mark,
-                        f"key {key.value!r} comes twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    `1e-3` is a number, dates are text, and `${...}` is an error: no value comes from elsewhere.
 
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float",
-                              re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-                              list("-+0123456789"))
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping.
-
+    Args:
+        path: the file.
+        what: what errors call the file.
+        remedy: what errors recommend.
+        kind: expected type of the content, dict or list.
     Raises:
-        ValueError: the file cannot be read, is no YAML, names a key twice, or holds something else
-            than a mapping.
+        ValueError: the file cannot be read, is not YAML, names a key twice, uses an interpolation,
+            or holds another type.
     """
+    where = f"{what} {str(path)!r}"
     try:
         with open(path, encoding="utf-8") as stream:
-            values = yaml.load(stream, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except OSError as error:
-        raise ValueError(
-            f"config file {path!r} cannot be read ({error.strerror}); give the path of a YAML file"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"config file {path!r} is not YAML: {error}; see configs/ for examples") from error
-    if values is not None and not isinstance(values, dict):
-        raise ValueError(
-            f"config file {path!r} holds a {type(values).__name__}, not a mapping; see configs/ "
-            "for examples"
-        )
-    return values or {}
+            values = OmegaConf.to_container(OmegaConf.load(stream))
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"{where} is not YAML: {error}; {remedy}") from error
+    except OSError as error:  # OmegaConf raises one for a single number
+        reason = error.strerror or error
+        raise ValueError(f"{where} cannot be read ({reason}); {remedy}") from error
+    if not isinstance(values, kind):
+        raise ValueError(f"{where} holds a {type(values).__name__}, not a {_NAMES[kind]}; {remedy}")
+    if "${" in str(values):
+        raise ValueError(f"{where} uses an interpolation ${{...}}; write the value in its place")
+    return values

@@ -8,14 +8,13 @@ must, because each rank computes the same number of rows.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner.cluster import load_cluster
+from moe_plugin.yaml_file import read_yaml
 
 ROUNDS = 1000
 
@@ -100,16 +99,13 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
         node_W = torch.tensor(comm.topology.node_of)
         return torch.where(node_W[:, None] == node_W, torch.tensor(near, dtype=torch.float64),
                            torch.tensor(far, dtype=torch.float64))
-    import yaml
-
+    remedy = "give a YAML or JSON list of lists of numbers"
+    rows = read_yaml(links.costs, "router.links.costs", remedy, kind=list)
     try:
-        beta_WW = torch.tensor(yaml.safe_load(Path(links.costs).read_text(encoding="utf-8")),
-                               dtype=torch.float64)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, TypeError, RuntimeError) as error:
+        beta_WW = torch.tensor(rows, dtype=torch.float64)
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(
-            f"router.links.costs={links.costs!r} cannot be read: {error}; give a YAML or JSON list "
-            "of lists of numbers"
-        ) from error
+            f"router.links.costs={links.costs!r} cannot be read: {error}; {remedy}") from error
     if beta_WW.shape != (comm.size, comm.size):
         raise ValueError(
             f"router.links.costs={links.costs!r} has shape {tuple(beta_WW.shape)}: must be "

@@ -5,7 +5,6 @@ that a layer uses.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from moe_plugin.comm.algorithms import algorithms
@@ -15,6 +14,7 @@ from moe_plugin.comm.watchdog import Watchdog
 from moe_plugin.config import CommConfig
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.planner.cluster import load_cluster
+from moe_plugin.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +59,9 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
     """
     if text.isdigit():
         return Topology.uniform(size, int(text), nics)
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"comm.topology={text!r} cannot be read: {error}; use detect, a number of ranks a "
-            "node, or a YAML file "
-            "with nodes: [[0, 1], [2, 3]]") from error
-    nodes = values.get("nodes") if isinstance(values, dict) else None
+    values = read_yaml(text, "comm.topology", "use detect, a number of ranks per node, or a YAML "
+                       "file with nodes: [[0, 1], [2, 3]]")
+    nodes = values.get("nodes")
     if not isinstance(nodes, list) or not all(
             isinstance(node, list) and all(isinstance(r, int) for r in node) for node in nodes):
         raise ValueError(

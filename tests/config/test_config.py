@@ -64,8 +64,10 @@ def test_wrong_values_are_named(tree: dict, words: list[str]) -> None:
     "text,words",
     [("a: [1, 2", ["is not YAML"]), ("- 1\n- 2", ["holds a list"]), ("\x00\x01", ["is not YAML"]),
      ("num_expert: 3", ["num_expert", "known"]), ("1: 2\nfoo: 3", ["unknown key '1'"]),
-     ("router: {top_k: 1}\nrouter: {noise: 1.0}", ["is not YAML", "'router' comes twice"]),
-     ("losses: {z: 1e-3, z: 1.0}", ["'z' comes twice"]), ("router:", ["router=None", "mapping"]),
+     ("router: {top_k: 1}\nrouter: {noise: 1.0}", ["is not YAML", "duplicate key router"]),
+     ("losses: {z: 1e-3, z: 1.0}", ["duplicate key z"]), ("router:", ["router=None", "mapping"]),
+     ("3", ["cannot be read", "int"]), ("imports: ${oc.env:HOME}", ["interpolation"]),
+     ("imports: '${'", ["bad.yaml"]),
      ("num_experts: '8'", ["num_experts='8'", "int"]),
      ("router: {noise: .inf}", ["router.noise=inf", "finite"]),])
 def test_bad_files(tmp_path, text: str, words: list[str]) -> None:
