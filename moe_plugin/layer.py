@@ -23,7 +23,7 @@ from moe_plugin.records import HostContext, LayerStats, MoEOutput, Placement, Ro
 from moe_plugin.routing import build_router
 from moe_plugin.routing import capacity as capacity_rules
 from moe_plugin.tuning.exchange import prepare
-from moe_plugin.tuning.layout_tuner import AutoLayout
+from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import Layout, Layouts
 from moe_plugin.tuning.replicas import with_replicas
 from moe_plugin.tuning.timer import Stopwatch
@@ -85,7 +85,7 @@ class MoELayer(nn.Module):
             experts, place)
         self.experts.adds_to_main_grad = host.adds_to_main_grad
         self.layouts = Layouts(config, place, whole=hasattr(self.experts, "stored"))
-        self.auto = AutoLayout(config, self.layouts, next(
+        self.auto = LayoutTuner(config, self.layouts, next(
             self.parameters())) if config.parallel.mode == "auto" else None
         self.shared_expert = SharedExpert(config, **
                                           where) if config.experts.shared_hidden_dim else None
@@ -136,13 +136,13 @@ class MoELayer(nn.Module):
             y_TD = y_TD + (routing.passthrough_T[:, None] * real_TD).to(x_TD.dtype)
         stats = _stats(routing, kept, self.config.num_experts, self.comm.bytes_sent - sent, rows,
                        limit)
-        news = () if self.auto is None else tuple(d.as_dict() for d in self.auto.news())
+        decisions = () if self.auto is None else tuple(d.as_dict() for d in self.auto.pop_decisions())
         losses = routing.losses
         if self.replicas is not None:
             y_TD, losses = self.replicas.whole(y_TD, tokens, losses)
         return MoEOutput(
             y_TD.view(x.shape), losses,
-            replace(stats, layout=layout.choice.label, decisions=news,
+            replace(stats, layout=layout.choice.label, decisions=decisions,
                     exchanges=self._ran_since(ran), copies=self.layouts.copies))
 
     def _ran_since(self, before: dict[str, int]) -> dict[str, int]:

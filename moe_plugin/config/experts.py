@@ -23,12 +23,11 @@ class ExpertsConfig:
     compute: str = option("auto",
                           "how a rank's experts are computed, by registered name; auto chooses",
                           flag="expert-compute")
-    compute_choice: str = option(
+    compute_selection: str = option(
         "measured",
-        "by what compute=auto chooses: measured (the ways in question are timed once for a load, "
-        "and the result "
+        "how compute=auto chooses: measured (candidates are timed once per load and the result is "
         "kept), or rule (nothing is timed)", choices=("measured", "rule"),
-        flag="expert-compute-choice")
+        flag="expert-compute-selection")
     shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none",
                                     flag="shared-expert-hidden-dim")
     init_std: float | None = option(

@@ -18,8 +18,8 @@ class ParallelConfig:
 
     mode: str = option(
         "fixed",
-        "fixed: the layout named here; auto: measured and chosen while training runs, for the load "
-        "of the moment",
+        "fixed: the layout named here; auto: measured and chosen while training runs, for the "
+        "current load",
         choices=("fixed", "auto"), flag="parallel")
     r: int | None = option(
         None,
@@ -63,7 +63,7 @@ class ParallelConfig:
     bucket: float = option(1.5, "auto: loads within this factor of each other share a choice",
                            flag="parallel-bucket")
     device: str | None = option(
-        None, "auto: device file for the cost model (see configs/devices); none: guessed",
+        None, "auto: device file for the cost model (see configs/devices); none: default values",
         flag="parallel-device")
 
     def __post_init__(self) -> None:

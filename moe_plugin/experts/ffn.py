@@ -165,7 +165,7 @@ class FFNExperts(MarkedExperts):
             bias_LD = F.pad(bias_LD, (before, width - before - bias_LD.shape[1]))
         return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"),
                              tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
-                             self.config.activation, self.memory, self.config.compute_choice,
+                             self.config.activation, self.memory, self.config.compute_selection,
                              owners)
 
 

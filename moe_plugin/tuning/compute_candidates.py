@@ -87,10 +87,10 @@ def candidates(load: Load, usable: Collection[str]) -> list[str]:
 
 def why_unmeasured(load: Load, names: Sequence[str], setting: str) -> str | None:
     """Why the first candidate is taken as it is; None: the candidates are to be measured. setting:
-    experts.compute_choice.
+    experts.compute_selection.
     """
     if setting == "rule":
-        return "experts.compute_choice=rule"
+        return "experts.compute_selection=rule"
     if len(names) == 1:
         return "by rule the only way in question"
     return "too small to be worth measuring" if 2 * load.rows * load.width * load.inner < SMALL_LAYER else None

@@ -30,7 +30,7 @@ CHOICES = MeasuredChoices()
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
     """The fastest way for device and load: by rule, and among what the rule leaves as measured once
-    (see `experts.compute_choice`).
+    (see `experts.compute_selection`).
     """
     return strategies.get(choose(x, rows, parameters).name)(x, rows, parameters)
 

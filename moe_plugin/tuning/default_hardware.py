@@ -23,7 +23,7 @@ _CPU = Device(name="guessed", flops=5e10, half_rows=16, memory_bytes_s=8e9, laun
               memory_bytes=8e9)
 
 
-def guess_cluster(comm: Comm, device: torch.device) -> Cluster:
+def default_cluster(comm: Comm, device: torch.device) -> Cluster:
     """The calibrated cluster in the shape of the group, or one with usual links. The first use may
     be collective.
     """
@@ -37,7 +37,7 @@ def guess_cluster(comm: Comm, device: torch.device) -> Cluster:
                    nics=comm.size // nodes if gpu else 1, **links)
 
 
-def guess_device(config: MoEConfig, device: torch.device) -> Device:
+def default_device(config: MoEConfig, device: torch.device) -> Device:
     """The device file of the settings, or a usual processor of this kind."""
     if config.parallel.device:
         return load_device(config.parallel.device)

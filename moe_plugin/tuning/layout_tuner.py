@@ -28,7 +28,7 @@ from moe_plugin.planner.layer_cost import LayerShape
 from moe_plugin.planner.layer_search import rank_choices
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import replayed
-from moe_plugin.tuning.default_hardware import guess_cluster, guess_device
+from moe_plugin.tuning.default_hardware import default_cluster, default_device
 from moe_plugin.tuning.engine import Bucket, Decision, Tuner, TunerSettings
 from moe_plugin.tuning.layouts import Layout, Layouts
 from moe_plugin.tuning.timer import Stopwatch
@@ -42,7 +42,7 @@ STICKY = 0.75  # of a bucket's width; 0.5 is its border
 MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
 
 
-class AutoLayout:
+class LayoutTuner:
     """Chooses the layout of one layer's calls. Make one a layer; all ranks alike.
 
     Args:
@@ -118,7 +118,7 @@ class AutoLayout:
         self.tuner.load_state(state)
         self.due = True
 
-    def news(self) -> tuple[Decision, ...]:
+    def pop_decisions(self) -> tuple[Decision, ...]:
         """Decisions since the last time this was called; rank 0 logs them."""
         count = min(self.tuner.decided - self.reported, len(self.tuner.log))
         fresh = tuple(self.tuner.log)[len(self.tuner.log) - count :]
@@ -172,8 +172,8 @@ class AutoLayout:
         ]
         if not self.layouts.cuts:
             choices = [c for c in choices if c.d == 1]
-        device = guess_device(self.config, self.probe.device)
-        costs = rank_choices(self.shape(bucket), guess_cluster(self.comm, self.probe.device),
+        device = default_device(self.config, self.probe.device)
+        costs = rank_choices(self.shape(bucket), default_cluster(self.comm, self.probe.device),
                              device, choices, None)
         fitting = [c for c in costs if c.memory_bytes <= MEMORY_SHARE * device.memory_bytes
                    ] or costs[:1]

@@ -23,7 +23,7 @@ from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.shadow import ShadowModel
 from moe_plugin.records import Placement, Routing, RowPlan
-from moe_plugin.tuning.default_hardware import guess_cluster, guess_device
+from moe_plugin.tuning.default_hardware import default_cluster, default_device
 from moe_plugin.tuning.gathered import gathered
 from moe_plugin.tuning.overlap import pieces_for, pipelined
 from moe_plugin.tuning.shadows import Shadows, fetched, parted
@@ -215,7 +215,7 @@ class Layouts:
                 f"dispatch.name={c.dispatch.name!r}; use 0"
             )
         comm = self.place.comm
-        cluster, device = guess_cluster(comm, comm.device), guess_device(c, comm.device)
+        cluster, device = default_cluster(comm, comm.device), default_device(c, comm.device)
         beta = (cluster.inter if cluster.nodes > 1 else cluster.intra).beta_s
         return Shadows(
             self.place, c.parallel.shadow,

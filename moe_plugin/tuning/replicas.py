@@ -21,7 +21,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
-from moe_plugin.tuning.default_hardware import guess_cluster
+from moe_plugin.tuning.default_hardware import default_cluster
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def _schedule(config: MoEConfig, place: Placement) -> str:
     shape = ParmShape(tokens=REFERENCE_TOKENS, model_dim=config.model_dim,
                       rows_factor=config.router.top_k * (abs(dispatch.capacity_factor) or 1.0),
                       replicas=config.parallel.replicas, shards=place.shards)
-    chosen = choose_schedule(shape, guess_cluster(place.comm, place.comm.device))
+    chosen = choose_schedule(shape, default_cluster(place.comm, place.comm.device))
     log.info("schedule of %d ranks with the same tokens: %s", config.parallel.replicas, chosen)
     return chosen
 

@@ -83,17 +83,17 @@ def test_the_decision(seconds: dict[str, float], name: str) -> None:
 def test_when_nothing_is_measured() -> None:
     names = ["kernels", "grouped"]
     assert why_unmeasured(load(512), names, "measured") is None
-    assert why_unmeasured(load(512), names, "rule") == "experts.compute_choice=rule"
+    assert why_unmeasured(load(512), names, "rule") == "experts.compute_selection=rule"
     assert "only way" in why_unmeasured(load(512), ["loop"], "measured")
     assert "too small" in why_unmeasured(load(1), names, "measured")
 
 
 def test_bad_settings() -> None:
     with pytest.raises(ValueError,
-                       match=r"experts.compute_choice='fastest' .* one of measured, rule"):
-        ExpertsConfig(compute_choice="fastest")
-    with pytest.raises(ValueError, match=r"experts.compute_choice=3 "):
-        from_dict({"experts": {"compute_choice": 3}})
+                       match=r"experts.compute_selection='fastest' .* one of measured, rule"):
+        ExpertsConfig(compute_selection="fastest")
+    with pytest.raises(ValueError, match=r"experts.compute_selection=3 "):
+        from_dict({"experts": {"compute_selection": 3}})
 
 
 class Times:
@@ -199,7 +199,7 @@ def test_measuring_changes_nothing(small_counts: MeasuredChoices, kind: str,
         torch.equal(p, before[n]) for n, p in layer.named_parameters())
     assert all(p.grad is None for p in (x, *layer.parameters()))
     assert len(trials) == 1 and set(trials[0].seconds()) == {"fused", "grouped"}
-    ruled, _ = layer_and_input(kind=kind, compute_choice="rule")
+    ruled, _ = layer_and_input(kind=kind, compute_selection="rule")
     ruled.load_state_dict(layer.state_dict())
     for mine, theirs in zip(
             first, torch.autograd.grad(ruled(x).output.square().sum(), [x, *ruled.parameters()]),
@@ -226,7 +226,7 @@ def test_not_measured_where_no_gradient_is_wanted(small_counts: MeasuredChoices)
 @pytest.mark.parametrize("how", ["rule", "named", "deterministic"])
 def test_not_measured_where_settings_say_so(small_counts: MeasuredChoices, how: str) -> None:
     layer, x = layer_and_input(
-        **{"rule": {"compute_choice": "rule"}, "named": {"compute": "loop"}, "deterministic": {}
+        **{"rule": {"compute_selection": "rule"}, "named": {"compute": "loop"}, "deterministic": {}
            }[how])
     torch.use_deterministic_algorithms(how == "deterministic")
     try:

@@ -17,13 +17,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from moe_plugin.hosts.megatron.compat import Groups
-from moe_plugin.tuning.layout_tuner import AutoLayout
+from moe_plugin.tuning.layout_tuner import LayoutTuner
 
 logger = logging.getLogger(__name__)
 KEY = "tuner"
 
 
-def restore(auto: AutoLayout | None, saved: Mapping[str, Any], layer: int | None) -> None:
+def restore(auto: LayoutTuner | None, saved: Mapping[str, Any], layer: int | None) -> None:
     """Take over what a checkpoint says of a layer; where it cannot be used, the log says so."""
     if auto is None:
         logger.info(
@@ -33,7 +33,7 @@ def restore(auto: AutoLayout | None, saved: Mapping[str, Any], layer: int | None
         auto.load_state(saved)
 
 
-def shard(auto: AutoLayout, groups: Groups, key: str,
+def shard(auto: LayoutTuner, groups: Groups, key: str,
           offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
     """The layer's entry of a distributed checkpoint. offsets: axes that Megatron puts before ours
     (layers).
