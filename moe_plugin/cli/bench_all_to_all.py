@@ -8,45 +8,31 @@ import argparse
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from moe_plugin.cli.options import add_exchange_sizes, links_of
+
+if TYPE_CHECKING:
+    from moe_plugin.bench.all_to_all import Plan
 
 NAMES = "native,linear,2dh,leader,auto"
 SIZES = "16KiB,64KiB,256KiB,1MiB,4MiB,8MiB"
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `all-to-all` to `bench`."""
-    p = commands.add_parser(
-        "all-to-all", help="all-to-all algorithms by message size", description=
-        "Time of each all-to-all algorithm by message size. On your own ranks: start it with "
-        "torchrun (or Slurm), on each node. "
-        "With --emulate: on a cluster of network namespaces on this machine.")
-    add_cluster_options(p)
-    p.add_argument("--sizes", default=SIZES, metavar="LIST",
-                   help="bytes a rank (default: %(default)s)")
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = ("Time of each all-to-all algorithm by message size. On your own ranks: start "
+                     "it with torchrun (or Slurm), on each node. With --emulate: on a cluster of "
+                     "network namespaces on this machine.")
+    add_exchange_sizes(p, SIZES)
     p.add_argument("--algorithms", default=NAMES, metavar="LIST",
                    help="by registered name (default: %(default)s)")
-    p.add_argument("--repeats", type=int, default=7,
-                   help="timed repeats of each cell (default: %(default)s)")
     p.add_argument("--topology", default="detect",
-                   help="detect, a number of ranks a node, or a YAML file (default: %(default)s)")
+                   help="detect, a number of ranks per node, or a YAML file (default: %(default)s)")
     p.add_argument("--cluster", metavar="FILE",
                    help="cluster file by which auto chooses; without, it measures")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     p.add_argument("--plot", metavar="FILE", help="also draw time by size into FILE (.png or .svg)")
-
-
-def add_cluster_options(p: argparse.ArgumentParser) -> None:
-    """Options of an emulated cluster, shared with `calibrate`."""
-    p.add_argument(
-        "--emulate", metavar="NxP",
-        help="nodes x ranks a node of an emulated cluster, e.g. 8x4; several with commas")
-    p.add_argument("--rate", default="200mbit",
-                   help="emulated: rate of a node's link (default: %(default)s)")
-    p.add_argument("--delay", default="1ms",
-                   help="emulated: one-way delay between nodes (default: %(default)s)")
-    p.add_argument("--message-cost", default="0us", metavar="TIME",
-                   help="emulated: extra time a message of a node's card (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,28 +55,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace, plan: Any) -> tuple[list, dict[str, Any]]:
+def measure(args: argparse.Namespace, plan: Plan) -> tuple[list, dict[str, Any]]:
     """(rows, what they were measured on); no rows on ranks other than 0."""
     return _emulated(args, plan) if args.emulate else _own_ranks(plan)
 
 
-def _emulated(args: argparse.Namespace, plan: Any) -> tuple[list, dict[str, Any]]:
+def _emulated(args: argparse.Namespace, plan: Plan) -> tuple[list, dict[str, Any]]:
     from moe_plugin.bench.all_to_all import measure_emulated
     from moe_plugin.emulate import EmulatedCluster
-    from moe_plugin.planner.units import parse_grid, parse_rate, parse_time
+    from moe_plugin.planner.units import parse_grid
 
-    links = {
-        "rate_bit_s": parse_rate(args.rate), "delay_s": parse_time(args.delay),
-        "message_s": parse_time(args.message_cost)
-    }
-    rows = []
+    links, rows = links_of(args), []
     for grid in args.emulate.split(","):
         with EmulatedCluster(*parse_grid(grid), **links) as cluster:
             rows += measure_emulated(cluster, plan)
     return rows, {"emulated": args.emulate, **links, "cores": os.cpu_count()}
 
 
-def _own_ranks(plan: Any) -> tuple[list, dict[str, Any]]:
+def _own_ranks(plan: Plan) -> tuple[list, dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
@@ -98,10 +80,9 @@ def _own_ranks(plan: Any) -> tuple[list, dict[str, Any]]:
     from moe_plugin.comm import TorchComm
 
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
-        raise ValueError(
-            "no ranks to measure on: start it with `torchrun --nproc-per-node 2 -m "
-            "moe_plugin.cli.main bench all-to-all` (on each node), "
-            "or emulate a cluster: --emulate 4x4")
+        raise ValueError("no ranks to measure on: start it with `torchrun --nproc-per-node 2 -m "
+                         "moe_plugin.cli.main bench all-to-all` (on each node), or emulate a "
+                         "cluster: --emulate 4x4")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

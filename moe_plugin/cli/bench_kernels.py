@@ -1,4 +1,4 @@
-"""`moe-plugin bench kernels`: each operation beside its reference and its bound."""
+"""`moe-plugin bench kernels`: each operation, its reference and its bound."""
 
 from __future__ import annotations
 
@@ -6,44 +6,34 @@ import argparse
 import json
 import sys
 
-from moe_plugin.cli.bench_layer import add_sizes, problem_of
+from moe_plugin.cli.options import add_problem, problem_of
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `kernels` to `bench`."""
-    p = commands.add_parser(
-        "kernels", help="each operation beside its reference and its bound", description=
-        "Every operation of the layer at one layer's sizes: time of each implementation that runs "
-        "here, and its bound, the larger of "
-        "bytes over the measured copy bandwidth and FLOPs over the measured rate of one large "
-        "matrix product."
-    )
-    add_sizes(p)
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = ("Every operation of the layer at one layer's sizes: time of each "
+                     "implementation that runs here, and its bound, the larger of bytes over the "
+                     "measured copy bandwidth and FLOPs over the measured rate of one large "
+                     "matmul.")
+    add_problem(p)
     p.add_argument(
-        "--resources", action="store_true", help=
-        "instead: compile the Triton kernels ahead of time for sm_80, sm_90 and gfx942 (no GPU "
-        "needed) and report registers, spills "
-        "and shared memory")
+        "--resources", action="store_true",
+        help="instead: compile the Triton kernels ahead of time for sm_80, sm_90 and gfx942 (no "
+             "GPU needed) and report registers, spills and shared memory")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     from dataclasses import asdict
 
-    from moe_plugin.bench import report
+    from moe_plugin.bench import kernels, report, resources
 
     if args.resources:
-        from moe_plugin.bench import resources
-
         found = [(resources.label(case), resources.compile_for(case, target))
                  for case in resources.cases() for target in resources.TARGETS]
-        text = json.dumps([{"case": name, **asdict(r)} for name, r in found],
-                          indent=1) if args.json else report.resource_table(found)
+        rows, table = [{"case": name, **asdict(r)} for name, r in found], report.resource_table
     else:
-        from moe_plugin.bench import kernels
-
-        measured = kernels.run(problem_of(args), args.rounds)
-        text = json.dumps(measured.as_dict(),
-                          indent=1) if args.json else report.kernel_table(measured)
-    sys.stdout.write(text + "\n")
+        found = kernels.run(problem_of(args), args.rounds)
+        rows, table = found.as_dict(), report.kernel_table
+    sys.stdout.write((json.dumps(rows, indent=1) if args.json else table(found)) + "\n")
     return 0

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from moe_plugin.cli.bench_all_to_all import add_cluster_options
+from moe_plugin.cli.options import add_exchange_sizes
 
 NAMES = "linear,2dh,leader"
 SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    p = subparsers.add_parser(
-        "calibrate", help="fit the link model of a cluster into a YAML file", description=
-        "Measures linear, 2dh and leader all-to-all by size and fits cost a message and a byte of "
-        "the links, by which `auto` (comm.cluster) "
-        "and `moe-plugin simulate` predict. On your own ranks: start it with torchrun on each "
-        "node. Emulated: give several small grids."
-    )
-    add_cluster_options(p)
-    p.add_argument("--sizes", default=SIZES, metavar="LIST",
-                   help="bytes a rank (default: %(default)s)")
-    p.add_argument("--repeats", type=int, default=7,
-                   help="timed repeats of each cell (default: %(default)s)")
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = ("Measures linear, 2dh and leader all-to-all by size and fits the cost per "
+                     "message and per byte of the links, by which `auto` (comm.cluster) and "
+                     "`moe-plugin simulate` predict. On your own ranks: start it with torchrun on "
+                     "each node. Emulated: give several small grids.")
+    add_exchange_sizes(p, SIZES)
     p.add_argument("--nics", type=int, default=1,
-                   help="network cards a node (default: %(default)s)")
+                   help="network cards per node (default: %(default)s)")
     p.add_argument("--name", default="cluster",
                    help="the cluster's name in the file (default: %(default)s)")
     p.add_argument("--out", type=Path, default=Path("cluster.yaml"), metavar="FILE",
@@ -42,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.planner.units import parse_size
 
     if args.out.exists() and not args.out.is_file():
-        raise ValueError(f"--out {args.out} is no file; give the path of a YAML file to write")
+        raise ValueError(f"--out {args.out} is not a file; give the path of a YAML file to write")
     rows, about = measure(
         args,
         Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from moe_plugin.bench.corpus import SPLITS, build_corpus
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    text = "write a text corpus made of the Python standard library's sources (no download)"
-    parser = subparsers.add_parser("corpus", help=text, description=text)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
     parser.add_argument("--size", type=int, default=4_000_000, metavar="BYTES",
                         help="bytes of all splits together (default: %(default)s)")
@@ -24,9 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Write it and say what it holds."""
     info = build_corpus(args.out, size=args.size, source=args.source)
     for split in SPLITS:
-        print(
-            f"{args.out / (split + '.txt')}: {info.tokens[split]:,} bytes from {info.files[split]} "
-            "files"
-        )
-    print(f"unigram entropy {info.unigram_entropy:.3f} nats a byte")
+        print(f"{args.out / (split + '.txt')}: {info.tokens[split]:,} bytes from "
+              f"{info.files[split]} files")
+    print(f"unigram entropy {info.unigram_entropy:.3f} nats per byte")
     return 0

@@ -1,7 +1,7 @@
-"""`moe-plugin <command>`: finds the command's module, imports only that one, runs it.
+"""`moe-plugin <command>`: looks the command up in `COMMANDS`, imports only its module, runs it.
 
-A command is a module of this package with `add_parser(subparsers)`, which adds one sub-command, and
-`run(args) -> int`. Its name is the module's with dashes.
+The module of a command has `add_arguments(parser)`, which adds its options and its description,
+and `run(args)`, which returns the exit status.
 """
 
 from __future__ import annotations
@@ -10,28 +10,71 @@ import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from moe_plugin import __version__
 
-MODULES = ("doctor", "corpus", "report", "watch", "bench", "calibrate", "simulate", "plan",
-           "profile_device", "emulate")
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its line in `--help`, and its module in this package or the commands under it."""
+
+    help: str
+    module: str = ""
+    parts: Mapping[str, Command] = field(default_factory=dict)
+
+
+COMMANDS = {
+    "doctor": Command(
+        "check this installation: versions, devices, what is active and why, what is missing",
+        "doctor"),
+    "corpus": Command(
+        "write a text corpus made of the Python standard library's sources (no download)",
+        "corpus"),
+    "report": Command("write a run's report: one HTML page with plots", "report"),
+    "watch": Command("show a running job in the terminal", "watch"),
+    "bench": Command("measure the layer, its kernels, the all-to-all algorithms", parts={
+        "layer": Command("our layer and its peers: time, ratio to the GEMM bound, memory",
+                         "bench_layer"),
+        "kernels": Command("each operation, its reference and its bound", "bench_kernels"),
+        "all-to-all": Command("all-to-all algorithms by message size", "bench_all_to_all"),
+    }),
+    "calibrate": Command("fit the link model of a cluster into a YAML file", "calibrate"),
+    "simulate": Command("predict times on clusters that you do not have", parts={
+        "all-to-all": Command("time of each all-to-all algorithm by ranks and size",
+                              "simulate_all_to_all"),
+    }),
+    "plan": Command("choose parallel sizes, layout, overlap and all-to-all for a model on a "
+                    "cluster, and explain why", "plan"),
+    "profile-device": Command(
+        "measure matmuls and copies of this processor into a YAML file for `plan`",
+        "profile_device"),
+    "emulate": Command("run any training command on an emulated cluster", "emulate"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Console script. Returns the exit status: 0 good, 1 the command found something wrong, 2 bad
-    arguments.
+    """Console script.
+
+    Returns:
+        The exit status: 0 success, 1 the command found something wrong, 2 bad arguments.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
-    parser, runs = _parser((wanted,) if wanted in MODULES else MODULES)
+    parser = argparse.ArgumentParser(
+        prog="moe-plugin",
+        description="Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.")
+    parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")
+    parser.add_argument("--verbose", action="store_true",
+                        help="log more; show the traceback of an error")
+    _add_commands(parser, COMMANDS, [word for word in argv if not word.startswith("-")])
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO, format="%(message)s")
     if args.command is None:
         parser.print_help()
         return 2
     try:
-        return runs[args.command](args)
+        return args.run(args)
     except ValueError as error:
         if args.verbose:
             raise
@@ -41,22 +84,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(modules: Iterable[str]) -> tuple[argparse.ArgumentParser, dict]:
-    parser = argparse.ArgumentParser(
-        prog="moe-plugin",
-        description="Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.")
-    parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")
-    parser.add_argument("--verbose", action="store_true",
-                        help="log more; show the trace of an error")
-    commands = parser.add_subparsers(dest="command", metavar="command",
-                                     title="commands (each has its own --help)")
-    runs = {}
-    for name in modules:
-        module = importlib.import_module(f"moe_plugin.cli.{name}")
-        before = set(commands.choices)
-        module.add_parser(commands)
-        runs.update(dict.fromkeys(set(commands.choices) - before, module.run))
-    return parser, runs
+def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
+                  words: Sequence[str], level: str = "command") -> None:
+    """Add all commands by name, and the options of the one that `words` begins with.
+
+    Options need the command's module, and some modules take seconds to import.
+    """
+    group = parser.add_subparsers(dest=level, metavar=level, required=level != "command",
+                                  title=f"{level}s (each has its own --help)")
+    for name, command in commands.items():
+        child = group.add_parser(name, help=command.help, description=f"{command.help}.")
+        if words[:1] != [name]:
+            continue
+        if command.parts:
+            _add_commands(child, command.parts, words[1:], level="part")
+        else:
+            module = importlib.import_module(f"moe_plugin.cli.{command.module}")
+            module.add_arguments(child)
+            child.set_defaults(run=module.run)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""`moe-plugin plan`: which TP, EP, ETP, DP, PP, r, d and all-to-all for a model on a cluster, and
-why.
-"""
+"""`moe-plugin plan`: TP, EP, ETP, DP, PP, r, d and all-to-all for a model on a cluster, and why."""
 
 from __future__ import annotations
 
@@ -11,17 +9,13 @@ from typing import Any
 
 from moe_plugin.planner.write import HOSTS
 
+COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"}
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    p = subparsers.add_parser(
-        "plan", help=
-        "choose parallel sizes, layout, overlap and all-to-all for a model on a cluster, and "
-        "explain why",
-        description=
-        "Searches all plans by a cost model (roofline, alpha-beta links, event timelines with "
-        "overlap, memory) and explains the fastest."
-    )
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = ("Searches all plans by a cost model (roofline, alpha-beta links, event "
+                     "timelines with overlap, memory) and explains the fastest.")
     p.add_argument("--model", type=Path, required=True, metavar="FILE",
                    help="model file (see configs/plans/)")
     p.add_argument("--cluster", type=Path, required=True, metavar="FILE",
@@ -31,12 +25,12 @@ def add_parser(subparsers: Any) -> None:
     p.add_argument("--nodes", type=int, default=None, metavar="N",
                    help="number of nodes (default: the cluster file's)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
-                   help="ranks a node (default: the cluster file's)")
+                   help="ranks per node (default: the cluster file's)")
     p.add_argument("--host", choices=HOSTS, default="megatron",
                    help="host to plan and write for; fairseq: data and expert parallelism alone")
     p.add_argument("--top", type=int, default=8, metavar="N",
                    help="plans shown (default: %(default)s)")
-    p.add_argument("--json", action="store_true", help="JSON in place of text")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.add_argument(
         "--plot", type=Path, default=None, metavar="FILE",
         help="write the plans' times by part, and an MoE layer's timeline, as PNG or SVG")
@@ -61,20 +55,18 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.model_search import Space, search
 
-    model, device, cluster = load_model(args.model), load_device(args.device), load_cluster(
-        args.cluster)
+    model, device = load_model(args.model), load_device(args.device)
+    cluster = load_cluster(args.cluster)
     cluster = cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node)
     if args.scale:
         return _scale(args, model, cluster, device)
     space = Space(data_parallel_only=args.host == "fairseq")
     found = search(model, cluster, device, space, keep=args.top)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "plans": [breakdown(c) for c in found.plans], "tried": found.tried,
-                    "skipped": found.skipped, "too_big": found.too_big
-                }, indent=1))
+        print(json.dumps({
+            "plans": [breakdown(c) for c in found.plans], "tried": found.tried,
+            "skipped": found.skipped, "too_big": found.too_big
+        }, indent=1))
     else:
         print(explain(model, cluster, device, found, space))
     if args.plot:
@@ -92,16 +84,15 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> i
     try:
         nodes = [int(n) for n in args.scale.split(",")]
     except ValueError:
-        raise ValueError(
-            f"--scale {args.scale!r} cannot be read; must be numbers of nodes with commas between "
-            "them, e.g. 1,2,4"
-        ) from None
+        raise ValueError(f"--scale {args.scale!r} cannot be read; must be numbers of nodes with "
+                         "commas between them, e.g. 1,2,4") from None
     micro = max(1, model.global_batch // cluster.ranks)
     rows = scale_table(model.layer(micro * model.sequence), cluster, device, nodes,
                        args.experts_per_rank)
-    print(
-        json.dumps([{**asdict(r), "speedup": r.speedup}
-                    for r in rows], indent=1) if args.json else scale_text(rows))
+    if args.json:
+        print(json.dumps([{**asdict(r), "speedup": r.speedup} for r in rows], indent=1))
+    else:
+        print(scale_text(rows))
     return 0
 
 
@@ -109,7 +100,7 @@ def _write(args: argparse.Namespace, model: Any, best: Any) -> None:
     from moe_plugin.planner.write import write_plan
 
     note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted {1e3 * best.seconds:.1f} "
-            "ms a step.")
+            "ms per step.")
     args.write.mkdir(parents=True, exist_ok=True)
     for name, text in write_plan(model, best.plan, args.host, args.auto, note).items():
         (args.write / name).write_text(text, encoding="utf-8")
@@ -119,18 +110,12 @@ def _write(args: argparse.Namespace, model: Any, best: Any) -> None:
 
 def _plot(path: Path, plans: list[Any]) -> None:
     """Stacked bars of the plans' times, and the best plan's MoE layer as a timeline."""
-    try:
-        import matplotlib
+    from moe_plugin.bench.report import pyplot
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ValueError(
-            "--plot needs matplotlib; pip install 'moe-plugin[observe]', or leave it out"
-        ) from error
-    figure, (bars, lanes) = pyplot.subplots(2, 1, figsize=(11, 3 + 0.35 * len(plans)),
-                                            height_ratios=[max(2, len(plans)),
-                                                           3], layout="constrained")
+    plt = pyplot()
+    figure, (bars, lanes) = plt.subplots(
+        2, 1, figsize=(11, 3 + 0.35 * len(plans)), height_ratios=[max(2, len(plans)), 3],
+        layout="constrained")
     left = [0.0] * len(plans)
     names = [cost.plan.label for cost in plans]
     for part in plans[0].time:
@@ -138,7 +123,7 @@ def _plot(path: Path, plans: list[Any]) -> None:
         bars.barh(names, values, left=left, label=part)
         left = [a + b for a, b in zip(left, values, strict=True)]
     bars.invert_yaxis()
-    bars.set_xlabel("ms a step")
+    bars.set_xlabel("ms per step")
     figure.legend(*bars.get_legend_handles_labels(), fontsize=7, ncols=8,
                   loc="outside upper center")
     start = 0.0
@@ -146,11 +131,9 @@ def _plot(path: Path, plans: list[Any]) -> None:
         for span in timeline.spans:
             lane = "network" if span.task.resource == "network" else "compute"
             lanes.barh([lane], [1e3 * span.task.seconds], left=[1e3 * (start + span.start)],
-                       edgecolor="white", color={
-                           "experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"
-                       }.get(span.task.phase, "tab:gray"))
+                       edgecolor="white", color=COLORS.get(span.task.phase, "tab:gray"))
         start += timeline.seconds
     lanes.set_xlabel(
         "ms of one MoE layer, forward and backward (orange: experts, blue: out, cyan: back)")
     figure.savefig(path)
-    pyplot.close(figure)
+    plt.close(figure)

@@ -1,5 +1,4 @@
-"""`moe-plugin profile-device`: measure this machine's processor into a device file for `plan` and
-`parallel: auto`.
+"""`moe-plugin profile-device`: measure this processor into a file for `plan` and `parallel: auto`.
 """
 
 from __future__ import annotations
@@ -7,21 +6,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    p = subparsers.add_parser(
-        "profile-device",
-        help="measure products and copies of this processor into a YAML file for `plan`",
-        description=
-        "Times matrix products of few and many rows, copies and the smallest operation, as one "
-        "rank sees them."
-    )
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = ("Times matmuls of few and many rows, copies and the smallest operation, as "
+                     "one rank sees them.")
     p.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
-                   help="of the products (default: %(default)s)")
+                   help="of the matmuls (default: %(default)s)")
     p.add_argument("--model-dim", type=int, default=512,
                    help="width of a token (default: %(default)s)")
     p.add_argument("--hidden-dim", type=int, default=2048,
@@ -47,8 +40,6 @@ def run(args: argparse.Namespace) -> int:
     text = (f"# Measured by `moe-plugin profile-device`: {args.dtype} on {args.device}, width "
             f"{args.model_dim}, inner width {args.hidden_dim}.\n")
     args.out.write_text(text + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    print(
-        f"{args.out}: {found.flops / 1e9:.1f} GFLOP/s, half of it at {found.half_rows:.0f} rows, "
-        f"{found.memory_bytes_s / 1e9:.1f} GB/s, "
-        f"{1e6 * found.launch_s:.1f} us an operation")
+    print(f"{args.out}: {found.flops / 1e9:.1f} GFLOP/s, half of it at {found.half_rows:.0f} rows, "
+          f"{found.memory_bytes_s / 1e9:.1f} GB/s, {1e6 * found.launch_s:.1f} us per operation")
     return 0

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    p = subparsers.add_parser(
-        "report", help="write a run's report: one HTML page with plots", description=
-        "Reads what a run of either host left (layer statistics, training log; found by content) "
-        "and writes one HTML page that needs no network."
-    )
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = ("Reads what a run of either host wrote (layer statistics, training log; found "
+                     "by content) and writes one HTML page that needs no network.")
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     p.add_argument("--output", type=Path, default=None, metavar="FILE",
                    help="file to write (default: RUN_DIR/report.html)")

@@ -1,5 +1,4 @@
-"""`moe-plugin simulate all-to-all`: predicted time of each algorithm for 2 to thousands of ranks.
-"""
+"""`moe-plugin simulate all-to-all`: predicted time of each algorithm for 2 to 4096 ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +10,16 @@ from typing import Any
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `all-to-all` to `simulate`."""
-    p = commands.add_parser(
-        "all-to-all", help="time of each all-to-all algorithm by ranks and size", description=
-        "Predicts from a cluster file (`moe-plugin calibrate`, or configs/clusters) how long each "
-        "all-to-all takes, and which is best."
-    )
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = ("Predicts from a cluster file (`moe-plugin calibrate`, or configs/clusters) "
+                     "how long each all-to-all takes, and which is best.")
     p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
     p.add_argument(
         "--ranks", default=RANKS, metavar="LIST",
-        help="numbers of ranks; the file says how many a node has (default: %(default)s)")
+        help="numbers of ranks; the file says how many each node has (default: %(default)s)")
     p.add_argument("--sizes", default="64KiB,1MiB,32MiB,256MiB", metavar="LIST",
-                   help="bytes a rank (default: %(default)s)")
+                   help="bytes per rank (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     p.add_argument("--plot", metavar="FILE",
                    help="also draw time by ranks into FILE (.png or .svg)")
@@ -53,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    """A markdown table a size."""
+    """A markdown table for each size."""
     from moe_plugin.bench.report import table
     from moe_plugin.planner.units import show_size
 
@@ -65,19 +61,15 @@ def tables(rows: list[dict[str, Any]]) -> str:
         for ranks in dict.fromkeys(row["ranks"] for row in mine):
             times = {row["algorithm"]: row["ms"] for row in mine if row["ranks"] == ranks}
             ratio = times["linear"] / times["2dh"] if times["2dh"] else 1.0
-            lines.append([
-                str(ranks), *[f"{times[name]:.4g}" for name in names], f"{ratio:.2f}",
-                min(times, key=times.get)
-            ])
-        parts.append(
-            f"{show_size(size)} a rank, predicted "
-            f"ms:\n\n{table(['ranks', *names, 'linear / 2dh', 'best'], lines)}"
-        )
+            lines.append([str(ranks), *[f"{times[name]:.4g}" for name in names],
+                          f"{ratio:.2f}", min(times, key=times.get)])
+        head = ["ranks", *names, "linear / 2dh", "best"]
+        parts.append(f"{show_size(size)} per rank, predicted ms:\n\n{table(head, lines)}")
     return "\n\n".join(parts)
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Time by ranks, a panel a size."""
+    """Time by ranks, one panel for each size."""
     from moe_plugin.bench.report import pyplot
     from moe_plugin.planner.units import show_size
 
@@ -89,7 +81,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
             line = [row for row in rows if row["bytes"] == size and row["algorithm"] == name]
             axis.plot([r["ranks"] for r in line], [r["ms"] for r in line], marker=".", label=name)
         axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="predicted ms",
-                 title=f"{show_size(size)} a rank")
+                 title=f"{show_size(size)} per rank")
         axis.set_xscale("log", base=2)
         axis.legend()
     figure.tight_layout()

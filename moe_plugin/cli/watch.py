@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    p = subparsers.add_parser(
-        "watch", help="show a running job in the terminal", description=
-        "Loss, speed and the balance of every layer, made anew as the run's files grow. Ctrl-C "
-        "ends it; the job does not notice."
-    )
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = ("Loss, throughput and the balance of every layer, updated as the run's files "
+                     "grow. Ends when the run has finished, or with Ctrl-C; the job is not "
+                     "affected.")
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     p.add_argument("--once", action="store_true", help="show the present state and end")
     p.add_argument("--interval", type=float, default=2.0, metavar="S",
@@ -25,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.observe.watch import Watch
 
     if not args.run_dir.is_dir():
-        raise ValueError(f"{args.run_dir} is no directory; give the folder of a run")
+        raise ValueError(f"{args.run_dir} is not a directory; give the folder of a run")
     watch = Watch(args.run_dir, args.interval)
     if args.once:
         watch.once()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
-from moe_plugin.cli.main import main
+from moe_plugin.cli.main import COMMANDS, Command, main
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,13 +31,48 @@ def test_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> 
     assert "doctor" in capsys.readouterr().err
 
 
-def test_only_the_wanted_command_is_imported() -> None:
-    code = (
-        "import sys; from moe_plugin.cli.main import _parser; _parser(('corpus',)); "
-        "assert 'moe_plugin.cli.corpus' in sys.modules and 'moe_plugin.cli.doctor' not in "
-        "sys.modules and 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize(("argv", "module"), [([], None), (["--help"], None),
+                                              (["corpus", "--help"], "corpus"),
+                                              (["simulate", "--help"], None),
+                                              (["simulate", "all-to-all", "--help"],
+                                               "simulate_all_to_all")])
+def test_only_the_wanted_command_is_imported(argv: list[str], module: str | None) -> None:
+    code = """
+import sys
+from moe_plugin.cli.main import main
+try:
+    main(sys.argv[2:])
+except SystemExit:
+    pass
+found = {name for name in sys.modules if name.startswith("moe_plugin.cli.")}
+wanted = {"moe_plugin.cli.main"} | {f"moe_plugin.cli.{n}" for n in sys.argv[1].split(",") if n}
+assert found == wanted, found
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, module or "", *argv], check=True,
+                   stdout=subprocess.DEVNULL)
+
+
+def _modules(commands: Mapping[str, Command]) -> list[str]:
+    return [name for c in commands.values() for name in ([c.module] if c.module else
+                                                         _modules(c.parts))]
+
+
+def test_every_command_has_a_module_with_options_and_a_description(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    modules = _modules(COMMANDS)
+    assert len(modules) == len(set(modules)) >= 12
+    for argv in (["doctor"], ["report"], ["bench", "layer"], ["emulate"], ["plan"], ["watch"]):
+        with pytest.raises(SystemExit) as stop:
+            main([*argv, "--help"])
+        text = capsys.readouterr().out
+        assert stop.value.code == 0 and "--" in text and len(text.split("\n\n")[1]) > 40, argv
+
+
+def test_a_group_without_a_part_lists_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench"])
+    assert stop.value.code == 2 and "part" in capsys.readouterr().err
 
 
 def test_verbose_shows_the_trace() -> None:

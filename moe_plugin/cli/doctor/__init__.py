@@ -12,22 +12,20 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from moe_plugin.cli.doctor.report import collect, render
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    text = "check this installation: versions, devices, what is active and why, what is missing"
-    parser = subparsers.add_parser(
-        "doctor", help=text, description=f"{text}. Exit status 0: the layer works; 1: it does not.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.description = ("Checks this installation: versions, devices, what is active and why, "
+                          "what is missing. Exit status 0: the layer works; 1: it does not.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
     """Collect, print, and say by the exit status whether the layer works."""
-    with _quiet("moe_plugin.comm"):  # the self check's simulated groups are no news
+    with _quiet("moe_plugin.comm"):  # the self check's simulated groups log what they choose
         report = collect()
     print(json.dumps(report, indent=1) if args.json else render(report))
     return 0 if report["works"] else 1

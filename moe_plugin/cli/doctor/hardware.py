@@ -13,7 +13,7 @@ from moe_plugin.machine import cpu_name
 
 
 def devices() -> list[dict[str, str]]:
-    """The CPU and every GPU that torch sees."""
+    """One row for the CPU and for every GPU that torch finds."""
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
     rows = [{
         "name": "cpu", "state": "active" if not torch.cuda.is_available() else "available",
@@ -52,9 +52,9 @@ def _backend(name: str, built: bool, hindered: str, chosen: bool, use: str) -> d
 
 
 def _why_no_cuda() -> str:
-    return "this torch is built without CUDA" if torch.version.cuda is None else (
-        "torch is built "
-        f"for CUDA {torch.version.cuda}, but sees no GPU")
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    return f"torch is built for CUDA {torch.version.cuda}, but finds no GPU"
 
 
 def environment() -> dict[str, Any]:

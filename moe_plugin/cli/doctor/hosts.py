@@ -1,6 +1,4 @@
-"""Whether the hosts import, with our adapter, in a process of their own; and what apex and
-Transformer Engine add to them.
-"""
+"""Whether each host imports with our adapter, and what apex and Transformer Engine add to them."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _TIMEOUT_S = 180
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """One row a host: name, version, state, reason, install command where it is missing."""
+    """One row per host: name, version, state, reason, install command where it is missing."""
     started = {name: _start(name) for name in _ADAPTER}
     return [_row(name, process) for name, process in started.items()]
 
@@ -29,43 +27,37 @@ def _start(name: str) -> subprocess.Popen | None:
     distribution, module = _ADAPTER[name]
     if installed_version(_PACKAGE[distribution]) is None:
         return None
-    # a process of its own: a host that crashes or patches its surroundings does neither here
+    # a separate process: a host may crash, or patch other modules
     return subprocess.Popen([sys.executable, "-c", f"import {module}"], stdout=subprocess.DEVNULL,
                             stderr=subprocess.PIPE, text=True)
 
 
 def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
     package = _PACKAGE[_ADAPTER[name][0]]
-    row = {
-        "name": name, "version": installed_version(package), "state": "available", "reason": None,
-        "install": None
-    }
+    row = {"name": name, "version": installed_version(package), "state": "not available",
+           "reason": None, "install": None}
     if process is None:
-        return {
-            **row, "state": "not available", "reason": f"{package.name} is not installed",
-            "install": install_command(package)
-        }
+        return {**row, "reason": f"{package.name} is not installed",
+                "install": install_command(package)}
     try:
         _, errors = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return {
-            **row, "state": "not available", "reason": f"its import took more than {_TIMEOUT_S} s"
-        }
+        return {**row, "reason": f"its import took more than {_TIMEOUT_S} s"}
     if process.returncode:
         last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return {**row, "state": "not available", "reason": f"does not import: {last}"}
-    return row
+        return {**row, "reason": f"does not import: {last}"}
+    return {**row, "state": "available"}
 
 
 def fused_rows() -> list[dict[str, Any]]:
-    """apex's and Transformer Engine's parts that the hosts use by themselves where they import."""
+    """Parts of apex and Transformer Engine that the hosts use where they import."""
     parts = (
         ("apex FusedLayerNorm", "apex.normalization", "fused_layer_norm_cuda",
          "fairseq's LayerNorm; Megatron's fused norm"),
         ("apex FusedAdam", "apex.optimizers", "amp_C",
-         "fairseq's --optimizer adam on GPU; Megatron's Adam where there is no Transformer Engine"),
+         "fairseq's --optimizer adam on GPU; Megatron's Adam without Transformer Engine"),
         ("Transformer Engine", "transformer_engine.pytorch", "",
          "Megatron's --transformer-impl transformer_engine"),
     )
@@ -77,9 +69,7 @@ def _fused(name: str, module: str, extension: str, use: str) -> dict[str, Any]:
         importlib.import_module(module)
         if extension:
             importlib.import_module(extension)
-    except Exception as error:  # noqa: BLE001 - a broken extension raises anything; the reason goes into the report
-        return {
-            "name": name, "state": "not available",
-            "reason": f"{type(error).__name__}: {error}".splitlines()[0], "use": use
-        }
+    except Exception as error:  # noqa: BLE001 - a broken extension can raise anything
+        return {"name": name, "state": "not available", "use": use,
+                "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
     return {"name": name, "state": "available", "reason": None, "use": use}

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that moe-plugin can use. `gpu`: of use on a GPU alone. `command`: how to add
-    it where pip's name is not enough.
+    """A distribution that moe-plugin can use.
+
+    gpu: useful only with a GPU. command: how to install it where its name is not enough for pip.
     """
 
     name: str
@@ -26,34 +27,30 @@ class Package:
 PIP = f"{shlex.quote(sys.executable)} -m pip install"
 FAIRSEQ_NEEDS = ("regex", "sacrebleu", "tqdm", "bitarray", "cffi", "packaging")
 PACKAGES = (
-    Package("torch", "torch", "everything"), Package("numpy", "numpy", "everything"),
-    Package("hydra-core", "hydra",
-            "YAML through Hydra, fairseq"), Package("omegaconf", "omegaconf", "the config tree"),
+    Package("torch", "torch", "everything"),
+    Package("numpy", "numpy", "everything"),
+    Package("hydra-core", "hydra", "YAML through Hydra, fairseq"),
+    Package("omegaconf", "omegaconf", "the config tree"),
     Package("triton", "triton", "fused kernels", gpu=True),
     Package("fairseq", "fairseq", "the fairseq host",
             command=f"{PIP} {' '.join(FAIRSEQ_NEEDS)} && {PIP} --no-deps fairseq==0.12.2"),
-    Package("megatron-core", "megatron.core",
-            "the Megatron host"), Package("psutil", "psutil", "checkpoints of the Megatron host"),
-    Package("tensorboard", "tensorboard",
-            "statistics in TensorBoard"), Package("matplotlib", "matplotlib",
-                                                  "plots"), Package("tqdm",
-                                                                    "tqdm", "progress bars"),
+    Package("megatron-core", "megatron.core", "the Megatron host"),
+    Package("psutil", "psutil", "checkpoints of the Megatron host"),
+    Package("tensorboard", "tensorboard", "statistics in TensorBoard"),
+    Package("matplotlib", "matplotlib", "plots of benchmarks and plans"),
+    Package("rich", "rich", "colours and tables of `moe-plugin watch`"),
+    Package("tqdm", "tqdm", "progress bars"),
     Package("transformer-engine", "transformer_engine", "Megatron's fused layers", gpu=True,
             command=f"{PIP} --no-build-isolation 'transformer-engine[pytorch]'"),
-    Package(
-        "apex",
-        "apex",
-        "fused layer norm and Adam of the hosts", gpu=True, command=
-        f"APEX_CPP_EXT=1 APEX_CUDA_EXT=1 {PIP} --no-build-isolation "
-        "git+https://github.com/NVIDIA/apex"
-    ), Package("pytest", "pytest", "the tests"),
+    Package("apex", "apex", "fused layer norm and Adam of the hosts", gpu=True,
+            command=f"APEX_CPP_EXT=1 APEX_CUDA_EXT=1 {PIP} --no-build-isolation "
+                    "git+https://github.com/NVIDIA/apex"),
+    Package("pytest", "pytest", "the tests"),
 )
 
 
 def installed_version(package: Package) -> str | None:
-    """Version by metadata; `unknown` where the module is there without metadata; None where it is
-    not there.
-    """
+    """The version from the metadata, `unknown` for a module without metadata, None if absent."""
     try:
         if find_spec(package.module) is None:
             return None
@@ -66,9 +63,7 @@ def installed_version(package: Package) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """The requirement as moe-plugin's own metadata states it (`tensorboard>=2.14`), else the bare
-    name.
-    """
+    """The requirement from moe-plugin's own metadata (`tensorboard>=2.14`), else the name."""
     try:
         stated = metadata.requires("moe-plugin") or []
     except metadata.PackageNotFoundError:
@@ -86,13 +81,14 @@ def install_command(package: Package) -> str:
 
 
 def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
-    """One row a package: name, version, use, state (installed, missing, not needed here), install
-    command where missing.
+    """One row per package: name, version, use, state, and the install command where missing.
+
+    The state is `installed`, `missing` or `not needed here (no GPU)`.
     """
     rows = []
     for package in PACKAGES:
-        version = installed_version(package)
-        state = "installed" if version else "missing" if has_gpu or not package.gpu else "not needed here (no GPU)"
+        version, needed = installed_version(package), has_gpu or not package.gpu
+        state = "installed" if version else "missing" if needed else "not needed here (no GPU)"
         rows.append({"name": package.name, "version": version, "use": package.use, "state": state,
                      "install": install_command(package) if state == "missing" else None})
     return rows

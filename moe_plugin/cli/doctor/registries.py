@@ -1,4 +1,4 @@
-"""Every registered name by kind, and what becomes of it here."""
+"""Every registered name by kind, and whether it runs and is used here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _OPTIONAL = {"triton"}
 
 
 def import_everything() -> list[dict[str, str]]:
-    """Import all rooms but hosts and commands, so that every registration has happened. Returns
-    what failed: module, reason.
+    """Import all modules but hosts and commands, so that every name is registered.
+
+    Returns:
+        What failed to import: `module`, `reason`.
     """
     failed = []
     names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
@@ -34,7 +36,7 @@ def import_everything() -> list[dict[str, str]]:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name in _OPTIONAL:
-                # rooms that need an extra are imported where it is used; the package list says that
+                # such modules are imported where the extra is used; the list of packages says that
                 # it is missing
                 continue
             failed.append({"module": name, "reason": str(error)})
@@ -42,23 +44,22 @@ def import_everything() -> list[dict[str, str]]:
         except ImportError as error:
             failed.append({"module": name, "reason": str(error)})
             continue
-        names += [m.name for m in pkgutil.iter_modules(getattr(module, "__path__", []), name + ".")]
+        paths = vars(module).get("__path__", [])  # only packages have one
+        names += [m.name for m in pkgutil.iter_modules(paths, f"{name}.")]
     return failed
 
 
 def registry_rows(device: torch.device) -> dict[str, list[dict[str, Any]]]:
-    """By kind: name, state (active: the default config uses it here; available; not available),
-    reason, summary.
+    """By kind, one row per registered name: `name`, `state`, `reason`, `summary`.
+
+    The state is `active` (the default settings use it here), `available` or `not available`.
     """
     used = _defaults(MoEConfig())
-    rows = {}
-    for kind in sorted(KINDS):
-        entries = [
-            _kernel_row(e, device) if kind == "kernel" else _row(e, used.get(kind, set()))
-            for e in KINDS[kind]
-        ]
-        rows[kind] = entries
-    return rows
+    return {
+        kind: [_kernel_row(e, device) if kind == "kernel" else _row(e, used.get(kind, set()))
+               for e in KINDS[kind]]
+        for kind in sorted(KINDS)
+    }
 
 
 def choice_rows() -> list[dict[str, str]]:
@@ -99,47 +100,38 @@ def _implementations(op: Any, device: torch.device) -> list[tuple[str, str, str 
     if args is None:
         return [(name, "available", "chosen by its arguments") for name in op.names()]
     chosen = op.choose(*args)
-    rows = []
-    for name in op.names():
-        reason = op.why_not(name, *args)
-        rows.append(
-            (name, "active" if name == chosen else "not available" if reason else "available",
-             reason))
-    return rows
+    why_not = {name: op.why_not(name, *args) for name in op.names()}
+    return [(name, "active" if name == chosen else "not available" if reason else "available",
+             reason) for name, reason in why_not.items()]
 
 
 def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
-    """Small arguments for an operation, by the names of its reference's parameters (see the legend
-    of kernels.rows).
+    """Small arguments for an operation, by the parameter names of its reference.
 
-    4 tokens, 2 choices, 2 experts of 4 rows each, widths 16. None where an operation has a
-    parameter that this table does not know.
+    4 tokens, 2 choices, 2 experts of 4 rows each, widths 16; float32. None where an operation has
+    a parameter that this table does not know. Names: see the legend of `kernels.rows`.
     """
     ids_TK = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]], device=device)
     source_R = torch.tensor([0, 3, 4, 7, 1, 2, 5, 6], device=device)
     position_TK = torch.empty(8, dtype=torch.int64, device=device).index_copy_(
         0, source_R, torch.arange(8, device=device)).view(4, 2)
+    rows_RD, ones_L = torch.ones(8, 16, device=device), torch.ones(2, 16, 16, device=device)
     known = {
-        "x_TD": torch.ones(4, 16, device=device), "grad_TD": torch.ones(4, 16, device=device),
-        "rows_RD": torch.ones(8, 16, device=device), "weights_TK": torch.full(
-            (4, 2), 0.5, device=device), "ids_TK": ids_TK, "source_R": source_R,
-        "position_TK": position_TK, "top_k": 2, "experts": 2, "scores_TE": torch.rand(
-            4, 2, device=device), "k": 2, "logits_TE": torch.rand(4, 2, device=device),
-        "mask_T": torch.ones(4, dtype=torch.bool, device=device), "chosen_TK": None,
-        "normalize": True, "lse_T": torch.ones(4, device=device), "grad_weights_TK": torch.ones(
-            4, 2,
-            device=device), "grad_importance_E": torch.ones(2, device=device), "grad_z": torch.ones(
-                (), device=device), "ids_N": ids_TK.flatten(), "x": torch.ones(
-                    8, 16, device=device), "outer": 2, "inner": 4, "x_RD": torch.ones(
-                        8, 16, device=device), "block": 16, "codes_RD": torch.ones(
-                            8, 16, device=device).to(torch.float8_e4m3fn), "scales_RB": torch.ones(
-                                8, 1,
-                                device=device), "dtype": torch.float32, "groups": Groups([4, 4],
-                                                                                         device),
-        "activation": "gelu", "grad": torch.ones(8, 16, device=device), "h_RF": torch.ones(
-            8, 16, device=device), **dict.fromkeys(("w_LIO", "w_LDF", "w_LFD", "into_LIO"),
-                                                   torch.ones(2, 16, 16, device=device)),
-        **dict.fromkeys(("b_LO", "b_LF", "token_R", "base_RO", "gate_RF", "scale_R", "x_token_R", "grad_token_R")),
+        **dict.fromkeys(("x_TD", "grad_TD"), torch.ones(4, 16, device=device)),
+        **dict.fromkeys(("rows_RD", "x", "x_RD", "h_RF", "grad"), rows_RD),
+        **dict.fromkeys(("w_LIO", "w_LDF", "w_LFD", "into_LIO"), ones_L),
+        **dict.fromkeys(("scores_TE", "logits_TE"), torch.rand(4, 2, device=device)),
+        **dict.fromkeys(("b_LO", "b_LF", "token_R", "base_RO", "gate_RF", "scale_R", "x_token_R",
+                         "grad_token_R", "chosen_TK")),
+        "weights_TK": torch.full((4, 2), 0.5, device=device),
+        "grad_weights_TK": torch.ones(4, 2, device=device),
+        "ids_TK": ids_TK, "ids_N": ids_TK.flatten(), "source_R": source_R,
+        "position_TK": position_TK, "mask_T": torch.ones(4, dtype=torch.bool, device=device),
+        "lse_T": torch.ones(4, device=device), "grad_z": torch.ones((), device=device),
+        "grad_importance_E": torch.ones(2, device=device),
+        "codes_RD": rows_RD.to(torch.float8_e4m3fn), "scales_RB": torch.ones(8, 1, device=device),
+        "groups": Groups([4, 4], device), "dtype": torch.float32, "activation": "gelu",
+        "normalize": True, "top_k": 2, "k": 2, "experts": 2, "outer": 2, "inner": 4, "block": 16,
     }
     names = list(inspect.signature(op.implementation("torch")).parameters)
     return [known[name] for name in names] if set(names) <= set(known) else None

@@ -20,8 +20,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
-    """One row a device, dtype, dispatcher and number of (simulated) ranks: largest relative errors,
-    and whether they are small.
+    """One row per device, dtype, dispatcher and number of (simulated) ranks.
+
+    Each has the largest relative errors of outputs and gradients, and whether they are small.
     """
     rows = []
     for device in kinds:
@@ -33,28 +34,22 @@ def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
 
 
 def _row(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: int) -> dict[str, Any]:
-    row = {
-        "device": str(device), "dtype": str(dtype).removeprefix("torch."), "dispatcher": dispatcher,
-        "ranks": ranks
-    }
+    row = {"device": str(device), "dtype": str(dtype).removeprefix("torch."),
+           "dispatcher": dispatcher, "ranks": ranks}
     try:
         output, gradients = _errors(device, dtype, dispatcher, ranks)
-    except Exception as error:  # noqa: BLE001 - whatever is broken here is what the report is for
-        return {
-            **row, "ok": False, "output_error": None, "gradient_error": None,
-            "reason": f"{type(error).__name__}: {error}"
-        }
+    except Exception as error:  # noqa: BLE001 - the report shows any failure
+        return {**row, "ok": False, "output_error": None, "gradient_error": None,
+                "reason": f"{type(error).__name__}: {error}"}
     ok = max(output, gradients) <= TOLERANCE[dtype]
-    return {
-        **row, "ok": ok, "output_error": output, "gradient_error": gradients, "reason": None
-        if ok else f"differs from the dense computation by more than {TOLERANCE[dtype]}"
-    }
+    reason = f"differs from the dense computation by more than {TOLERANCE[dtype]}"
+    return {**row, "ok": ok, "output_error": output, "gradient_error": gradients,
+            "reason": None if ok else reason}
 
 
 def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
             ranks: int) -> tuple[float, float]:
-    # capacity 0 never drops, and every dispatcher takes it; the default one is checked without any
-    # capacity
+    # capacity 0 never drops, and every dispatcher takes it; the default one runs without capacity
     factor = None if dispatcher == DispatchConfig().name else 0.0
     config = MoEConfig(model_dim=WIDTH, num_experts=EXPERTS,
                        dispatch=DispatchConfig(name=dispatcher, capacity_factor=factor))
@@ -76,12 +71,12 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
             ]
         out_TD, *gradients = (torch.cat(parts) for parts in zip(*shards, strict=True))
         want_TD, *wanted = dense(whole, x_TD, target_TD)
-    return _relative(out_TD,
-                     want_TD), max(_relative(g, w) for g, w in zip(gradients, wanted, strict=True))
+    errors = [_relative(g, w) for g, w in zip(gradients, wanted, strict=True)]
+    return _relative(out_TD, want_TD), max(errors)
 
 
 def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
-    """The layer as this rank has it, with the whole layer's weights."""
+    """This rank's layer, with the weights of the whole layer."""
     layer = MoELayer(config, comm, dtype=whole.router.weight_ED.dtype,
                      device=whole.router.weight_ED.device)
     first, local = comm.rank * layer.placement.local, layer.placement.local
@@ -101,8 +96,9 @@ def _all(x_TD: Tensor, comm: Comm) -> Tensor:
 
 
 def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
-    """(output, input gradient, gradient of the first and second expert matrix); the loss is
-    sum(output * target).
+    """(output [T, D], input gradient [T, D], gradients of both expert matrices) of one step.
+
+    The loss is sum(output * target).
     """
     x_TD = x_TD.clone().requires_grad_()
     out_TD = layer(x_TD).output
@@ -111,7 +107,10 @@ def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]
 
 
 def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
-    """The same in float64, every expert on every token: y = sum_e weight(t, e) FFN_e(x)."""
+    """What `_run` returns, in float64 with every expert on every token.
+
+    y(t) = sum_e weight(t, e) FFN_e(x(t)); x_TD, target_TD: [T, D], any floating dtype.
+    """
     layer, x_TD = deepcopy(layer).double(), x_TD.detach().double().requires_grad_()
     routing = layer.router(x_TD)
     weight_TE = torch.zeros(x_TD.shape[0], EXPERTS, dtype=torch.float64, device=x_TD.device)
