@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.hosts.fairseq.conftest import LANGUAGE_MODEL, Corpus, environment, run
+from tests.hosts.fairseq.conftest import LANGUAGE_MODEL, Corpus, environment, run, run_alone
 
 
 def test_stock_training_needs_no_user_dir(corpus: Corpus, tmp_path: Path) -> None:
-    result = run(
+    result = run_alone(
         "fairseq-train",
         f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 8 --save-dir "
         f"{tmp_path}"
@@ -27,26 +27,18 @@ def test_stock_training_needs_no_user_dir(corpus: Corpus, tmp_path: Path) -> Non
 
 
 @pytest.mark.distributed
-def test_spawned_processes_train_and_validate(corpus: Corpus, tmp_path: Path) -> None:
+def test_spawned_processes_train_and_two_ranks_validate(corpus: Corpus, tmp_path: Path) -> None:
     result = run(
         "fairseq-train",
         f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 4 --save-dir "
-        f"{tmp_path} "
-        "--distributed-world-size 2").ok()
+        f"{tmp_path} --distributed-world-size 2").ok()
     assert len(result.losses) == 4
     assert result.steps[0]["wpb"] == 256  # 2 ranks x 4 sentences x 32 tokens
     # one batch holds the whole set: the second rank has no data
-    validated = run(
-        "fairseq-validate",
-        f"{corpus.lm} --task language_modeling --path {tmp_path / 'checkpoint_last.pt'} --cpu "
-        "--batch-size 40 "
-        "--distributed-world-size 2").ok()
-    alone = run(
-        "fairseq-validate",
-        f"{corpus.lm} --task language_modeling --path {tmp_path / 'checkpoint_last.pt'} --cpu "
-        "--batch-size 40"
-    ).ok()
-    assert _valid_loss(validated.log) == pytest.approx(_valid_loss(alone.log), abs=2e-3)
+    arguments = (f"{corpus.lm} --task language_modeling --path {tmp_path / 'checkpoint_last.pt'} "
+                 "--cpu --batch-size 40")
+    two, one = (run("fairseq-validate", arguments, ranks=ranks).ok() for ranks in (2, 1))
+    assert _valid_loss(two.log) == pytest.approx(_valid_loss(one.log), abs=2e-3)
 
 
 def _valid_loss(log: str) -> float:

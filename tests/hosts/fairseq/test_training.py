@@ -127,7 +127,7 @@ def test_hydra_yaml_trains(corpus: Corpus, tmp_path: Path) -> None:
         f"hydra.run.dir={tmp_path / 'hydra'} common.cpu=true common.log_interval=1 "
         "task.tokens_per_sample=32 "
         "dataset.batch_size=4 optimization.max_update=6 lr_scheduler.warmup_updates=1",
-        cwd=Path(__file__).parents[2]).ok()
+        cwd=Path(__file__).parents[3]).ok()
     assert len(result.losses) == 6
     assert result.losses[-1] < result.losses[0]
     assert (tmp_path / "checkpoint_last.pt").exists()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = "tests.hosts.megatron.ranks_preload"
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = str(Path(__file__).resolve().parents[3])
 _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([PRELOAD])
 

@@ -1,0 +1,17 @@
+"""What a forked rank does."""
+
+import importlib.metadata
+import runpy
+import sys
+
+
+def run_command(tool: str, arguments: list[str]) -> None:
+    """`tool arguments...` as the shell runs it: a console script by its name, or a Python file by
+    its path.
+    """
+    sys.argv = [tool, *arguments]
+    if tool.endswith(".py"):
+        runpy.run_path(tool, run_name="__main__")
+    else:
+        [script] = importlib.metadata.entry_points(group="console_scripts", name=tool)
+        script.load()()
