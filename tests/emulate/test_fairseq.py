@@ -37,6 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(why_not())
     import random
 
+    import torch._dynamo  # noqa: F401 - 2 s; otherwise every forked rank imports it
     from fairseq import utils
 
     home, generator = tmp_path_factory.mktemp("data"), random.Random(0)
