@@ -12,6 +12,7 @@ from torch import nn
 from moe_plugin import MoELayer, weighted_loss
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import MoEConfig, from_dict
+from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.routing.replay import checkpoint
 
 
@@ -141,7 +142,7 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:
 
 def test_experts_are_marked_and_others_are_not() -> None:
     layer = MoELayer(config(experts={"hidden_dim": 16, "shared_hidden_dim": 8}))
-    marked = {name for name, p in layer.named_parameters() if getattr(p, "expert", False)}
+    marked = set(expert_parameters(layer))
     assert marked == {name for name, _ in layer.named_parameters() if name.startswith("experts.")
                       } and len(marked) == 4
 
@@ -153,7 +154,7 @@ def test_experts_are_marked_and_others_are_not() -> None:
 @pytest.mark.parametrize("kind", ["ffn", "custom"])
 def test_experts_stay_marked_in_every_copy(remake, kind: str) -> None:
     layer = remake(MoELayer(config(), experts=None if kind == "ffn" else Affine))
-    marked = {name for name, p in layer.named_parameters() if getattr(p, "expert", False)}
+    marked = set(expert_parameters(layer))
     assert marked == {name for name, _ in layer.named_parameters() if name.startswith("experts.")
                       } and marked
 

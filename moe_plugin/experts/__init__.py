@@ -7,11 +7,11 @@ from moe_plugin.experts.ffn import (
     FFNExperts,
     GatedFFNExperts,
     expert_kinds,
-    mark_expert,
 )
+from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_product, strategies
 
 __all__ = [
     "CustomExperts", "FFNExperts", "FFNParameters", "GatedFFNExperts", "Strategy", "expert_kinds",
-    "from_product", "mark_expert", "strategies"
+    "expert_parameters", "from_product", "is_expert", "mark_expert", "strategies"
 ]

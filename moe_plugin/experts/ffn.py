@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
+from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels import main_grad
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, strategies
 from moe_plugin.kernels.workspace import Workspace
@@ -21,12 +22,6 @@ expert_kinds: Registry[Callable[..., nn.Module]] = Registry("experts")
 SHARD_AXIS = {
     "w_in_LDF": 2, "b_in_LF": 1, "w_gate_LDF": 2, "b_gate_LF": 1, "w_out_LFD": 1, "b_out_LD": 1
 }
-
-
-def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter as an expert's: hosts must not reduce it over all data-parallel ranks."""
-    parameter.expert = True  # type: ignore[attr-defined]
-    return parameter
 
 
 class MarkedExperts(nn.Module):

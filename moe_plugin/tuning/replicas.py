@@ -19,6 +19,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.regions import gather, split, sum_parts
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
+from moe_plugin.experts.marks import is_expert
 from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
 from moe_plugin.tuning.default_hardware import default_cluster
@@ -88,7 +89,7 @@ class Replicas:
         if getattr(layer.router, "loss_comm", self) is None:
             layer.router.loss_comm = self.comm
         for parameter in layer.parameters():
-            if not getattr(parameter, "expert", False):
+            if not is_expert(parameter):
                 parameter.register_hook(lambda grad: self.comm.all_reduce(grad.contiguous()))
 
     def part(self, x_TD: Tensor, mask_T: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError
 from moe_plugin.config import from_dict
+from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import GateCall, finish_step, gate_choices, number_layers
@@ -240,7 +241,7 @@ def _train_under_ddp() -> list[tuple[str, float]]:
         make("switch,base,expert_choice", {"switch": 0.01}, rule="random", comm=default_comm(30.0)))
     layer = model[1]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [n for n, p in model.named_parameters() if getattr(p, "expert", False)])
+        model, list(expert_parameters(model)))
     wrapped = DistributedDataParallel(model)  # no find_unused_parameters
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(8):

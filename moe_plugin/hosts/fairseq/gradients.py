@@ -9,6 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def mark_replicas(parameter: Tensor, ranks: int) -> None:
+    """Mark an expert parameter with the number of ranks that store it."""
+    parameter.expert_replicas = ranks  # type: ignore[attr-defined]
+
+
+def replicas_of(parameter: Tensor) -> int:
+    """Number of ranks that store this expert parameter; 1 where it carries no mark."""
+    return getattr(parameter, "expert_replicas", 1)
+
+
 def sum_over_replicas(parameters: list[torch.nn.Parameter], group: Any) -> None:
     """Sum the gradients of experts over the ranks that hold the same experts, in place. None: there
     are no replicas.
@@ -25,13 +35,13 @@ def expert_norm_squared(parameters: list[torch.nn.Parameter], group: Any,
                         device: torch.device) -> Tensor:
     """Sum over all experts of all ranks of squared gradient entries, float64, equal on every rank.
 
-    An expert held by R ranks (`expert_replicas`) is counted once: its sum is divided by R before
+    An expert stored by R ranks (`replicas_of`) is counted once: its sum is divided by R before
     ranks are added up. A NaN or Inf of any rank reaches every rank this way.
     """
     squared = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double()
-        squared += norm.to(device) ** 2 / getattr(parameter, "expert_replicas", 1)
+        squared += norm.to(device) ** 2 / replicas_of(parameter)
     if group is not None:
         dist.all_reduce(squared, group=group)
     return squared

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from fairseq.modules.transformer_layer import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
@@ -19,7 +18,9 @@ from torch import Tensor, nn
 from moe_plugin.comm import default_comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
+from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.runtime import FUSED_PATH_COPIES
+from moe_plugin.hosts.fairseq.gradients import mark_replicas
 from moe_plugin.hosts.fairseq.groups import Groups
 from moe_plugin.hosts.fairseq.tokens import token_info
 from moe_plugin.layer import MoELayer
@@ -80,8 +81,8 @@ class ExpertFFN(nn.Module):
         self.stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
         for parameter in self.moe.parameters():
-            if getattr(parameter, "expert", False):
-                parameter.expert_replicas = settings.groups.replicas  # type: ignore[attr-defined]
+            if is_expert(parameter):
+                mark_replicas(parameter, settings.groups.replicas)
                 if settings.gradient_factor != 1.0:
                     parameter.register_hook(_scale(settings.gradient_factor))
 
@@ -186,11 +187,3 @@ def _scale(factor: float) -> Any:
 def moe_layers(model: nn.Module) -> list[Any]:
     """The MoE transformer layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, _MoEMixin)]
-
-
-def expert_parameters(model: nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Expert parameters by name."""
-    return {
-        name: parameter for name, parameter in model.named_parameters()
-        if getattr(parameter, "expert", False)
-    }

@@ -20,7 +20,6 @@ from moe_plugin.hosts.fairseq.layers import (
     LayerSettings,
     MoEDecoderLayer,
     MoEEncoderLayer,
-    expert_parameters,
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.hosts.fairseq.tokens import give_token_ids
@@ -31,6 +30,7 @@ from moe_plugin.hosts.fairseq.translate import (
     masks_padding,
     setting,
 )
+from moe_plugin.hosts.plain.gradients import exclude_experts
 from moe_plugin.routing import number_layers
 
 
@@ -99,8 +99,7 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
                                  replay=bool(module.cfg.checkpoint_activations))
         _exchange_layers(module, stack, freq, settings)
     if dist.is_initialized() and not holds_whole_model():
-        # torch's DDP must not average experts
-        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
+        exclude_experts(model)
 
 
 def _stack_config(module: Any, stack: str, args: Any) -> MoEConfig:

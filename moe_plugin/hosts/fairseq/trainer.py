@@ -17,9 +17,15 @@ from fairseq.trainer import Trainer
 from omegaconf import open_dict
 from torch import Tensor
 
+from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import checkpoint_files as files
-from moe_plugin.hosts.fairseq.gradients import expert_norm_squared, sum_over_replicas
-from moe_plugin.hosts.fairseq.layers import expert_parameters, moe_layers
+from moe_plugin.hosts.fairseq.gradients import (
+    expert_norm_squared,
+    mark_replicas,
+    replicas_of,
+    sum_over_replicas,
+)
+from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.observe import observer
 from moe_plugin.routing import finish_step
 
@@ -83,8 +89,7 @@ class MoETrainer(Trainer):
         copies = getattr(self._optimizer, "fp32_params", None)
         if self.has_experts and isinstance(copies, list):
             for parameter, copy in zip(self._optimizer.fp16_params, copies, strict=True):
-                if hasattr(parameter, "expert_replicas"):
-                    copy.expert_replicas = parameter.expert_replicas
+                mark_replicas(copy, replicas_of(parameter))
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Norm over all parameters, each expert counted once; equal on all ranks. Gradients are
@@ -109,9 +114,7 @@ class MoETrainer(Trainer):
         return norm
 
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
-        parameters = [
-            p for p in self.optimizer.params if hasattr(p, "expert") and p.grad is not None
-        ]
+        parameters = [p for p in self.optimizer.params if is_expert(p) and p.grad is not None]
         group = self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
         sum_over_replicas(parameters, self._replica_group)
         squared = expert_norm_squared(parameters, group, shared_norm.device)
@@ -119,9 +122,7 @@ class MoETrainer(Trainer):
 
     @property
     def _replica_group(self) -> Any:
-        replicas = {
-            getattr(p, "expert_replicas", 1) for p in expert_parameters(self._model).values()
-        }
+        replicas = {replicas_of(p) for p in expert_parameters(self._model).values()}
         if max(replicas, default=1) == 1 or self.data_parallel_world_size == 1:
             return None
         if not hasattr(self, "_replicas"):

@@ -24,6 +24,7 @@ from moe_plugin.hosts.megatron.translate import (
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import LayerStats, MoEOutput
 from moe_plugin.routing import Gates, finish_step
+from moe_plugin.routing.marks import keeps_init
 from moe_plugin.routing.replay import inside_backward
 
 logger = logging.getLogger(__name__)
@@ -296,7 +297,7 @@ def comm_of(group: Any, plan: Translation) -> Comm:
 def _initialise_router(router: nn.Module, config: Any) -> None:
     with torch.no_grad():
         for parameter in router.parameters():
-            if getattr(parameter, "own_init", False):
+            if keeps_init(parameter):
                 continue
             values = torch.empty(parameter.shape, dtype=torch.float32)
             config.init_method(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.experts.marks import expert_parameters, is_expert
 
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
@@ -34,7 +35,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
     for parameter in model.parameters():
         if parameter.grad is None:
             continue
-        reducer = world if not getattr(parameter, "expert", False) or ep.size == 1 else replicas
+        reducer = world if not is_expert(parameter) or ep.size == 1 else replicas
         total = parameter.grad if reducer is None else reducer.all_reduce(parameter.grad)
         parameter.grad.copy_(total / world.size)
 
@@ -45,7 +46,6 @@ def exclude_experts(model: nn.Module) -> None:
 
     After backward, `sync_gradients` does what remains to be done for the experts.
     """
-    experts = [
-        name for name, parameter in model.named_parameters() if getattr(parameter, "expert", False)
-    ]
-    model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *experts]  # type: ignore[assignment]
+    # torch's own function for this overwrites the names that were left out before
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    model._ddp_params_and_buffers_to_ignore = [*ignored, *expert_parameters(model)]  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.assignment import balanced_assignment
+from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router
@@ -35,9 +36,9 @@ class BASERouter(Router):
     own_losses = frozenset()
 
     def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Centroids; a host's own initialisation does not touch them (`own_init`)."""
+        """Centroids; a host's own initialisation leaves them."""
         super().make_parameters(dtype, device)
-        self.weight_ED.own_init = True  # type: ignore[attr-defined]
+        keep_init(self.weight_ED)
 
     def reset_parameters(self) -> None:
         """Orthogonal, gain 0.1."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import xavier_
 from moe_plugin.routing.routers.topk import TopKRouter
@@ -26,16 +27,14 @@ class CosineRouter(TopKRouter):
     """
 
     def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Projection with bias, directions, temperature; a host's own initialisation does not touch
-        them (`own_init`).
-        """
+        """Projection with bias, directions, temperature; a host's own initialisation leaves them."""
         where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
         self.project_PD = nn.Parameter(torch.empty(width, self.model_dim, **where))
         self.project_P = nn.Parameter(torch.empty(width, **where))
         self.direction_EP = nn.Parameter(torch.empty(self.num_experts, width, **where))
         self.temperature = nn.Parameter(torch.empty(1, **where))
         for parameter in self.parameters():
-            parameter.own_init = True  # type: ignore[attr-defined]
+            keep_init(parameter)
 
     def reset_parameters(self) -> None:
         """Xavier projection, directions of deviation 0.01, temperature log 2."""

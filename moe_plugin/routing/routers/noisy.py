@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router
@@ -31,7 +32,7 @@ class NoisyTopKRouter(Router):
         super().make_parameters(dtype, device)
         self.noise_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
-        self.noise_ED.own_init = True  # type: ignore[attr-defined]
+        keep_init(self.noise_ED)
 
     def reset_parameters(self) -> None:
         """Xavier for W, zero for V: noise of deviation log 2."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin.hosts.fairseq.layers import expert_parameters, moe_layers
+from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens, translation_model
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 
 # parameters of fairseq's encoder layers that only torch's fused inference path reads
@@ -173,7 +174,7 @@ def separate_fp32_copies() -> None:
 
     def build_optimizer(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
         params = list(params)
-        needed = any(hasattr(p, "expert") or p.device.type == "cpu" for p in params)
+        needed = any(is_expert(p) or p.device.type == "cpu" for p in params)
         if needed and not cfg.common.bf16 and not cfg.common.fp16_no_flatten_grads:
             logging.getLogger(__name__).info(
                 "--fp16-no-flatten-grads is implied by expert parameters and by CPU training")

@@ -1,0 +1,21 @@
+"""The mark by which hosts tell expert parameters from all others: `parameter.expert = True`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
+    """Mark a parameter as an expert's: hosts must not reduce it over all data-parallel ranks."""
+    parameter.expert = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether `mark_expert` marked this parameter, or fairseq marked an fp32 copy of it alike."""
+    return getattr(parameter, "expert", False)
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A model's expert parameters by name."""
+    return {name: p for name, p in model.named_parameters() if is_expert(p)}
