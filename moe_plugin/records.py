@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_plugin.comm.base import AllToAll, Comm
+    from moe_plugin.comm.base import Comm, Exchange
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Placement:
 
     comm: Comm
     experts: int
-    algorithm: AllToAll
+    algorithm: Exchange
     copies: int | None = None
     replicas: Comm | None = None
     cut: int | None = None

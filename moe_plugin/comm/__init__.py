@@ -3,13 +3,13 @@ of one.
 """
 
 from moe_plugin.comm.algorithms import algorithms
-from moe_plugin.comm.base import Comm, CommError
+from moe_plugin.comm.base import Comm, CommError, Exchange
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.comm.simulated import SimulatedComm, Traffic, run_simulated
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.torch_comm import TorchComm, default_comm
 
 __all__ = [
-    "Comm", "CommError", "LocalComm", "SimulatedComm", "Topology", "TorchComm", "Traffic",
-    "algorithms", "default_comm", "run_simulated"
+    "Comm", "CommError", "Exchange", "LocalComm", "SimulatedComm", "Topology", "TorchComm",
+    "Traffic", "algorithms", "default_comm", "run_simulated"
 ]

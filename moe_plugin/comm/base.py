@@ -268,4 +268,36 @@ def pieces(length: int, size: int, splits: Sequence[int] | None, what: str) -> l
     return [length // size] * size
 
 
-AllToAll = Callable[[Comm, Tensor, Sequence[int] | None, Sequence[int] | None], Tensor]
+class Exchange(ABC):
+    """An all-to-all algorithm. One object serves all groups: state of a group is in `Comm.state`.
+
+    in_background: whether it may run in another thread or on a side stream while this rank computes.
+    """
+
+    in_background: bool = True
+
+    @abstractmethod
+    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
+                 recv: Sequence[int] | None = None) -> Tensor:
+        """Exchange rows of `x` along dimension 0, see `Comm.all_to_all`. All ranks call it."""
+
+    def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
+                recv: Sequence[int] | None) -> Exchange:
+        """What runs for this call. Called in program order on all ranks, so it may be collective.
+
+        Args: as for the exchange itself; `x` is only looked at for its shape and dtype.
+        """
+        return self
+
+
+class FunctionExchange(Exchange):
+    """A plain function `(comm, x, send, recv) -> rows` as an `Exchange`."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__  # the summary in lists of algorithms
+
+    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
+                 recv: Sequence[int] | None = None) -> Tensor:
+        """See `Exchange`."""
+        return self.function(comm, x, send, recv)

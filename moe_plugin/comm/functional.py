@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import AllToAll, Comm
+from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.comm.coalesce import pack, unpack
 from moe_plugin.comm.handles import Handle, start
 
 __all__ = [
-    "AllToAll", "PendingAllToAll", "all_reduce_sum", "all_to_all", "all_to_all_many",
+    "Exchange", "PendingAllToAll", "all_reduce_sum", "all_to_all", "all_to_all_many",
     "start_all_to_all"
 ]
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, comm: Comm, algorithm: AllToAll,
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, comm: Comm, algorithm: Exchange,
                 send: Any, recv: Any) -> Tensor:
         ctx.comm, ctx.algorithm, ctx.send, ctx.recv = comm, algorithm, send, recv
         return algorithm(comm, x.contiguous(), send, recv)
@@ -40,7 +40,7 @@ class _AllToAll(torch.autograd.Function):
                              ctx.send), None, None, None, None, None
 
 
-def all_to_all(x: Tensor, comm: Comm, algorithm: AllToAll, send: Sequence[int] | None = None,
+def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] | None = None,
                recv: Sequence[int] | None = None, anchor: Tensor | None = None) -> Tensor:
     """All-to-all along dimension 0 by the given algorithm; its gradient is the reverse exchange."""
     if comm.size == 1:
@@ -91,7 +91,7 @@ class PendingAllToAll:
     the exchange was started, so that what was computed in between hides it again.
     """
 
-    def __init__(self, comm: Comm, algorithm: AllToAll, send: Sequence[int] | None,
+    def __init__(self, comm: Comm, algorithm: Exchange, send: Sequence[int] | None,
                  recv: Sequence[int] | None) -> None:
         self.comm, self.algorithm, self.send, self.recv = comm, algorithm, send, recv
         self.forward_handle: Handle | None = None
@@ -130,7 +130,7 @@ class _Wait(torch.autograd.Function):
         return grad.new_empty(0), None
 
 
-def start_all_to_all(x: Tensor, comm: Comm, algorithm: AllToAll, send: Sequence[int] | None = None,
+def start_all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] | None = None,
                      recv: Sequence[int] | None = None,
                      anchor: Tensor | None = None) -> PendingAllToAll:
     """Begin an all-to-all along dimension 0; compute, then `wait` for it. All ranks start and wait
@@ -143,7 +143,7 @@ def start_all_to_all(x: Tensor, comm: Comm, algorithm: AllToAll, send: Sequence[
 
 class _Many(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor | None, comm: Comm, algorithm: AllToAll, send: Any,
+    def forward(ctx: Any, anchor: Tensor | None, comm: Comm, algorithm: Exchange, send: Any,
                 recv: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.comm, ctx.algorithm, ctx.send, ctx.recv = comm, algorithm, send, recv
         packed, layout = pack(tensors)
@@ -161,7 +161,7 @@ class _Many(torch.autograd.Function):
         return (None,) * 5 + tuple(next(back) if is_float else None for is_float in ctx.floating)
 
 
-def all_to_all_many(tensors: Sequence[Tensor], comm: Comm, algorithm: AllToAll,
+def all_to_all_many(tensors: Sequence[Tensor], comm: Comm, algorithm: Exchange,
                     send: Sequence[int] | None = None, recv: Sequence[int] | None = None,
                     anchor: Tensor | None = None) -> list[Tensor]:
     """Exchange several tensors (rows, weights, ids: [R, ...] of any dtypes) in the messages of one;

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import AllToAll, Comm
+from moe_plugin.comm.base import Comm, Exchange
 
 
 @dataclass
@@ -34,17 +34,15 @@ class Handle:
         return self.result
 
 
-def start(comm: Comm, algorithm: AllToAll, x: Tensor, send: Sequence[int] | None = None,
+def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Handle:
     """Begin an all-to-all. All ranks start and run their exchanges in one order; `x` must not
     change until `wait`.
     """
     x = x.detach()
-    resolve = getattr(algorithm, "resolve", None)
-    if resolve is not None:
-        algorithm = resolve(comm, x, send, recv)
+    algorithm = algorithm.resolve(comm, x, send, recv)
     comm.topology  # noqa: B018 - detecting it is collective: here, in program order, not in the background
-    if getattr(algorithm, "synchronous", False):
+    if not algorithm.in_background:
         return _finished(algorithm(comm, x, send, recv))
     if x.is_cuda:
         return _on_side_stream(comm, algorithm, x, send, recv)
@@ -57,7 +55,7 @@ def start(comm: Comm, algorithm: AllToAll, x: Tensor, send: Sequence[int] | None
 
 
 @torch.no_grad()  # a new thread begins with autograd on
-def _without_autograd(algorithm: AllToAll, *args: Any) -> Tensor:
+def _without_autograd(algorithm: Exchange, *args: Any) -> Tensor:
     return algorithm(*args)
 
 
@@ -71,7 +69,7 @@ def _finished(out: Tensor) -> Handle:
     return Handle(lambda: out, out)
 
 
-def _on_side_stream(comm: Comm, algorithm: AllToAll, x: Tensor, send: Sequence[int] | None,
+def _on_side_stream(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None,
                     recv: Sequence[int] | None) -> Handle:
     side: torch.cuda.Stream = comm.memo.setdefault("stream", torch.cuda.Stream(x.device))
     side.wait_stream(torch.cuda.current_stream(x.device))

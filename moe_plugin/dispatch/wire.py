@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import AllToAll, Comm
+from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.comm.coalesce import pack, unpack
 from moe_plugin.kernels import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.fp8 import BLOCK
@@ -39,44 +39,36 @@ class Format:
 
 
 @dataclass(frozen=True)
-class WireFormat:
-    """An all-to-all whose rows travel in another format. Integers, single numbers a row and what
-    would not be smaller pass unchanged.
+class WireFormat(Exchange):
+    """An all-to-all whose rows travel in another format.
+
+    Integers, tensors of one number a row, and rows that would not be smaller pass unchanged.
     """
 
-    algorithm: AllToAll
+    algorithm: Exchange
     name: str
 
+    @property
+    def in_background(self) -> bool:
+        """Whether the wrapped all-to-all may run in the background."""
+        return self.algorithm.in_background
+
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        return self._carry(self.algorithm, comm, x, send, recv)
-
-    def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
-                recv: Sequence[int] | None) -> AllToAll:
-        """See `handles.start`: the choice in program order, the conversion in the background."""
-        resolve = getattr(self.algorithm, "resolve", None)
-        return self if resolve is None else _Resolved(self, resolve(comm, x, send, recv))
-
-    def _carry(self, algorithm: AllToAll, comm: Comm, x: Tensor, send: Sequence[int] | None,
-               recv: Sequence[int] | None) -> Tensor:
+        """See `Exchange`. Rows of `x` come back in its dtype, rounded to the format."""
         form = FORMATS[self.name]
         if not x.is_floating_point() or x.dim() < 2 or not _saves(form, x):
-            return algorithm(comm, x, send, recv)
+            return self.algorithm(comm, x, send, recv)
         parts = form.encode(x)
         if len(parts) == 1:
-            return form.decode(algorithm(comm, parts[0], send, recv), dtype=x.dtype)
+            return form.decode(self.algorithm(comm, parts[0], send, recv), dtype=x.dtype)
         packed, layout = pack(parts)
-        return form.decode(*unpack(algorithm(comm, packed, send, recv), layout), dtype=x.dtype)
+        return form.decode(*unpack(self.algorithm(comm, packed, send, recv), layout), dtype=x.dtype)
 
-
-class _Resolved:
-    def __init__(self, wire: WireFormat, algorithm: AllToAll) -> None:
-        self.wire, self.algorithm = wire, algorithm
-        self.synchronous = getattr(algorithm, "synchronous", False)
-
-    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
-                 recv: Sequence[int] | None = None) -> Tensor:
-        return self.wire._carry(self.algorithm, comm, x, send, recv)
+    def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
+                recv: Sequence[int] | None) -> Exchange:
+        """See `Exchange`: the choice in program order, the conversion where the exchange runs."""
+        return replace(self, algorithm=self.algorithm.resolve(comm, x, send, recv))
 
 
 def _saves(form: Format, x: Tensor) -> bool:
@@ -122,7 +114,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def with_wire(algorithm: AllToAll, name: str) -> AllToAll:
+def with_wire(algorithm: Exchange, name: str) -> Exchange:
     """The algorithm in a wire format: `none`, `bf16`, `fp16` or `fp8`; another name is a
     `ValueError`.
     """

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from moe_plugin.comm.algorithms import algorithms
-from moe_plugin.comm.base import AllToAll, Comm
+from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.watchdog import Watchdog
 from moe_plugin.config import CommConfig
@@ -19,7 +19,7 @@ from moe_plugin.yaml_file import read_yaml
 log = logging.getLogger(__name__)
 
 
-def prepare(comm: Comm, config: CommConfig) -> AllToAll:
+def prepare(comm: Comm, config: CommConfig) -> Exchange:
     """Give the group what `config` says of it, and return the configured all-to-all. All ranks call
     it alike.
 

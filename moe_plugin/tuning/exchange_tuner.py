@@ -13,17 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.algorithms.leader import leader
-from moe_plugin.comm.algorithms.linear import linear, native
-from moe_plugin.comm.algorithms.registry import algorithms
-from moe_plugin.comm.algorithms.two_d import two_d
-from moe_plugin.comm.base import AllToAll, Comm
+from moe_plugin.comm import algorithms
+from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.planner.all_to_all import COSTS, predict
 from moe_plugin.planner.cluster import Cluster
 
 log = logging.getLogger(__name__)
-CANDIDATES: dict[str,
-                 AllToAll] = {"linear": linear, "native": native, "2dh": two_d, "leader": leader}
+CANDIDATES: dict[str, Exchange] = {
+    name: algorithms.get(name) for name in ("linear", "native", "2dh", "leader")
+}
 WARM_UP, TRIALS = 1, 6
 AGREE_EVERY = 64
 MARGIN = 0.03
@@ -119,7 +117,7 @@ class Chooser:
                    key=lambda name: predict(shape, name, size).seconds)
 
 
-class Auto:
+class Auto(Exchange):
     """The fastest of linear, native, 2dh and leader for each size: by the cluster file where one is
     set, else measured in the first calls.
 
@@ -132,7 +130,7 @@ class Auto:
         return self.resolve(comm, x, send, recv)(comm, x, send, recv)
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
-                recv: Sequence[int] | None) -> AllToAll:
+                recv: Sequence[int] | None) -> Exchange:
         """What to run for this call. Collective, in program order; a measured trial must not run in
         the background.
         """
@@ -147,9 +145,9 @@ class Auto:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Trial(Exchange):
     trials: Trials
-    synchronous = True
+    in_background = False  # it is measured, and ranks agree in it
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:

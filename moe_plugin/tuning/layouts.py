@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, algorithms
-from moe_plugin.comm.base import AllToAll, Comm
+from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import Dispatcher, dispatchers
 from moe_plugin.dispatch.wire import with_wire
@@ -223,7 +223,7 @@ class Layouts:
                         bytes_s=1 / max(beta, 1e-13),
                         matrices=3 if c.experts.kind == "gated_ffn" else 2))
 
-    def _algorithm(self, name: str) -> AllToAll:
+    def _algorithm(self, name: str) -> Exchange:
         comm = self.config.comm
         return self.place.algorithm if name == comm.all_to_all else with_wire(
             algorithms.get(name), comm.wire)

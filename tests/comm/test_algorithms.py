@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_plugin.kernels import kernels
 
-from moe_plugin.comm import CommError, Topology, Traffic, algorithms, run_simulated
+from moe_plugin.comm import Comm, CommError, Exchange, Topology, Traffic, algorithms, run_simulated
 from moe_plugin.comm.functional import all_to_all
+from moe_plugin.comm.handles import start
 from moe_plugin.emulate.clock import Clock
 from moe_plugin.planner import COSTS, Cluster, Link, predict
 from tests.comm.exchanges import WIDTH, column, expected_of, random_counts, rows_of
@@ -193,3 +194,33 @@ def test_stride_copies_of_2dh_go_through_the_kernel(monkeypatch: pytest.MonkeyPa
                         topology=Topology.uniform(6, 2))
     assert sorted(called) == [(2, 3)] * 6 + [(3, 2)] * 6
     assert all(torch.equal(got[me], expected_of(me, counts)) for me in range(6))
+
+
+def test_a_plain_function_is_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algorithms, "_entries", dict(algorithms._entries))
+
+    @algorithms.register("reversed peers")
+    def mine(comm: Comm, x: torch.Tensor, send: list[int] | None = None,
+             recv: list[int] | None = None) -> torch.Tensor:
+        """Sends to the peers of highest rank first."""
+        return comm.all_to_all(x, send, recv)
+
+    entry = algorithms.entry("reversed peers")
+    assert isinstance(entry.value, Exchange) and entry.value.in_background
+    assert entry.summary == "Sends to the peers of highest rank first."
+    counts = random_counts(3, 1)
+
+    def rank(comm: Comm) -> bool:
+        send, recv = counts[comm.rank], column(counts, comm.rank)
+        out = start(comm, entry.value, rows_of(comm.rank, counts), send, recv).wait()
+        return torch.equal(out, expected_of(comm.rank, counts))
+
+    assert all(run_simulated(3, rank))
+
+
+def test_what_is_no_exchange_is_refused() -> None:
+    with pytest.raises(TypeError, match="all_to_all 'three' is 3"):
+        algorithms.register("three")(3)
+    with pytest.raises(TypeError, match="register an Exchange object"):
+        algorithms.register("class")(type("Class", (Exchange,), {}))
+    assert "three" not in algorithms and "class" not in algorithms

@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
-from moe_plugin.comm.base import AllToAll
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from moe_plugin.comm.base import Exchange, FunctionExchange
 from moe_plugin.registry import Registry
 
-algorithms: Registry[AllToAll] = Registry("all_to_all")
+Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
+
+
+class ExchangeRegistry(Registry[Exchange]):
+    """All-to-all algorithms by name: `Exchange` objects, or plain functions, which become one."""
+
+    def register(self, name: str,
+                 **options: Any) -> Callable[[Algorithm], Algorithm]:
+        """Decorator: `@algorithms.register("mine")` on a function `(comm, x, send, recv) -> rows`.
+
+        It returns what it decorates; `get` returns the `Exchange`.
+        Raises: ValueError: the name is taken. TypeError: neither an `Exchange` nor a function.
+        """
+        add = super().register(name, **options)
+
+        def checked(value: Algorithm) -> Algorithm:
+            if isinstance(value, type) or not callable(value):
+                raise TypeError(f"all_to_all {name!r} is {value!r}; register an Exchange object or "
+                                "a function (comm, x, send, recv) -> rows")
+            add(value if isinstance(value, Exchange) else FunctionExchange(value))
+            return value
+
+        return checked
+
+
+algorithms = ExchangeRegistry("all_to_all")
