@@ -1,3 +1,1 @@
-"""Measuring: the layer beside its peers, each kernel beside its reference, against bounds taken in
-the same run.
-"""
+"""Benchmarks of the layer, its peers and the kernels, with bounds of the same run."""

@@ -1,6 +1,4 @@
-"""Measures all-to-all algorithms on the ranks of a group: real ones, or those of an emulated
-cluster.
-"""
+"""Measures all-to-all algorithms on the ranks of a group, real ones or an emulated cluster's."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ COUNTED_RANKS = 64
 class Row:
     """One cell: an algorithm at a size.
 
-    bytes: a rank. median_ms, min_ms: of one exchange, of all ranks together. floor_ms: what the
-    bytes need on the wire. cpu_ms: what the exchange costs this machine's processors, all ranks and
-    the switch together, spread over all cores. messages: leaving one node. chosen: by auto.
+    bytes: per rank. median_ms, min_ms: of one exchange, over all ranks. floor_ms: least time of the
+    bytes on the wire. cpu_ms: CPU time of all ranks and the switch, divided by the number of cores.
+    messages: leaving one node. chosen: the algorithm that auto runs.
     """
 
     nodes: int
@@ -50,9 +48,9 @@ class Row:
 class Plan:
     """What to measure.
 
-    repeats: timed ones of a cell; above `BURST_UP_TO` bytes half as many. settings: of the group,
-    e.g. its topology. helper: process whose processor time counts, too (an emulated cluster's
-    switch).
+    repeats: timed repeats of a cell; half as many above `BURST_UP_TO` bytes. settings: of the
+    group, e.g. its topology. helper: id of a process whose CPU time counts, too (an emulated
+    cluster's switch).
     """
 
     names: tuple[str, ...]
@@ -64,8 +62,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's part of a cell: seconds an exchange by repeat (all ranks' already), own processor
-    seconds an exchange.
+    """One rank's part of a cell.
+
+    seconds: per exchange, by repeat, over all ranks. cpu_s: own CPU seconds per exchange.
     """
 
     name: str
@@ -77,8 +76,9 @@ class RankTimes:
 
 def measure_rank(plan: Plan,
                  comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
-    """Run on every rank: (nodes of the group, one entry a cell). Algorithms take turns, in an order
-    that rotates.
+    """Run on every rank; returns (nodes of the group, one entry per cell).
+
+    Each repeat runs all algorithms, in an order that rotates.
     """
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
@@ -86,9 +86,9 @@ def measure_rank(plan: Plan,
     for size in plan.sizes:
         x = torch.zeros(comm.size, max(size // comm.size // 4, 1), device=comm.device)
         for name in plan.names:
-            _settle(comm, name, x)
-        burst, repeats = (BURST, plan.repeats) if size <= BURST_UP_TO else (1,
-                                                                            (plan.repeats + 1) // 2)
+            _warm_up(comm, name, x)
+        small = size <= BURST_UP_TO
+        burst, repeats = (BURST, plan.repeats) if small else (1, (plan.repeats + 1) // 2)
         spans: dict[str, list[tuple[float, float]]] = {name: [] for name in plan.names}
         cpu = dict.fromkeys(plan.names, 0.0)
         for repeat in range(repeats):
@@ -98,17 +98,14 @@ def measure_rank(plan: Plan,
                 spans[name].append((begin, end))
                 cpu[name] += used / burst
         for name in plan.names:
-            seconds = [
-                taken / burst
-                for taken in _agreed(comm, spans[name], one_clock=plan.helper is not None)
-            ]
-            cells.append(RankTimes(name, size, seconds, cpu[name] / repeats, _chosen(comm, name,
-                                                                                     x)))
+            taken = _agreed(comm, spans[name], one_clock=plan.helper is not None)
+            cells.append(RankTimes(name, size, [t / burst for t in taken], cpu[name] / repeats,
+                                   _chosen(comm, name, x)))
     return comm.topology.nodes, cells
 
 
-def _settle(comm: Comm, name: str, x: torch.Tensor) -> None:
-    """Warm up; auto until it has chosen."""
+def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
+    """Run once; auto until it has chosen."""
     run = algorithms.get(name)
     run(comm, x)
     for _ in range(100):
@@ -125,8 +122,9 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
 
 
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
-    """How long each repeat took all ranks: from the first that began to the last that ended where
-    they share a clock, else the slowest rank's.
+    """Seconds of each repeat over all ranks.
+
+    With one clock: from the first begin to the last end; else the slowest rank's time.
     """
     if not one_clock:
         return comm.agree_max([end - begin for begin, end in spans])
@@ -139,9 +137,7 @@ def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -
 
 def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
            helper: int | None) -> tuple[float, float, float]:
-    """(begin, end, own processor seconds) of a few in a row, so that the barrier's own spread
-    weighs little.
-    """
+    """(begin, end, own CPU seconds) of `burst` exchanges, to reduce the effect of the barrier."""
     run = algorithms.get(name)
     comm.barrier()
     _wait_for_device(x)
@@ -153,7 +149,7 @@ def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
 
 
 def _cpu_s(comm: Comm, helper: int | None) -> float:
-    """Processor seconds of this rank; on rank 0 also those of the helper."""
+    """CPU seconds of this rank; on rank 0 also those of the helper."""
     if helper is None or comm.rank:
         return time.process_time()
     return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
@@ -165,7 +161,7 @@ def _wait_for_device(x: torch.Tensor) -> None:
 
 
 def measure_emulated(cluster: EmulatedCluster, plan: Plan, timeout_s: float = 1800.0) -> list[Row]:
-    """Measure on an emulated cluster that is up."""
+    """Measure on a running emulated cluster."""
     plan = replace(plan, helper=cluster.switch_pid)
     answers = cluster.run(measure_rank, plan, timeout_s=timeout_s, group_timeout_s=120.0)
     cells = answers[0][1]
@@ -180,7 +176,7 @@ def measure_emulated(cluster: EmulatedCluster, plan: Plan, timeout_s: float = 18
 
 
 def rows_of(comm: Comm, cells: Sequence[RankTimes]) -> list[Row]:
-    """Rows of a real group, without a floor (its links are not known)."""
+    """Rows of a real group, without a floor because its links are unknown."""
     return [_row(comm.topology, cell, None, None) for cell in cells]
 
 
@@ -191,8 +187,9 @@ def _row(topology: Topology, cell: RankTimes, floor_ms: float | None, cpu_ms: fl
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Messages that leave one node (the mean of unequal ones): by formula, or counted on simulated
-    ranks; None for large unequal groups.
+    """Messages that leave one node, by formula or counted on simulated ranks.
+
+    The mean of unequal nodes; None for large groups of unequal nodes.
     """
     known = "linear" if name == "native" else name
     if topology.uniform_nodes and known in COSTS:
@@ -207,8 +204,9 @@ def messages_out(topology: Topology, name: str) -> float | None:
 
 
 def measurements_of(rows: Sequence[Row]) -> list[Measurement]:
-    """For the planner's fit: its algorithms only. Medians: the fastest repeat of many ranks on few
-    cores is a lucky one.
+    """Input of the planner's fit, for algorithms with a cost model.
+
+    Medians, because with many ranks on few cores the fastest repeat is an outlier.
     """
     return [
         Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.median_ms / 1e3,

@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_plugin.bench.all_to_all import Row
-from moe_plugin.bench.report import pyplot, table
+from moe_plugin.bench.report import pyplot, save_figure, table
 from moe_plugin.planner.units import show_size
 
 TITLES = {"native": "gloo's own"}
 
 
 def grids(rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """The grids that occur, in order."""
+    """The grids that occur, in order of first occurrence."""
     return list(dict.fromkeys((row.nodes, row.ranks_per_node) for row in rows))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table a grid: sizes down, median ms of each algorithm across, with floor and processor
-    time.
-    """
+    """A table per grid: a row per size, median ms of each algorithm, floor and CPU time."""
     parts = []
     for grid in grids(rows):
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
         names = list(dict.fromkeys(row.algorithm for row in mine))
         header = [
-            "bytes a rank", "wire floor", *[TITLES.get(name, name) for name in names], "auto took",
-            "own CPU: " + " / ".join(_shown(names))
+            "bytes per rank", "wire floor", *[TITLES.get(name, name) for name in names],
+            "auto chose", "own CPU: " + " / ".join(_shown(names))
         ]
         lines = [_line(mine, size, names) for size in dict.fromkeys(row.bytes for row in mine)]
         parts.append(
@@ -49,7 +47,7 @@ def _line(rows: Sequence[Row], size: int, names: Sequence[str]) -> list[str]:
 
 
 def _shown(names: Sequence[str]) -> list[str]:
-    """Algorithms whose processor time a table shows: auto's is that of what it took."""
+    """Algorithms whose CPU time a table shows; auto runs one of the others."""
     return [name for name in names if name != "auto"]
 
 
@@ -58,10 +56,9 @@ def _number(value: float | None) -> str:
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Time by size, a panel a grid, both axes logarithmic."""
-    plt = pyplot()
+    """Time by size, a panel per grid, both axes logarithmic."""
     found = grids(rows)
-    figure, axes = plt.subplots(1, len(found), figsize=(6 * len(found), 4.5), squeeze=False)
+    figure, axes = pyplot().subplots(1, len(found), figsize=(6 * len(found), 4.5), squeeze=False)
     for axis, grid in zip(axes[0], found, strict=True):
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
         for name in dict.fromkeys(row.algorithm for row in mine):
@@ -72,9 +69,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
         if floor:
             axis.plot(list(floor), list(floor.values()), color="black", linestyle=":",
                       label="wire floor")
-        axis.set(xscale="log", yscale="log", xlabel="bytes a rank", ylabel="ms",
+        axis.set(xscale="log", yscale="log", xlabel="bytes per rank", ylabel="ms",
                  title=f"{grid[0]} nodes x {grid[1]} ranks")
         axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    plt.close(figure)
+    save_figure(figure, path)

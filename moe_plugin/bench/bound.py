@@ -1,10 +1,6 @@
-"""What the experts' products alone take: the time no layer can beat on this device with this
-library.
-"""
+"""A lower bound of a layer's time: its experts' matrix products alone, with the same library."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,9 +9,9 @@ from moe_plugin.bench.problem import Data, Problem
 
 
 class GemmBound:
-    """The products of forward and backward and nothing else, into memory that is there already.
+    """The matmuls of forward and backward and nothing else, into preallocated memory.
 
-    CPU: one dense product an expert, with its true number of rows. GPU: one dense product of the
+    CPU: one dense matmul per expert, with its true number of rows. GPU: one dense matmul of the
     same FLOPs over all rows.
     """
 
@@ -31,7 +27,7 @@ class GemmBound:
         self.grads = [torch.empty_like(w) for w in (*self.first, self.second)]
 
     def __call__(self) -> None:
-        """One forward and backward's worth of products."""
+        """Run the matmuls of one forward and backward."""
         start = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -39,31 +35,15 @@ class GemmBound:
             start += count
 
     def _expert(self, expert: int, span: slice) -> None:
-        x, h, out_x, out_h = self.rows_RD[span], self.inner_RF[span], self.out_RD[
-            span], self.out_RF[span]
+        x, h = self.rows_RD[span], self.inner_RF[span]
+        out_x, out_h = self.out_RD[span], self.out_RF[span]
         for w, grad in zip(self.first, self.grads, strict=False):
             _linear(x, w[expert], h, out_h, out_x, grad[expert])
         _linear(h, self.second[expert], x, out_x, out_h, self.grads[-1][expert])
 
 
 def _linear(x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor, grad_w: Tensor) -> None:
-    """The three products of one linear map: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
+    """The three matmuls of one linear map: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
     torch.mm(x, w, out=y)
     torch.mm(grad, w.t(), out=grad_x)
     torch.mm(x.t(), grad, out=grad_w)
-
-
-def step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]], parameters: list[Tensor],
-         x: Tensor, grad: Tensor) -> Callable[[], None]:
-    """One training step's worth of a candidate: gradients dropped, forward, backward through the
-    output and the losses.
-    """
-
-    def run() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-        y, losses = forward(x)
-        torch.autograd.backward([y, *losses], [grad, *([None] * len(losses))])
-
-    return run

@@ -1,15 +1,14 @@
-"""Real text without a download: the Python standard library's own sources and docstrings, for quick
-starts and tests.
+"""A text corpus without a download: the Python standard library's sources.
 
-The text depends on the Python version alone: files in an order given by a hash of their names,
-tests left out, until the wanted size is reached; every tenth file goes to `valid`, another tenth to
-`test`. Tokens are bytes in every format, so that losses in nats a token can be compared between
-hosts and with the unigram entropy.
+The text depends on the Python version alone: files in the order of a hash of their names, without
+tests, until the wanted size is reached; every tenth file goes to `valid`, another tenth to `test`.
+Tokens are bytes in every format, so losses in nats per token can be compared between hosts and with
+the unigram entropy.
 
 | file | for |
 |---|---|
 | `train.txt`, `valid.txt`, `test.txt` | raw text (Megatron's indexed dataset is made from it) |
-| `train.tok`, `valid.tok`, `test.tok`, `dict.txt` | one token a byte, for `fairseq-preprocess --only-source --srcdict dict.txt` |
+| `train.tok`, `valid.tok`, `test.tok`, `dict.txt` | a token per byte, for `fairseq-preprocess` |
 | `corpus.json` | `CorpusInfo` |
 """
 
@@ -39,12 +38,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusInfo:
-    """What a corpus holds.
+    """What a corpus contains.
 
-    size: bytes asked for. source: folder the text is from, `stdlib` for the standard library.
-    python: its version.
-    files, tokens: by split; a token is a byte. unigram_entropy: of the training text, nats a token:
-    the loss of a model that knows how often each byte occurs and nothing else.
+    size: bytes requested. source: folder of the text, `stdlib` for the standard library. python:
+    its version. files, tokens: by split; a token is a byte. unigram_entropy: of the training text,
+    nats per token: the loss of a model that knows only the frequency of each byte.
     """
 
     size: int
@@ -57,14 +55,14 @@ class CorpusInfo:
 
 
 def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None) -> CorpusInfo:
-    """Write the corpus to `out`, unless it is there already (same size, source and Python).
+    """Write the corpus to `out`, unless it exists already (same size, source and Python).
 
     Args:
-        out: folder; made where it is missing.
+        out: folder; created if missing.
         size: bytes of all splits together (a little more: whole files are taken).
         source: folder of Python files; None: the running interpreter's standard library.
     Raises:
-        ValueError: a size that leaves a split empty, or no sources where they should be.
+        ValueError: a size that leaves a split empty, or no sources in the folder.
     """
     if size < 1:
         raise ValueError(f"corpus size {size} is out of bounds: must be >= 1 byte; use 4000000")
@@ -83,17 +81,16 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
     (out / "dict.txt").write_text(
         "".join(f"{byte_token(b)} 1\n" for b in range(256) if b != ord("\n")), encoding="utf-8")
     train = b"".join(texts["train"])
-    info = CorpusInfo(size=size, source=name, python=platform.python_version(), files={
-        s: len(texts[s]) for s in SPLITS
-    }, tokens={s: sum(map(len, texts[s])) for s in SPLITS}, unigram_entropy=unigram_entropy(train),
-                      )
+    info = CorpusInfo(size=size, source=name, python=platform.python_version(),
+                      files={s: len(texts[s]) for s in SPLITS},
+                      tokens={s: sum(map(len, texts[s])) for s in SPLITS},
+                      unigram_entropy=unigram_entropy(train))
     (out / "corpus.json").write_text(json.dumps(dataclasses.asdict(info), indent=1) + "\n")
     return info
 
 
 def read_info(out: Path) -> CorpusInfo | None:
-    """The record of a complete corpus in `out`; None where there is none, or one of another format.
-    """
+    """The record of a complete corpus in `out`; None if it is missing or of another format."""
     try:
         values = json.loads((out / "corpus.json").read_text())
         complete = all(
@@ -104,24 +101,23 @@ def read_info(out: Path) -> CorpusInfo | None:
 
 
 def unigram_entropy(tokens: Iterable[int]) -> float:
-    """-sum_v p(v) ln p(v) over the tokens' relative frequencies p, in nats a token."""
+    """-sum_v p(v) ln p(v) over the tokens' relative frequencies p, in nats per token."""
     counts = Counter(tokens)
     total = sum(counts.values())
     return -sum(n / total * math.log(n / total) for n in counts.values()) if total else 0.0
 
 
 def byte_token(byte: int) -> str:
-    """A byte as one printable token: itself, `▁` for a blank, `<0x0A>`-like where it has no letter
-    of its own.
-    """
+    """A byte as one printable token: itself, `▁` for a blank, else like `<0x0A>`."""
     if byte == ord(" "):
         return "▁"
     return chr(byte) if 0x21 <= byte <= 0x7E else f"<0x{byte:02X}>"
 
 
 def token_lines(text: bytes) -> Iterator[str]:
-    """The lines of a text as tokens between blanks. The line break itself is fairseq's
-    end-of-sentence token.
+    """The lines of a text as tokens between blanks.
+
+    The line break is fairseq's end-of-sentence token.
     """
     names = [byte_token(b) for b in range(256)]
     for line in text.splitlines():
@@ -135,9 +131,7 @@ def text_from_tokens(line: str) -> bytes:
 
 
 def _files(root: Path) -> list[Path]:
-    """All sources below `root`, in an order that does not depend on the file system and mixes the
-    packages.
-    """
+    """All sources below `root`, in an order independent of the file system that mixes packages."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
@@ -147,8 +141,7 @@ def _files(root: Path) -> list[Path]:
     if not found:
         raise ValueError(
             f"no Python sources below {str(root)!r} (some distributions leave them out); give a "
-            "folder of "
-            "Python files with --source")
+            "folder of Python files with --source")
     return sorted(
         found,
         key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest())
@@ -168,15 +161,12 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
     if empty:
         raise ValueError(
             f"corpus size {size} from {str(root)!r} leaves {', '.join(empty)} empty ({index} "
-            "files); ask for more "
-            "bytes, e.g. --size 4000000, or give a larger folder")
+            "files); ask for more bytes, e.g. --size 4000000, or give a larger folder")
     return texts
 
 
 def _read(path: Path) -> bytes:
-    """A file's text as UTF-8, trailing blanks and tabs away, ended by an empty line; nothing where
-    it is not to be used.
-    """
+    """A file's text as UTF-8, without trailing blanks and tabs; empty for files left out."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
             return b""

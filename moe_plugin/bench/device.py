@@ -1,13 +1,13 @@
-"""Measure a processor for the cost model: products of few and many rows, copies, and the smallest
-operation.
-"""
+"""Measures a processor for the cost model: matmuls, copies, small operations."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from moe_plugin.planner.device import Device
@@ -20,7 +20,7 @@ def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, widt
                    inner: int = 2048, repeats: int = 7) -> Device:
     """A `Device` of this machine, as one rank sees it.
 
-    A product of n rows takes launch + 2 width inner (n + half_rows) / flops seconds: a line in n.
+    A matmul of n rows takes launch + 2 width inner (n + half_rows) / flops seconds: a line in n.
     width, inner: of the experts.
     """
     where = torch.device(device)
@@ -39,15 +39,13 @@ def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, widt
 
 def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
                  operations: float) -> tuple[float, float]:
-    """(flops, half_rows) of the line through the times, least relative squares; operations: of one
-    row.
-    """
-    import numpy as np
+    """(flops, half_rows) of the line through the times by least relative squares.
 
+    operations: FLOPs of one row.
+    """
     a = np.array([[n / s, 1 / s] for n, s in zip(rows, seconds, strict=True)])
-    slope, offset = nonnegative_least_squares(
-        a,
-        np.array([(s - launch) / s for s in seconds]).clip(min=0.0))
+    shares = np.array([(s - launch) / s for s in seconds]).clip(min=0.0)
+    slope, offset = nonnegative_least_squares(a, shares)
     slope = max(slope, 1e-15)
     return operations / slope, offset / slope
 
@@ -69,6 +67,4 @@ def _seconds(fn: Callable[[], object], where: torch.device, repeats: int) -> flo
 def _memory(where: torch.device) -> float:
     if where.type == "cuda":
         return float(torch.cuda.get_device_properties(where).total_memory)
-    import os
-
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

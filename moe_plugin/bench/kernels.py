@@ -1,5 +1,6 @@
-"""Each operation beside its reference and its bound: the larger of bytes over copy bandwidth and
-FLOPs over GEMM rate, same run.
+"""Measures each operation: its implementations, its reference and its bound.
+
+The bound is the larger of bytes over copy bandwidth and FLOPs over GEMM rate of the same run.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.bench.measure import Times, interleaved
+from moe_plugin.bench.measure import Times, interleaved, versions
 from moe_plugin.bench.problem import Data, Problem, make_data
-from moe_plugin.bench.versions import versions
 from moe_plugin.dispatch.ragged import exact_rows
 from moe_plugin.kernels import Groups, kernels
 
@@ -30,9 +30,7 @@ class Work:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """Times in ms; share_of_bound: bound over the median, 1 is perfect. chosen: what this device
-    gets.
-    """
+    """Times in ms. share_of_bound: bound over median, at best 1. chosen: on this device."""
 
     operation: str
     implementation: str
@@ -47,8 +45,9 @@ class KernelResult:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """All operations of one problem. copy_gbytes_per_s counts bytes read and written; gemm_tflops:
-    one large product.
+    """All operations of one problem.
+
+    copy_gbytes_per_s counts bytes read and written; gemm_tflops: of one large matmul.
     """
 
     problem: Problem
@@ -90,7 +89,7 @@ def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> 
 
 
 def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[float, float]:
-    """(seconds a byte copied, FLOP/s of one large product) of this device, now."""
+    """(seconds per byte copied, FLOP/s of one large matmul) of this device, now."""
     numel = (1 << 31 if device.type == "cuda" else 1 << 27) // 4
     source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
     side = 8192 if device.type == "cuda" else 1024
@@ -119,8 +118,8 @@ def _size(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def _routing(p: Problem, logits_TE: Tensor, mask_T: Tensor, routed: tuple[Tensor,
-                                                                          ...]) -> Iterator[Work]:
+def _routing(p: Problem, logits_TE: Tensor, mask_T: Tensor,
+             routed: tuple[Tensor, ...]) -> Iterator[Work]:
     ids, weights, lse, importance, z, _ = routed
     yield Work("route_top_k", (logits_TE, mask_T, None, p.top_k, True),
                _size(logits_TE, mask_T, ids, weights, lse))

@@ -1,4 +1,4 @@
-"""The layer beside its peers: same weights, same input, outputs held to each other, one run."""
+"""Measures the layer and its peers: same weights, same input, outputs compared, one run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.bench.bound import GemmBound, step
-from moe_plugin.bench.measure import Times, interleaved, peak_extra_mib
-from moe_plugin.bench.peers import Candidate, Unfit, ours, peers
+from moe_plugin.bench.bound import GemmBound
+from moe_plugin.bench.measure import (
+    Times,
+    interleaved,
+    peak_extra_mib,
+    training_step,
+    versions,
+)
+from moe_plugin.bench.peers import Candidate, UnsupportedProblem, ours, peers
 from moe_plugin.bench.problem import Data, Problem, make_data
-from moe_plugin.bench.versions import versions
 
 logger = logging.getLogger(__name__)
-SLOW = 3.0  # times the bound, from which on a candidate is measured less often
+SLOW = 3.0  # multiple of the bound above which a candidate is measured less often
 # relative, in the norm of the whole output
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One candidate. Times in ms; ratio: median over the bound's median. error: relative distance
-    of its output from ours.
+    """One candidate. Times in ms.
+
+    ratio_to_bound: median over the bound's median. error: relative distance of its output from
+    ours.
     """
 
     name: str
@@ -42,8 +49,9 @@ class Result:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """All candidates of one problem; the first result is ours. refused: peers that could not run,
-    and why.
+    """All candidates of one problem; the first result is ours.
+
+    refused: peers that could not run, with the reason.
     """
 
     problem: Problem
@@ -54,7 +62,7 @@ class LayerReport:
     threads: int
 
     def as_dict(self) -> dict[str, object]:
-        """Our numbers at the top, peers beside them."""
+        """Our numbers at the top level, those of the peers in a list."""
         mine = asdict(self.results[0])
         return {
             **mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms,
@@ -78,15 +86,14 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
         for name in [n for n in names if n not in refused]:
             try:
                 candidates[name] = stack.enter_context(peers.get(name)(problem, data))
-            except Unfit as reason:
+            except UnsupportedProblem as reason:
                 refused[name] = str(reason)
         errors = _agreement(candidates, data, problem)
         steps = {
-            n: step(c.forward, c.parameters,
-                    data.x_TD.clone().requires_grad_(), data.grad_TD)
-            for n, c in candidates.items()
+            n: training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
+                             data.grad_TD) for n, c in candidates.items()
         }
-        _wake(problem, data)
+        _warm_up(problem, data)
         memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
         bound = GemmBound(problem, data, loads(problem, data))
         times = interleaved([bound, *steps.values()], device, rounds, slow=SLOW)
@@ -105,16 +112,18 @@ def loads(problem: Problem, data: Data) -> list[int]:
     return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
 
 
-def _wake(problem: Problem, data: Data) -> None:
-    """What happens once a process or machine happens before memory is counted: libraries make their
-    buffers (a step of a small layer), and the way to compute experts is chosen (a layer like ours,
-    dropped again).
+def _warm_up(problem: Problem, data: Data) -> None:
+    """Run what happens only once before memory is counted.
+
+    A step of a small layer makes libraries allocate their buffers; a forward pass of a layer like
+    ours makes `experts.compute=auto` choose.
     """
     small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype,
                     device=problem.device)
     little = make_data(small)
     candidate = ours(small, little)
-    step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(), little.grad_TD)()
+    training_step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(),
+                  little.grad_TD)()
     ours(problem, data).forward(data.x_TD)
 
 
@@ -130,8 +139,8 @@ def _agreement(candidates: dict[str, Candidate], data: Data,
         if errors[name] is not None and not errors[name] <= TOLERANCE[problem.dtype]:
             raise ValueError(
                 f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= "
-                f"{TOLERANCE[problem.dtype]}; "
-                f"leave it out with --peers and report this for {problem.label()}")
+                f"{TOLERANCE[problem.dtype]}; leave it out with --peers and report this for "
+                f"{problem.label()}")
     return errors
 
 

@@ -1,16 +1,22 @@
-"""Time and memory, for CPU and GPU, of several candidates in turn."""
+"""Time and memory of several candidates in turn, on CPU and GPU."""
 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import gc
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from torch import Tensor
+
+from moe_plugin.machine import device_name
 
 MIB = 1 << 20
 
@@ -23,20 +29,21 @@ class Times:
 
     @property
     def median(self) -> float:
+        """Median of the rounds."""
         return statistics.median(self.seconds)
 
     @property
     def best(self) -> float:
+        """The fastest round."""
         return min(self.seconds)
 
 
 def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15,
                 warmup: int = 3, slow: float = math.inf) -> list[Times]:
-    """Each candidate once a round: what slows the machine down for a while slows all of them down.
+    """Time each candidate once per round, so that a slow phase of the machine affects all of them.
 
-    slow: candidates that take more than so many times as long as the first one are in every fourth
-    round only, so that those whose times are close to each other are measured the more often in the
-    same while.
+    slow: candidates slower than this multiple of the first one run in every fourth round only,
+    which leaves more rounds for candidates whose times are close to each other.
     """
     clock = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     first = [
@@ -70,11 +77,10 @@ def _cuda_seconds(fn: Callable[[], object]) -> float:
 
 
 def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 3) -> float | None:
-    """Most memory over `calls` calls beyond what was held before the first, in MiB; None where the
-    system cannot tell.
+    """Peak memory of `calls` calls above the level before them, in MiB; None if unknown.
 
-    CPU: resident memory of the process, whatever holds it (tensors, reused workspaces, the
-    allocator). GPU: allocated bytes.
+    CPU: resident memory of the process (tensors, reused workspaces, the allocator's cache). GPU:
+    allocated bytes.
     """
     gc.collect()
     if device.type == "cuda":
@@ -94,7 +100,7 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Give freed heap back to the system, so that it does not hide what a candidate needs."""
+    """Return freed heap to the system; else a candidate could reuse it unnoticed."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
@@ -114,3 +120,36 @@ def _status(field: str) -> int:
     """A field of /proc/self/status, in KiB."""
     with open("/proc/self/status", encoding="ascii") as stream:
         return next(int(line.split()[1]) for line in stream if line.startswith(field + ":"))
+
+
+def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
+                  parameters: list[Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
+    """One step to measure: clear gradients, forward, backward through output and losses.
+
+    x, grad: [T, D], the input and the gradient of the output.
+    """
+
+    def run() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        y, losses = forward(x)
+        torch.autograd.backward([y, *losses], [grad, *([None] * len(losses))])
+
+    return run
+
+
+def versions(device: str) -> dict[str, str]:
+    """What a number was measured with: versions, device and date."""
+    threads = "" if device == "cuda" else f", {torch.get_num_threads()} threads"
+    found = {
+        "python": platform.python_version(), "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(torch.device(device)) + threads
+    }
+    for package in ("moe-plugin", "triton", "megatron-core", "fairseq"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

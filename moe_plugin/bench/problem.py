@@ -1,6 +1,4 @@
-"""One layer to measure: sizes, the weights and inputs that every candidate gets, and the least work
-it takes.
-"""
+"""One layer to measure: its sizes, its least work, and the data that every candidate gets."""
 
 from __future__ import annotations
 
@@ -43,6 +41,7 @@ class Problem:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
         return DTYPES[self.dtype]
 
     @property
@@ -52,17 +51,18 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Of the experts' products, forward and backward: 3 passes * 2 * rows * D * F a matrix."""
+        """FLOPs of the experts, forward and backward: 3 passes * 2 * rows * D * F per matrix."""
         return 3 * 2 * self.rows * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
 
     @property
     def bytes(self) -> int:
-        """Least traffic, forward and backward: weights read twice, their gradients written, x, y
-        and both gradients once.
+        """Least memory traffic, forward and backward, in bytes.
+
+        Weights are read twice and their gradients written; x, y and both gradients move once.
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
-        return (3 * weights + 5 * self.tokens * self.model_dim) * torch.empty(
-            0, dtype=self.torch_dtype).element_size()
+        elements = 3 * weights + 5 * self.tokens * self.model_dim
+        return elements * self.torch_dtype.itemsize
 
     def label(self) -> str:
         """For tables: T4096 D256 F512 E64 k2 float32."""
@@ -73,8 +73,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Data:
-    """Weights and inputs. router_ED; w_in_LDF, w_gate_LDF (gated), w_out_LFD; x_TD; grad_TD:
-    gradient of the output.
+    """Weights and inputs, all of the problem's dtype; L = E experts.
+
+    w_gate_LDF: of gated experts, else None. x_TD: tokens. grad_TD: gradient of the output.
     """
 
     router_ED: Tensor
@@ -84,13 +85,18 @@ class Data:
     x_TD: Tensor
     grad_TD: Tensor
 
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by name, without those that this kind of expert lacks."""
+        found = {
+            "router_ED": self.router_ED, "w_in_LDF": self.w_in_LDF, "w_gate_LDF": self.w_gate_LDF,
+            "w_out_LFD": self.w_out_LFD
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
 
 def make_data(problem: Problem) -> Data:
-    """Random, the same for every candidate; never zeros, which some units multiply faster than
-    data.
-    """
-    g = torch.Generator().manual_seed(problem.seed)
-    p = problem
+    """Random data, the same for every candidate (zeros would be multiplied faster on a GPU)."""
+    g, p = torch.Generator().manual_seed(problem.seed), problem
 
     def draw(*shape: int, std: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=g) * std).to(p.device, p.torch_dtype)

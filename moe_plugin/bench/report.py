@@ -1,8 +1,9 @@
-"""Reports for people: tables in markdown, plots."""
+"""Reports as markdown tables and plots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from moe_plugin.bench.kernels import KernelReport
 from moe_plugin.bench.layer import LayerReport
@@ -19,7 +20,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def layer_table(report: LayerReport) -> str:
-    """One problem: a line for each candidate."""
+    """One problem: a row per candidate."""
     rows = [[
         "GEMM bound", f"{report.bound_ms:.1f}", f"{report.bound_min_ms:.1f}", "1.00", "1.00", "",
         "", "", "", ""
@@ -37,58 +38,53 @@ def layer_table(report: LayerReport) -> str:
         "GB/s", "error", "note"
     ]
     refused = "".join(f"\nnot measured: {name}: {why}" for name, why in report.refused.items())
-    return (f"{report.problem.label()}, {report.problem.device}, {report.threads} "
-            f"threads\n\n{table(header, rows)}{refused}")
+    head = f"{report.problem.label()}, {report.problem.device}, {report.threads} threads"
+    return f"{head}\n\n{table(header, rows)}{refused}"
 
 
 def kernel_table(report: KernelReport) -> str:
-    """A line for each operation and implementation; * marks what this device gets."""
+    """A row per operation and implementation; * marks the one chosen on this device."""
     rows = [[
         r.operation, r.implementation + " *" * r.chosen, f"{r.median_ms:.3f}", f"{r.min_ms:.3f}",
         f"{r.bound_ms:.3f}", f"{r.share_of_bound:.0%}", f"{r.gbytes_per_s:.1f}", f"{r.tflops:.3f}"
     ] for r in report.results]
-    head = (
-        f"{report.problem.label()}, {report.problem.device}; copy {report.copy_gbytes_per_s:.1f} "
-        "GB/s (read + written), "
-        f"one large product {report.gemm_tflops:.3f} TFLOP/s")
-    return f"{head}\n\n{table(['operation', 'implementation', 'median ms', 'min ms', 'bound ms', 'of bound', 'GB/s', 'TFLOP/s'], rows)}"
+    head = (f"{report.problem.label()}, {report.problem.device}; copy "
+            f"{report.copy_gbytes_per_s:.1f} GB/s (read + written), one large matmul "
+            f"{report.gemm_tflops:.3f} TFLOP/s")
+    header = [
+        "operation", "implementation", "median ms", "min ms", "bound ms", "of bound", "GB/s",
+        "TFLOP/s"
+    ]
+    return f"{head}\n\n{table(header, rows)}"
 
 
 def resource_table(found: Sequence[tuple[str, Resources]]) -> str:
-    """A line for each compiled kernel and target."""
+    """A row per compiled kernel and target."""
     rows = [[
-        name, r.target,
-        str(r.registers),
-        str(r.spilled),
-        str(r.shared), "yes" if r.matrix else ""
+        name, r.target, *map(str, (r.registers, r.spilled, r.shared)), "yes" if r.matrix else ""
     ] for name, r in found]
     return table(["kernel", "target", "registers", "spilled bytes", "shared bytes", "matrix units"],
                  rows)
 
 
 def layer_plot(report: LayerReport, path: str) -> None:
-    """Bars: time over the bound and peak memory, a bar for each candidate."""
-    plt = pyplot()
+    """Time over the bound and peak memory, a bar per candidate."""
     names = [r.name for r in report.results]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 0.6 * len(names) + 2))
+    figure, axes = pyplot().subplots(1, 2, figsize=(10, 0.6 * len(names) + 2))
     _bars(axes[0], names, [r.median_ms for r in report.results], "forward + backward, ms")
     axes[0].axvline(report.bound_ms, color="black", linestyle="--", label="GEMM bound")
     axes[0].legend()
     _bars(axes[1], names, [r.peak_extra_mib or 0.0 for r in report.results],
           "peak extra memory, MiB")
     figure.suptitle(report.problem.label())
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
-    """Time, its bound and memory along each axis; log-log, so that what is linear is a line of
-    slope one.
-    """
-    plt = pyplot()
+    """Time, its bound and memory along each axis, log-log: linear growth has slope one."""
     axes_names = list(dict.fromkeys(axis for axis, _ in found))
-    figure, grid = plt.subplots(2, len(axes_names), figsize=(4 * len(axes_names), 6), squeeze=False)
+    figure, grid = pyplot().subplots(2, len(axes_names), figsize=(4 * len(axes_names), 6),
+                                     squeeze=False)
     for column, name in enumerate(axes_names):
         mine = [(getattr(r.problem, name), r) for axis, r in found if axis == name]
         at = [value for value, _ in mine]
@@ -101,19 +97,24 @@ def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
     grid[0][0].set_ylabel("forward + backward, ms")
     grid[1][0].set_ylabel("peak extra memory, MiB")
     grid[0][0].legend()
+    save_figure(figure, path)
+
+
+def _bars(axis: Any, names: list[str], values: list[float], label: str) -> None:
+    axis.barh(names, values)
+    axis.invert_yaxis()
+    axis.set_xlabel(label)
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Write a figure to .png or .svg (without a date, so equal plots are equal files); close it."""
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    plt.close(figure)
+    pyplot().close(figure)
 
 
-def _bars(axis: object, names: list[str], values: list[float], label: str) -> None:
-    axis.barh(names, values)  # type: ignore[attr-defined]
-    axis.invert_yaxis()  # type: ignore[attr-defined]
-    axis.set_xlabel(label)  # type: ignore[attr-defined]
-
-
-def pyplot() -> object:
-    """matplotlib's pyplot without a display; `ValueError` where it is not installed."""
+def pyplot() -> Any:
+    """matplotlib's pyplot without a display; `ValueError` if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:

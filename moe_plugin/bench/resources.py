@@ -1,6 +1,4 @@
-"""What each Triton kernel needs of a GPU, found by compiling it ahead of time: no GPU and no driver
-are used.
-"""
+"""Registers, shared memory and spills of each Triton kernel, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -14,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-# bytes a block may have
+# bytes per block
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
-REGISTER_LIMIT = 255  # a thread; past it values spill
+REGISTER_LIMIT = 255  # per thread; above it values spill
 X, W, I32, I64, F32 = "*bf16", "*bf16", "*i32", "*i64", "*fp32"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel as it is launched: module of moe_plugin.kernels.gpu, types of its arguments in
-    order, compile-time values.
+    """A kernel as it is launched.
+
+    module: below moe_plugin.kernels.gpu. types: of its arguments, in order. constants: compile-time
+    values.
     """
 
     kernel: str
@@ -36,8 +36,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Resources:
-    """registers a thread, bytes spilled a thread, bytes of shared memory a block; matrix: uses the
-    matrix units.
+    """What a compiled kernel needs.
+
+    registers, spilled: registers and bytes spilled per thread. shared: bytes of shared memory per
+    block. matrix: it uses the matrix units.
     """
 
     kernel: str
@@ -94,9 +96,9 @@ def _products() -> Iterator[Case]:
                          for second in (False, True))
     yield Case("weight_grad_kernel", "grouped_gemm", (X, X, I64, I64, F32, X, I32, I64),
                {**weight, **into_in, "ADD": False, "BO": 256}, 8)
-    for way in (into_in, into_out):
+    for flags in (into_in, into_out):
         yield Case("weight_add_kernel", "grouped_gemm", (X, X, I64, I64, F32, F32, I32, I64),
-                   {**weight, **way, "ADD": True, "BO": 128}, 8)
+                   {**weight, **flags, "ADD": True, "BO": 128}, 8)
     yield Case("bias_grad_kernel", "grouped_gemm", (X, I64, F32, X, I32, I64, "i32"),
                {"GATHER": True, "SCALED": True, "BR": 64, "BO": 128})
 
@@ -108,12 +110,12 @@ def compile_for(case: Case, target: str) -> Resources:
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(f"moe_plugin.kernels.gpu.{case.module}"), case.kernel)
-    kernel = getattr(kernel, "fn", kernel) if not hasattr(
-        kernel, "arg_names") or "Autotuner" in type(kernel).__name__ else kernel
+    if isinstance(kernel, triton.runtime.Autotuner):
+        kernel = kernel.fn
     names = kernel.arg_names
     dynamic = [n for n in names if n not in case.constants]
-    assert len(dynamic) == len(
-        case.types), f"{case.kernel} takes {dynamic}, the case gives {len(case.types)} types"
+    if len(dynamic) != len(case.types):
+        raise ValueError(f"{case.kernel} takes {dynamic}, the case gives {len(case.types)} types")
     types = _fp8_of(target, dict(zip(dynamic, case.types, strict=True)))
     source = ASTSource(
         fn=kernel, signature={n: types.get(n, "constexpr") for n in names},
@@ -150,9 +152,7 @@ def _nvidia(case: Case, target: str, made: Any) -> Resources:
 
 
 def _ptxas(capability: int) -> str:
-    """The assembler that Triton itself takes: from 3.5 on it ships two, of which only one reads its
-    PTX.
-    """
+    """The assembler that Triton uses: from 3.5 on it ships two, and only one reads its PTX."""
     from triton.backends.nvidia import compiler
 
     try:
@@ -172,7 +172,7 @@ def _amd(case: Case, target: str, made: Any) -> Resources:
 
 
 def label(case: Case) -> str:
-    """The kernel and the compile-time values that tell its cases apart."""
+    """The kernel and the compile-time values that distinguish its cases."""
     shown = {
         k: v for k, v in case.constants.items()
         if k in ("BE", "BN", "BO", "K", "ACT", "SCALED") and not (k == "K" and v > 64)

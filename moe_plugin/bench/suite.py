@@ -1,7 +1,7 @@
-"""All committed benchmarks by one command: JSON, tables in markdown, plots.
+"""All committed benchmarks by one command: JSON, markdown tables, plots.
 
-    python -m moe_plugin.bench.suite --out docs/benchmarks [--only layer,kernels,scaling] [--device
-    cpu] [--threads 2]
+    python -m moe_plugin.bench.suite --out docs/benchmarks [--only layer,kernels,scaling]
+        [--device cpu] [--threads 2]
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 
 from moe_plugin.bench import kernels, layer, report
 from moe_plugin.bench.layer import LayerReport
+from moe_plugin.bench.measure import versions
 from moe_plugin.bench.peers import peers
 from moe_plugin.bench.problem import Problem
-from moe_plugin.bench.versions import versions
 
 logger = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
 MANY = Problem(tokens=4096, model_dim=256, hidden_dim=512, experts=64, top_k=2)
 LAYERS = {
-    "cpu": [FEW, MANY, replace(FEW, dtype="bfloat16"),
-            replace(MANY, dtype="bfloat16")], "cuda": [
-                Problem(tokens=16384, model_dim=4096, hidden_dim=14336, experts=8, top_k=2,
-                        dtype="bfloat16", device="cuda"),
-                Problem(tokens=32768, model_dim=2048, hidden_dim=1408, experts=64, top_k=6,
-                        dtype="bfloat16", gated=True, device="cuda"),
-                Problem(tokens=65536, model_dim=2048, hidden_dim=2048, experts=64, top_k=2,
-                        dtype="bfloat16", device="cuda"),
-            ],
+    "cpu": [FEW, MANY, replace(FEW, dtype="bfloat16"), replace(MANY, dtype="bfloat16")],
+    "cuda": [
+        Problem(tokens=16384, model_dim=4096, hidden_dim=14336, experts=8, top_k=2,
+                dtype="bfloat16", device="cuda"),
+        Problem(tokens=32768, model_dim=2048, hidden_dim=1408, experts=64, top_k=6,
+                dtype="bfloat16", gated=True, device="cuda"),
+        Problem(tokens=65536, model_dim=2048, hidden_dim=2048, experts=64, top_k=2,
+                dtype="bfloat16", device="cuda"),
+    ],
 }
 AXES = {
     "tokens": [512, 1024, 2048, 4096, 8192], "experts": [4, 8, 16, 32, 64], "top_k": [1, 2, 4, 8]
@@ -42,10 +42,8 @@ AXES = {
 TOO_LARGE_FOR_EINSUM = 1 << 31  # elements of T x E x C
 
 
-def settled(measure: Callable[[], LayerReport], attempts: int) -> LayerReport:
-    """The attempt during which the machine was quietest: median and minimum of the bound closest to
-    each other.
-    """
+def quietest(measure: Callable[[], LayerReport], attempts: int) -> LayerReport:
+    """The attempt with the least noise: median and minimum of the bound closest to each other."""
     best: LayerReport | None = None
     for _ in range(attempts):
         found = measure()
@@ -57,15 +55,15 @@ def settled(measure: Callable[[], LayerReport], attempts: int) -> LayerReport:
 
 
 def layers(device: str, rounds: int, attempts: int) -> Iterator[LayerReport]:
-    """Our layer beside its peers on each problem."""
+    """Our layer and its peers on each problem."""
     for problem in LAYERS[device]:
         slots = problem.rows // problem.experts
         names = [
             n for n in peers.names()
             if n != "einsum" or problem.tokens * problem.experts * slots < TOO_LARGE_FOR_EINSUM
         ]
-        logger.info("%s beside %s", problem.label(), ", ".join(names))
-        yield settled(lambda problem=problem, names=names: layer.run(problem, names, rounds),
+        logger.info("%s: measuring %s", problem.label(), ", ".join(names))
+        yield quietest(lambda problem=problem, names=names: layer.run(problem, names, rounds),
                       attempts)
 
 
@@ -81,17 +79,17 @@ def scaling(device: str, rounds: int) -> Iterator[tuple[str, LayerReport]]:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure and write the parts asked for."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     p.add_argument("--only", default="layer,kernels,scaling",
-                   help="parts, with commas (default: %(default)s)")
+                   help="parts, separated by commas (default: %(default)s)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    choices=sorted(LAYERS))
     p.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=25, help="timed rounds (default: %(default)s)")
     p.add_argument("--attempts", type=int, default=3,
-                   help="a noisy measurement is taken again this often (default: %(default)s)")
+                   help="most attempts of a noisy measurement (default: %(default)s)")
     args = p.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
@@ -101,17 +99,17 @@ def main() -> None:
 
 
 def write_layers(out: Path, suffix: str, args: argparse.Namespace) -> None:
-    """layer.json, layer.md and a plot a problem."""
+    """Write layer.json, layer.md and a plot per problem."""
     found = list(layers(args.device, args.rounds, args.attempts))
     _json(out / f"layer{suffix}.json", [r.as_dict() for r in found])
-    _text(out / f"layer{suffix}.md", "The layer beside its peers",
+    _text(out / f"layer{suffix}.md", "The layer and its peers",
           "\n\n".join(report.layer_table(r) for r in found), args.device)
     for number, r in enumerate(found):
         report.layer_plot(r, str(out / f"layer{suffix}_{number}.svg"))
 
 
 def write_kernels(out: Path, suffix: str, args: argparse.Namespace) -> None:
-    """kernels.json and kernels.md."""
+    """Write kernels.json and kernels.md."""
     found = [kernels.run(problem, args.rounds) for problem in LAYERS[args.device][:3]]
     _json(out / f"kernels{suffix}.json", [r.as_dict() for r in found])
     _text(out / f"kernels{suffix}.md", "Each operation and its bound",
@@ -119,7 +117,7 @@ def write_kernels(out: Path, suffix: str, args: argparse.Namespace) -> None:
 
 
 def write_scaling(out: Path, suffix: str, args: argparse.Namespace) -> None:
-    """scaling.json and scaling.svg."""
+    """Write scaling.json and scaling.svg."""
     found = list(scaling(args.device, args.rounds))
     _json(out / f"scaling{suffix}.json", [{"axis": axis, **r.as_dict()} for axis, r in found])
     report.scaling_plot(found, str(out / f"scaling{suffix}.svg"))
@@ -134,8 +132,8 @@ def _json(path: Path, value: Any) -> None:
 
 
 def _text(path: Path, title: str, body: str, device: str) -> None:
-    with_what = ", ".join(f"{k} {v}" for k, v in versions(device).items())
-    path.write_text(f"# {title}\n\nMade by `bash scripts/bench_all.sh`. {with_what}\n\n{body}\n",
+    setup = ", ".join(f"{k} {v}" for k, v in versions(device).items())
+    path.write_text(f"# {title}\n\nMade by `bash scripts/bench_all.sh`. {setup}\n\n{body}\n",
                     encoding="utf-8")
 
 

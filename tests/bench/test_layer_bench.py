@@ -12,7 +12,8 @@ import torch
 
 from moe_plugin.bench import kernels as bench_kernels
 from moe_plugin.bench import layer, measure, report
-from moe_plugin.bench.peers import einsum, peers
+from moe_plugin.bench.peers import peers
+from moe_plugin.bench.peers.local import einsum
 from moe_plugin.bench.problem import Problem
 from moe_plugin.cli.main import main
 

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_plugin.bench import scattermoe_peer
-from moe_plugin.bench.peers import Unfit, peers
+from moe_plugin.bench.peers import UnsupportedProblem, peers, scattermoe
 from moe_plugin.bench.problem import Problem, make_data
 from tests.bench.peer_checks import same_function
 
@@ -76,7 +75,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp.MLP, mlp.GLUMLP = MLP, GLUMLP
     monkeypatch.setitem(sys.modules, "scattermoe", package)
     monkeypatch.setitem(sys.modules, "scattermoe.mlp", mlp)
-    monkeypatch.setattr(scattermoe_peer, "unfit", lambda problem: None)
+    monkeypatch.setattr(scattermoe, "why_unsupported", lambda problem: None)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -84,7 +83,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_same_function_and_gradients(gated: bool, top_k: int) -> None:
     problem = Problem(tokens=24, model_dim=16, hidden_dim=20, experts=4, top_k=top_k, gated=gated)
-    losses, mine, theirs = same_function(scattermoe_peer, problem)
+    losses, mine, theirs = same_function(scattermoe, problem)
     assert len(losses) == 1 and 0.5 < float(losses[0].detach()) < problem.experts
     # the gated layer keeps two matrices as one: the sums of squares agree
     assert sum(float(g.square().sum()) for g in theirs) == pytest.approx(
@@ -93,7 +92,7 @@ def test_same_function_and_gradients(gated: bool, top_k: int) -> None:
 
 def test_refused_with_the_reason() -> None:
     problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2)
-    with pytest.raises(Unfit,
-                       match="needs a GPU"), scattermoe_peer.build(problem, make_data(problem)):
+    with pytest.raises(UnsupportedProblem,
+                       match="needs a GPU"), scattermoe.build(problem, make_data(problem)):
         pass
     assert peers.entry("scattermoe").why_not() == "scattermoe is not installed"

@@ -1,4 +1,4 @@
-"""MegaBlocks' dropless layer as a candidate (megablocks 0.10, `dMoE` with grouped products)."""
+"""MegaBlocks' dropless layer as a candidate (megablocks 0.10, `dMoE` with grouped GEMM)."""
 
 from __future__ import annotations
 
@@ -9,37 +9,49 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_plugin.bench.peers import Candidate, Unfit, activation, copy
+from moe_plugin.bench.peers.base import (
+    Candidate,
+    UnsupportedProblem,
+    activation,
+    copy,
+    register_peer,
+)
 from moe_plugin.bench.problem import Data, Problem
 
 LOSS_WEIGHT = 0.01
 BLOCK = 128
 
 
-def unfit(problem: Problem) -> str | None:
+def why_unsupported(problem: Problem) -> str | None:
     """Why MegaBlocks cannot run this problem; None where it can."""
     if problem.device != "cuda":
         return "MegaBlocks needs a GPU"
     if problem.hidden_dim * problem.experts < BLOCK:
         return (f"MegaBlocks needs hidden_dim * experts >= {BLOCK}, not "
                 f"{problem.hidden_dim * problem.experts}")
-    return None if problem.dtype == "bfloat16" else ("MegaBlocks' grouped products take bfloat16, "
-                                                     f"not {problem.dtype}")
+    if problem.dtype != "bfloat16":
+        return f"MegaBlocks' grouped GEMM takes bfloat16, not {problem.dtype}"
+    return None
 
 
 class _Float32Router(nn.Linear):
-    # the package computes its logits in the layer's dtype, where close scores change places; all
-    # candidates must choose alike
+    # MegaBlocks computes logits in the layer's dtype, where rounding reorders close scores; all
+    # candidates must route alike
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), self.weight.float())
 
 
+@register_peer("megablocks", "megablocks", "grouped_gemm")
 @contextlib.contextmanager
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """The layer with the problem's weights. Raises `Unfit` where it cannot run."""
-    why = unfit(problem)
-    if why is not None:
-        raise Unfit(why)
+    """MegaBlocks' dropless layer with grouped GEMM; needs a GPU and bfloat16.
+
+    Not yet run on a GPU: tests cover its call and its weights only.
+    Raises: UnsupportedProblem: it cannot run this problem.
+    """
+    reason = why_unsupported(problem)
+    if reason is not None:
+        raise UnsupportedProblem(reason)
     from megablocks.layers import moe
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import dMoE
@@ -53,7 +65,7 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
         activation_fn=activation(problem),
         moe_num_experts=problem.experts,
         moe_top_k=problem.top_k,
-        # one choice keeps its probability, as ours
+        # one choice keeps its probability, as in our layer
         moe_normalize_expert_weights=1 if problem.top_k > 1 else None,
         moe_loss_weight=LOSS_WEIGHT,
         moe_lbl_in_fp32=True,
@@ -66,7 +78,7 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     load(layer, problem, data)
 
     def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        moe.clear_load_balancing_loss()  # a list of the module's that every pass adds to
+        moe.clear_load_balancing_loss()  # a module-level list to which every pass adds
         y = layer(x[:, None, :])[:, 0, :]
         loss = moe.batched_load_balancing_loss(args)
         moe.clear_load_balancing_loss()
@@ -76,8 +88,9 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def load(layer: Any, problem: Problem, data: Data) -> None:
-    """w1, v1 and w2 are [E * F, D], expert after expert: y = (act(x w1^T) * (x v1^T)) w2; a plain
-    expert has no v1, and w1 is its first map.
+    """Copy the weights. w1, v1 and w2 are [E * F, D]: y = (act(x w1^T) * (x v1^T)) w2.
+
+    Experts without a gate have w1 as their first map, and v1 is absent.
     """
     router = _Float32Router(problem.model_dim, problem.experts, bias=False,
                             dtype=problem.torch_dtype, device=problem.device)

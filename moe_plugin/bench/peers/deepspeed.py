@@ -1,4 +1,4 @@
-"""DeepSpeed's layer as a candidate."""
+"""DeepSpeed's MoE layer as a candidate."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.bench.one_rank import one_rank
-from moe_plugin.bench.peers import Candidate, activation, copy
+from moe_plugin.bench.peers.base import (
+    Candidate,
+    activation,
+    copy,
+    one_rank,
+    register_peer,
+)
 from moe_plugin.bench.problem import Data, Problem
 
 
 class _Expert(nn.Module):
-    """One feed-forward expert, as DeepSpeed wants it: a module of its own."""
+    """One feed-forward expert; DeepSpeed takes a module for each."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
@@ -30,11 +35,10 @@ class _Expert(nn.Module):
         return inner @ self.w_out_FD
 
 
+@register_peer("deepspeed", "deepspeed")
 @contextlib.contextmanager
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """The layer with the problem's weights, dropping no token; a group of one rank is made for its
-    life where there is none.
-    """
+    """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load, no drops."""
     with one_rank(problem.device):
         import deepspeed
         from deepspeed.moe.layer import MoE
@@ -48,11 +52,10 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
         layer.to(problem.device, problem.torch_dtype)
         copy(layer.deepspeed_moe.gate.wg.weight, data.router_ED)
         for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-            for mine, theirs in ((data.w_in_LDF, expert.w_in_DF),
-                                 (data.w_gate_LDF, expert.w_gate_DF), (data.w_out_LFD,
-                                                                       expert.w_out_FD)):
-                if mine is not None:
-                    copy(theirs, mine[number])
+            copy(expert.w_in_DF, data.w_in_LDF[number])
+            copy(expert.w_out_FD, data.w_out_LFD[number])
+            if data.w_gate_LDF is not None:
+                copy(expert.w_gate_DF, data.w_gate_LDF[number])
 
         def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
             y, loss, _ = layer(x)

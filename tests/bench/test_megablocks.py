@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.bench import layer, megablocks_peer
-from moe_plugin.bench.peers import ours, peers
+from moe_plugin.bench import layer
+from moe_plugin.bench.peers import megablocks, ours, peers
 from moe_plugin.bench.problem import Problem, make_data
 from tests.bench.peer_checks import same_function
 
@@ -144,7 +144,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["megablocks.layers"].moe = sys.modules["megablocks.layers.moe"]
-    monkeypatch.setattr(megablocks_peer, "unfit", lambda problem: None)
+    monkeypatch.setattr(megablocks, "why_unsupported", lambda problem: None)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -152,9 +152,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_same_function_and_gradients(gated: bool, top_k: int) -> None:
     problem = Problem(tokens=24, model_dim=16, hidden_dim=20, experts=4, top_k=top_k, gated=gated)
-    losses, mine, theirs = same_function(megablocks_peer, problem)
-    assert len(losses) == 1 and 0.5 * megablocks_peer.LOSS_WEIGHT < float(
-        losses[0].detach()) < problem.experts * megablocks_peer.LOSS_WEIGHT
+    losses, mine, theirs = same_function(megablocks, problem)
+    assert len(losses) == 1 and 0.5 * megablocks.LOSS_WEIGHT < float(
+        losses[0].detach()) < problem.experts * megablocks.LOSS_WEIGHT
     norms = [sorted(float(g.norm()) for g in grads if g is not None) for grads in (mine, theirs)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
@@ -164,7 +164,7 @@ def test_in_a_report() -> None:
     problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2, dtype="bfloat16",
                       gated=True)
     data = make_data(problem)
-    with megablocks_peer.build(problem, data) as peer:
+    with megablocks.build(problem, data) as peer:
         error = layer._agreement({"moe-plugin": ours(problem, data), "megablocks": peer}, data,
                                  problem)["megablocks"]
     assert error <= layer.TOLERANCE["bfloat16"]
@@ -177,7 +177,7 @@ def test_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         type(peers.entry("megablocks"))("megablocks", peers.get("megablocks"), lambda: None))
     found = layer.run(problem, ["megablocks"], rounds=1)
     assert found.refused == {"megablocks": "MegaBlocks needs a GPU"} and len(found.results) == 1
-    assert "take bfloat16, not float32" in megablocks_peer.unfit(
+    assert "takes bfloat16, not float32" in megablocks.why_unsupported(
         Problem(tokens=1, model_dim=1, hidden_dim=128, experts=1, top_k=1, device="cuda"))
-    assert "hidden_dim * experts >= 128, not 96" in megablocks_peer.unfit(
+    assert "hidden_dim * experts >= 128, not 96" in megablocks.why_unsupported(
         dataclasses.replace(problem, device="cuda"))

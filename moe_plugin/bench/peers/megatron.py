@@ -1,25 +1,24 @@
-"""Megatron-core's native layer as a candidate."""
+"""Megatron-core's own MoE layer as a candidate."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_plugin.bench.one_rank import one_rank
-from moe_plugin.bench.peers import Candidate, copy
+from moe_plugin.bench.peers.base import Candidate, copy, one_rank, register_peer
 from moe_plugin.bench.problem import Data, Problem
 
 
+@register_peer("megatron", "megatron.core")
 @contextlib.contextmanager
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """The layer with the problem's weights; a group of one rank is made for its life where there is
-    none.
-    """
+    """Megatron-core's own MoE layer: all-to-all dispatcher, grouped GEMM where it supports one."""
     from moe_plugin.hosts.megatron import cpu
 
     if problem.device == "cpu":
@@ -60,10 +59,11 @@ def _layer(problem: Problem) -> tuple[nn.Module, str]:
     if problem.gated:
         values["activation_func"] = F.silu
     spec = compat.gpt_moe_layer_spec(problem.device == "cuda" and compat.has_transformer_engine())
-    submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
+    # megatron-core gives a ModuleSpec or, from 0.18 on, a functools.partial
+    submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
     config = TransformerConfig(**values)
-    layer = submodules.mlp(config=config) if hasattr(
-        submodules.mlp, "keywords") else compat.build_module(submodules.mlp, config=config)
+    layer = (submodules.mlp(config=config) if isinstance(submodules.mlp, partial) else
+             compat.build_module(submodules.mlp, config=config))
     layer.set_layer_number(1)
     return layer.to(problem.device), type(layer.experts).__name__
 

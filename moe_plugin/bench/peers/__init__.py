@@ -1,0 +1,13 @@
+"""Other layers that compute the same function as ours, built from the same weights.
+
+Importing this package registers every peer in `peers`; each imports its library when it is built.
+"""
+
+from moe_plugin.bench.peers import deepspeed, local, megablocks, megatron, scattermoe
+from moe_plugin.bench.peers.base import Candidate, UnsupportedProblem, peers
+from moe_plugin.bench.peers.local import ours
+
+__all__ = [
+    "Candidate", "UnsupportedProblem", "deepspeed", "local", "megablocks", "megatron", "ours",
+    "peers", "scattermoe"
+]
