@@ -22,6 +22,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, LayerStats, MoEOutput, Placement, Routing, TokenInfo
 from moe_plugin.routing import build_router
 from moe_plugin.routing import capacity as capacity_rules
+from moe_plugin.routing.replay import Replaying
 from moe_plugin.tuning.exchange import prepare
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import Layout, Layouts
@@ -31,7 +32,7 @@ from moe_plugin.tuning.timer import Stopwatch
 STATE_VERSION = 1
 
 
-class MoELayer(nn.Module):
+class MoELayer(Replaying, nn.Module):
     """A Mixture-of-Experts feed-forward layer over the ranks of one group.
 
     Args:
@@ -40,8 +41,7 @@ class MoELayer(nn.Module):
             initialised, else this rank alone.
         host: what the host knows of this layer.
         router: a module to use in place of the configured router:
-            `(x_TD, mask_T, top_k) -> Routing`, with `info` as a fourth argument where a call has
-            one.
+            `(x_TD, mask_T, top_k, info) -> Routing`; see `moe_plugin.routing.RouterModule`.
         experts: `factory(global_index) -> module` for custom experts, in place of the configured
             kind.
         dtype, device: of the parameters.
@@ -76,17 +76,17 @@ class MoELayer(nn.Module):
         self.placement = place
         where = {"dtype": dtype, "device": device}
         self.host = host
-        self.router = router if router is not None else build_router(config, place.comm, **where)
-        self.router.replay = host.replay
-        if router is None:
-            self.router.loss_comm, self.router.batch_comm = host.loss_comm, host.batch_comm
+        seen = host if self.replicas is None else host.when_split(self.replicas.comm)
+        self.router = router if router is not None else build_router(config, place.comm, host=seen,
+                                                                     **where)
         make = expert_kinds.get(config.experts.kind)
         self.experts = make(config, place, **where) if experts is None else CustomExperts(
             experts, place)
         self.experts.adds_to_main_grad = host.adds_to_main_grad
-        self.layouts = Layouts(config, place, whole=hasattr(self.experts, "stored"))
+        self.layouts = Layouts(config, place, whole=hasattr(self.experts, "stored"),
+                               replay=host.replay)
         self.auto = LayoutTuner(config, self.layouts, next(
-            self.parameters())) if config.parallel.mode == "auto" else None
+            self.parameters()), replay=host.replay) if config.parallel.mode == "auto" else None
         self.shared_expert = SharedExpert(config, **
                                           where) if config.experts.shared_hidden_dim else None
         self._ddp_seen = False
@@ -121,12 +121,10 @@ class MoELayer(nn.Module):
             x_TD, mask_T = self.replicas.part(x_TD, mask_T)
             info = None if info is None else info.flat().piece(self.replicas.comm.size,
                                                                self.replicas.comm.rank)
-        routing = self.router(x_TD, mask_T, top_k) if info is None else self.router(
-            x_TD, mask_T, top_k, info.flat())
+        routing = self.router(x_TD, mask_T, top_k, None if info is None else info.flat())
         kept, slots_TK, limit = self._fit(routing)
         layout, watch = self._layout(kept, choice)
-        shadows = self.layouts.shadows.now(kept, self.training, getattr(
-            self.router, "replay", False)) if self.layouts.shadows else ()
+        shadows = self.layouts.shadows.now(kept, self.training) if self.layouts.shadows else ()
         y_TD, rows = layout.run(self.experts, x_TD, kept, slots_TK, limit, watch, shadows)
         y_TD = y_TD.to(x_TD.dtype)
         if self.shared_expert is not None:
@@ -157,7 +155,13 @@ class MoELayer(nn.Module):
         """The layout of this call: as given, as tuned, or as configured."""
         if self.auto is None or choice is not None:
             return self.layouts.at(choice or self.layouts.fixed), None
-        return self.auto.layout(kept, self.training, getattr(self.router, "replay", False))
+        return self.auto.layout(kept, self.training)
+
+    def forget_recordings(self) -> None:
+        """See `moe_plugin.routing.replay.forget`."""
+        for chooser in (self.auto, self.layouts.shadows):
+            if chooser is not None:
+                chooser.forget_recordings()
 
     def _fit(self, routing: Routing) -> tuple[Routing, Tensor | None, int | None]:
         dispatch, router = self.config.dispatch, self.config.router

@@ -63,6 +63,8 @@ class HostContext:
             computed; None: this rank alone.
         batch_comm: all data-parallel ranks, whose tokens make up the batch of a step; None: the
             ranks that hold the experts.
+        split_loss_comm, split_batch_comm: the same two for a layer that splits tokens which ranks
+            share (`parallel.schedule: s1`); None: as without splitting.
         adds_to_main_grad: the host keeps weight gradients in `parameter.main_grad` and takes what
             backward adds there (`moe_plugin.kernels.main_grad`).
     """
@@ -71,7 +73,16 @@ class HostContext:
     replay: bool = False
     loss_comm: Comm | None = None
     batch_comm: Comm | None = None
+    split_loss_comm: Comm | None = None
+    split_batch_comm: Comm | None = None
     adds_to_main_grad: bool = False
+
+    def when_split(self, sharing: Comm) -> "HostContext":
+        """What routers see in a layer that splits the tokens of the ranks `sharing`, so that their
+        losses are parts of one loss.
+        """
+        return replace(self, loss_comm=self.split_loss_comm or self.loss_comm or sharing,
+                       batch_comm=self.split_batch_comm or self.batch_comm)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from moe_plugin import MoELayer, weighted_loss
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.records import HostContext
 from moe_plugin.routing.replay import checkpoint
 
 
@@ -279,8 +280,7 @@ def test_recomputation_repeats_the_routing() -> None:
 def test_reentrant_recomputation_replays_in_order() -> None:
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-    layer = MoELayer(config(router={"noise": 4.0}))
-    layer.router.replay = True
+    layer = MoELayer(config(router={"noise": 4.0}), host=HostContext(replay=True))
     chosen = []
     choose = layer.router._select
     layer.router._select = lambda *args: chosen.append(choose(*args)) or chosen[-1]
@@ -288,10 +288,10 @@ def test_reentrant_recomputation_replays_in_order() -> None:
     outs = [torch_checkpoint(lambda v: layer(v).output, x, use_reentrant=True) for x in xs]
     for out in outs:
         out.sum().backward()
-    assert len(chosen) == 2 and not layer.router._replay_records
+    assert len(chosen) == 2 and not layer.router.recordings.records
     layer.eval()
     layer(xs[0])
-    assert not layer.router._replay_records
+    assert not layer.router.recordings.records
 
 
 def test_losses_are_returned_and_weighed_once() -> None:

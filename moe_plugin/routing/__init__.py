@@ -1,10 +1,11 @@
 """Routers, balance losses and capacity."""
 
 from moe_plugin.routing import registry
+from moe_plugin.routing.contract import RouterModule, finish_step, needs_of
 from moe_plugin.routing.losses import LossInputs, losses
 from moe_plugin.routing.registry import build_router
 from moe_plugin.routing.router_selection import GateCall, gate_choices
-from moe_plugin.routing.routers.base import Router, finish_step
+from moe_plugin.routing.routers.base import Router
 from moe_plugin.routing.routers.base_layer import BASERouter
 from moe_plugin.routing.routers.cosine import CosineRouter
 from moe_plugin.routing.routers.dense_to_sparse import DenseToSparseRouter
@@ -28,7 +29,7 @@ routers = registry.routers  # the registry; the package of this name holds its m
 __all__ = [
     "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
     "GateCall", "Gates", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
-    "PrototypeRouter", "Router", "SAMRouter", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter",
+    "PrototypeRouter", "Router", "RouterModule", "SAMRouter", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter",
     "TAMoERouter", "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step",
-    "gate_choices", "losses", "number_layers", "routers",
+    "gate_choices", "losses", "needs_of", "number_layers", "routers",
 ]

@@ -11,28 +11,34 @@ from torch import nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.records import HostContext
 from moe_plugin.registry import Registry
+from moe_plugin.routing.contract import RouterModule
 
 routers: Registry[Callable[..., nn.Module]] = Registry("router")
 
 
-def build_router(config: MoEConfig, comm: Comm | None = None, *, dtype: torch.dtype | None = None,
-                 device: Any = None) -> nn.Module:
+def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostContext = HostContext(),
+                 dtype: torch.dtype | None = None, device: Any = None) -> nn.Module:
     """The configured router, or a `Gates` of several.
 
-    A router is made by `factory(config, comm=, dtype=, device=)` and called as
-    `router(x_TD, mask_T, top_k)`, with a `TokenInfo` as fourth argument where the call has one.
-    comm: ranks that hold the experts; None: this rank alone.
+    A router is made by `factory(config, comm=, host=, dtype=, device=)` and called as
+    `router(x_TD, mask_T, top_k, info)`.
+
+    Args:
+        config: of the layer. comm: ranks that hold the experts; None: this rank alone.
+        host: what the host knows of the layer.
+        dtype, device: of the parameters.
     """
     from moe_plugin.routing.selector import Gates
 
-    where = {"comm": comm, "dtype": dtype, "device": device}
+    where = {"comm": comm, "host": host, "dtype": dtype, "device": device}
     factories = [routers.get(name) for name in config.router.names]
     if len(factories) == 1:
         return factories[0](config, **where)
     return Gates(
         [factory(_with_own_losses(config, factory, factories), **where) for factory in factories],
-        config.router, comm, device)
+        config.router, comm=comm, host=host, device=device)
 
 
 def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
@@ -41,7 +47,8 @@ def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
     for the router to refuse.
     """
     def own(one: Callable[..., nn.Module]) -> frozenset[str]:
-        return getattr(one, "own_losses", frozenset())
+        declared = isinstance(one, type) and issubclass(one, RouterModule)
+        return one.own_losses if declared else frozenset()
 
     others = frozenset().union(*(own(one) for one in factories)) - own(factory)
     return replace(

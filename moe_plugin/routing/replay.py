@@ -8,9 +8,11 @@ ways, for two kinds of checkpointing:
 * `torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False, context_fn=routing_replay)`: one
   recording for each checkpointed call, matched by order of the routers inside it. Or simply
   `checkpoint(fn, x)` of this module.
-* reentrant checkpointing that hosts bring (fairseq's, Megatron's): the host sets
-  `router.replay = True`. A pass in training without gradients is a first pass and records; a pass
-  inside backward takes the oldest recording of that router.
+* reentrant checkpointing of hosts (fairseq, Megatron): the layer is built with
+  `HostContext(replay=True)`, and each chooser has a `ReplayLog`. A pass in training without
+  gradients is a first pass and records; a pass inside backward takes the oldest recording.
+
+Under torch.compile nothing is recorded: the compiled backward reuses the values of the first pass.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+T = TypeVar("T")
 MAX_RECORDS = 4096  # micro-batches in flight; more means that recordings are made and never used
 _active: ContextVar["_Tape | None"] = ContextVar("moe_plugin_routing_tape", default=None)
 
@@ -32,8 +35,17 @@ class _Tape:
     """Chosen experts of one checkpointed call, in call order."""
 
     def __init__(self) -> None:
-        self.ids: list[Tensor] = []
+        self.ids: list[Any] = []
         self.position: int | None = None  # None while recording
+
+    def replayed(self, choose: Callable[[], T]) -> T:
+        """Record `choose()`, or return the next recorded choice."""
+        if self.position is None:
+            self.ids.append(choose())
+            return self.ids[-1]
+        choice = self.ids[self.position]
+        self.position += 1
+        return choice
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -82,56 +94,80 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=routing_replay, **kwargs)
 
 
-def replayed(router: nn.Module, choose: Callable[[], Tensor]) -> Tensor:
-    """`choose()` in a first or plain pass; the recorded choice in a recomputation."""
-    if torch.compiler.is_compiling():
-        # the compiler recomputes inside one graph, from the values the first pass had
-        return choose()
-    tape = _active.get()
-    if tape is not None:
-        return _from_tape(tape, choose)
-    if not getattr(router, "replay", False) or not router.training:
-        return choose()
-    records: deque[Tensor] = router.__dict__.setdefault("_replay_records", deque())
-    if inside_backward():
-        if not records:
+class ReplayLog:
+    """Choices of one chooser, recorded in first passes and repeated in recomputations.
+
+    A chooser (a router, a router selector, a layout tuner, shadows) owns one log.
+
+    Args:
+        enabled: the host recomputes with reentrant checkpointing (`HostContext.replay`). A tape
+            (`record_routing`, `checkpoint`) works without it.
+    """
+
+    def __init__(self, enabled: bool = False) -> None:
+        self.enabled = enabled
+        self.records: deque[Any] = deque()
+
+    def replayed(self, choose: Callable[[], T], training: bool) -> T:
+        """`choose()` in a first or plain pass; the recorded choice in a recomputation.
+
+        training: of the layer; without it nothing is recorded here.
+        Raises: RuntimeError: recordings and recomputations do not match.
+        """
+        if torch.compiler.is_compiling():
+            # the compiler recomputes inside one graph, from the values the first pass had
+            return choose()
+        tape = _active.get()
+        if tape is not None:
+            return tape.replayed(choose)
+        if not self.enabled or not training:
+            return choose()
+        if inside_backward():
+            return self._oldest()
+        choice = choose()
+        if not torch.is_grad_enabled():
+            self._add(choice)
+        return choice
+
+    def forget(self) -> None:
+        """Drop all recordings."""
+        self.records.clear()
+
+    def _oldest(self) -> Any:
+        if not self.records:
             raise RuntimeError(
                 "a recomputation found no recorded routing: its first pass ran with gradients on; "
-                "use "
-                "moe_plugin.routing.replay.checkpoint, or set router.replay = False")
-        return records.popleft()
-    ids_TK = choose()
-    if not torch.is_grad_enabled():
-        if len(records) >= MAX_RECORDS:
+                "use moe_plugin.routing.replay.checkpoint, or build the layer with "
+                "HostContext(replay=False)")
+        return self.records.popleft()
+
+    def _add(self, choice: Any) -> None:
+        if len(self.records) >= MAX_RECORDS:
             raise RuntimeError(
-                f"{MAX_RECORDS} routings were recorded for a recomputation that never came; set "
-                "router.replay "
-                "= False, or call eval() for passes without backward")
-        records.append(ids_TK)
-    return ids_TK
+                f"{MAX_RECORDS} routings were recorded for recomputations that never came; build "
+                "the layer with HostContext(replay=False), or call eval() for passes without "
+                "backward")
+        self.records.append(choice)
+
+
+class Replaying:
+    """Base of everything that owns recordings, directly or through its parts."""
+
+    def forget_recordings(self) -> None:
+        """Drop recordings whose recomputation never came."""
+        raise NotImplementedError
 
 
 def forget(model: nn.Module) -> None:
-    """Drop recordings whose recomputation never came, as after a step that was given up (out of
-    memory, say).
+    """Drop a model's recordings whose recomputation never came, for example after a step that ran
+    out of memory.
 
-    The next recomputation would take them for its own. A host with `router.replay` calls it where
-    it knows that no backward pass is due.
+    The next recomputation would otherwise use them. A host that recomputes (`HostContext.replay`)
+    calls it where no backward pass is pending.
     """
     for module in model.modules():
-        for holder in (module, getattr(module, "auto", None),
-                       getattr(getattr(module, "layouts", None), "shadows", None)):
-            if holder is not None:
-                holder.__dict__.pop("_replay_records", None)
-
-
-def _from_tape(tape: _Tape, choose: Callable[[], Tensor]) -> Tensor:
-    if tape.position is None:
-        tape.ids.append(choose())
-        return tape.ids[-1]
-    ids_TK = tape.ids[tape.position]
-    tape.position += 1
-    return ids_TK
+        if isinstance(module, Replaying):
+            module.forget_recordings()
 
 
 def inside_backward() -> bool:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config.router import RouterConfig
-from moe_plugin.records import Routing, TokenInfo
-from moe_plugin.routing.replay import replayed
+from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.routing.contract import RouterModule, needs_of
 from moe_plugin.routing.router_selection import GateCall, gate_choices
 
 
-class Gates(nn.Module):
+class Gates(RouterModule):
     """Routers of which one decides a call: the one that `TokenInfo.gate_index` names, else the one
     that `router.choice` chooses.
 
@@ -30,32 +30,29 @@ class Gates(nn.Module):
     not wait for ever.
 
     Attributes: `layer`: number of this MoE layer in its model, from 0; None: not known. `steps`:
-    optimizer steps that are over. What a host sets (`replay`, `loss_comm`, `batch_comm`) goes to
-    all routers.
+    optimizer steps that are over.
 
     Args:
         routers: in the order of `router.name`. config: its section `router`; None: the first
             decides.
         comm: ranks that hold the experts; with more than one, building is collective.
+        host: what the host knows of the layer; the routers are built with it, too.
     Raises:
         ValueError: an unknown rule; ranks whose settings differ.
     """
 
     def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None,
-                 comm: Comm | None = None, device: Any = None) -> None:
-        super().__init__()
+                 *, comm: Comm | None = None, host: HostContext = HostContext(),
+                 device: Any = None) -> None:
+        super().__init__(host)
         self.gates = nn.ModuleList(routers)
         self.config = config or RouterConfig(name=",".join(type(gate).__name__ for gate in routers))
         self.rule = gate_choices.get(self.config.choice.rule)
-        self.layer: int | None = None
+        self.layer = host.layer_number
+        self.needs = frozenset().union(*(needs_of(router) for router in routers))
         self.steps = 0  # the buffer's value, here without asking a device
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
         _check_agreement(self.config, comm if comm is not None else LocalComm())
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What any of them wants to know of a call."""
-        return frozenset().union(*(getattr(gate, "needs", frozenset()) for gate in self.gates))
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
@@ -65,9 +62,9 @@ class Gates(nn.Module):
         # recorded with the router's choice: replayed elsewhere, under another step number, it must
         # be the same router's
         else:
-            index = int(replayed(self, lambda: torch.tensor(self._choose(info))))
+            index = int(self.replayed(lambda: torch.tensor(self._choose(info))))
         gate = self.gates[index]
-        routing = gate(x_TD, mask_T, top_k) if info is None else gate(x_TD, mask_T, top_k, info)
+        routing = gate(x_TD, mask_T, top_k, info)
         weights_TK = routing.weights_TK
         if self.training and torch.is_grad_enabled():
             idle = [
@@ -104,37 +101,6 @@ class Gates(nn.Module):
         saved = state_dict.get(f"{prefix}step")
         if saved is not None and not saved.is_meta:
             self.steps = int(saved)
-
-    def _tell(self, name: str, value: object) -> None:
-        for gate in self.gates:
-            setattr(gate, name, value)
-
-    @property
-    def replay(self) -> bool:
-        """See `moe_plugin.routing.replay`."""
-        return any(getattr(gate, "replay", False) for gate in self.gates)
-
-    @replay.setter
-    def replay(self, value: bool) -> None:
-        self._tell("replay", value)
-
-    @property
-    def loss_comm(self) -> Comm | None:
-        """See `Router.loss_comm`."""
-        return getattr(self.gates[0], "loss_comm", None)
-
-    @loss_comm.setter
-    def loss_comm(self, value: Comm | None) -> None:
-        self._tell("loss_comm", value)
-
-    @property
-    def batch_comm(self) -> Comm | None:
-        """See `Router.batch_comm`."""
-        return getattr(self.gates[0], "batch_comm", None)
-
-    @batch_comm.setter
-    def batch_comm(self, value: Comm | None) -> None:
-        self._tell("batch_comm", value)
 
 
 class _WithIdle(torch.autograd.Function):

@@ -27,7 +27,7 @@ from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.layer_cost import LayerShape
 from moe_plugin.planner.layer_search import rank_choices
 from moe_plugin.records import Routing
-from moe_plugin.routing.replay import replayed
+from moe_plugin.routing.replay import Replaying, ReplayLog
 from moe_plugin.tuning.default_hardware import default_cluster, default_device
 from moe_plugin.tuning.engine import Bucket, Decision, Tuner, TunerSettings
 from moe_plugin.tuning.layouts import Layout, Layouts
@@ -42,17 +42,19 @@ STICKY = 0.75  # of a bucket's width; 0.5 is its border
 MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
 
 
-class LayoutTuner:
+class LayoutTuner(Replaying):
     """Chooses the layout of one layer's calls. Make one a layer; all ranks alike.
 
     Args:
         config: the layer's. layouts: what may be chosen. probe: one of its parameters, which tells
             device and dtype.
         measure: what times a call (for tests); None: `Stopwatch`.
+        replay: see `HostContext`.
     """
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor,
-                 measure: Callable[[torch.device], Stopwatch] = Stopwatch) -> None:
+                 measure: Callable[[torch.device], Stopwatch] = Stopwatch, *,
+                 replay: bool = False) -> None:
         if layouts.alone:
             raise ValueError(
                 f"parallel.mode='auto' does not fit dispatch.name={config.dispatch.name!r}, which "
@@ -73,17 +75,21 @@ class LayoutTuner:
         self.untimed: dict[Bucket, int] = {}  # calls since a bucket was timed
         self.due = False  # whether the next call looks at its load, however short ago that was
         self.watch: Stopwatch | None = None
-        self.replay = self.training = False  # as the router's: see parallel.recompute
+        self.recordings = ReplayLog(replay)
 
-    def layout(self, routing: Routing, training: bool,
-               replay: bool) -> tuple[Layout, Stopwatch | None]:
+    def layout(self, routing: Routing, training: bool) -> tuple[Layout, Stopwatch | None]:
         """(layout of this call, stopwatch where its time is wanted). In training a collective call
         now and then; otherwise the latest choice. A recomputation repeats the choice of its first
         pass.
         """
-        self.training, self.replay, self.watch = training, replay, None
-        choice = replayed(self, lambda: self._choose(routing)) if training else self.current
+        self.watch, choice = None, self.current
+        if training:
+            choice = self.recordings.replayed(lambda: self._choose(routing), training)
         return self.layouts.at(choice), self.watch
+
+    def forget_recordings(self) -> None:
+        """See `moe_plugin.routing.replay.forget`."""
+        self.recordings.forget()
 
     def _choose(self, routing: Routing) -> LayoutChoice:
         self.since += 1

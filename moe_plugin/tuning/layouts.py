@@ -121,16 +121,17 @@ class Layouts:
 
     Args:
         config: the layer's. place: where its parameters are stored. whole: experts that can be
-            computed with gathered parameters.
+            computed with gathered parameters. replay: see `HostContext`.
     """
 
-    def __init__(self, config: MoEConfig, place: Placement, whole: bool = True) -> None:
+    def __init__(self, config: MoEConfig, place: Placement, whole: bool = True, *,
+                 replay: bool = False) -> None:
         self.config, self.place = config, place
         self.make = dispatchers.get(config.dispatch.name)
         # dispatchers that do it all by themselves, and those that share out slots, know one r
         self.alone = hasattr(self.make, "run")
         self.whole = whole and not self.alone and not hasattr(self.make, "splits_slots")
-        self.shadows = self._shadows(whole) if config.parallel.shadow else None
+        self.shadows = self._shadows(whole, replay) if config.parallel.shadow else None
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
@@ -207,7 +208,7 @@ class Layouts:
             f"dispatch.name={self.config.dispatch.name!r}, which cannot cut its rows; "
             "use 1 and 0, or 'ragged' or 'padded'")
 
-    def _shadows(self, whole: bool) -> Shadows:
+    def _shadows(self, whole: bool, replay: bool) -> Shadows:
         c = self.config
         if not whole or self.alone:
             raise ValueError(
@@ -221,7 +222,7 @@ class Layouts:
             self.place, c.parallel.shadow,
             ShadowModel(model_dim=c.model_dim, hidden_dim=c.hidden_dim, flops=device.flops,
                         bytes_s=1 / max(beta, 1e-13),
-                        matrices=3 if c.experts.kind == "gated_ffn" else 2))
+                        matrices=3 if c.experts.kind == "gated_ffn" else 2), replay=replay)
 
     def _algorithm(self, name: str) -> Exchange:
         comm = self.config.comm

@@ -82,12 +82,9 @@ class Replicas:
         self.comm = comm.run_of(size)
 
     def adopt(self, layer: nn.Module) -> None:
-        """S1: gradients of parameters that are no expert's are summed over the ranks, and so are
-        the router's losses, of which each rank gives its tokens' part. Call once, when the
-        parameters are made.
+        """S1: gradients of parameters outside the experts are summed over the ranks. Call once,
+        when the parameters are made.
         """
-        if getattr(layer.router, "loss_comm", self) is None:
-            layer.router.loss_comm = self.comm
         for parameter in layer.parameters():
             if not is_expert(parameter):
                 parameter.register_hook(lambda grad: self.comm.all_reduce(grad.contiguous()))

@@ -19,30 +19,37 @@ from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.kernels import expert_load
 from moe_plugin.planner.shadow import ShadowModel, choose_shadows
 from moe_plugin.records import Placement, Routing, RowPlan
-from moe_plugin.routing.replay import replayed
+from moe_plugin.routing.replay import Replaying, ReplayLog
 
 EVERY = 8
 
 
-class Shadows:
+class Shadows(Replaying):
     """The shadow set of one layer. All ranks alike.
 
     Args:
         most: experts shadowed at most at a time. model: what a shadow costs and saves.
+        replay: see `HostContext`.
     """
 
-    def __init__(self, place: Placement, most: int, model: ShadowModel) -> None:
+    def __init__(self, place: Placement, most: int, model: ShadowModel, *,
+                 replay: bool = False) -> None:
         self.place, self.most, self.model = place, most, model
         self.current: tuple[int, ...] = ()
         self.calls = 0
-        self.replay = self.training = False  # as the router's: see parallel.recompute
+        self.recordings = ReplayLog(replay)
 
-    def now(self, routing: Routing, training: bool, replay: bool) -> tuple[int, ...]:
+    def now(self, routing: Routing, training: bool) -> tuple[int, ...]:
         """The shadow set of this call. In training looks at the load now and then; a recomputation
         repeats its first pass.
         """
-        self.training, self.replay = training, replay
-        return replayed(self, lambda: self._update(routing)) if training else self.current
+        if not training:
+            return self.current
+        return self.recordings.replayed(lambda: self._update(routing), training)
+
+    def forget_recordings(self) -> None:
+        """See `moe_plugin.routing.replay.forget`."""
+        self.recordings.forget()
 
     def _update(self, routing: Routing) -> tuple[int, ...]:
         """One small all-gather every `EVERY` calls, the same decision on all ranks."""

@@ -239,7 +239,7 @@ def test_every_shadow_set_gives_the_same_numbers(dispatch: str, factor: float | 
         for bits in range(2**experts):
             chosen = tuple(e for e in range(experts) if bits >> e & 1)
             monkeypatch.setattr(Shadows, "now",
-                                lambda self, routing, training, replay, chosen=chosen: chosen)
+                                lambda self, routing, training, chosen=chosen: chosen)
             compare(case, run_simulated(world, lambda comm: run_rank(case, comm, config)), answer)
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import run_simulated
+from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.records import TokenInfo
+from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import Router, build_router, finish_step, routers
 from moe_plugin.routing.routers.hashing import balanced_table
 
@@ -292,10 +292,10 @@ def test_several_gates_one_chosen_a_call() -> None:
         "model_dim": 6, "num_experts": 4, "losses": {"gshard": 1.0},
         "router": {"name": "switch, sigmoid_bias,expert_choice"}
     })
-    layer = MoELayer(config)
-    layer.router.replay, layer.router.batch_comm = True, layer.comm
-    assert all(gate.replay and gate.batch_comm is layer.comm
-               for gate in layer.router.gates) and layer.router.replay
+    host = HostContext(replay=True, batch_comm=LocalComm())
+    layer = MoELayer(config, host=host)
+    assert all(gate.host is host and gate.batch_comm is host.batch_comm
+               for gate in layer.router.gates) and layer.router.recordings.enabled
     x = torch.randn(8, 6)
     shapes = [layer(x, info=TokenInfo(gate_index=i)).stats.load_KE.shape[0] for i in range(3)]
     assert shapes == [1, 2, 4] and layer(x).stats.load_KE.shape[0] == 1

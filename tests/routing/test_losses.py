@@ -9,17 +9,17 @@ import torch
 
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.records import TokenInfo
+from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import build_router, finish_step
 
 E, D = 4, 6
 WEIGHT = torch.randn(E, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
-def make(losses: dict, comm=None, k: int = 2):
+def make(losses: dict, comm=None, k: int = 2, host: HostContext = HostContext()):
     router = build_router(
         from_dict({"model_dim": D, "num_experts": E, "losses": losses, "router": {"top_k": k}}),
-        comm, dtype=torch.float64)
+        comm, host=host, dtype=torch.float64)
     with torch.no_grad():
         router.weight_ED.copy_(WEIGHT)
     return router
@@ -81,8 +81,7 @@ def test_parts_of_ranks_that_share_a_batch_sum_to_the_loss_and_its_gradient(name
     want.backward()
 
     def rank(comm):
-        router = make({name: 1.0}, comm)
-        router.loss_comm = comm
+        router = make({name: 1.0}, comm, host=HostContext(loss_comm=comm))
         mine = slice(0, 10) if comm.rank == 0 else slice(10, 24)
         loss = router(x[mine], mask[mine], None, TokenInfo(None, sequence[mine], 3)).losses[name]
         loss.backward()

@@ -24,7 +24,8 @@ from moe_plugin.hosts.fairseq.gradients import mark_replicas
 from moe_plugin.hosts.fairseq.groups import Groups
 from moe_plugin.hosts.fairseq.tokens import token_info
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import LayerStats, weighted_loss
+from moe_plugin.records import HostContext, LayerStats, weighted_loss
+from moe_plugin.routing import needs_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class LayerSettings:
     """What an MoE transformer layer needs beside fairseq's own config.
 
     gradient_factor: see `translate.gradient_factor`. replay: activations are recomputed, so routing
-    must be repeated.
+    must be repeated. layer_number: of this MoE layer in its stack, from 0.
     """
 
     config: MoEConfig
@@ -40,6 +41,7 @@ class LayerSettings:
     mask_padding: bool
     gradient_factor: float
     replay: bool
+    layer_number: int | None = None
 
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
@@ -71,11 +73,12 @@ class ExpertFFN(nn.Module):
     def __init__(self, settings: LayerSettings) -> None:
         super().__init__()
         _refuse_what_does_not_fit(settings)
-        self.moe = MoELayer(settings.config, settings.groups.expert)
-        self.moe.router.replay = settings.replay
-        if settings.groups.replicas > 1 and settings.groups.world > 1:
-            self.moe.router.batch_comm = default_comm(settings.config.comm.timeout_s)
-        self.needs: frozenset[str] = getattr(self.moe.router, "needs", frozenset())
+        replicated = settings.groups.replicas > 1 and settings.groups.world > 1
+        everywhere = default_comm(settings.config.comm.timeout_s) if replicated else None
+        self.moe = MoELayer(settings.config, settings.groups.expert,
+                            host=HostContext(layer_number=settings.layer_number,
+                                             replay=settings.replay, batch_comm=everywhere))
+        self.needs = needs_of(self.moe.router)
         self.tokens_BT: Tensor | None = None
         self.mask_padding = settings.mask_padding
         self.stats: LayerStats | None = None

@@ -4,6 +4,7 @@ they were built.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from moe_plugin.hosts.fairseq.translate import (
     setting,
 )
 from moe_plugin.hosts.plain.gradients import exclude_experts
-from moe_plugin.routing import number_layers
 
 
 class MoETransformerLanguageModel(TransformerLanguageModel):
@@ -113,14 +113,13 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
         raise ValueError(
             f"--moe-freq {freq} leaves no MoE layer in the {len(module.layers)} {stack} layers; "
             f"must be <= {len(module.layers)}")
-    for index in range(freq - 1, len(module.layers), freq):
-        old = module.layers[index]
+    for number, index in enumerate(range(freq - 1, len(module.layers), freq)):
+        settings, old = replace(settings, layer_number=number), module.layers[index]
         layer = (MoEDecoderLayer(module.cfg, old.encoder_attn is None, settings)
                  if stack == "decoder" else MoEEncoderLayer(module.cfg, module.return_fc, settings))
         if module.cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=module.cfg.offload_activations)
         module.layers[index] = layer
-    number_layers(module)
     give_token_ids(
         module,
         [module.layers[index].moe_layer for index in range(freq - 1, len(module.layers), freq)])

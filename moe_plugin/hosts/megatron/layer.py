@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from moe_plugin.hosts.megatron.translate import (
     translate,
 )
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import LayerStats, MoEOutput
-from moe_plugin.routing import Gates, finish_step
+from moe_plugin.records import HostContext, LayerStats, MoEOutput
+from moe_plugin.routing import Gates, finish_step, needs_of
 from moe_plugin.routing.marks import keeps_init
 from moe_plugin.routing.replay import inside_backward
 
@@ -66,6 +67,7 @@ class PluginMoELayer(compat.MoELayer):
         self.submodules, self.groups, self.plan = submodules, groups, plan
         self.tp_group = groups.tensor
         self.shares_tokens = shares_tokens(config, plan, groups)
+        self._is_mtp = bool(extra.get("is_mtp_layer", False))
         native = compat.native_router(config, submodules, groups, extra.get(
             "is_mtp_layer", False)) if plan.native_router else None
         moe = self._build(config, plan, native)
@@ -80,12 +82,9 @@ class PluginMoELayer(compat.MoELayer):
         self.recompute = config.recompute_granularity == "selective" and "moe" in (
             config.recompute_modules or [])
         self._prepare_parameters(native)
-        self.needs_of_router: frozenset[str] = getattr(moe.router, "needs", frozenset())
+        self.needs_of_router = needs_of(moe.router)
         self.tokens_BS: Tensor | None = None  # see `tokens.give_token_ids`
         self._clock = StepClock()
-        self._is_mtp = bool(extra.get("is_mtp_layer", False))
-        if layer_number is not None:
-            self._number_gates(layer_number)
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
 
@@ -94,16 +93,8 @@ class PluginMoELayer(compat.MoELayer):
         ) else torch.device("cuda", torch.cuda.current_device())
         router = None if native is None else NativeRouter(native, config.moe_router_topk)
         moe = MoELayer(layer_config(config, plan.config), comm_of(self.groups.experts, plan),
+                       host=self._host_context(config, plan, native is not None),
                        router=router, dtype=config.params_dtype, device=device)
-        if native is None:
-            # ranks whose tokens are parts of one batch; those that route the same tokens are not
-            everywhere = self.shares_tokens and moe.replicas is None
-            tokens = self.groups.context if everywhere else self.groups.tokens
-            whole = self.groups.data if everywhere else compat.all_data_group(
-                self.groups.collection)
-            moe.router.loss_comm = comm_of(tokens, plan) if tokens.size() > 1 else None
-            moe.router.batch_comm = comm_of(whole, plan)
-            moe.router.replay = config.recompute_granularity is not None
         if config.perform_initialization:
             if native is None:
                 _initialise_router(moe.router, config)
@@ -111,10 +102,29 @@ class PluginMoELayer(compat.MoELayer):
                                   config.output_layer_init_method)
         return moe
 
+    def _host_context(self, config: Any, plan: Translation, native: bool) -> HostContext:
+        number = None if self.layer_number is None else _moe_layers_before(
+            config, self.layer_number, self._is_mtp)
+        host = HostContext(layer_number=number, replay=config.recompute_granularity is not None,
+                           adds_to_main_grad=bool(config.gradient_accumulation_fusion))
+        if native:
+            return host
+        groups = self.groups
+
+        def parts(group: Any) -> Comm | None:
+            return comm_of(group, plan) if group.size() > 1 else None
+
+        split_loss = parts(groups.tokens)
+        split_batch = comm_of(compat.all_data_group(groups.collection), plan)
+        if not self.shares_tokens:
+            return replace(host, loss_comm=split_loss, batch_comm=split_batch)
+        # tensor-parallel ranks route the same tokens, unless the layer splits these between them
+        return replace(host, loss_comm=parts(groups.context),
+                       batch_comm=comm_of(groups.data, plan), split_loss_comm=split_loss,
+                       split_batch_comm=split_batch)
+
     def _prepare_parameters(self, native: nn.Module | None) -> None:
         parameters.mark(self.experts)
-        # experts given as modules of their own have no such attribute and keep autograd's way
-        self.experts.adds_to_main_grad = bool(self.config.gradient_accumulation_fusion)
         # else the layer sees to it
         split = self.groups.tensor.size() > 1 and not self.shares_tokens
         for parameter in self.router.parameters():

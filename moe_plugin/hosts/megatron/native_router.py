@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron import compat
-from moe_plugin.records import Routing
+from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing import RouterModule
 
 
-class NativeRouter(nn.Module):
+class NativeRouter(RouterModule):
     """Calls a Megatron router and turns its (probs, routing_map) into a `Routing`.
 
     Megatron's router attaches its losses to the probabilities and logs them itself, so
@@ -24,13 +25,14 @@ class NativeRouter(nn.Module):
         self.batch_size = 1
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None,
-                top_k: int | None = None) -> Routing:
+                top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
         """Route tokens that lie in Megatron's order, position after position: T = S * batch_size.
 
         Args:
             x_TD: tokens.
             mask_T: bool, True = real token.
             top_k: only None or the configured number; Megatron's router has no other.
+            info: not read.
         """
         if top_k not in (None, self.top_k):
             raise ValueError(

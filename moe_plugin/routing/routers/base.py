@@ -12,15 +12,16 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import expert_load
-from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import LossInputs, losses
-from moe_plugin.routing.replay import inside_backward, replayed
+from moe_plugin.routing.replay import inside_backward
 
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
-class Router(nn.Module):
+class Router(RouterModule):
     """Base of all routers. A subclass gives `route`, and `make_parameters` where it has other
     parameters than `weight_ED`.
 
@@ -30,27 +31,20 @@ class Router(nn.Module):
     Attributes:
         fixed_k: experts a token where the router has no choice; None: `router.top_k`, which a call
             may override.
-        needs: what it wants of a call's `TokenInfo`: "token_ids", "sequences". Hosts pass only what
-            is needed.
-        own_losses: losses that this router alone can compute; only_noisy: those that exist only
-            where noise was added.
-        comm: ranks that hold the experts. loss_comm: ranks over which a host spreads one batch's
-            tokens; None: none.
-        batch_comm: all data-parallel ranks, whose tokens make up the batch of a step; None: `comm`.
+        only_noisy: losses that exist only where noise was added.
+        comm: ranks that hold the experts.
     """
 
     fixed_k: int | None = None
-    needs: frozenset[str] = frozenset()
     own_losses: frozenset[str] = frozenset({"load_importance"})
     only_noisy: frozenset[str] = frozenset({"load_importance", "noisy_load"})
 
     def __init__(self, config: MoEConfig, *, comm: Comm | None = None,
-                 dtype: torch.dtype | None = None, device: Any = None) -> None:
-        super().__init__()
+                 host: HostContext = HostContext(), dtype: torch.dtype | None = None,
+                 device: Any = None) -> None:
+        super().__init__(host)
         self.config, self.num_experts, self.model_dim = config.router, config.num_experts, config.model_dim
         self.comm: Comm = comm if comm is not None else LocalComm()
-        self.loss_comm: Comm | None = None
-        self.batch_comm: Comm | None = None
         self.loss_names = [name for name, weight in config.losses.items() if weight > 0]
         self._check_losses()
         self.needs = self.needs | {
@@ -64,6 +58,11 @@ class Router(nn.Module):
                              persistent=False)
         self.make_parameters(dtype, device)
         self.reset_parameters()
+
+    @property
+    def batch_comm(self) -> Comm:
+        """All data-parallel ranks, whose tokens make up the batch of a step."""
+        return self.comm if self.host.batch_comm is None else self.host.batch_comm
 
     def _check_losses(self) -> None:
         for name in self.loss_names:
@@ -183,16 +182,16 @@ class Router(nn.Module):
         step_load_E = None
         # recorded, because a recomputation must see the same load
         if "global_batch" in self.loss_names:
-            step_load_E = replayed(self, lambda: self._count_step(chosen_TK, mask_T))
+            step_load_E = self.replayed(lambda: self._count_step(chosen_TK, mask_T))
         return LossInputs(logits_TE, probs_TE,
                           probs_TE if clean_probs_TE is None else clean_probs_TE, chosen_TK, mask_T,
-                          self.noise_scale(), self.loss_comm, sequence_T=info.sequence_T,
+                          self.noise_scale(), self.host.loss_comm, sequence_T=info.sequence_T,
                           sequences=info.sequences, penalty_E=self.penalty_E,
                           step_load_E=step_load_E, **more)
 
     def _count_step(self, chosen_TK: Tensor, mask_T: Tensor) -> Tensor:
         mine_E = torch.cat([expert_load(chosen_TK, self.num_experts, mask_T), mask_T.sum()[None]])
-        all_E = (self.batch_comm or self.comm).all_reduce(mine_E)
+        all_E = self.batch_comm.all_reduce(mine_E)
         if not self.training:
             return all_E
         total_E = self.step_load_E + all_E
@@ -225,20 +224,6 @@ class Router(nn.Module):
     def finish_step(self) -> None:
         """After an optimizer step, on all ranks; see `moe_plugin.routing.finish_step`."""
         self.step_load_E = torch.zeros_like(self.step_load_E)
-
-
-def finish_step(model: nn.Module) -> None:
-    """Tell all routers of a model that an optimizer step is over: biases and temperatures move,
-    counts start anew.
-
-    Collective where a router's state depends on all ranks (sigmoid_bias): every rank calls it, once
-    after each step of the optimizer, not once a micro-batch. The hosts do so; a training loop of
-    one's own must, where it uses sigmoid_bias, dense_to_sparse or global_batch.
-    """
-    for module in model.modules():
-        done = getattr(module, "finish_step", None)
-        if isinstance(module, nn.Module) and callable(done):
-            done()
 
 
 def xavier_(weight_ED: Tensor) -> None:

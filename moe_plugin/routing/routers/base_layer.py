@@ -14,7 +14,6 @@ from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.assignment import balanced_assignment
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router
 
 
@@ -50,7 +49,7 @@ class BASERouter(Router):
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """One expert a token, and the weight of the token itself."""
         clean_TE, logits_TE = self.logits(x_TD)
-        chosen_T1 = replayed(self, lambda: self._choose(logits_TE.detach(), mask_T))
+        chosen_T1 = self.replayed(lambda: self._choose(logits_TE.detach(), mask_T))
         alpha_T1 = torch.sigmoid(logits_TE.gather(1, chosen_T1))
         probs_TE, scaling = F.softmax(logits_TE, dim=1), self.config.scaling
         seen = self.seen(

@@ -11,7 +11,6 @@ from torch import Tensor
 from moe_plugin.config import MoEConfig
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 
@@ -45,10 +44,10 @@ class DenseToSparseRouter(Router):
         noisy_TE = logits_TE
         if self.training:
             # recorded with the choice, because the weights depend on it
-            noisy_TE = logits_TE + replayed(
-                self, lambda: -torch.empty_like(logits_TE).exponential_().log())
+            noisy_TE = logits_TE + self.replayed(
+                lambda: -torch.empty_like(logits_TE).exponential_().log())
         probs_TE = F.softmax(noisy_TE / self.temperature().to(noisy_TE.dtype), dim=1)
-        ids_TE = replayed(self, lambda: self._choose(probs_TE.detach()))
+        ids_TE = self.replayed(lambda: self._choose(probs_TE.detach()))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
         seen = self.seen(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
         return self.finish(seen, ids_TE, weights_TE, first_choice_priority(probs_TE))

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 
@@ -29,7 +28,7 @@ class ExpertChoiceRouter(Router):
         """Up to E choices a token, the likeliest first."""
         clean_TE, logits_TE = self.logits(x_TD)
         probs_TE = F.softmax(logits_TE, dim=1)
-        ids_TE = replayed(self, lambda: self._choose(probs_TE.detach(), mask_T, k))
+        ids_TE = self.replayed(lambda: self._choose(probs_TE.detach(), mask_T, k))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
         seen = self.seen(
             ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,

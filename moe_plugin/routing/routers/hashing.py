@@ -13,7 +13,6 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.config.router import HashConfig
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router
 
 
@@ -49,7 +48,7 @@ class HashRouter(Router):
                 f"{tuple(mask_T.shape)}, one for each token"
             )
         # recorded, because a host may have handed over other tokens by the time of a recomputation
-        chosen_T1 = replayed(self, lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)))
+        chosen_T1 = self.replayed(lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)))
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         probs_TE = F.one_hot(chosen_T1[:, 0], self.num_experts).to(dtype)
         seen = self.seen(chosen_T1, mask_T, info, logits_TE=torch.zeros_like(probs_TE),

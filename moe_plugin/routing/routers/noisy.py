@@ -12,7 +12,6 @@ from moe_plugin.kernels import top_k_stable
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router
 
 
@@ -51,8 +50,8 @@ class NoisyTopKRouter(Router):
         if self.training:
             deviation_TE = F.softplus(F.linear(x_TD, self.noise_ED.to(x_TD.dtype)))
             # recorded with the choice, because the weights depend on it
-            noisy_TE = clean_TE + replayed(self, lambda: torch.randn_like(clean_TE)) * deviation_TE
-        chosen_TK = replayed(self, lambda: top_k_stable(noisy_TE.detach(), k))
+            noisy_TE = clean_TE + self.replayed(lambda: torch.randn_like(clean_TE)) * deviation_TE
+        chosen_TK = self.replayed(lambda: top_k_stable(noisy_TE.detach(), k))
         weights_TK = F.softmax(noisy_TE.gather(1, chosen_TK), dim=1)
         probs_TE = torch.zeros_like(clean_TE).scatter(1, chosen_TK, weights_TK)
         margin_TE = None if deviation_TE is None else _margin(clean_TE, noisy_TE, deviation_TE,

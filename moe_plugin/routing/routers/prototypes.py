@@ -11,7 +11,6 @@ from moe_plugin.kernels import top_k_stable
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.losses import LossInputs
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 
@@ -36,8 +35,8 @@ class PrototypeRouter(Router):
         # N = T * k, token by token; P = E / k
         scores_NP = F.softmax(logits_TE.reshape(-1, width), dim=1)
         first_K = self._first(k, width, logits_TE)
-        chosen_TK = replayed(self,
-                             lambda: top_k_stable(scores_NP.detach(), 1).view(tokens, k) + first_K)
+        chosen_TK = self.replayed(
+            lambda: top_k_stable(scores_NP.detach(), 1).view(tokens, k) + first_K)
         weights_TK = scores_NP.gather(1, (chosen_TK - first_K).reshape(-1, 1)).view(tokens, k)
         clean_NP = F.softmax(clean_TE.reshape(-1, width),
                              dim=1) if self.noise_scale() else scores_NP

@@ -55,7 +55,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         """Move the biases by the load of all ranks, and count anew. Collective over `batch_comm`.
         """
         super().finish_step()
-        load_E = (self.batch_comm or self.comm).all_reduce(self.load_E)[:-1].double()
+        load_E = self.batch_comm.all_reduce(self.load_E)[:-1].double()
         self.bias_E = self.bias_E + self.config.bias_rate * torch.sign(load_E.mean() - load_E).to(
             self.bias_E.dtype)
         self.load_E = torch.zeros_like(self.load_E)

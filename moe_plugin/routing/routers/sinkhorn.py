@@ -11,7 +11,6 @@ from torch import Tensor
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 
@@ -32,8 +31,8 @@ class SinkhornRouter(Router):
         clean_TE, logits_TE = self.logits(x_TD)
         probs_TE = F.softmax(logits_TE, dim=1)
         scores_TE = torch.sigmoid(logits_TE) if k == 1 else probs_TE
-        chosen_TK = replayed(
-            self, lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k))
+        chosen_TK = self.replayed(
+            lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k))
         seen = self.seen(
             chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
             clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)

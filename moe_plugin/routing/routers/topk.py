@@ -12,7 +12,6 @@ from moe_plugin.kernels import route, top_k_stable
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.losses import FUSED, FusedLossInputs
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import replayed
 from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 
@@ -36,7 +35,7 @@ class TopKRouter(Router):
         if self._one_pass():
             return self._route_in_one_pass(logits_TE, mask_T, k, info)
         scores_TE = self._scores(logits_TE)
-        chosen_TK = replayed(self, lambda: self._select(scores_TE, logits_TE, mask_T, k))
+        chosen_TK = self.replayed(lambda: self._select(scores_TE, logits_TE, mask_T, k))
         weights_TK = self._weigh(scores_TE, chosen_TK)
         ids_TK = self._policy(chosen_TK, weights_TK)
         probs_TE = self._distribution(scores_TE)
@@ -65,7 +64,7 @@ class TopKRouter(Router):
             made.append(route(logits_TE, mask_T, k, normalize))
             return made[0].ids_TK
 
-        chosen_TK = replayed(self, choose)
+        chosen_TK = self.replayed(choose)
         routed = made[0] if made else route(logits_TE, mask_T, k, normalize, chosen_TK)
         seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=logits_TE.detach())
         seen = FusedLossInputs(**{f.name: getattr(seen, f.name) for f in dataclasses.fields(seen)},
@@ -98,7 +97,7 @@ class TopKRouter(Router):
     def _policy(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if not (self.training and self.second_expert_policy == "random"):
             return ids_TK
-        return replayed(self, lambda: self._drop_second(ids_TK, weights_TK.detach()))
+        return self.replayed(lambda: self._drop_second(ids_TK, weights_TK.detach()))
 
     def _drop_second(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         second_T = self._second(weights_TK)

@@ -1,0 +1,77 @@
+"""`RouterModule`: what a layer and its host may ask of any router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.routing.replay import Replaying, ReplayLog
+
+T = TypeVar("T")
+
+
+class RouterModule(Replaying, nn.Module):
+    """Base of all routers, with what a router declares and what it does once per step.
+
+    A router that shares nothing with the provided ones derives from this class; most derive from
+    `moe_plugin.routing.Router`. A layer also takes a plain `nn.Module` with the same `forward`; it
+    counts as one that needs nothing.
+
+    Attributes:
+        needs: what it reads of a call's `TokenInfo`: "token_ids", "sequences". Hosts pass only
+            what is needed.
+        own_losses: losses that this router can compute and some others cannot.
+        host: what the host knows of the layer.
+    """
+
+    needs: frozenset[str] = frozenset()
+    own_losses: frozenset[str] = frozenset()
+
+    def __init__(self, host: HostContext = HostContext()) -> None:
+        super().__init__()
+        self.host = host
+        self.recordings = ReplayLog(host.replay)
+
+    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
+                info: TokenInfo | None = None) -> Routing:
+        """Route tokens.
+
+        Args:
+            x_TD: tokens, any float dtype.
+            mask_T: bool, True = real token; None: all are real.
+            top_k: experts per token for this call; None: the configured number.
+            info: what else is known of the tokens; see `needs`.
+        """
+        raise NotImplementedError
+
+    def replayed(self, choose: Callable[[], T]) -> T:
+        """`choose()`, or in a recomputation what it returned in the first pass."""
+        return self.recordings.replayed(choose, self.training)
+
+    def forget_recordings(self) -> None:
+        """See `moe_plugin.routing.replay.forget`."""
+        self.recordings.forget()
+
+    def finish_step(self) -> None:
+        """Called after each optimizer step, on all ranks (`moe_plugin.routing.finish_step`)."""
+
+
+def needs_of(router: nn.Module) -> frozenset[str]:
+    """`RouterModule.needs`; nothing for another module."""
+    return router.needs if isinstance(router, RouterModule) else frozenset()
+
+
+def finish_step(model: nn.Module) -> None:
+    """Tell all routers of a model that an optimizer step is over: biases and temperatures move,
+    counts restart.
+
+    Collective where a router's state depends on all ranks (sigmoid_bias): every rank calls it once
+    after each optimizer step, not once per micro-batch. The hosts do so; a custom training loop
+    must do so if it uses sigmoid_bias, dense_to_sparse, global_batch or `router.choice`.
+    """
+    for module in model.modules():
+        if isinstance(module, RouterModule):
+            module.finish_step()

@@ -1,0 +1,91 @@
+"""What a layer asks of a router: four arguments, declared needs, one notice per optimizer step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moe_plugin import MoELayer
+from moe_plugin.config import from_dict
+from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.routing import RouterModule, finish_step, needs_of
+from moe_plugin.routing.replay import forget
+
+LAYER = {"model_dim": 6, "num_experts": 4, "losses": {}, "experts": {"hidden_dim": 8}}
+
+
+def routing_of(ids_TK: torch.Tensor) -> Routing:
+    weights_TK = torch.ones(ids_TK.shape)
+    return Routing(ids_TK, weights_TK, weights_TK[:, 0], {}, torch.zeros(()),
+                   torch.tensor(len(ids_TK)))
+
+
+class Plain(nn.Module):
+    """Sends every token to expert 3 and keeps what it was called with."""
+
+    def forward(self, x_TD, mask_T=None, top_k=None, info=None) -> Routing:
+        self.call = mask_T, top_k, info
+        return routing_of(torch.full((len(x_TD), 1), 3))
+
+
+class ByTokenId(RouterModule):
+    """Expert = token id modulo 4; counts steps and the choices it really makes."""
+
+    needs = frozenset({"token_ids"})
+    steps = chosen = 0
+
+    def forward(self, x_TD, mask_T=None, top_k=None, info=None) -> Routing:
+        return routing_of(self.replayed(lambda: self._choose(info)))
+
+    def _choose(self, info: TokenInfo) -> torch.Tensor:
+        self.chosen += 1
+        return info.token_ids_T[:, None] % 4
+
+    def finish_step(self) -> None:
+        self.steps += 1
+
+
+def test_a_plain_module_gets_all_four_arguments_and_needs_nothing() -> None:
+    layer = MoELayer(from_dict(LAYER), router=Plain())
+    ids = torch.arange(10).view(2, 5)
+    assert layer(torch.randn(2, 5, 6)).stats.as_dict()["load"] == [0, 0, 0, 10]
+    assert layer.router.call == (None, None, None)
+    layer(torch.randn(2, 5, 6), ids > 2, top_k=3, info=TokenInfo(ids))
+    mask_T, top_k, info = layer.router.call
+    assert torch.equal(mask_T, torch.arange(10) > 2) and top_k == 3
+    assert torch.equal(info.token_ids_T, torch.arange(10))
+    assert needs_of(layer.router) == frozenset()
+    finish_step(layer)
+    forget(layer)
+
+
+def test_a_router_declares_what_it_needs_and_hears_of_steps() -> None:
+    layer = MoELayer(from_dict(LAYER), router=ByTokenId())
+    assert needs_of(layer.router) == {"token_ids"}
+    info = TokenInfo(torch.tensor([1, 1, 6]))
+    assert layer(torch.randn(3, 6), info=info).stats.as_dict()["load"] == [0, 2, 1, 0]
+    finish_step(layer)
+    assert layer.router.steps == 1
+
+
+def test_forgotten_recordings_are_not_taken_by_the_next_recomputation() -> None:
+    router = ByTokenId(HostContext(replay=True))
+    layer = MoELayer(from_dict(LAYER), router=router)
+    x, ids = torch.randn(3, 6, requires_grad=True), [torch.tensor(i) for i in ([0, 1, 2], [3] * 3)]
+
+    def run(v: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return layer(v, info=TokenInfo(token_ids)).output
+
+    def step(token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(run, x, token_ids, use_reentrant=True)
+
+    step(ids[0])  # its backward pass never comes
+    forget(layer)
+    step(ids[1]).sum().backward()
+    assert router.chosen == 2 and not router.recordings.records
+    step(ids[0])
+    with pytest.raises(RuntimeError, match="found no recorded routing.*HostContext"):
+        late = step(ids[1]).sum()
+        forget(layer)
+        late.backward()
