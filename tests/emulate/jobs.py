@@ -188,5 +188,5 @@ def megatron_group(argv: Sequence[str], log: str) -> Group:
     losses: dict[int, float] = {}
     loop.log.write = lambda record: losses.update({record["iteration"]: record["lm_loss"]})  # type: ignore[method-assign]
     loop.run(checkpoint.Progress())
-    comm = training.moe_layers()[0]._moe.comm
+    comm = training.moe_layers()[0].moe.comm
     return Group(tuple(comm.ranks), comm.topology.nodes, dict(comm.counters.exchanges), losses)

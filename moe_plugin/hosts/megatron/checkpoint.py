@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_plugin.hosts.megatron import compat, tuning
+from moe_plugin.hosts.megatron import compat
 from moe_plugin.hosts.megatron.model import Training
+from moe_plugin.hosts.megatron.state import without_missing
 
 logger = logging.getLogger(__name__)
 LATEST, META = "latest_checkpointed_iteration.txt", "moe_plugin.json"
@@ -155,7 +156,7 @@ def load(root: str, training: Training) -> Progress:
     compat.prepare_optimizer_for_load(training.optimizer)
     try:
         state = _state(training, loading=True, same_layout=same)
-        tuning.without_missing((state[f"model{i}"] for i in range(len(training.chunks))), path)
+        without_missing((state[f"model{i}"] for i in range(len(training.chunks))), path)
         found = dist_checkpointing.load(state, path)
     # Megatron, torch and pickle raise many kinds for a damaged file
     except (Exception, CheckpointException) as error:

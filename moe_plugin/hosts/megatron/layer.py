@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
-from moe_plugin.hosts.megatron import compat, parameters, tuning
+from moe_plugin.hosts.megatron import compat, parameters, state
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, token_info
@@ -39,7 +39,8 @@ class PluginMoELayer(compat.MoELayer):
 
     It is a subclass so that Megatron's `isinstance` checks hold, and builds nothing of its parent.
     Attributes: `router` (ours, or Megatron's where a native setting needs it), `experts`,
-    `shared_experts` (Megatron's), `last_stats` (`LayerStats` of the latest forward pass),
+    `shared_experts` (Megatron's), `moe` (the `MoELayer` that
+    runs the first two), `last_stats` (`LayerStats` of the latest forward pass),
     `observer` (called with the `LayerStats` of each pass, once where activations are recomputed;
     None: nobody).
 
@@ -71,12 +72,13 @@ class PluginMoELayer(compat.MoELayer):
         native = compat.native_router(config, submodules, groups, extra.get(
             "is_mtp_layer", False)) if plan.native_router else None
         moe = self._build(config, plan, native)
-        # Not registered: its parts are, one by one, so that parameter names are Megatron's
-        # (`router`, `experts`) and no per-rank extra state stands in the way of loading at another
-        # expert-parallel size.
-        object.__setattr__(self, "_moe", moe)
+        # its parts are registered before it: torch names a parameter by its first owner, so names
+        # are Megatron's (`router.*`, `experts.*`); state dicts: see `state`
         self.router = moe.router if native is None else native
         self.experts = moe.experts
+        self.moe = moe
+        self.register_state_dict_post_hook(state.drop_repeated)
+        self.register_load_state_dict_pre_hook(state.add_repeated)
         self.shared_experts = compat.shared_experts(config, submodules,
                                                     groups) if self.use_shared_expert else None
         self.recompute = config.recompute_granularity == "selective" and "moe" in (
@@ -143,8 +145,8 @@ class PluginMoELayer(compat.MoELayer):
         self._number_gates(layer_number)
         if layer_number == _first_moe_layer(self.config):
             _announce(self.plan)
-        if hasattr(self.router, "set_layer_number"):
-            self.router.set_layer_number(layer_number)
+        if self.plan.native_router:
+            self.router.set_layer_number(layer_number)  # part of Megatron's router interface
 
     def _number_gates(self, layer_number: int) -> None:
         if isinstance(self.router, Gates):
@@ -206,17 +208,15 @@ class PluginMoELayer(compat.MoELayer):
             output, tensor_parallel_output_grad=False, group=group)[:length]
 
     def _routed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
-        moe = self._moe
-        moe.training = self.training  # the rest of it is registered here and switched by Megatron
         if self.plan.native_router:
-            moe.router.batch_size = x_SBD.shape[1]
+            self.moe.router.batch_size = x_SBD.shape[1]
         parameters.wait_for(self.experts)
         if self.training and not inside_backward() and self._clock.new_step(
                 compat.microbatches_a_step()):
             finish_step(self.router)
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
-        out = moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS, self.needs_of_router,
-                                                  part))
+        out = self.moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS,
+                                                       self.needs_of_router, part))
         if torch.is_grad_enabled() or not self.training:  # else the first pass of a recomputation
             self.last_stats = out.stats
             if self.observer is not None and out.stats is not None:
@@ -247,7 +247,7 @@ class PluginMoELayer(compat.MoELayer):
         at any expert-parallel size.
         """
         groups = self.groups
-        found: dict[str, Any] = parameters.expert_shards(self.experts, self._moe.placement, groups,
+        found: dict[str, Any] = parameters.expert_shards(self.experts, self.moe.placement, groups,
                                                          f"{prefix}experts.", sharded_offsets)
         if self.plan.native_router:
             found.update(
@@ -264,23 +264,10 @@ class PluginMoELayer(compat.MoELayer):
             found.update(
                 self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets,
                                                        metadata))
-        if self._moe.auto is not None:
-            found.update(tuning.shard(self._moe.auto, groups, prefix + tuning.KEY, sharded_offsets))
+        tuner = state.tuner_state(self.moe)
+        if tuner is not None:
+            found.update(state.tuner_shard(tuner, groups, prefix + state.TUNER, sharded_offsets))
         return found
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str,
-                            keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._moe.auto is not None:
-            destination[prefix + tuning.KEY] = self._moe.auto.state()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # no parameter or buffer: neither missing where a checkpoint has none, nor unexpected where
-        # nothing is tuned
-        saved = state_dict.pop(prefix + tuning.KEY, None)
-        if saved is not None:
-            tuning.restore(self._moe.auto, saved, self.layer_number)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _refused(name: str) -> Any:

@@ -122,7 +122,7 @@ def _parts(layer: Any, case: Case) -> list[tuple[Tensor, Any]]:
     """(parameter, function from whole weights to its value) for every expert parameter of this
     rank.
     """
-    if hasattr(layer, "_moe"):
+    if hasattr(layer, "moe"):
         return _our_parts(layer)
     found = []
     indices, tp_rank = _ranges(layer, case)
@@ -141,7 +141,7 @@ def _parts(layer: Any, case: Case) -> list[tuple[Tensor, Any]]:
 
 
 def _our_parts(layer: Any) -> list[tuple[Tensor, Any]]:
-    place, experts = layer._moe.placement, layer.experts
+    place, experts = layer.moe.placement, layer.experts
     shard = place.comm.rank % place.shards
     expert = place.comm.rank // place.shards * place.local
     here = slice(expert, expert + place.local)

@@ -150,6 +150,24 @@ def test_expert_parameters_are_marked() -> None:
     assert marks == [(False, True, 1)] * 2
 
 
+def _names(case: Case) -> tuple[list[str], list[str], bool]:
+    """(names of parameters, keys of the state dict, whether a copy loaded it and follows eval())"""
+    initialise_parallel(case)
+    layer, copy = build(case, True), build(case, True)
+    copy.load_state_dict(layer.state_dict())
+    same = all(torch.equal(a, b) for a, b in zip(layer.parameters(), copy.parameters(), strict=True))
+    return ([name for name, _ in layer.named_parameters()], list(layer.state_dict()),
+            same and not copy.eval().moe.training)
+
+
+@pytest.mark.parametrize(("native", "router"), [(AUX, "weight_ED"), (
+    {**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}, "weight")],
+                         ids=["own router", "native router"])
+def test_parameters_have_megatrons_names(native: dict[str, Any], router: str) -> None:
+    [(names, keys, loaded)] = on_ranks(1, _names, Case(native=native))
+    assert names == keys == [f"router.{router}", "experts.w_in_LDF", "experts.w_out_LFD"] and loaded
+
+
 def _error(native: dict[str, Any], settings: dict[str, Any]) -> str:
     from moe_plugin.hosts.megatron.layer import PluginMoELayer
 
@@ -201,7 +219,7 @@ def _own_settings() -> tuple[str, dict[str, float], int]:
         Case(), True,
         {"dispatch.name": "padded", "dispatch.capacity_factor": 0.5, "losses": {"gshard": 0.02}})
     results = run(layer, Case())
-    return layer._moe.config.dispatch.name, {
+    return layer.moe.config.dispatch.name, {
         k: float(v.sum()) for k, v in results.items() if k.startswith("logged")
     }, layer.last_stats.capacity
 
