@@ -12,20 +12,23 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "grow. Ends when the run has finished, or with Ctrl-C; the job is not "
                      "affected.")
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
-    p.add_argument("--once", action="store_true", help="show the present state and end")
+    p.add_argument("--once", action="store_true", help="show the present state and exit")
     p.add_argument("--interval", type=float, default=2.0, metavar="S",
                    help="seconds between two looks at the files (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it."""
-    from moe_plugin.observe.watch import Watch
-
+    """Show the run."""
+    try:
+        from moe_plugin.observe.watch import Watch
+    except ModuleNotFoundError as error:
+        raise ValueError("it needs rich, which is not installed; pip install "
+                         "'moe-plugin[observe]'") from error
     if not args.run_dir.is_dir():
         raise ValueError(f"{args.run_dir} is not a directory; give the folder of a run")
     watch = Watch(args.run_dir, args.interval)
     if args.once:
         watch.once()
     else:
-        watch.forever()
+        watch.follow()
     return 0

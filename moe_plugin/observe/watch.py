@@ -1,83 +1,99 @@
-"""The live view of a running job: one screen of text, made anew whenever the run's files grow."""
+"""The live view of a running job, by rich: one screen, updated whenever the run's files grow.
+
+Where the output is not a terminal, the same view is plain text without control codes.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from moe_plugin.observe.history import LayerRecord, Run, read_run
 from moe_plugin.observe.history.reader import candidates
-from moe_plugin.observe.report.text import number, seconds
+from moe_plugin.observe.report.text import HOSTS, number, seconds
 
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 NAMES, SPARK, DECISIONS = 28, 60, 4
-HOME, CLEAR_LINE, CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
+FILE_SIZE = (120, 200)  # columns and lines where the output is not a terminal
 POLL_S = 0.2
 
 
-@dataclass(frozen=True)
-class Style:
-    """Size of the screen in characters; bars: the characters of bars, low to high."""
-
-    columns: int = 100
-    lines: int = 40
-    bars: str = BARS
-
-
-def screen(run: Run, style: Style = Style(), age_s: float | None = None) -> list[str]:
-    """The view as lines of text, none longer than the screen is wide. age_s: since the files last
-    grew.
-    """
-    head = [
-        _title(run, age_s), *(f"note: {note}" for note in run.notes), "", *_training(run, style), ""
+def view(run: Run, console: Console, age_s: float | None = None) -> Group:
+    """The view of a run, at most as high as the console. age_s: seconds since the files grew."""
+    bars = PLAIN if console.options.ascii_only else BARS
+    training = _training(run, console.width, bars)
+    head: list[RenderableType] = [_title(run, age_s), _progress(run),
+                                  *(_text(f"note: {note}", "yellow") for note in run.notes)]
+    decisions = [
+        _text(f"  step {d.step:,}  {d.layer}  {d.event}  {d.choice}  {d.why}")
+        for d in run.decisions[-DECISIONS:]
     ]
-    made = run.decisions[-DECISIONS:]
-    foot = [
-        "", "last decisions of the tuner",
-        *(f"  step {d.step:,}  {d.layer}  {d.event}  {d.choice}  {d.why}" for d in made)
-    ] if made else []
-    room = style.lines - len(head) - len(foot) - 3
-    return [_clean(line)[: style.columns] for line in (*head, *_layers(run, style, room), *foot)]
+    foot = [Text(), _text("last decisions of the tuner", "bold"), *decisions] if decisions else []
+    room = console.height - len(head) - training.row_count - len(foot) - 4
+    return Group(*head, Text(), training, Text(), *_layers(run, console.width, room, bars), *foot)
 
 
-def _title(run: Run, age_s: float | None) -> str:
-    done = f"step {run.last_step:,}"
-    if run.total_steps:
-        done += f" of {run.total_steps:,} ({100 * run.last_step / run.total_steps:.0f} %)"
-    parts = [run.name, {"megatron": "Megatron-core"}.get(run.host, run.host), done]
+def _title(run: Run, age_s: float | None) -> Text:
+    title = _text(run.name, "bold")
+    title.append(f"  {_clean(HOSTS.get(run.host, run.host))}", "cyan")
+    if run.finished:
+        title.append("  finished", "bold green")
+    elif age_s is not None:
+        title.append(f"  (last record {seconds(max(0.0, round(age_s)))} ago)", "dim")
+    return title
+
+
+def _progress(run: Run) -> RenderableType:
+    """How far the run is, with the time so far and the time left where they are known."""
+    total, parts = run.total_steps, [f"step {run.last_step:,}"]
+    if total:
+        parts[0] += f" of {total:,} ({100 * run.last_step / total:.0f} %)"
     if run.seconds is not None:
         parts.append(seconds(run.seconds))
-    return "  ".join(parts) + (f"  (last record {seconds(max(0.0, round(age_s)))} ago)"
-                               if age_s is not None else "")
+    if run.remaining_s and not run.finished:
+        parts.append(f"ETA {seconds(round(run.remaining_s))}")
+    text = _text("  ".join(parts))
+    if not total:
+        return text
+    row = Table.grid(padding=(0, 2))
+    row.add_row(text, ProgressBar(total=total, completed=run.last_step, width=30))
+    return row
 
 
-def _training(run: Run, style: Style) -> list[str]:
-    rows = []
-    for name, field, unit in (("loss", "loss", ""), ("valid loss", "valid_loss", ""),
-                              ("tokens/s", "tokens_per_s", "count"), ("grad norm", "grad_norm",
-                                                                      "")):
-        values = [v for r in run.steps if (v := getattr(r, field)) is not None]
-        if values:
-            rows.append(
-                f"{name:<11}{number(values[-1], unit):>10}  "
-                f"{spark(values, min(SPARK, style.columns - 24), style.bars)}"
-            )
-    return rows or ["no training log yet; layer statistics alone"]
+def _training(run: Run, width: int, bars: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, values, unit in (("loss", [r.loss for r in run.steps], ""),
+                               ("valid loss", [r.valid_loss for r in run.steps], ""),
+                               ("tokens/s", [r.tokens_per_s for r in run.steps], "count"),
+                               ("grad norm", [r.grad_norm for r in run.steps], "")):
+        known = [v for v in values if v is not None]
+        if known:
+            line = spark(known, min(SPARK, width - 24), bars)
+            table.add_row(name, Text(number(known[-1], unit), "bold", justify="right"),
+                          Text(line, "cyan", no_wrap=True))
+    if not table.row_count:
+        table.add_row("no training log yet; only layer statistics")
+    return table
 
 
 def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """Values over time as a line of bars, from their lowest to their highest; `?` where one is not
-    finite.
+    """Values over time as a line of bars, from lowest to highest; `?` for one that is not finite.
     """
     count = max(1, min(width, len(values)))
-    parts = [values[i * len(values) // count:(i + 1) * len(values) // count] for i in range(count)]
+    parts = [values[i * len(values) // count : (i + 1) * len(values) // count]
+             for i in range(count)]
     means = [sum(p) / len(p) if p else math.nan for p in parts]
     known = [v for v in means if math.isfinite(v)]
     if not known:
@@ -87,56 +103,73 @@ def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
                    for v in means)
 
 
-def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> str:
-    """A bar an expert: half height is the mean load, full height twice the mean or more. Of too
-    many experts the busiest of each group.
+def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
+    """One bar per expert: half height is the mean load, full height twice the mean or more.
+
+    With more experts than `width`, each bar is the busiest of a group.
     """
     shares = [0.0 if math.isnan(s) else s for s in record.shares]
-    count = max(1, min(width, len(shares)))
-    peaks = [
-        max(shares[i * len(shares) // count:(i + 1) * len(shares) // count]) for i in range(count)
-    ] if shares else []
-    return "".join(bars[min(len(bars) - 1, round((len(bars) - 1) * min(p, 2.0) / 2))]
-                   for p in peaks)
+    count = min(width, len(shares))
+    text = Text(no_wrap=True)
+    for i in range(count):
+        peak = max(shares[i * len(shares) // count : (i + 1) * len(shares) // count])
+        bar = bars[round((len(bars) - 1) * min(peak, 2.0) / 2)]
+        text.append(bar, "blue" if peak < 0.5 else _warning(peak, 1.5, 2.0))
+    return text
 
 
-def _layers(run: Run, style: Style, room: int) -> list[str]:
-    last = {name: records[-1] for name, records in run.layers.items() if records}
+def _warning(value: float | None, high: float, very_high: float) -> str:
+    """The colour of a value of which less is better."""
+    if value is None:
+        return ""
+    return "red" if value >= very_high else "yellow" if value >= high else "green"
+
+
+def _layers(run: Run, width: int, room: int, bars: str) -> list[RenderableType]:
+    last = run.last_records
     if not last:
-        return ["no layer statistics (the hosts write them with --moe-stats-jsonl FILE)"]
-    width = min(NAMES, max(len(name) for name in last))
-    bars = min(max(1, run.experts), max(8, style.columns - width - 46))
-    rows = [
-        f"{'layer':<{width}}  {'max/mean':>8}  {'dropped':>8}  {'entropy':>8}  {'unused':>6}  load "
-        "by expert"
-    ]
+        return [_text("no layer statistics (the hosts write them with --moe-stats-jsonl FILE)")]
+    names = min(NAMES, max(len(name) for name in last))
     shown = last
-    if len(last) > max(room, 3):  # those that matter: the least balanced, in the model's order
+    if len(last) > max(room, 3):  # the least balanced ones, in the order of the model
         worst = sorted(last, key=lambda name: -(last[name].max_over_mean or 0.0))[:max(room - 1, 3)]
         shown = {name: record for name, record in last.items() if name in worst}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("layer", no_wrap=True)
+    for title in ("max/mean", "dropped", "entropy", "unused"):
+        table.add_column(title, justify="right", no_wrap=True, min_width=8)
+    table.add_column("load by expert", no_wrap=True)
     for name, r in shown.items():
-        label = name if len(name) <= width else "…" + name[-(width - 1):]
-        rows.append(
-            f"{label:<{width}}  {number(r.max_over_mean):>8}  {number(r.drop_fraction, '%'):>8}  "
-            f"{number(r.entropy):>8}  "
-            f"{number(r.unused_experts, 'count'):>6}  {load_bars(r, bars, style.bars)}")
-    if len(shown) < len(last):
-        rows.append(f"and {len(last) - len(shown)} better balanced layers")
-    return rows
+        table.add_row(
+            _text(name if len(name) <= names else f"…{name[1 - names:]}"),
+            Text(number(r.max_over_mean), _warning(r.max_over_mean, 1.5, 2.0)),
+            Text(number(r.drop_fraction, "%"), _warning(r.drop_fraction, 1e-9, 0.05)),
+            number(r.entropy),
+            Text(number(r.unused_experts, "count"), _warning(r.unused_experts, 1, math.inf)),
+            load_bars(r, max(8, width - names - 44), bars))
+    hidden = len(last) - len(shown)
+    return [table, _text(f"and {hidden} better balanced layers", "dim")] if hidden else [table]
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(_clean(text), style, no_wrap=True, overflow="ellipsis")
 
 
 def _clean(text: str) -> str:
-    # names from a log must not steer the terminal
+    # names from a log must not send control codes to the terminal
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 class Watch:
-    """Shows a run until it is told to stop.
+    """Shows a run until it has finished.
 
     Args:
-        folder: the run's. interval: seconds between two looks at its files. stream: where to write;
-            escape codes only where it is a terminal.
-        sleep: waits (for tests).
+        folder: of the run.
+        interval: seconds between two looks at its files.
+        stream: where to write; control codes and colours only if it is a terminal.
+        sleep: waits some seconds (for tests).
+    Raises:
+        ValueError: `interval` is not positive.
     """
 
     def __init__(self, folder: Path, interval: float = 2.0, stream: TextIO | None = None,
@@ -145,36 +178,57 @@ class Watch:
             raise ValueError(f"--interval {interval} is out of bounds: must be > 0; use 2")
         self.folder, self.interval, self.sleep = folder, interval, sleep
         self.stream = stream if stream is not None else sys.stdout
-        self.terminal = self.stream.isatty()
+        if isinstance(self.stream, io.TextIOWrapper):
+            self.stream.reconfigure(errors="replace")  # an ASCII terminal, or output into a file
+        self.console = Console(file=self.stream, highlight=False)
+        self.terminal = self.stream.isatty() and not self.console.is_dumb_terminal
+        if not self.terminal:
+            self.console = Console(file=self.stream, highlight=False, force_terminal=False,
+                                   color_system=None, width=FILE_SIZE[0], height=FILE_SIZE[1])
         self.run: Run | None = None
         self.why = ""
-        self.seen: object = None
+        self.signature: object = None
 
     def once(self) -> None:
-        """One view. `ValueError` where there is no run."""
-        self.run = read_run(self.folder)
-        self._write(self._lines(), plain=True)
+        """Show the present state.
 
-    def forever(self) -> None:
-        """Views until Ctrl-C, or until nobody reads the output any more."""
+        Raises:
+            ValueError: there is no run in the folder.
+        """
+        self.run = read_run(self.folder)
+        self._print()
+
+    def follow(self) -> None:
+        """Show the run until it has finished, until Ctrl-C, or until the reader of a pipe ends."""
         try:
-            while True:
-                changed = self._look()
-                if changed or self.terminal:
-                    self._write(self._lines())
-                self._wait()
+            self._follow()
+            self._print(f"{self.folder.resolve().name} finished")
         except KeyboardInterrupt:
-            self.stream.write("\n" if self.terminal else "")
+            if self.terminal:
+                self._print()
         except BrokenPipeError:
-            # nothing more can be written, not even by the interpreter when it ends
+            # nothing can be written any more, not even by the interpreter at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
+    def _follow(self) -> None:
+        with self.console.screen() if self.terminal else nullcontext() as screen:
+            while True:
+                changed = self._look()
+                if screen is not None:
+                    screen.update(self._view())
+                elif changed:
+                    self._print()
+                # a final validation follows the last step: end only when the files rest
+                if not changed and self.run is not None and self.run.finished:
+                    return
+                self._wait()
+
     def _look(self) -> bool:
-        """Read the files where they changed."""
+        """Read the files if they changed; returns whether they did."""
         now = self._signature()
-        if now == self.seen:
+        if now == self.signature:
             return False
-        self.seen = now
+        self.signature = now
         try:
             self.run, self.why = read_run(self.folder), ""
         except ValueError as error:
@@ -187,43 +241,32 @@ class Watch:
             try:
                 status = path.stat()
             except OSError:
-                continue  # gone in between
+                continue  # deleted in the meantime
             found.append((str(path), status.st_size, status.st_mtime_ns))
         return tuple(found)
 
-    def _lines(self) -> list[str]:
-        style = self._style()
+    def _view(self) -> Group:
         if self.run is None:
-            return [
-                _clean(line)[:style.columns] for line in ("waiting for the first record", self.why)
-            ]
-        newest = max(((self.folder / name).stat().st_mtime
-                      for name in self.run.files if (self.folder / name).exists()), default=None)
-        return screen(self.run, style, None if newest is None else time.time() - newest)
+            return Group(_text("waiting for the first record"), _text(self.why, "dim"))
+        times = [path.stat().st_mtime for name in self.run.files
+                 if (path := self.folder / name).exists()]
+        return view(self.run, self.console, time.time() - max(times) if times else None)
 
-    def _style(self) -> Style:
-        bars = BARS if (getattr(self.stream, "encoding", None) or "").lower().replace(
-            "-", "") == "utf8" else PLAIN
-        if not self.terminal:
-            return Style(columns=120, lines=200, bars=bars)
-        size = shutil.get_terminal_size()
-        return Style(size.columns, size.lines, bars)
-
-    def _write(self, lines: list[str], plain: bool = False) -> None:
-        if self.terminal and not plain:
-            # no line end after the last line: the screen would scroll
-            text = HOME + "\n".join(
-                line + CLEAR_LINE for line in lines[:shutil.get_terminal_size().lines]) + CLEAR_REST
-        else:
-            text = "\n".join(lines) + "\n" + ("" if plain else "\n")
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        self.stream.write(text.encode(encoding, "replace").decode(encoding))
+    def _print(self, last: str | None = None) -> None:
+        """Write the view, or one last line after it, as ordinary text."""
+        if last is None or self.terminal:
+            with self.console.capture() as captured:
+                self.console.print(self._view())
+            lines = [line.rstrip() for line in captured.get().splitlines()]
+            self.stream.write("\n".join([*lines, "", ""]))
+        if last is not None:
+            self.stream.write(f"{_clean(last)}\n")
         self.stream.flush()
 
     def _wait(self) -> None:
-        """The interval, or less where the window's size changes."""
-        size, left = shutil.get_terminal_size(), self.interval
-        while left > 0 and not (self.terminal and shutil.get_terminal_size() != size):
+        """Wait for the interval, or until the window's size changes."""
+        size, left = self.console.size, self.interval
+        while left > 0 and not (self.terminal and self.console.size != size):
             part = min(POLL_S, left)
             self.sleep(part)
             left -= part

@@ -191,8 +191,42 @@ def test_settings_come_from_the_command_where_nothing_else_has_them(tmp_path: Pa
     } and read_run(tmp_path).total_steps == 50
 
 
+@pytest.mark.parametrize("host", ["fairseq", "fairseq_simple", "megatron"])
+def test_a_run_that_has_ended_is_finished(tmp_path: Path, host: str) -> None:
+    shutil.copytree(DATA / host, tmp_path / host)
+    assert read_run(tmp_path / host).finished
+    log = next((tmp_path / host).glob("*.log"), tmp_path / host / "log.jsonl")
+    lines = log.read_text().splitlines(keepends=True)
+    # without its last step, or, in fairseq, before its last line
+    log.write_text("".join(lines[:-1] if host != "megatron" else lines[:-2]))
+    (tmp_path / host / "stats.jsonl").unlink(missing_ok=True)
+    assert not read_run(tmp_path / host).finished
+    # a resumed run goes on after the end of the first process
+    log.write_text("".join([*lines, *lines[:-1]]) if host != "megatron" else "".join(lines))
+    assert read_run(tmp_path / host).finished is (host == "megatron")
+
+
+def test_the_remaining_time_is_that_of_the_recent_speed(tmp_path: Path) -> None:
+    rows = [{"iteration": i, "lm_loss": 3.0, "seconds": 2.0} for i in range(10, 101, 10)]
+    write(tmp_path, log_jsonl="".join(json.dumps(row) + "\n" for row in rows),
+          command_sh="python train.py --train-iters 150\n")
+    run = read_run(tmp_path)
+    assert run.clock[:2] == [(10, 2.0), (20, 4.0)] and run.seconds == 20.0
+    assert run.remaining_s == pytest.approx(50 * 2.0 / 10) and not run.finished
+    write(tmp_path, command_sh="python train.py\n")
+    assert read_run(tmp_path).remaining_s is None
+
+
+def test_times_of_layers_are_the_clock_without_a_log(tmp_path: Path) -> None:
+    write(tmp_path, stats_jsonl=layer_row(2) + layer_row(4, "layer2") + layer_row(6),
+          command_sh="python train.py --train-iters 10\n")
+    run = read_run(tmp_path)
+    assert run.clock == [(2, 0.0), (4, 2.0), (6, 4.0)] and run.remaining_s == pytest.approx(4.0)
+    assert run.step_range == (2, 6) and set(run.last_records) == {"layer1", "layer2"}
+
+
 def test_folders_that_hold_no_run_or_several_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no directory.*moe-stats-jsonl"):
+    with pytest.raises(ValueError, match="not a directory.*moe-stats-jsonl"):
         read_run(tmp_path / "none")
     with pytest.raises(
             ValueError,

@@ -17,7 +17,7 @@ from moe_plugin.tuning import compute_tuner as auto
 
 # commands; the others import fairseq or Megatron
 _APART = ("moe_plugin.cli", "moe_plugin.hosts", "moe_plugin.models")
-_OPTIONAL = {"triton"}
+_OPTIONAL = {"rich", "triton"}
 
 
 def import_everything() -> list[dict[str, str]]:

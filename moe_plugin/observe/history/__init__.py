@@ -1,4 +1,4 @@
-"""A finished or running job as its files tell it: `read_run(folder)` gives a `Run`."""
+"""A finished or running job, read from its files: `read_run(folder)` gives a `Run`."""
 
 from moe_plugin.observe.history.reader import read_run
 from moe_plugin.observe.history.records import Decision, LayerRecord, Run, Span, StepRecord

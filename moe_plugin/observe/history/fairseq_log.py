@@ -1,6 +1,4 @@
-"""Lines of fairseq's training log, as `--log-format json` and as `--log-format simple` (also
-`none`) write them, with or without Hydra.
-"""
+"""Lines of fairseq's training log (`--log-format json`, `simple` or `none`), also under Hydra."""
 
 from __future__ import annotations
 
@@ -11,23 +9,22 @@ from typing import Any
 
 from moe_plugin.observe.history.records import StepRecord
 
-LN2 = math.log(2)
-NATS = ("loss", "nll_loss", "inner_loss")  # logged in bits
+LN2 = math.log(2)  # fairseq logs losses in bits
 _LINE = re.compile(r"(?:\| |\]\[)(train_inner|train|valid\w*)(?: \||\]\[INFO\] -) (.*)")
 _EQUALS = re.compile(r"([A-Za-z_]\w*)=([^,\s]+)")  # `loss=4.5, wps=1234`: within an epoch
 _SPACED = re.compile(r"\| ([A-Za-z_]\w*) (\S+)")  # `| loss 4.5 | ppl 22`: its end
 _SETTING = re.compile(
     r"'([a-z]\w*)': (?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,}]))")
 _CONFIG = re.compile(r"(?:\| fairseq_cli\.\w+ \||\]\[INFO\] -) (\{'_name'.*|Namespace\(.*)")
-_KNOWN = {
-    "loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
-    "update", "ppl"
-}
+_DONE = re.compile(r"(?:\| fairseq_cli\.train \||\]\[INFO\] -) done training in ")
+_KNOWN = {"loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
+          "update", "ppl"}
 
 
 def parse_step(line: str) -> tuple[str, StepRecord] | None:
-    """(kind, record) of a line with numbers of training; None for any other line. kind:
-    `train_inner`, `train` (an epoch), `valid`.
+    """(kind, record) of a line with numbers of training; None for any other line.
+
+    The kind is `train_inner`, `train` (an epoch) or `valid`.
 
     Raises:
         ValueError: a line of numbers that cannot be read, e.g. because it ends too early.
@@ -45,17 +42,22 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
     return None if record is None else (kind, record)
 
 
+def is_done(line: str) -> bool:
+    """Whether it is the line that fairseq writes when training has ended."""
+    return _DONE.search(line) is not None
+
+
 def _record(values: dict[str, Any], kind: str) -> StepRecord | None:
-    numbers = {
-        key: number for key, value in values.items() if (number := _number(value)) is not None
-    }
+    numbers = {key: number for key, value in values.items()
+               if (number := _number(value)) is not None}
     if "num_updates" not in numbers:
         return None
+    step = int(numbers["num_updates"])
     loss = next((numbers[name] * LN2
                  for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
     if kind == "valid":
-        return StepRecord(step=int(numbers["num_updates"]), valid_loss=loss)
-    return StepRecord(step=int(numbers["num_updates"]), loss=loss, tokens_per_s=numbers.get("wps"),
+        return StepRecord(step=step, valid_loss=loss)
+    return StepRecord(step=step, loss=loss, tokens_per_s=numbers.get("wps"),
                       learning_rate=numbers.get("lr"), grad_norm=numbers.get("gnorm"),
                       elapsed_s=numbers.get("wall"),
                       extra={key: value for key, value in numbers.items() if key not in _KNOWN})
@@ -63,19 +65,18 @@ def _record(values: dict[str, Any], kind: str) -> StepRecord | None:
 
 def _number(value: Any) -> float | None:
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError):
         return None
-    return number
 
 
 def parse_settings(line: str) -> dict[str, str]:
-    """Settings of the line in which fairseq writes its whole configuration; empty for any other
-    line. Names as the flags have them.
+    """Settings of the line in which fairseq writes its configuration, by the names of the flags.
+
+    Empty for any other line.
     """
     found = _CONFIG.search(line)
     if not found:
         return {}
-    return {
-        key.replace("_", "-"): quoted or plain for key, quoted, plain in _SETTING.findall(found[1])
-    }
+    return {key.replace("_", "-"): quoted or plain
+            for key, quoted, plain in _SETTING.findall(found[1])}

@@ -1,5 +1,6 @@
-"""JSON lines of our own: layer statistics, the Megatron host's training log, settings, timelines.
-Told apart by their keys.
+"""Our own JSON lines: layer statistics, the Megatron host's training log, settings, timelines.
+
+The kinds of line are recognised by their keys. A field of the wrong type raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.observe.history.records import Decision, LayerRecord, Span, StepRecord
+
+_BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
 def is_layer(row: Mapping[str, Any]) -> bool:
@@ -27,34 +30,27 @@ def is_timeline(row: Mapping[str, Any]) -> bool:
 
 
 def layer_record(row: Mapping[str, Any]) -> LayerRecord:
-    """A record of one layer. `ValueError` where a field has not the type that it should have."""
-    step, layer = int(_must(row, "step")), str(row["layer"])
-    return LayerRecord(step=step, layer=layer, time=_maybe(row, "time"), load=tuple(
-        _number(n, "load") for n in _list(row, "load")), tokens=_maybe(
-            row, "tokens"), max_over_mean=_maybe(row, "max_over_mean"), drop_fraction=_maybe(
-                row, "drop_fraction"), unused_experts=_maybe(row, "unused_experts"), entropy=_maybe(
-                    row, "entropy"), losses=_numbers(row, "losses"), bytes_sent=_maybe(
-                        row, "bytes_sent"), calls=_maybe(row,
-                                                         "calls"), layouts=_numbers(row, "layouts"),
-                       exchanges=_numbers(row, "exchanges"), gates=_numbers(row, "gates"),
-                       decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
+    """A record of one layer."""
+    step, layer = _step(row, "step"), str(row["layer"])
+    return LayerRecord(
+        step=step, layer=layer, load=tuple(_number(n, "load") for n in _list(row, "load")),
+        **_floats(row, "time", "tokens", "bytes_sent", "calls", *_BALANCE),
+        losses=_numbers(row, "losses"), layouts=_numbers(row, "layouts"),
+        exchanges=_numbers(row, "exchanges"), gates=_numbers(row, "gates"),
+        decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
-    """(record of the training log, what it says of each layer). The latter have no loads: they
-    stand in where there is no other record.
+    """A record of the training log, and the balance of each layer in it.
+
+    The latter have no loads: they are used for layers without other records.
     """
-    step = int(_must(row, "iteration"))
-    record = StepRecord(step=step, loss=_maybe(row, "lm_loss"), valid_loss=_maybe(
-        row, "valid_loss"), tokens_per_s=_maybe(row, "tokens_per_s"), learning_rate=_maybe(
-            row, "lr"), grad_norm=_maybe(row, "grad_norm"), seconds=_maybe(row, "seconds"),
-                        extra={name: value for name, value in _mean_losses(row).items()})
-    layers = [
-        LayerRecord(step=step, layer=str(name), max_over_mean=_maybe(b, "max_over_mean"),
-                    drop_fraction=_maybe(b, "drop_fraction"), unused_experts=_maybe(
-                        b, "unused_experts"), entropy=_maybe(b, "entropy"))
-        for name, b in _dict(row, "balance").items() if isinstance(b, dict)
-    ]
+    step = _step(row, "iteration")
+    record = StepRecord(step=step, loss=_maybe(row, "lm_loss"), learning_rate=_maybe(row, "lr"),
+                        **_floats(row, "valid_loss", "tokens_per_s", "grad_norm", "seconds"),
+                        extra=_mean_losses(row))
+    layers = [LayerRecord(step=step, layer=str(name), **_floats(balance, *_BALANCE))
+              for name, balance in _dict(row, "balance").items() if isinstance(balance, dict)]
     return record, layers
 
 
@@ -64,15 +60,13 @@ def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[Span]]:
         Span(str(track), str(name), _number(start, "timeline"), _number(end, "timeline"))
         for track, name, start, end in _list(row, "timeline")
     ]
-    return int(_must(row, "step")), int(_maybe(row, "rank") or 0), spans
+    return _step(row, "step"), int(_maybe(row, "rank") or 0), spans
 
 
 def settings(row: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that a host wrote down."""
-    return {
-        str(key).replace("_", "-"): str(value) for key, value in _dict(row, "settings").items()
-        if value is not None
-    }
+    """Settings that a host wrote."""
+    return {str(key).replace("_", "-"): str(value)
+            for key, value in _dict(row, "settings").items() if value is not None}
 
 
 def _mean_losses(row: Mapping[str, Any]) -> dict[str, float]:
@@ -87,11 +81,11 @@ def _mean_losses(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _decision(step: int, layer: str, row: Any) -> Decision:
     if not isinstance(row, dict):
-        raise ValueError(f"decision {row!r} is no object")
+        raise ValueError(f"decision {row!r} is not an object")
     call = _maybe(row, "call")
-    return Decision(step=step, layer=layer, call=None if call is None else int(call), event=str(
-        row.get("event", "")), choice=str(row.get("choice", "")), why=str(row.get("why", "")),
-                    predicted_s=_maybe(row, "predicted_s"), measured_s=_maybe(row, "measured_s"))
+    return Decision(step=step, layer=layer, call=None if call is None else int(call),
+                    **{name: str(row.get(name, "")) for name in ("event", "choice", "why")},
+                    **_floats(row, "predicted_s", "measured_s"))
 
 
 def _number(value: Any, name: str) -> float:
@@ -104,29 +98,31 @@ def _maybe(row: Mapping[str, Any], name: str) -> float | None:
     return None if row.get(name) is None else _number(row[name], name)
 
 
-def _must(row: Mapping[str, Any], name: str) -> float:
+def _floats(row: Mapping[str, Any], *names: str) -> dict[str, float | None]:
+    return {name: _maybe(row, name) for name in names}
+
+
+def _step(row: Mapping[str, Any], name: str) -> int:
     value = _number(row.get(name), name)
     if not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}, not a number of steps")
-    return value
+    return int(value)
 
 
 def _list(row: Mapping[str, Any], name: str) -> list[Any]:
     value = row.get(name) or []
     if not isinstance(value, list):
-        raise ValueError(f"{name} is no list")
+        raise ValueError(f"{name} is not a list")
     return value
 
 
 def _dict(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = row.get(name) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is no object")
+        raise ValueError(f"{name} is not an object")
     return value
 
 
 def _numbers(row: Mapping[str, Any], name: str) -> dict[str, float]:
-    return {
-        str(key): _number(value, name) for key, value in _dict(row, name).items()
-        if value is not None
-    }
+    return {str(key): _number(value, name)
+            for key, value in _dict(row, name).items() if value is not None}

@@ -1,6 +1,4 @@
-"""`read_run`: finds a run's files by what is in them, reads them line by line, and makes a `Run` of
-it.
-"""
+"""`read_run`: finds a run's files by their content and reads them, line by line, into a `Run`."""
 
 from __future__ import annotations
 
@@ -17,17 +15,29 @@ from moe_plugin.observe.history.records import LayerRecord, Run, Span, StepRecor
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}
 DEPTH = 3
-GIVE_UP = 100_000  # lines without a record, after which a file is taken for something else
+GIVE_UP = 100_000  # lines without a record after which a file is not read further
 SCRIPT_BYTES = 1 << 20
-WANTED = (
-    "layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
-    "(--log-file) or fairseq's log "
-    "(its standard output, or --log-file)")
+INNER = ("train_inner", "iteration")  # kinds of records within an epoch
+WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
+          "(--log-file) or fairseq's log (its standard output, or --log-file)")
+
+
+@dataclass(frozen=True)
+class _BadLine:
+    """A line that cannot be read. record: it looks like a record, not like other text."""
+
+    number: int
+    why: str
+    record: bool = True
 
 
 @dataclass
 class _Source:
-    """What one file gave."""
+    """What one file contains.
+
+    brief: layers in the training log. cut: the last line is unfinished. done: fairseq's last line
+    says that training is done.
+    """
 
     path: Path
     steps: list[tuple[str, StepRecord]] = field(default_factory=list)
@@ -35,8 +45,9 @@ class _Source:
     brief: list[LayerRecord] = field(default_factory=list)
     timelines: list[tuple[int, int, list[Span]]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
-    bad: list[tuple[int, str]] = field(default_factory=list)
+    bad: list[_BadLine] = field(default_factory=list)
     cut: bool = False
+    done: bool = False
 
     @property
     def any(self) -> bool:
@@ -44,43 +55,41 @@ class _Source:
 
     @property
     def host(self) -> str | None:
-        """Whose training log it is; None: of neither."""
+        """The host that wrote this training log; None if it is not a training log."""
         kinds = {kind for kind, _ in self.steps}
         return None if not kinds else "megatron" if kinds == {"iteration"} else "fairseq"
 
 
 def read_run(folder: str | Path) -> Run:
-    """All that the files in a run's folder, and up to three levels below, tell of one run.
+    """Read the files of one run in a folder and up to three levels below.
 
     Args:
         folder: holds any of: layer statistics as JSON lines, the Megatron host's training log,
-            fairseq's log. Names do not matter. A file that is being written is read as far as it
-            goes.
+            fairseq's log. Names do not matter. A file may still be growing.
     Raises:
-        ValueError: no such folder, nothing in it, or several runs; it says what is looked for.
+        ValueError: no such folder, no record in it, or several runs; it says what is expected.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no directory; give a run's folder, which holds {WANTED}")
-    sources = [
-        source for path in candidates(folder) if (source := _read(path)).any or source.settings
-    ]
+        raise ValueError(f"{folder} is not a directory; give a run's folder, which holds {WANTED}")
+    sources = [source for path in candidates(folder)
+               if (source := _read(path)).any or source.settings]
     if not any(source.any for source in sources):
         raise ValueError(
             f"{folder} holds no record of a run; looked for {WANTED}, in files "
-            f"{', '.join(sorted(s for s in SUFFIXES if s))} "
-            f"or without an ending, {DEPTH} levels deep")
+            f"{', '.join(sorted(s for s in SUFFIXES if s))} or without a suffix, {DEPTH} levels "
+            "deep")
     _check_one_run(folder, sources)
     return _run(folder, sources)
 
 
 def candidates(folder: Path) -> Iterator[Path]:
-    """Files that may belong to a run, by their names alone."""
+    """Files that may belong to a run, judged by their names."""
     for place, names, files in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
         names[:] = sorted(n for n in names if not n.startswith(".")) if depth < DEPTH else []
         for name in sorted(files):
-            # `.stage1` is what later pipeline stages add to the name
+            # later pipeline stages add `.stage1`
             path = Path(place, re.sub(r"\.stage\d+$", "", name))
             if path.suffix in SUFFIXES and not name.startswith("."):
                 yield Path(place, name)
@@ -93,39 +102,39 @@ def _read(path: Path) -> _Source:
             if b"\0" in stream.read(4096):
                 return source
             stream.seek(0)
-            number, tail, error = 0, b"\n", None
+            tail, error = b"\n", None
             for number, raw in enumerate(stream, 1):
                 tail = raw
-                if error and error[2]:
-                    source.bad.append(error[:2])
+                if error and error.record:
+                    source.bad.append(error)
                 if number > GIVE_UP and not source.any:
                     return source
                 error = _line(source, raw.decode("utf-8", "replace"), number)
     except OSError as problem:
-        source.bad.append((0, problem.strerror or str(problem)))
+        source.bad.append(_BadLine(0, problem.strerror or str(problem)))
         return source
-    if error:  # the last line: unfinished rather than wrong where it has no end
-        if tail.endswith(b"\n"):
-            source.bad += [error[:2]] * error[2]
-        else:
-            source.cut = True
+    if error and not tail.endswith(b"\n"):
+        source.cut = True
+    elif error and error.record:
+        source.bad.append(error)
     return source
 
 
-def _line(source: _Source, text: str, number: int) -> tuple[int, str, bool] | None:
-    """Take one line; where it cannot be read (number, reason, whether it looks like a record rather
-    than something else in braces).
-    """
+def _line(source: _Source, text: str, number: int) -> _BadLine | None:
+    """Add one line to the source."""
     try:
         if text.startswith("{"):
             _json_line(source, text)
         elif (found := fairseq_log.parse_step(text)) is not None:
             source.steps.append(found)
+            source.done = False  # resumed
+        elif fairseq_log.is_done(text):
+            source.done = True
         elif not source.settings:
             source.settings = fairseq_log.parse_settings(text)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        return number, str(error), not text.startswith("{") or any(
-            f'"{key}"' in text for key in ("step", "layer", "iteration"))
+        ours = any(f'"{key}"' in text for key in ("step", "layer", "iteration"))
+        return _BadLine(number, str(error), ours or not text.startswith("{"))
     return None
 
 
@@ -145,20 +154,14 @@ def _json_line(source: _Source, text: str) -> None:
 
 def _check_one_run(folder: Path, sources: list[_Source]) -> None:
     for kind in ([s for s in sources if s.host], [s for s in sources if s.layers]):
-        places = sorted({s.path.parent for s in kind})
+        places = sorted({str(s.path.parent.relative_to(folder)) for s in kind})
         if len(places) > 1:
-            raise ValueError(
-                f"{folder} holds several runs: "
-                f"{', '.join(str(p.relative_to(folder)) for p in places)}; give the folder of one "
-                "of them"
-            )
-    hosts = sorted({s.host for s in sources if s.host})
-    if len(hosts) > 1:
-        raise ValueError(
-            f"{folder} holds training logs of both hosts "
-            f"({', '.join(s.path.name for s in sources if s.host)}); keep each run in a folder of "
-            "its own"
-        )
+            raise ValueError(f"{folder} holds several runs: {', '.join(places)}; give the folder "
+                             "of one of them")
+    if len({s.host for s in sources if s.host}) > 1:
+        names = ", ".join(s.path.name for s in sources if s.host)
+        raise ValueError(f"{folder} holds training logs of both hosts ({names}); keep each run in "
+                         "its own folder")
 
 
 def _run(folder: Path, sources: list[_Source]) -> Run:
@@ -166,9 +169,8 @@ def _run(folder: Path, sources: list[_Source]) -> Run:
     run.files = [str(s.path.relative_to(folder)) for s in sources]
     run.notes = [note for s in sources for note in _notes(s)]
     steps = [item for s in sources for item in s.steps]
-    inner = [record for kind, record in steps if kind in ("train_inner", "iteration")
-             ] or [record for kind, record in steps if kind == "train"]
-    run.steps = _merged_steps([record for kind, record in steps if kind == "valid"], inner)
+    run.steps = _merged_steps(_of_kind(steps, "valid"), _of_kind(steps, *INNER)
+                              or _of_kind(steps, "train"))
     full = [record for s in sources for record in s.layers]
     known = {record.layer for record in full}
     run.layers = _by_layer([*(r for s in sources for r in s.brief if r.layer not in known), *full])
@@ -176,43 +178,40 @@ def _run(folder: Path, sources: list[_Source]) -> Run:
     for source in sources:
         run.settings |= source.settings
     run.settings = run.settings or _command(folder)
+    # fairseq validates and saves after its last step, and then says so
+    run.finished = any(s.done for s in sources) if run.host == "fairseq" else (
+        run.total_steps is not None and run.last_step >= run.total_steps)
     return run
+
+
+def _of_kind(steps: list[tuple[str, StepRecord]], *kinds: str) -> list[StepRecord]:
+    return [record for kind, record in steps if kind in kinds]
 
 
 def _notes(source: _Source) -> list[str]:
     name, notes = source.path.name, []
     if source.cut:
-        notes.append(
-            f"The last line of {name} is unfinished: the job is running, or was stopped while it "
-            "wrote."
-        )
+        notes.append(f"The last line of {name} is unfinished: the job is running, or it was "
+                     "stopped while writing.")
     if source.bad:
-        number, why = source.bad[0]
-        notes.append(
-            f"{len(source.bad)} line{'s' * (len(source.bad) > 1)} of {name} could not be read and "
-            f"{'are' if len(source.bad) > 1 else 'is'} left out; "
-            f"the first is line {number} ({why[:120]}).")
-    steps = [
-        record.step for kind, record in source.steps
-        if kind in ("train_inner", "iteration") and record.loss is not None
-    ]
+        count, first = len(source.bad), source.bad[0]
+        lines = f"{count} lines" if count > 1 else "1 line"
+        notes.append(f"{lines} of {name} could not be read and {'are' if count > 1 else 'is'} left "
+                     f"out; the first is line {first.number} ({first.why[:120]}).")
+    steps = [r.step for r in _of_kind(source.steps, *INNER) if r.loss is not None]
     back = [(a, b) for a, b in zip(steps, steps[1:], strict=False) if b < a]
     if back:
-        notes.append(
-            f"{name}: went back from step {back[0][0]} to {back[0][1]} "
-            f"(resumed{f', {len(back)} times' if len(back) > 1 else ''}); "
-            "of repeated steps the last record counts.")
+        times = f", {len(back)} times" if len(back) > 1 else ""
+        notes.append(f"{name}: went back from step {back[0][0]} to {back[0][1]} (resumed{times}); "
+                     "of repeated steps the last record counts.")
     return notes
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """One record a step: of repeated ones the last; the validation loss of a step joins its
-    training record.
-    """
+    """One record per step: the last of repeated ones, joined with the step's validation loss."""
     by_step: dict[int, dict] = {}
     for record in [*train, *valid]:
-        known = by_step.setdefault(record.step, {})
-        known.update({
+        by_step.setdefault(record.step, {}).update({
             key: value for key, value in vars(record).items() if value is not None and value != {}
         })
     return [StepRecord(**by_step[step]) for step in sorted(by_step)]
@@ -222,14 +221,12 @@ def _by_layer(records: list[LayerRecord]) -> dict[str, list[LayerRecord]]:
     found: dict[str, dict[int, LayerRecord]] = {}
     for record in records:
         found.setdefault(record.layer, {})[record.step] = record
-    return {
-        name: [found[name][step] for step in sorted(found[name])]
-        for name in sorted(found, key=_natural)
-    }
+    return {name: [found[name][step] for step in sorted(found[name])]
+            for name in sorted(found, key=_natural)}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """`layer10` after `layer9`."""
+    """A sort key that puts `layer10` after `layer9`."""
     return [(int(part), "") if part.isdecimal() else (-1, part)
             for part in re.split(r"(\d+)", name) if part]
 
@@ -244,12 +241,11 @@ def _command(folder: Path) -> dict[str, str]:
         except (OSError, ValueError):
             continue
         flags: dict[str, str] = {}
-        for i, word in enumerate(words):
+        for word, following in zip(words, [*words[1:], "--"], strict=True):
             if word.startswith("--"):
                 name, equals, value = word[2:].partition("=")
-                following = words[
-                    i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else "true"
-                flags[name] = value if equals else following
+                unset = "true" if following.startswith("--") else following
+                flags[name] = value if equals else unset
         if flags:
             return flags
     return {}

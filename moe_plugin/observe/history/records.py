@@ -1,19 +1,21 @@
-"""What is known of a run. Plain values, no torch: a report can be made anywhere."""
+"""What is known of a run. Plain values, no torch: a report can be made on any machine."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+RECENT = 20  # records from which the remaining time is estimated
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One record of a host's training log. Fields that the log does not have are None.
 
-    loss, valid_loss: nats a token (fairseq's bits are converted), without the balance loss where
-    the log tells them apart.
-    seconds: that this record covers. elapsed_s: since the start of the process. extra: other
-    numbers of the log, by the log's names.
+    loss, valid_loss: nats per token (fairseq's bits are converted), without the balance loss where
+    the log separates them. seconds: that this record covers. elapsed_s: since the start of the
+    process. extra: other numbers of the log, by the log's names.
     """
 
     step: int
@@ -29,8 +31,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One decision of a layer's tuner; see `moe_plugin.tuning.engine.Decision`. Times in seconds.
-    """
+    """One decision of a layer's tuner, a `moe_plugin.tuning.engine.Decision`. Times in seconds."""
 
     step: int
     layer: str
@@ -44,8 +45,9 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecord:
-    """Statistics of one layer over one interval, as docs/observability.md has them. load: choices
-    by expert, empty where unknown.
+    """Statistics of one layer over one interval; see docs/observability.md.
+
+    load: choices by expert, empty if unknown.
     """
 
     step: int
@@ -67,17 +69,16 @@ class LayerRecord:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Load by expert over the mean load: 1 everywhere is perfect balance; NaN where nothing was
-        routed.
-        """
+        """Load by expert over the mean load: 1 is perfect balance; NaN if nothing was routed."""
         total = sum(self.load)
         return tuple(n * len(self.load) / total if total else math.nan for n in self.load)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time in a recorded step: seconds since the step began. track: `layer`,
-    `exchange`, ...
+    """An activity in a recorded step, seconds since the step began.
+
+    track: the kind of activity: `layers`, `exchange`, ...
     """
 
     track: str
@@ -90,10 +91,10 @@ class Span:
 class Run:
     """Everything found in a run's folder.
 
-    steps: by step, rising. layers: by layer's name, in the model's order; records by step, rising.
-    timelines: spans by (step, rank).
-    settings: flag or field and its value, as given. notes: what a reader should know of the files,
-    in sentences.
+    steps: in the order of steps. layers: records by layer's name, in the order of layers and steps.
+    timelines: spans by (step, rank). settings: flag or field and its value, as given. notes: what
+    a reader should know about the files, in sentences. files: relative to the folder. finished:
+    whether the host has taken its last step.
     """
 
     name: str
@@ -104,40 +105,69 @@ class Run:
     settings: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def layer_records(self) -> list[LayerRecord]:
+        """The records of all layers."""
+        return [r for records in self.layers.values() for r in records]
+
+    @property
+    def last_records(self) -> dict[str, LayerRecord]:
+        """The last record of each layer that has any."""
+        return {name: records[-1] for name, records in self.layers.items() if records}
+
+    @property
+    def step_range(self) -> tuple[int, int]:
+        """The first and the last step of any record; (0, 0) without records."""
+        steps = [r.step for r in (*self.steps, *self.layer_records)]
+        return min(steps, default=0), max(steps, default=0)
 
     @property
     def last_step(self) -> int:
-        """The largest step of any record; 0 where there is none."""
-        return max(
-            [r.step
-             for r in self.steps] + [r.step for records in self.layers.values() for r in records],
-            default=0)
+        """The last step of any record; 0 without records."""
+        return self.step_range[1]
 
     @property
     def total_steps(self) -> int | None:
-        """Steps the job was asked to train, where the settings tell."""
+        """Steps that the settings ask for; None if unknown."""
         text = self.settings.get("max-update") or self.settings.get("train-iters")
         return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
 
     @property
-    def seconds(self) -> float | None:
-        """Wall time that the log tells of, else from the first to the last record of the layers."""
-        elapsed = [r.elapsed_s for r in self.steps if r.elapsed_s is not None]
-        covered = [r.seconds for r in self.steps if r.seconds is not None]
-        times = [r.time for records in self.layers.values() for r in records if r.time is not None]
+    def clock(self) -> list[tuple[int, float]]:
+        """(step, seconds since the start), from the training log, else from the layers' records."""
+        elapsed = [(r.step, r.elapsed_s) for r in self.steps if r.elapsed_s is not None]
         if elapsed:
-            return max(elapsed)
+            return elapsed
+        covered = {r.step: r.seconds for r in self.steps if r.seconds is not None}
         if covered:
-            return sum(covered)
-        return max(times) - min(times) if len(times) > 1 else None
+            return list(zip(covered, accumulate(covered.values()), strict=True))
+        times = {r.step: r.time for r in self.layer_records if r.time is not None}
+        first = min(times.values(), default=0.0)
+        return [(step, times[step] - first) for step in sorted(times)] if len(times) > 1 else []
+
+    @property
+    def seconds(self) -> float | None:
+        """Duration; None if unknown."""
+        return max((elapsed for _, elapsed in self.clock), default=None)
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the last step, at the speed of the last records; None if unknown."""
+        recent = self.clock[-RECENT:]
+        if self.total_steps is None or len(recent) < 2:
+            return None
+        (begin, started), (end, stopped) = recent[0], recent[-1]
+        left = max(0, self.total_steps - self.last_step)
+        return left * (stopped - started) / (end - begin) if stopped > started else None
 
     @property
     def decisions(self) -> list[Decision]:
         """Of all layers' tuners, by step."""
-        return sorted((d for records in self.layers.values() for r in records for d in r.decisions),
-                      key=lambda d: d.step)
+        return sorted((d for r in self.layer_records for d in r.decisions), key=lambda d: d.step)
 
     @property
     def experts(self) -> int:
-        """The most experts of any layer; 0 where no record has them."""
-        return max((len(r.load) for records in self.layers.values() for r in records), default=0)
+        """The largest number of experts of any layer; 0 if unknown."""
+        return max((len(r.load) for r in self.layer_records), default=0)

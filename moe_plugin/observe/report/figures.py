@@ -1,21 +1,20 @@
-"""What is drawn, apart from how: charts as plain records, made from a `Run`; the page and the PNG
-files draw the same ones.
-"""
+"""The figures of a report as plain records, independent of how they are drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-# of a line; of longer ones the extremes of each stretch stay, so that no spike is lost
+# per line; of longer ones the extremes of each stretch stay, so that no spike is lost
 POINTS = 400
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; y is NaN where nothing is known. marks: drawn as points. dashed: a reference, not
-    a measurement.
+    """One curve; y is NaN where nothing is known.
+
+    marks: drawn as points. dashed: a reference, not a measurement.
     """
 
     name: str
@@ -26,28 +25,34 @@ class Line:
 
 
 @dataclass(frozen=True)
-class LineChart:
-    """Curves over steps. floor: value that the axis starts at where all are above; None: fitted.
-    unit: as in `text.number`.
-    """
+class Figure:
+    """What all figures have. id: unique in the report. about: one sentence for the reader."""
 
     id: str
     title: str
     about: str
+
+
+@dataclass(frozen=True)
+class LineChart(Figure):
+    """Curves over steps.
+
+    unit: as in `text.number`. floor: where the axis starts if all values are above it; None: at
+    the lowest value.
+    """
+
     lines: tuple[Line, ...]
     unit: str = ""
     floor: float | None = 0.0
 
 
 @dataclass(frozen=True)
-class HeatMap:
-    """Loads over the mean load: a row each expert or layer, a column each stretch of steps. values:
-    [row][column], NaN: unknown.
+class HeatMap(Figure):
+    """Loads over the mean load: one row per expert or layer, one column per stretch of steps.
+
+    row: what a row is. steps: the last step of each column. values: [row][column], NaN: unknown.
     """
 
-    id: str
-    title: str
-    about: str
     row: str
     rows: tuple[str, ...]
     steps: tuple[int, ...]
@@ -56,7 +61,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of one row of a `Bands` chart."""
+    """A stretch of one row of `Bands`. kind: decides the colour. text: shown under the pointer."""
 
     row: int
     start: float
@@ -66,31 +71,23 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Bands:
-    """Rows with coloured stretches: layouts over steps, or what ran when in one step. unit: of the
-    horizontal axis.
+class Bands(Figure):
+    """Rows with coloured stretches: layouts over steps, or the spans of one step.
+
+    unit: of the horizontal axis, `step` or `s`.
     """
 
-    id: str
-    title: str
-    about: str
     rows: tuple[str, ...]
     bands: tuple[Band, ...]
     unit: str = "step"
 
 
 @dataclass(frozen=True)
-class Table:
-    """Cells as text."""
+class Table(Figure):
+    """Cells of text."""
 
-    id: str
-    title: str
-    about: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-
-
-Figure = LineChart | HeatMap | Bands | Table
 
 
 @dataclass(frozen=True)
@@ -98,21 +95,21 @@ class Section:
     """Figures under one heading."""
 
     title: str
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[Figure]
 
 
 def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool) -> Line | None:
-    """A curve of (x, y); y None or not finite is a gap. None where nothing is left to draw."""
+    """A curve of (x, y); y None or not finite is a gap. None if no point is known."""
     known = [(x, math.nan if y is None or not math.isfinite(y) else float(y)) for x, y in points]
     if all(math.isnan(y) for _, y in known):
         return None
-    known = thinned(known)
-    return Line(name, tuple(x for x, _ in known), tuple(y for _, y in known), **style)
+    return Line(name, *zip(*thinned(known), strict=True), **style)
 
 
 def thinned(points: list[tuple[float, float]], limit: int = POINTS) -> list[tuple[float, float]]:
-    """At most `limit` of the points: of each stretch the lowest and the highest, and one gap where
-    it has any; first and last stay.
+    """At most `limit` of the points, with the first and the last.
+
+    Each stretch keeps its lowest and its highest point, and one gap where it has any.
     """
     if len(points) <= limit:
         return points
@@ -134,34 +131,14 @@ def over_columns(steps: Sequence[int], columns: int) -> list[tuple[int, int]]:
 
 
 def mean_known(values: Sequence[float]) -> float:
-    """Mean of what is known; NaN where nothing is."""
+    """Mean of the values that are not NaN; NaN if there are none."""
     known = [v for v in values if not math.isnan(v)]
     return sum(known) / len(known) if known else math.nan
 
 
 def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
           floor: float | None = 0.0) -> list[LineChart]:
-    """The chart of what there is to draw; empty where that is nothing (or references alone)."""
-    there = tuple(one for one in lines if one is not None)
-    return [LineChart(id, title, about, there, unit, floor)] if any(not one.dashed
-                                                                    for one in there) else []
-
-
-def described(chart: LineChart, number: Callable[[float, str], str]) -> str:
-    """The chart in words: begin, end, lowest and highest of each of the first curves."""
-    parts = []
-    for one in [one for one in chart.lines if not one.dashed][:6]:
-        known = [(x, y) for x, y in zip(one.x, one.y, strict=True) if not math.isnan(y)]
-        (first_x, first), (last_x, last) = known[0], known[-1]
-        low, high = min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])
-        name = f"{one.name}: " if len(chart.lines) > 1 else ""
-        if len(known) == 1:
-            parts.append(f"{name}{number(first, chart.unit)} at step {first_x:g}")
-        elif low[1] == high[1]:
-            parts.append(f"{name}{number(first, chart.unit)} throughout")
-        else:
-            parts.append(
-                f"{name}{number(first, chart.unit)} at step {first_x:g}, "
-                f"{number(last, chart.unit)} at step {last_x:g}, "
-                f"lowest {number(low[1], chart.unit)}, highest {number(high[1], chart.unit)}")
-    return "; ".join(parts) + "."
+    """The chart of the known lines; empty if only references are known."""
+    known = tuple(one for one in lines if one is not None)
+    measured = any(not one.dashed for one in known)
+    return [LineChart(id, title, about, known, unit, floor)] if measured else []

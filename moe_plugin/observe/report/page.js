@@ -1,4 +1,5 @@
-// Tells the values under the pointer, a finger, or (with the arrow keys) the keyboard. The page is complete without it.
+// Shows the values under the pointer, a finger, or (with the arrow keys) the keyboard, and saves plots as PNG files.
+// The page is complete without it.
 "use strict";
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
@@ -69,6 +70,34 @@
       row = data.kind === "heat" ? Math.min(Math.max(row + move[1], 0), data.rows.length - 1) : 0;
       draw(4);
     });
+  }
+
+  // The browser draws the figure's own HTML into an image; the space of the name of SVG is read from a figure, as the page names no address.
+  const save = async (figure) => {
+    const space = figure.querySelector("svg").namespaceURI, { width, height } = figure.getBoundingClientRect();
+    const copy = figure.cloneNode(true), style = document.querySelector("style").cloneNode(true);
+    for (const extra of copy.querySelectorAll("details, button, .cursor, .tip")) extra.remove();
+    const body = document.createElement("body");
+    body.style.cssText = "padding: 0; max-width: none";
+    body.append(style, copy);
+    const svg = document.createElementNS(space, "svg"), frame = document.createElementNS(space, "foreignObject");
+    for (const [name, value] of Object.entries({ width, height })) { svg.setAttribute(name, value); frame.setAttribute(name, value); }
+    frame.append(body);
+    svg.append(frame);
+    const image = new Image(), canvas = document.createElement("canvas"), link = document.createElement("a");
+    image.src = "data:image/svg+xml," + encodeURIComponent(new XMLSerializer().serializeToString(svg));
+    await image.decode();
+    canvas.width = 2 * width; canvas.height = 2 * height;
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    link.href = canvas.toDataURL("image/png");
+    link.download = `${figure.id}.png`;
+    link.click();
+  };
+  for (const area of document.querySelectorAll(".area")) {
+    const figure = area.closest("figure"), button = document.createElement("button");
+    button.className = "save"; button.textContent = "PNG"; button.title = "Save this plot as a PNG file";
+    button.addEventListener("click", () => save(figure));
+    figure.querySelector("figcaption").prepend(button);
   }
   document.documentElement.dataset.ready = String(Object.keys(figures).length);
 })();

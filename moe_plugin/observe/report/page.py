@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, which loads nothing."""
+"""The page: one self-contained HTML file that loads nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from pathlib import Path
 
 from moe_plugin import __version__
 from moe_plugin.observe.history import Run
-from moe_plugin.observe.report.colors import CATEGORIES
 from moe_plugin.observe.report.content import sections, summary
 from moe_plugin.observe.report.draw import figure, figure_data
 from moe_plugin.observe.report.figures import Section
 
 HERE = Path(__file__).parent
-# the browser itself refuses whatever is not in the page
+# the browser refuses everything that is not in the page
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def write_report(run: Run, path: str | Path) -> Path:
-    """Write the page of a run; it appears complete or not at all.
+    """Write the page of a run, atomically.
 
     Raises:
         ValueError: a file that cannot be written.
@@ -31,34 +30,28 @@ def write_report(run: Run, path: str | Path) -> Path:
         half.write_text(render(run), encoding="utf-8")
         os.replace(half, path)
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({error.strerror}); give the path of an HTML file in a "
-            "folder that exists"
-        ) from error
+        raise ValueError(f"{path} cannot be written ({error.strerror}); give the path of an HTML "
+                         "file in a folder that exists") from error
     return path
 
 
 def render(run: Run) -> str:
     """The page as text."""
     found = sections(run)
-    steps = [r.step
-             for r in run.steps] + [r.step for records in run.layers.values() for r in records]
-    span = (float(min(steps, default=0)), float(max(steps, default=1)))
-    span = span if span[1] > span[0] else (span[0] - 1, span[0] + 1)
-    data = {
-        f.id: d for section in found for f in section.figures if (d := figure_data(f)) is not None
-    }
-    title = escape(f"{run.name}: run report")
+    begin, end = map(float, run.step_range)
+    span = (begin, end) if end > begin else (begin - 1, begin + 1)
+    data = {f.id: d for section in found for f in section.figures
+            if (d := figure_data(f)) is not None}
     return "\n".join([
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="color-scheme" content="light dark">', '<link rel="icon" href="data:,">',
-        f"<title>{title}</title>", f"<style>\n{_colors()}{_asset('page.css')}</style>", "</head>",
-        "<body>",
-        _header(run, found), "<main>",
-        _top(run), *(_section(section, i, span) for i, section in enumerate(found)), "</main>",
-        _footer(run), f'<script type="application/json" id="figures">{_embedded(data)}</script>',
+        f"<title>{escape(run.name)}: run report</title>",
+        f"<style>\n{_asset('page.css')}</style>", "</head>", "<body>", _header(run, found),
+        "<main>", _top(run), *(_section(section, i, span) for i, section in enumerate(found)),
+        "</main>", _footer(run),
+        f'<script type="application/json" id="figures">{_embedded(data)}</script>',
         f"<script>\n{_asset('page.js')}</script>", "</body>", "</html>", ""
     ])
 
@@ -69,29 +62,23 @@ def _asset(name: str) -> str:
 
 def _embedded(data: object) -> str:
     # no text of a log may end the script element
-    return json.dumps(data, separators=(",", ":"),
-                      allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
-
-
-def _colors() -> str:
-    light = "".join(f".c{i} {{ --c: {pair[0]}; }} " for i, pair in enumerate(CATEGORIES))
-    dark = "".join(f".c{i} {{ --c: {pair[1]}; }} " for i, pair in enumerate(CATEGORIES))
-    return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark}}}\n"
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("&", "\\u0026")
 
 
 def _header(run: Run, found: list[Section]) -> str:
     links = "".join(f'<a href="#section-{i}">{escape(section.title)}</a>'
                     for i, section in enumerate(found))
     notes = "".join(f'<p class="note" role="note">{escape(note)}</p>' for note in run.notes)
-    return (f"<header><h1>{escape(run.name)}</h1><p>Report of a training run</p>{notes}<nav "
-            f"aria-label=\"Sections\">{links}</nav></header>")
+    return (f"<header><h1>{escape(run.name)}</h1><p>Report of a training run</p>{notes}"
+            f'<nav aria-label="Sections">{links}</nav></header>')
 
 
 def _top(run: Run) -> str:
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
                     for name, value in summary(run))
-    return ('<section aria-label="Summary"><dl class="facts" '
-            f'id="summary">{facts}</dl>{_settings(run)}</section>')
+    return ('<section aria-label="Summary">'
+            f'<dl class="facts" id="summary">{facts}</dl>{_settings(run)}</section>')
 
 
 def _settings(run: Run) -> str:
@@ -99,17 +86,16 @@ def _settings(run: Run) -> str:
         return ""
     rows = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
                    for name, value in run.settings.items())
-    return (
-        f'<details id="settings"><summary>Settings ({len(run.settings)})</summary><div '
-        'class="scroll" tabindex="0" role="region" aria-label="Settings">'
-        f"<table><tbody>{rows}</tbody></table></div></details>")
+    return (f'<details id="settings"><summary>Settings ({len(run.settings)})</summary>'
+            '<div class="scroll" tabindex="0" role="region" aria-label="Settings">'
+            f"<table><tbody>{rows}</tbody></table></div></details>")
 
 
 def _section(section: Section, index: int, span: tuple[float, float]) -> str:
     figures = "\n".join(figure(f, span) for f in section.figures)
-    return (f'<section aria-labelledby="section-{index}"><h2 '
-            f'id="section-{index}">{escape(section.title)}</h2><div '
-            f'class="figures">\n{figures}\n</div></section>')
+    return (f'<section aria-labelledby="section-{index}">'
+            f'<h2 id="section-{index}">{escape(section.title)}</h2>'
+            f'<div class="figures">\n{figures}\n</div></section>')
 
 
 def _footer(run: Run) -> str:

@@ -1,9 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers and names for readers."""
 
 from __future__ import annotations
 
 import math
 
+HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core"}
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _SMALL = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -11,8 +12,8 @@ _SMALL = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 def number(value: float | None, unit: str = "") -> str:
     """A number with its unit.
 
-    unit: `` plain, `%` a fraction shown in percent, `B` bytes, `s` seconds, `ms` milliseconds,
-    `count` integers with separators. None and what is not finite: a dash, or its name.
+    unit: `` none, `%` a fraction shown in percent, `B` bytes, `s` seconds, `ms` milliseconds,
+    `count` integers with separators. None and NaN: a dash; infinite: its sign.
     """
     if value is None or math.isnan(value):
         return "–"
