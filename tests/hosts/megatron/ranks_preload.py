@@ -1,14 +1,31 @@
-"""Imported once by the fork server of `ranks`, before it forks any rank."""
+"""Imported once by the server that forks Megatron's ranks (tests/preloaded.py)."""
 
+import importlib
 import importlib.util
 import os
+import pkgutil
+import queue
 import warnings
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions: 15 s for the first
 warnings.filterwarnings("ignore")
 
-if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec(
-        "megatron.core") is not None:
+
+def _preload() -> None:
     from moe_plugin.hosts.megatron import cpu
 
     cpu.enable()
+    import moe_plugin.hosts.megatron as host
+
+    for module in pkgutil.iter_modules(host.__path__, f"{host.__name__}."):
+        importlib.import_module(module.name)
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # Megatron starts a fresh interpreter for this queue (3 s a rank), for the sake of asynchronous
+    # saves, which no test makes. `test_killed_run_resumes_to_the_same_losses` saves as users do.
+    filesystem_async._results_queue = queue.Queue()
+
+
+if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec(
+        "megatron.core") is not None:
+    _preload()
