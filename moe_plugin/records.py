@@ -8,6 +8,7 @@ E shards of one expert where E < W.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,41 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class KeptRouting:
+    """A routing after capacity.
+
+    Attributes:
+        routing: with dropped choices removed.
+        slots_TK: int64 [T, K], slot of each choice inside its expert, -1 without an expert; None
+            where nothing is limited.
+        capacity: slots per expert and source rank, the same number on all ranks; None: no limit.
+        before: the routing before anything was dropped.
+    """
+
+    routing: Routing
+    slots_TK: Tensor | None
+    capacity: int | None
+    before: Routing
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one call as a router sees them: checked, on one axis, this rank's part.
+
+    Attributes:
+        x_TD: [T, D] tokens. mask_T: bool [T], True = real token; None: all are real.
+        info: what else is known of them.
+        shape: of the layer's input. count: tokens of the input, before ranks shared them out.
+    """
+
+    x_TD: Tensor
+    mask_T: Tensor | None
+    info: TokenInfo
+    shape: torch.Size
+    count: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where experts live: rank i of `comm` holds `local` (virtual) experts; a virtual expert is a
     shard of an expert.
@@ -139,14 +175,17 @@ class Placement:
 
     @property
     def shards(self) -> int:
+        """S, ranks over which each expert is split."""
         return self.cut or max(1, self.comm.size // self.experts)
 
     @property
     def virtual(self) -> int:
+        """E S, shards of all experts."""
         return self.experts * self.shards
 
     @property
     def local(self) -> int:
+        """L, experts of this rank, or shards of so many experts."""
         return self.virtual // self.comm.size
 
     @property
@@ -159,13 +198,13 @@ class Placement:
         """Which shard of its experts this rank holds."""
         return self.comm.rank % self.shards
 
-    def home(self, expert: int, shard: int) -> tuple[int, int]:
-        """(rank, place among its experts) of a shard."""
+    def owner_of(self, expert: int, shard: int) -> tuple[int, int]:
+        """(rank, index among its experts) of the rank that stores a shard."""
         run, slot = divmod(expert, self.local)
         return run * self.shards + shard, slot
 
     @property
-    def spread(self) -> int:
+    def token_shards(self) -> int:
         """S/r: ranks that share the tokens of one slice of an expert."""
         return self.shards // (self.copies or self.shards)
 
@@ -214,12 +253,12 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows that one rank takes out of its own tokens, computes and puts back: no exchange in
-    between.
+    """Rows that one rank takes out of its own tokens, computes and puts back, without an exchange.
 
-    source_R, position_TK: see kernels.rows; rows lie expert after expert. weights_TK: gate weights,
-    differentiable.
-    counts: rows by expert; with fixed slots also the empty ones.
+    Attributes:
+        source_R, position_TK: see `kernels.rows`; rows lie expert after expert.
+        weights_TK: [T, K] gate weights, differentiable.
+        counts: rows by expert; with fixed slots also the empty ones.
     """
 
     source_R: Tensor
@@ -232,6 +271,49 @@ class RowPlan:
         """Token of each row, int64 [R]; 0 for an empty slot."""
         return torch.div(self.source_R.clamp(min=0), max(1, self.position_TK.shape[1]),
                          rounding_mode="floor")
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Work for this rank's experts.
+
+    Attributes:
+        x: [R, D] rows, expert after expert, or, with a `RowPlan`, [T, D] tokens.
+        rows: rows by expert; or a `RowPlan`: the result then is [T, D], each token's rows weighted
+            and summed.
+    """
+
+    x: Tensor
+    rows: RowCounts | RowPlan
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """In how many pieces rows travel and are computed, so that exchanges and matmuls overlap.
+
+    forward, backward: d and d_backward; 0 backward: as forward.
+    """
+
+    forward: int = 1
+    backward: int = 0
+
+    @property
+    def pieces(self) -> int:
+        """Pieces into which rows are split, so that both directions can group them evenly."""
+        return math.lcm(self.forward, self.backward or self.forward)
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """What dispatch and combine of one call need; a dispatcher extends it by its own fields.
+
+    All sizes in it are agreed between ranks, and nothing in it waits for a device.
+
+    Attributes:
+        rows: rows that this rank's experts compute.
+    """
+
+    rows: int
 
 
 @dataclass(frozen=True)

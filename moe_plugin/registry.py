@@ -39,8 +39,9 @@ class Registry(Generic[T]):
     ...).
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, *, base: type | None = None,
+                 check: Callable[[str, T], None] | None = None) -> None:
+        self.kind, self.base, self.check = kind, base, check
         self._entries: dict[str, Entry[T]] = {}
         KINDS[kind] = self
 
@@ -51,6 +52,12 @@ class Registry(Generic[T]):
         def add(value: T) -> T:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is already registered; choose another name")
+            if self.base is not None and not (isinstance(value, type)
+                                              and issubclass(value, self.base)):
+                raise ValueError(f"{self.kind} {name!r} is {value!r}: must be a subclass of "
+                                 f"{self.base.__name__}")
+            if self.check is not None:
+                self.check(name, value)
             self._entries[name] = Entry(name, value, why_not)
             return value
 

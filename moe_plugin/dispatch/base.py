@@ -1,83 +1,144 @@
-"""What a dispatcher is: tokens to expert rows and back, with a frozen handle in between."""
+"""The dispatch contract: sizes are planned, rows go to their experts' ranks, results come back.
+
+A dispatcher declares what it can do in `traits`; the layer, the layouts and the exactness tests
+read them there and never look for methods. It holds no state between calls: what a call needs is
+in its plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
 from moe_plugin.kernels import slot_index
-from moe_plugin.records import Placement, Routing, RowCounts, RowPlan
+from moe_plugin.records import (
+    DispatchPlan,
+    ExpertRows,
+    KeptRouting,
+    Overlap,
+    Placement,
+    Routing,
+)
 from moe_plugin.registry import Registry
 
 
-class Dispatcher(Protocol):
-    """Moves tokens to their experts' ranks and results back. No state between calls: all of it is
-    in the handle.
+@dataclass(frozen=True)
+class DispatchTraits:
+    """What a dispatcher declares.
+
+    Attributes:
+        fixed_slots: makes C slots per expert and source rank, empty ones too; needs a capacity.
+            False: exactly the rows that were routed.
+        cuts: can split its rows into pieces (`Overlap`), so that exchanges overlap with matmuls.
+        shares_tokens: all ranks of the group hold the same tokens.
+        splits_slots: ranks that hold the same tokens (`Placement.replicas`) share out the slots.
+        single_layout: runs where parameters are stored, in one layout; False: in any `r`.
     """
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, slots_TK: Tensor | None,
-                 capacity: int | None, anchor: Tensor) -> tuple[Tensor, RowCounts, object]:
-        """Rows for this rank's experts, expert after expert: (rows_RD, rows by expert, handle)."""
+    fixed_slots: bool = False
+    cuts: bool = False
+    shares_tokens: bool = False
+    splits_slots: bool = False
+    single_layout: bool = False
 
-    def combine(self, rows_RD: Tensor, handle: object, anchor: Tensor) -> Tensor:
-        """y_TD: each token's rows weighed and summed."""
 
-    def plan(self, routing: Routing, slots_TK: Tensor | None,
-             capacity: int | None) -> RowPlan | None:
-        """Where all experts are this rank's: what to compute, for experts that gather and combine
-        by themselves. Else None.
+class Dispatcher(ABC):
+    """Moves tokens to their experts' ranks and results back, in one layout.
+
+    Args:
+        placement: where experts are, and which exchange carries rows.
+        overlap: pieces; more than one only where `traits.cuts`.
+    """
+
+    traits: ClassVar[DispatchTraits]
+
+    def __init__(self, placement: Placement, overlap: Overlap = Overlap()) -> None:
+        self.placement, self.overlap = placement, overlap
+
+    @abstractmethod
+    def plan(self, kept: KeptRouting) -> DispatchPlan:
+        """Agree on all sizes. The only step in which the host may wait for the device."""
+
+    @abstractmethod
+    def dispatch(self, x_TD: Tensor, plan: DispatchPlan,
+                 anchor: Tensor | None) -> Iterable[ExpertRows]:
+        """Work for this rank's experts, piece by piece, each when it has arrived.
+
+        Args:
+            x_TD: [T, D] tokens of this rank.
+            plan: of this call.
+            anchor: a parameter; it keeps exchanges in the graph on every rank or on none, see
+                `comm.functional`.
+        """
+
+    @abstractmethod
+    def combine(self, outputs: Iterable[Tensor], plan: DispatchPlan,
+                anchor: Tensor | None) -> Tensor:
+        """y_TD [T, D]: each token's rows weighted and summed.
+
+        Args:
+            outputs: of the experts, piece by piece; each is sent back as soon as it is there.
+            plan, anchor: see `dispatch`.
         """
 
 
-dispatchers: Registry[Callable[[Placement], Dispatcher]] = Registry("dispatcher")
+def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
+    traits = dispatcher.traits
+    if traits.cuts and traits.single_layout:
+        raise ValueError(f"dispatcher {name!r} declares cuts and single_layout: must be one of them")
+
+
+dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher,
+                                                   check=_check_traits)
 
 
 def check_capacity(config: DispatchConfig) -> None:
     """`ValueError` where the configured dispatcher has fixed slots and nothing says how many."""
-    anywhere = config.capacity_factor is not None or config.eval_capacity_factor is not None or config.eval_token_fraction > 0
-    if not anywhere and getattr(dispatchers.get(config.name), "needs_capacity", False):
-        raise ValueError(
-            f"dispatch.capacity_factor=None does not fit dispatch.name={config.name!r}: it needs a "
-            "capacity; set it (0 never drops), "
-            "or use dispatch.name='ragged'")
+    limited = (config.capacity_factor is not None or config.eval_capacity_factor is not None
+               or config.eval_token_fraction > 0)
+    if not limited and dispatchers.get(config.name).traits.fixed_slots:
+        raise ValueError(no_capacity(config.name))
+
+
+def no_capacity(name: str) -> str:
+    """The message for a dispatcher with fixed slots that was given no capacity."""
+    return (f"dispatch.capacity_factor=None does not fit dispatch.name={name!r}: it needs a "
+            "capacity; set it (0 never drops), or use dispatch.name='ragged'")
 
 
 def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(ids, weights) over virtual experts, [T, K*r]: each of the r slices of a chosen expert gets
-    the token.
+    """(ids int64, weights) over shards of experts, [T, K*r]: each of the r slices of a chosen expert
+    gets the token.
 
-    Slot s of an expert goes to member s % (S/r) of the run of ranks that share a slice. slots_TK:
-    slot of each choice inside its expert; None: counted here, where it is needed.
+    Slot s of an expert goes to member s % (S/r) of the ranks that share a slice. slots_TK: int64
+    [T, K], slot of each choice inside its expert; None: counted here, where it is needed.
     """
     if place.shards == 1:
         return routing.ids_TK, routing.weights_TK
     local = place.local
-    slice_r = torch.arange(0, place.shards, place.spread, device=routing.ids_TK.device) * local
-    first_TK = torch.div(routing.ids_TK, local,
-                         rounding_mode="floor") * (place.shards * local) + routing.ids_TK % local
-    if place.spread > 1:
-        first_TK = first_TK + (slot_index(routing.ids_TK, place.experts)
-                               if slots_TK is None else slots_TK) % place.spread * local
+    slice_r = torch.arange(0, place.shards, place.token_shards, device=routing.ids_TK.device) * local
+    first_TK = (torch.div(routing.ids_TK, local, rounding_mode="floor") * (place.shards * local)
+                + routing.ids_TK % local)
+    if place.token_shards > 1:
+        if slots_TK is None:
+            slots_TK = slot_index(routing.ids_TK, place.experts)
+        first_TK = first_TK + slots_TK % place.token_shards * local
     ids_TKr = torch.where(routing.ids_TK[..., None] < 0, -1, first_TK[..., None] + slice_r)
     weights_TKr = routing.weights_TK[..., None].expand(ids_TKr.shape)
     return ids_TKr.flatten(1), weights_TKr.flatten(1)
 
 
 def expand_slots(place: Placement, slots_TK: Tensor, capacity: int) -> tuple[Tensor, int]:
-    """(slots [T, K*r], capacity) of virtual experts: the slots of an expert dealt out to the S/r
-    ranks that share it.
+    """(slots int64 [T, K*r], capacity) of shards: an expert's slots dealt to the S/r ranks that
+    share it.
     """
-    slots_TK = torch.div(slots_TK, place.spread,
-                         rounding_mode="floor") if place.spread > 1 else slots_TK
-    return slots_TK.repeat_interleave(place.copies or place.shards,
-                                      dim=1), -(-capacity // place.spread)
-
-
-def inverse_permutation(order_R: Tensor) -> Tensor:
-    """inverse[order[i]] = i."""
-    return torch.empty_like(order_R).index_copy_(
-        0, order_R, torch.arange(order_R.numel(), device=order_R.device))
+    if place.token_shards > 1:
+        slots_TK = torch.div(slots_TK, place.token_shards, rounding_mode="floor")
+    slots_TKr = slots_TK.repeat_interleave(place.copies or place.shards, dim=1)
+    return slots_TKr, -(-capacity // place.token_shards)

@@ -1,53 +1,45 @@
-"""Index-slice dispatch (PPMoE): experts inside a group of ranks that all hold the same tokens. No
-all-to-all.
+"""Index-slice dispatch (PPMoE): experts inside a group of ranks that all hold the same tokens.
 
-Every rank routes alike, computes the rows of its own experts and adds them up; one all-reduce makes
-the parts whole, the one that a dense feed-forward layer under tensor parallelism pays anyway.
-Backward is one all-reduce of the input's gradient, in which the gates' gradients travel along: so
-the router's gradients, those of the balance losses included, are whole and equal on all ranks.
+There is no all-to-all. Every rank routes alike and computes the rows of its own experts; one
+all-reduce sums the parts, the one that a dense feed-forward layer under tensor parallelism pays
+anyway. Backward is one all-reduce of the input's gradient, which carries the gradients of the gate
+weights too: so the router's gradients, those of the balance losses included, are complete and equal
+on all ranks.
 
-Source: Chen et al. 2023 (PPMoE). Elements a rank and direction: ring all-reduce of T D forward, T
-(D + K) backward.
+Source: Chen et al. 2023 (PPMoE). Elements per rank and direction: a ring all-reduce of T D forward,
+T (D + K) backward.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from moe_plugin.comm.regions import enter, sum_parts
-from moe_plugin.dispatch.base import dispatchers
-from moe_plugin.dispatch.ragged import exact_rows
-from moe_plugin.records import Placement, Routing, RowPlan
+from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, dispatchers
+from moe_plugin.dispatch.local import TokenPlan, with_weights
+from moe_plugin.dispatch.rows import rows_of_this_rank
+from moe_plugin.records import ExpertRows, KeptRouting
 
 
 @dispatchers.register("index_slice")
-class IndexSliceDispatcher:
-    """For tensor-parallel ranks that hold the same tokens: own experts' rows are computed in place,
-    one all-reduce sums them.
-    """
+class IndexSliceDispatcher(Dispatcher):
+    """For tensor-parallel ranks with the same tokens: own rows in place, one all-reduce sums them."""
 
-    same_tokens = True
+    traits = DispatchTraits(shares_tokens=True, single_layout=True)
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
+    def plan(self, kept: KeptRouting) -> TokenPlan:
+        """See `Dispatcher`. One copy of counts from device to host."""
+        rows = rows_of_this_rank(kept.routing, self.placement)
+        return TokenPlan(rows.counts.total, rows)
 
-    def run(self, x_TD: Tensor, routing: Routing, experts: Callable[[Tensor, RowPlan], Tensor],
-            anchor: Tensor | None) -> tuple[Tensor, int]:
-        """(y_TD, rows computed here), y equal on all ranks. experts: tokens and plan to tokens, for
-        this rank's experts.
-        """
-        place = self.placement
-        x_TD, weights_TK = enter(x_TD, routing.weights_TK, anchor, place.comm)
-        plan = local_plan(dataclasses.replace(routing, weights_TK=weights_TK), place)
-        return sum_parts(experts(x_TD, plan), place.comm), plan.counts.total
+    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> list[ExpertRows]:
+        """See `Dispatcher`."""
+        x_TD, weights_TK = enter(x_TD, plan.row_plan.weights_TK, anchor, self.placement.comm)
+        return [ExpertRows(x_TD, with_weights(plan.row_plan, weights_TK))]
 
-
-def local_plan(routing: Routing, place: Placement) -> RowPlan:
-    """The rows of this rank's experts (or of its slices of them)."""
-    ids_TK = routing.ids_TK - place.first_expert
-    mine_TK = (ids_TK >= 0) & (ids_TK < place.local) & (routing.ids_TK >= 0)
-    return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)
+    def combine(self, outputs: Iterable[Tensor], plan: TokenPlan, anchor: Tensor | None) -> Tensor:
+        """See `Dispatcher`. y_TD is equal on all ranks."""
+        (part_TD,) = outputs
+        return sum_parts(part_TD, self.placement.comm)

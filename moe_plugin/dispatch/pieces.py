@@ -1,131 +1,166 @@
-"""Rows cut in pieces that travel and are computed one after another, so that exchanges overlap with
-products.
+"""Plans of an exchange: rows in pieces that travel and are computed one after another.
 
-Rows lie piece after piece, within a piece by virtual expert, within an expert in slot order. Which
-row falls into which piece follows from counts that sender and receiver both know: item i of n goes
-to piece floor(((i + 1) m - 1) / n), which gives piece c the items from floor(n c / m) to floor(n (c
-+ 1) / m).
+Rows lie piece after piece, within a piece by expert shard, within a shard in slot order. Which row
+falls into which piece follows from counts that sender and receiver both know: item i of n goes to
+piece floor(((i + 1) m - 1) / n), which gives piece c the items from floor(n c / m) to
+floor(n (c + 1) / m).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.base import inverse_permutation
-from moe_plugin.records import Placement, RowCounts
+from moe_plugin.dispatch.rows import inverse_permutation, positions, slot_sources
+from moe_plugin.kernels import permute_rows
+from moe_plugin.records import DispatchPlan, Placement, RowCounts
+
+Counts = list[list[int]]  # rows by (rank, its local expert)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One piece. send, recv: rows by rank. counts: rows by local expert. order_R, inverse_R: the
-    permutation from source-rank-major to expert-major rows, None where they are the same.
+    """Rows that travel together.
+
+    Attributes:
+        send, recv: rows by rank.
+        counts: rows by local expert.
+        order_R, inverse_R: int64 [R], from source-rank-major to expert-major rows; None where both
+            are the same, or where `slots` says how.
+        slots: rows of every (source rank, expert) pair where all have as many; None: see order_R.
     """
 
     send: list[int]
     recv: list[int]
     counts: RowCounts
-    order_R: Tensor | None
-    inverse_R: Tensor | None
+    order_R: Tensor | None = None
+    inverse_R: Tensor | None = None
+    slots: int | None = None
+
+    def expert_major(self, rows_RD: Tensor) -> Tensor:
+        """[R, D] rows by (source rank, expert) to rows by (expert, source rank)."""
+        if self.slots is not None:
+            return self._transposed(rows_RD, len(self.recv), len(self.counts.host))
+        if self.order_R is None:
+            return rows_RD
+        return permute_rows(rows_RD, self.order_R, self.inverse_R)
+
+    def rank_major(self, rows_RD: Tensor) -> Tensor:
+        """The inverse of `expert_major`."""
+        if self.slots is not None:
+            return self._transposed(rows_RD, len(self.counts.host), len(self.recv))
+        if self.order_R is None:
+            return rows_RD
+        return permute_rows(rows_RD, self.inverse_R, self.order_R)
+
+    def _transposed(self, rows_RD: Tensor, outer: int, inner: int) -> Tensor:
+        if outer == 1 or inner == 1:
+            return rows_RD
+        width = rows_RD.shape[1]
+        return rows_RD.view(outer, inner, self.slots, width).transpose(0, 1).reshape(-1, width)
 
 
 @dataclass(frozen=True)
-class PiecePlan:
-    """A whole exchange in pieces. source_N, position_TK: see kernels.rows; rows lie piece after
-    piece. weights_TK: differentiable.
+class ExchangePlan(DispatchPlan):
+    """Rows out of this rank's tokens, the pieces in which they travel, and their way back.
 
-    even: every rank sends every rank the same number of rows, in each piece.
+    Attributes:
+        source_N, position_TK: see `kernels.rows`; rows lie piece after piece.
+        weights_TK: [T, K*r] gate weights, differentiable.
+        pieces: in the order in which they travel.
+        even: every rank sends every rank the same number of rows, in each piece.
     """
 
     source_N: Tensor
     position_TK: Tensor
     weights_TK: Tensor
-    pieces: list[Piece]
+    pieces: tuple[Piece, ...]
     even: bool
 
 
-def ragged_pieces(order_N: Tensor, send_WL: list[list[int]], recv_WL: list[list[int]],
-                  ids_TK: Tensor, weights_TK: Tensor, number: int) -> PiecePlan:
-    """Every (source rank, expert) pair's rows cut in `number` nearly equal parts.
+def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tensor,
+                weights_TK: Tensor, number: int) -> ExchangePlan:
+    """Every (source rank, expert) pair's rows in `number` nearly equal parts.
 
-    order_N: choices by virtual expert. send_WL, recv_WL: rows by destination rank and its local
-    expert; by source rank and local expert.
+    Args:
+        order_N: int64 [T*K], choices by expert shard, those without one last.
+        send_WL: rows by destination rank and its local expert.
+        recv_WL: rows by source rank and local expert.
+        ids_TK: int64 [T, K*r] expert shards. weights_TK: their gate weights.
     """
-    send_V = torch.tensor(send_WL, device=ids_TK.device).view(-1)
     total = sum(map(sum, send_WL))
-    expert_N = torch.arange(send_V.numel(),
-                            device=ids_TK.device).repeat_interleave(send_V, output_size=total)
-    start_V = send_V.cumsum(0) - send_V
-    index_N = torch.arange(total, device=ids_TK.device) - start_V[expert_N]
-    piece_N = torch.div((index_N + 1) * number - 1, send_V[expert_N], rounding_mode="floor")
-    by_piece_N = torch.argsort(piece_N, stable=True)
-    source_N = order_N[:total][by_piece_N]
-    pieces = [
-        _piece(_part(send_WL, c, number), _part(recv_WL, c, number), ids_TK.device)
-        for c in range(number)
-    ]
-    return PiecePlan(source_N, positions(source_N, ids_TK), weights_TK, pieces, False)
+    source_N = order_N[:total]
+    if number > 1:
+        source_N = source_N[_order_by_piece(send_WL, total, number, ids_TK.device)]
+    pieces = tuple(
+        _ragged_piece(_part(send_WL, c, number), _part(recv_WL, c, number), ids_TK.device)
+        for c in range(number))
+    rows = sum(map(sum, recv_WL))
+    return ExchangePlan(rows, source_N, positions(source_N, ids_TK), weights_TK, pieces, False)
 
 
-def padded_pieces(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,
-                  capacity: int, number: int) -> PiecePlan:
-    """The capacity cut in `number` nearly equal parts; with fewer slots than that, in as many as
-    there are slots.
+def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,
+                capacity: int, number: int) -> ExchangePlan:
+    """The capacity in `number` nearly equal parts; with fewer slots, in as many as there are slots.
+
+    ids_TK, slots_TK: int64 [T, K*r], expert shard and slot of each choice. weights_TK: gate weights.
     """
     number = max(1, min(number, capacity))
     cuts = [capacity * c // number for c in range(number + 1)]
-    cut_M = torch.tensor(cuts, device=ids_TK.device)
-    piece_TK = torch.div((slots_TK.clamp(min=0) + 1) * number - 1, max(1, capacity),
-                         rounding_mode="floor").clamp(max=number - 1)
-    start_TK = cut_M[piece_TK]
-    length_TK = cut_M[piece_TK + 1] - start_TK
+    start_TK, length_TK = _slot_parts(slots_TK, cuts, capacity)
     position_TK = start_TK * place.virtual + ids_TK * length_TK + slots_TK - start_TK
     position_TK = torch.where(ids_TK >= 0, position_TK, -1)
+    source_N = slot_sources(position_TK, capacity * place.virtual)
+    pieces = tuple(even_piece(place, cuts[c + 1] - cuts[c]) for c in range(number))
+    rows = place.comm.size * place.local * capacity
+    return ExchangePlan(rows, source_N, position_TK, weights_TK, pieces, True)
+
+
+def even_piece(place: Placement, slots: int) -> Piece:
+    """A piece of `slots` rows for every expert shard from every rank."""
     size, local = place.comm.size, place.local
-    even = [[[cuts[c + 1] - cuts[c]] * local] * size for c in range(number)]
-    pieces = [_piece(rows_WL, rows_WL, ids_TK.device) for rows_WL in even]
-    return PiecePlan(slot_sources(position_TK, capacity * place.virtual), position_TK, weights_TK,
-                     pieces, True)
+    by_rank = [slots * local] * size
+    return Piece(by_rank, by_rank, RowCounts([size * slots] * local), slots=slots)
 
 
-def _part(rows_WL: list[list[int]], piece: int, number: int) -> list[list[int]]:
+def _slot_parts(slots_TK: Tensor, cuts: list[int], capacity: int) -> tuple[Tensor | int, ...]:
+    """(first slot, length) of the part of the capacity in which each slot lies."""
+    number = len(cuts) - 1
+    if number == 1:
+        return 0, capacity
+    piece_TK = torch.div((slots_TK.clamp(min=0) + 1) * number - 1, max(1, capacity),
+                         rounding_mode="floor").clamp(max=number - 1)
+    # capacity * c // number, computed on the device: a table would have to be copied there
+    start_TK = torch.div(capacity * piece_TK, number, rounding_mode="floor")
+    end_TK = torch.div(capacity * (piece_TK + 1), number, rounding_mode="floor")
+    return start_TK, end_TK - start_TK
+
+
+def _order_by_piece(send_WL: Counts, total: int, number: int, device: torch.device) -> Tensor:
+    """Rows by expert shard to rows by (piece, expert shard), int64 [N]."""
+    send_V = torch.tensor(send_WL, device=device).view(-1)
+    shard_N = torch.arange(send_V.numel(), device=device).repeat_interleave(
+        send_V, output_size=total)
+    index_N = torch.arange(total, device=device) - (send_V.cumsum(0) - send_V)[shard_N]
+    piece_N = torch.div((index_N + 1) * number - 1, send_V[shard_N], rounding_mode="floor")
+    return torch.argsort(piece_N, stable=True)
+
+
+def _part(rows_WL: Counts, piece: int, number: int) -> Counts:
+    if number == 1:
+        return rows_WL
     return [[n * (piece + 1) // number - n * piece // number for n in row] for row in rows_WL]
 
 
-def _piece(send_WL: list[list[int]], recv_WL: list[list[int]], device: torch.device) -> Piece:
+def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device) -> Piece:
     counts = RowCounts([sum(column) for column in zip(*recv_WL, strict=True)])
-    return Piece([sum(row) for row in send_WL], [sum(row) for row in recv_WL], counts,
-                 *expert_major(recv_WL, device))
-
-
-def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
-    """The choice in each slot, int64 [slots]; -1: empty."""
-    # choices without a slot write into one extra slot that is cut off: no data-dependent shape
-    index_N = torch.where(position_TK < 0, slots, position_TK).reshape(-1)
-    source_V = torch.full((slots + 1,), -1, dtype=torch.int64, device=position_TK.device)
-    return source_V.scatter_(0, index_N, torch.arange(index_N.numel(),
-                                                      device=position_TK.device))[:slots]
-
-
-def positions(source_N: Tensor, ids_TK: Tensor) -> Tensor:
-    """The row of each choice, int64 [T, K]; -1: none."""
-    position_N = torch.full((ids_TK.numel(),), -1, dtype=torch.int64, device=ids_TK.device)
-    position_N.index_copy_(0, source_N, torch.arange(source_N.numel(), device=ids_TK.device))
-    return position_N.view(ids_TK.shape)
-
-
-def expert_major(recv_WL: Sequence[Sequence[int]],
-                 device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """The permutation from source-rank-major to expert-major rows, and its inverse; None where they
-    are the same.
-    """
+    send, recv = [sum(row) for row in send_WL], [sum(row) for row in recv_WL]
     if len(recv_WL) == 1 or len(recv_WL[0]) == 1:
-        return None, None
+        return Piece(send, recv, counts)
     lengths_M = torch.tensor(recv_WL, device=device).view(-1)
     expert_M = torch.arange(len(recv_WL[0]), device=device).repeat(len(recv_WL))
-    expert_R = expert_M.repeat_interleave(lengths_M, output_size=sum(map(sum, recv_WL)))
+    expert_R = expert_M.repeat_interleave(lengths_M, output_size=counts.total)
     order_R = torch.argsort(expert_R, stable=True)
-    return order_R, inverse_permutation(order_R)
+    return Piece(send, recv, counts, order_R, inverse_permutation(order_R))

@@ -1,0 +1,61 @@
+"""Dispatch by all-to-all: what padded, ragged and Parm S2 dispatch have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from moe_plugin.comm.functional import all_to_all
+from moe_plugin.dispatch.base import Dispatcher
+from moe_plugin.dispatch.overlap import PipelinedExchange
+from moe_plugin.dispatch.pieces import ExchangePlan
+from moe_plugin.kernels import combine_rows, gather_rows
+from moe_plugin.records import ExpertRows, KeptRouting
+
+
+class ExchangeDispatcher(Dispatcher):
+    """Rows out by all-to-all, through the experts, back by all-to-all. Subclasses give `plan`."""
+
+    @abstractmethod
+    def plan(self, kept: KeptRouting) -> ExchangePlan:
+        """See `Dispatcher`."""
+
+    def dispatch(self, x_TD: Tensor, plan: ExchangePlan,
+                 anchor: Tensor | None) -> Iterable[ExpertRows]:
+        """See `Dispatcher`."""
+        rows_ND = self.own_part(gather_rows(x_TD, plan.source_N, plan.position_TK))
+        if len(plan.pieces) == 1:
+            piece = plan.pieces[0]
+            rows_RD = self._exchange(rows_ND, piece.send, piece.recv, plan.even, anchor)
+            return [ExpertRows(piece.expert_major(rows_RD), piece.counts)]
+        out = PipelinedExchange(self.placement, plan, self.overlap, reverse=False)
+        arriving = zip(plan.pieces, out.deliver(rows_ND, anchor), strict=True)
+        return (ExpertRows(piece.expert_major(rows), piece.counts) for piece, rows in arriving)
+
+    def combine(self, outputs: Iterable[Tensor], plan: ExchangePlan,
+                anchor: Tensor | None) -> Tensor:
+        """See `Dispatcher`."""
+        done = (piece.rank_major(rows) for piece, rows in zip(plan.pieces, outputs, strict=True))
+        if len(plan.pieces) == 1:
+            piece = plan.pieces[0]
+            rows_ND = self._exchange(next(done), piece.recv, piece.send, plan.even, anchor)
+        else:
+            back = PipelinedExchange(self.placement, plan, self.overlap, reverse=True)
+            rows_ND = back.collect(done, anchor)
+        rows_ND = self.all_parts(rows_ND)
+        return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK)
+
+    def own_part(self, rows_ND: Tensor) -> Tensor:
+        """The rows that this rank sends, [N, D]: all of them, or its part of what replicas share."""
+        return rows_ND
+
+    def all_parts(self, rows_ND: Tensor) -> Tensor:
+        """The inverse of `own_part`, on the rows that came back."""
+        return rows_ND
+
+    def _exchange(self, rows: Tensor, send: list[int], recv: list[int], even: bool,
+                  anchor: Tensor | None) -> Tensor:
+        splits = (None, None) if even else (send, recv)
+        return all_to_all(rows, self.placement.comm, self.placement.algorithm, *splits, anchor)

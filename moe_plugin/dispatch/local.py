@@ -1,0 +1,64 @@
+"""Dispatch where no row leaves its rank, and dispatch in which tokens are gathered, not sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_plugin.dispatch.base import Dispatcher, DispatchTraits
+from moe_plugin.dispatch.rows import exact_rows, slot_rows
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, RowPlan
+
+
+@dataclass(frozen=True)
+class TokenPlan(DispatchPlan):
+    """Tokens stay as they are; experts gather their rows from them and add the results up.
+
+    Attributes:
+        row_plan: which rows of these tokens this rank computes.
+    """
+
+    row_plan: RowPlan
+
+
+class LocalDispatcher(Dispatcher):
+    """For a rank that has all experts, stored or gathered: its tokens stay.
+
+    Args:
+        placement: of a group of one.
+        fixed_slots: of the configured dispatcher.
+    """
+
+    def __init__(self, placement: Placement, fixed_slots: bool) -> None:
+        super().__init__(placement)
+        self.traits = DispatchTraits(fixed_slots=fixed_slots)
+
+    def plan(self, kept: KeptRouting) -> TokenPlan:
+        """See `Dispatcher`. Exact rows need one copy of counts to the host; fixed slots none."""
+        routing, experts = kept.routing, self.placement.experts
+        # on a CPU counts are on the host already: empty slots are left out
+        on_host = routing.ids_TK.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not self.traits.fixed_slots or on_host:
+            rows = exact_rows(routing.ids_TK, routing.weights_TK, experts)
+        else:
+            rows = slot_rows(routing.ids_TK, routing.weights_TK, kept.slots_TK, kept.capacity,
+                             experts)
+        return TokenPlan(rows.counts.total, rows)
+
+    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> list[ExpertRows]:
+        """See `Dispatcher`."""
+        return [ExpertRows(x_TD, plan.row_plan)]
+
+    def combine(self, outputs: Iterable[Tensor], plan: TokenPlan, anchor: Tensor | None) -> Tensor:
+        """See `Dispatcher`."""
+        (y_TD,) = outputs
+        return y_TD
+
+
+def with_weights(plan: RowPlan, weights_TK: Tensor) -> RowPlan:
+    """The same rows with the gate weights [T, K] that came with the tokens."""
+    return dataclasses.replace(plan, weights_TK=weights_TK)

@@ -1,0 +1,59 @@
+"""Parm's schedule S2: ranks that hold the same tokens route all of them and share out the slots.
+
+N ranks hold the same tokens. Each sends 1/N of every expert's slots through the all-to-all, to all
+shards of the expert at once; the rows that come back are gathered over the N ranks, then weighted
+and summed. (Schedule S1 splits the tokens before they are routed, with any other dispatcher; see
+`dispatch.token_sharing`.) Source: Pan et al. 2024 (Parm); k f T D elements gathered.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_plugin.comm.regions import gather, split
+from moe_plugin.dispatch.base import (
+    DispatchTraits,
+    dispatchers,
+    expand,
+    expand_slots,
+    no_capacity,
+)
+from moe_plugin.dispatch.exchange import ExchangeDispatcher
+from moe_plugin.dispatch.pieces import ExchangePlan, even_piece
+from moe_plugin.dispatch.rows import slot_sources
+from moe_plugin.records import KeptRouting
+
+
+@dispatchers.register("parm_s2")
+class ParmS2Dispatcher(ExchangeDispatcher):
+    """Parm S2: fixed slots, shared after the gate by `parallel.replicas` ranks with the same tokens."""
+
+    traits = DispatchTraits(fixed_slots=True, splits_slots=True)
+
+    def plan(self, kept: KeptRouting) -> ExchangePlan:
+        """See `Dispatcher`. Needs slots and a capacity.
+
+        Slots lie by (replica that sends them, expert shard, slot of its part).
+        """
+        if kept.slots_TK is None or kept.capacity is None:
+            raise ValueError(no_capacity("parm_s2"))
+        place = self.placement
+        replicas = place.replicas.size if place.replicas is not None else 1
+        ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
+        slots_TK, capacity = expand_slots(place, kept.slots_TK, kept.capacity)
+        part = -(-capacity // replicas)  # slots of an expert that one replica sends
+        position_TK = ((slots_TK // max(1, part)) * (place.virtual * part) + ids_TK * part
+                       + slots_TK % max(1, part)).masked_fill(ids_TK < 0, -1)
+        source_V = slot_sources(position_TK, replicas * place.virtual * part)
+        rows = place.comm.size * place.local * part
+        return ExchangePlan(rows, source_V, position_TK, weights_TK, (even_piece(place, part),), True)
+
+    def own_part(self, rows_ND: Tensor) -> Tensor:
+        """This replica's part of every expert's slots."""
+        replicas = self.placement.replicas
+        return rows_ND if replicas is None else split(rows_ND, replicas)
+
+    def all_parts(self, rows_ND: Tensor) -> Tensor:
+        """All replicas' parts; what is summed from them is equal on all ranks with these tokens."""
+        replicas = self.placement.replicas
+        return rows_ND if replicas is None else gather(rows_ND, replicas)

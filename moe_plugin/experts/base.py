@@ -1,0 +1,81 @@
+"""What all kinds of experts have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.experts.marks import mark_expert
+from moe_plugin.kernels import combine_rows, gather_rows
+from moe_plugin.kernels.expert_ffn import FFNParameters
+from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.registry import Registry
+
+
+class Experts(nn.Module):
+    """Base of all kinds of experts of one rank.
+
+    Its parameters stay marked as experts' where torch makes new ones of them (deepcopy, leaving the
+    meta device).
+
+    Attributes:
+        supports_gather: can compute with parameters gathered from other ranks; then it has
+            `local_parameters` and `compute_parameters`.
+    """
+
+    supports_gather: ClassVar[bool] = False
+
+    @abstractmethod
+    def forward(self, work: ExpertRows) -> Tensor:
+        """Rows [R, D], or tokens [T, D] with a `RowPlan`, through their experts; the same shape."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that inputs must have; None: any."""
+        return None
+
+    @property
+    def anchor(self) -> nn.Parameter | None:
+        """A parameter, see `comm.functional`; None where there is no parameter."""
+        return next(self.parameters(), None)
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """Stored parameters by name, expert axis first."""
+        raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
+
+    def compute_parameters(self, tensors: dict[str, Tensor] | None = None,
+                           first_shard: int | None = None) -> FFNParameters:
+        """What to compute with: `tensors` in the form of `local_parameters`, or the stored ones."""
+        raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
+
+    def mark(self) -> None:
+        """Mark every parameter as an expert's."""
+        for parameter in self.parameters():
+            mark_expert(parameter)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Experts:
+        super()._apply(fn, recurse)
+        self.mark()
+        return self
+
+
+expert_kinds: Registry[type[Experts]] = Registry("experts", base=Experts)
+
+
+def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], work: ExpertRows) -> Tensor:
+    """`compute(rows_RD, counts)` for work in either form: a `RowPlan`'s rows are gathered before and
+    combined after.
+    """
+    plan = work.rows
+    if isinstance(plan, RowCounts):
+        return compute(work.x, plan)
+    rows_RD = compute(gather_rows(work.x, plan.source_R, plan.position_TK), plan.counts)
+    return combine_rows(rows_RD, plan.weights_TK, plan.source_R, plan.position_TK)

@@ -1,0 +1,55 @@
+"""The shared expert, and what else a token's output holds besides its routed experts' results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.records import Routing, Tokens
+
+
+class SharedExpert(nn.Module):
+    """An expert of its own width that every real token visits; ordinary, replicated parameters."""
+
+    def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
+                 device: Any = None) -> None:
+        super().__init__()
+        inner, width = config.experts.shared_hidden_dim, config.model_dim
+        options = {"bias": config.experts.bias, "dtype": dtype, "device": device}
+        self.activation = ACTIVATIONS[config.experts.activation].value
+        self.fc_in = nn.Linear(width, inner, **options)
+        gated = config.experts.kind == "gated_ffn"
+        self.fc_gate = nn.Linear(width, inner, **options) if gated else None
+        self.fc_out = nn.Linear(inner, width, **options)
+
+    def forward(self, x_TD: Tensor, mask_T: Tensor | None) -> Tensor:
+        """[T, D] to [T, D] in x's dtype; zeros for padding. mask_T: bool [T], True = real token."""
+        if mask_T is not None:
+            # before and after: padding may hold NaN, which would reach the weights' gradients
+            x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
+        inner_TF = self.fc_in(x_TD)
+        if self.fc_gate is None:
+            inner_TF = self.activation(inner_TF)
+        else:
+            inner_TF = self.activation(self.fc_gate(x_TD)) * inner_TF
+        y_TD = self.fc_out(inner_TF).to(x_TD.dtype)
+        return y_TD if mask_T is None else y_TD.masked_fill(~mask_T[:, None], 0)
+
+
+def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
+                 shared: SharedExpert | None) -> Tensor:
+    """Routed outputs [T, D] in the tokens' dtype, plus the shared expert's, plus the token itself by
+    `routing.passthrough_T`.
+    """
+    x_TD, mask_T = tokens.x_TD, tokens.mask_T
+    y_TD = y_TD.to(x_TD.dtype)
+    if shared is not None:
+        y_TD = y_TD + shared(x_TD, mask_T)
+    if routing.passthrough_T is not None:
+        real_TD = x_TD if mask_T is None else x_TD.masked_fill(~mask_T[:, None], 0)
+        y_TD = y_TD + (routing.passthrough_T[:, None] * real_TD).to(x_TD.dtype)
+    return y_TD
