@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.workspace import Workspace
-from torch import Tensor
-
 from moe_plugin.records import RowCounts, RowPlan
 from moe_plugin.registry import Registry
 

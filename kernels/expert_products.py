@@ -14,10 +14,11 @@ expert.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.groups import Groups
 from moe_plugin.kernels.registry import accumulate_dtype, op
-from torch import Tensor
 
 
 def _rows(x: Tensor, token_R: Tensor | None) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from moe_plugin.kernels.registry import op
 from torch import Tensor
+
+from moe_plugin.kernels.registry import op
 
 BLOCK = 128  # values that share a scale; as DeepSeek-V3's dispatch
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

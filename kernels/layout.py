@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from moe_plugin.kernels.registry import op
 from torch import Tensor
+
+from moe_plugin.kernels.registry import op
 
 
 @op

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.workspace import Workspace
-from torch import Tensor, nn
 
 # biases are as small as a row: they take autograd's way
 WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.top_k import top_k_stable
-from torch import Tensor
 
 
 @op

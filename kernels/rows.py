@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype, op
-from torch import Tensor
 
 
 @op

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from moe_plugin.kernels.registry import op
 from torch import Tensor
+
+from moe_plugin.kernels.registry import op
 
 
 @op

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from moe_plugin.kernels.registry import op
 from torch import Tensor
+
+from moe_plugin.kernels.registry import op
 
 FEW = 8  # up to here k passes over the scores beat one sort
 

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.registry import kernels
-from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODULES = {

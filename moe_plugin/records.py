@@ -18,6 +18,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from moe_plugin.comm.base import Comm, Exchange
+    from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy
 
 
 @dataclass(frozen=True)
@@ -281,10 +282,14 @@ class ExpertRows:
         x: [R, D] rows, expert after expert, or, with a `RowPlan`, [T, D] tokens.
         rows: rows by expert; or a `RowPlan`: the result then is [T, D], each token's rows weighted
             and summed.
+        parameters: to compute with, e.g. gathered ones; None: those that the experts store.
+        strategy: how to compute; None: as configured.
     """
 
     x: Tensor
     rows: RowCounts | RowPlan
+    parameters: FFNParameters | None = None
+    strategy: Strategy | None = None
 
 
 @dataclass(frozen=True)

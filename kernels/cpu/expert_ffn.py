@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from moe_plugin.kernels import combine_rows, gather_rows, sum_rows
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
 from moe_plugin.kernels.cpu.blocks import Block, Group, blocks_of, in_order, in_pairs, moved
@@ -23,8 +25,6 @@ from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.main_grad import MainGrad
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.workspace import Workspace
-from torch import Tensor
-
 from moe_plugin.records import RowCounts, RowPlan
 
 WEIGHTS = ("in", "gate", "out")

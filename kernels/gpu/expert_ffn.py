@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, List, Optional  # noqa: UP035  (torch.library reads these spellings)
 
 import torch
+from torch import Tensor
+
 from moe_plugin.kernels import (
     Groups,
     expert_bias_grad,
@@ -27,8 +29,6 @@ from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.main_grad import settled
 from moe_plugin.kernels.registry import accumulate_dtype
-from torch import Tensor
-
 from moe_plugin.records import RowCounts, RowPlan
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch import Tensor
+
 from moe_plugin.kernels.gpu import grouped_gemm as gg
 from moe_plugin.kernels.gpu.common import INTERPRETED, needs_upcast
 from moe_plugin.kernels.groups import Groups
-from torch import Tensor
 
 # the one configuration under the interpreter, where nothing is tuned
 _TILE = {"BN": 64, "BK": 64} if INTERPRETED else {}

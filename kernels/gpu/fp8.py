@@ -7,9 +7,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from moe_plugin.kernels.fp8 import LARGEST, SMALLEST_SCALE
 from moe_plugin.kernels.gpu.common import INTERPRETED
-from torch import Tensor
 
 ROWS = 64 if INTERPRETED else 16
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from moe_plugin.kernels.gpu.common import INTERPRETED, activate, slope
 
 BM = 64 if INTERPRETED else 128  # rows of a tile; the table of tiles is made for it

@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from moe_plugin.kernels.gpu.common import INTERPRETED
 from torch import Tensor
+
+from moe_plugin.kernels.gpu.common import INTERPRETED
 
 EPS = torch.finfo(torch.float32).eps
 

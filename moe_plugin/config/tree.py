@@ -77,6 +77,11 @@ class MoEConfig:
               self.losses.get("load_importance"), "0 unless router.noise > 0",
               "its load term is the probability under the noise: set router.noise, e.g. 1.0")
 
+    def check_model_dim(self) -> None:
+        """`ValueError` unless the width of a token is set."""
+        check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
+              "set it to the width of the tokens")
+
     @property
     def hidden_dim(self) -> int:
         """Inner width of one expert."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,42 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
+from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels import main_grad
-from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, strategies
+from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.records import Placement, RowCounts, RowPlan
-from moe_plugin.registry import Registry
+from moe_plugin.records import ExpertRows, HostContext, Placement
 
-expert_kinds: Registry[Callable[..., nn.Module]] = Registry("experts")
 # axis along which an expert is cut where there are fewer experts than ranks (axis 0 counts experts)
 SHARD_AXIS = {
     "w_in_LDF": 2, "b_in_LF": 1, "w_gate_LDF": 2, "b_gate_LF": 1, "w_out_LFD": 1, "b_out_LD": 1
 }
 
 
-class MarkedExperts(nn.Module):
-    """Base of all kinds of experts: its parameters stay marked where torch makes new ones of them
-    (deepcopy, leaving the meta device).
-    """
-
-    def mark(self) -> None:
-        """Mark every parameter as an expert's."""
-        for parameter in self.parameters():
-            mark_expert(parameter)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.mark()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> MarkedExperts:
-        super()._apply(fn, recurse)
-        self.mark()
-        return self
-
-
 @expert_kinds.register("ffn")
-class FFNExperts(MarkedExperts):
+class FFNExperts(Experts):
     """y = act(x w_in + b_in) w_out + b_out, for the experts of this rank.
 
     Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is cut in S shards (see
@@ -55,13 +34,14 @@ class FFNExperts(MarkedExperts):
     """
 
     gated = False
-    # a host that keeps weight gradients in `parameter.main_grad` sets it; see `experts.main_grad`
-    adds_to_main_grad = False
+    supports_gather = True
 
-    def __init__(self, config: MoEConfig, placement: Placement, *, dtype: torch.dtype | None = None,
+    def __init__(self, config: MoEConfig, placement: Placement, *,
+                 host: HostContext = HostContext(), dtype: torch.dtype | None = None,
                  device: Any = None) -> None:
         super().__init__()
         self.config, self.placement = config.experts, placement
+        self.adds_to_main_grad = host.adds_to_main_grad
         self.compute = strategies.get(config.experts.compute)
         self.memory = Workspace()
         shards, local, width = placement.shards, placement.local, config.model_dim
@@ -108,30 +88,22 @@ class FFNExperts(MarkedExperts):
             whole.normal_(0.0, self.config.init_std, generator=generator)
         return whole.chunk(self.placement.shards, axis)[self.placement.shard]
 
-    def forward(self, rows_RD: Tensor, counts: RowCounts, held: FFNParameters | None = None,
-                compute: Strategy | None = None) -> Tensor:
-        """Rows of expert after expert through their experts; [R, D], a shard's part of the result
-        where experts are cut.
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Experts`."""
+        return self.w_in_LDF.dtype
 
-        held: parameters to compute with, see `held`; None: the stored ones. compute: strategy of
-        this call; None: the configured one.
-        """
-        return (compute or self.compute)(rows_RD, counts, held or self.held())
+    def forward(self, work: ExpertRows) -> Tensor:
+        """See `Experts`. A shard's part of the result where experts are split."""
+        strategy = work.strategy or self.compute
+        return strategy(work.x, work.rows, work.parameters or self.compute_parameters())
 
-    def tokens(self, x_TD: Tensor, plan: RowPlan, held: FFNParameters | None = None,
-               compute: Strategy | None = None) -> Tensor:
-        """Tokens through their experts and back in one step, where all experts are here; [T, D].
-        held, compute: see `forward`.
-        """
-        return (compute or self.compute)(x_TD, plan, held or self.held())
-
-    def stored(self) -> dict[str, Tensor]:
-        """The parameters by name, those of `SHARD_AXIS` that this kind of expert has; to compute
-        with: see `owners`.
-        """
+    def local_parameters(self) -> dict[str, Tensor]:
+        """See `Experts`: those of `SHARD_AXIS` that this kind of expert has."""
         owners = self.owners()
+        stored = {name: getattr(self, name) for name in SHARD_AXIS}
         return {name: main_grad.take_over(value) if name in owners else value
-                for name in SHARD_AXIS if (value := getattr(self, name, None)) is not None}
+                for name, value in stored.items() if value is not None}
 
     def owners(self) -> dict[str, Tensor]:
         """The weights, by name, whose gradients now go to the host's `main_grad` and not to
@@ -144,14 +116,17 @@ class FFNExperts(MarkedExperts):
             if (value := getattr(self, name)) is not None and main_grad.keeps(value)
         }
 
-    def held(self, tensors: Mapping[str, Tensor] | None = None,
-             first_shard: int | None = None) -> FFNParameters:
-        """What to compute with. tensors: in the form of `stored`, but of other or more experts, or
-        of several consecutive shards, the first of which is `first_shard` of its expert; None: what
-        is stored here.
+    def compute_parameters(self, tensors: Mapping[str, Tensor] | None = None,
+                           first_shard: int | None = None) -> FFNParameters:
+        """What to compute with.
+
+        Args:
+            tensors: in the form of `local_parameters`, but of other or more experts, or of several
+                consecutive shards; None: what is stored here.
+            first_shard: the first of these shards; None: that of this rank.
         """
         owners = self.owners() if tensors is None else {}
-        tensors = self.stored() if tensors is None else tensors
+        tensors = self.local_parameters() if tensors is None else tensors
         first_shard = self.placement.shard if first_shard is None else first_shard
         bias_LD = tensors.get("b_out_LD")
         width, own = self.w_in_LDF.shape[1], self.w_in_LDF.shape[1] // self.placement.shards
@@ -173,38 +148,12 @@ class GatedFFNExperts(FFNExperts):
     gated = True
 
 
-class CustomExperts(MarkedExperts):
-    """Any modules as experts: `factory(global_index)` makes one that maps [rows, D] to [rows, D].
-
-    They need whole experts on a rank (num_experts >= ranks). Parameters are marked as experts'.
-    """
-
-    def __init__(self, factory: Callable[[int], nn.Module], placement: Placement) -> None:
-        super().__init__()
-        if placement.shards > 1:
-            raise ValueError(
-                f"custom experts cannot be cut in {placement.shards} shards: "
-                f"num_experts={placement.experts} must be >= the "
-                f"{placement.comm.size} expert-parallel ranks; use more experts or fewer ranks, "
-                "and leave parallel.shards out"
-            )
-        first = placement.comm.rank * placement.local
-        self.local_experts = nn.ModuleList(factory(first + slot) for slot in range(placement.local))
-        self.mark()
-
-    def forward(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:
-        """Each expert on its rows, also on zero rows, so that every parameter gets a gradient."""
-        return torch.cat([
-            expert(rows)
-            for expert, rows in zip(self.local_experts, rows_RD.split(counts.host), strict=True)
-        ])
-
-
 def _check_shards(config: MoEConfig, shards: int) -> None:
     for path, value in (("experts.hidden_dim", config.hidden_dim), ("model_dim", config.model_dim)):
         if value % shards:
-            why = f"parallel.shards={shards}" if config.parallel.shards else f"num_experts={config.num_experts} is {shards} times smaller than the expert-parallel group"
-            raise ValueError(
-                f"{path}={value} cannot be cut in {shards} shards: {why}; use a multiple of "
-                f"{shards}, more experts, or fewer ranks"
-            )
+            why = f"parallel.shards={shards}"
+            if not config.parallel.shards:
+                why = (f"num_experts={config.num_experts} is {shards} times smaller than the "
+                       "expert-parallel group")
+            raise ValueError(f"{path}={value} cannot be split into {shards} shards: {why}; use a "
+                             f"multiple of {shards}, more experts, or fewer ranks")

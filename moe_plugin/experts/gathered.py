@@ -1,4 +1,4 @@
-"""Expert parameters gathered from other ranks for one call; the stored ones stay where they are,
+"""Expert parameters gathered from other ranks for one call; the local ones stay where they are,
 their gradients come back.
 """
 
@@ -11,26 +11,28 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.functional import all_gather
+from moe_plugin.comm.regions import broadcast
 from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.records import Placement
 
 
-def gathered(stored: Mapping[str, Tensor], comm: Comm, shards: int) -> dict[str, Tensor]:
+def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int) -> dict[str, Tensor]:
     """All parameters of `comm`'s ranks in one all-gather; backward is one reduce-scatter (ZeRO's
     way).
 
     Args:
-        stored: this rank's parameters by name, expert axis first.
+        local: this rank's parameters by name, expert axis first.
         comm: the ranks to gather from.
         shards: how many consecutive ranks hold shards of the same expert; these are put together
             along the inner axis.
     Returns: the same names; [L * size / shards, ...] with inner axes `shards` times as long.
     """
-    flat = torch.cat([value.reshape(-1) for value in stored.values()])
+    flat = torch.cat([value.reshape(-1) for value in local.values()])
     all_WN = all_gather(flat, comm).view(comm.size, -1)
-    parts = all_WN.split([value.numel() for value in stored.values()], dim=1)
+    parts = all_WN.split([value.numel() for value in local.values()], dim=1)
     return {
-        name: _together(part, stored[name], SHARD_AXIS[name], shards)
-        for (name, part) in zip(stored, parts, strict=True)
+        name: _together(part, local[name], SHARD_AXIS[name], shards)
+        for (name, part) in zip(local, parts, strict=True)
     }
 
 
@@ -43,3 +45,31 @@ def _together(part_WN: Tensor, like: Tensor, axis: int, shards: int) -> Tensor:
     whole = list(rest)
     whole[axis - 1] *= shards
     return split.movedim(1, axis + 1).reshape(-1, *whole)
+
+
+def fetch_experts(local: Mapping[str, Tensor], place: Placement,
+            experts: tuple[int, ...]) -> dict[str, Tensor]:
+    """Whole parameters of some experts on every rank, [len(experts), ...]: one broadcast a shard,
+    backward one all-reduce each.
+    """
+    anchor = next(iter(local.values()))
+    whole: dict[str, list[Tensor]] = {name: [] for name in local}
+    for expert in experts:
+        slices = []
+        for shard in range(place.shards):
+            root, slot = place.owner_of(expert, shard)
+            # the others give a tensor of the right size; its values are not used
+            flat = torch.cat([
+                value[slot if root == place.comm.rank else 0].reshape(-1)
+                for value in local.values()
+            ])
+            flat = broadcast(flat if root == place.comm.rank else flat.detach(), anchor, place.comm,
+                             root)
+            parts = flat.split([value[0].numel() for value in local.values()])
+            slices.append({
+                name: part.view(local[name].shape[1:])
+                for name, part in zip(local, parts, strict=True)
+            })
+        for name in local:
+            whole[name].append(torch.cat([part[name] for part in slices], dim=SHARD_AXIS[name] - 1))
+    return {name: torch.stack(values) for name, values in whole.items()}

@@ -22,9 +22,29 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.config import DispatchConfig
+from moe_plugin.config import DispatchConfig, MoEConfig
 from moe_plugin.kernels import expert_load, slot_index
-from moe_plugin.records import Routing
+from moe_plugin.records import KeptRouting, Routing
+
+
+class CapacityLimit:
+    """Drops what finds no slot. The same limit on all ranks.
+
+    Args:
+        config: of the layer. comm: ranks whose loads differ.
+    """
+
+    def __init__(self, config: MoEConfig, comm: Comm) -> None:
+        self.dispatch, self.experts, self.comm = config.dispatch, config.num_experts, comm
+        self.prioritized = config.router.batch_prioritized
+        self.normalize = config.router.normalize == "after_drop"
+
+    def __call__(self, routing: Routing, training: bool) -> KeptRouting:
+        """The routing after capacity; see `capacity`, `slots` and `drop`."""
+        limit = capacity(self.dispatch, routing, self.experts, self.comm, training)
+        slots_TK = None if limit is None else slots(routing, self.experts, self.prioritized)
+        kept = drop(routing, slots_TK, limit, self.normalize)
+        return KeptRouting(kept, slots_TK, limit, routing)
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:

@@ -8,14 +8,10 @@ agreed every `EVERY` calls.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from moe_plugin.comm.regions import broadcast
-from moe_plugin.dispatch.ragged import exact_rows
-from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.kernels import expert_load
 from moe_plugin.planner.shadow import ShadowModel, choose_shadows
 from moe_plugin.records import Placement, Routing, RowPlan
@@ -32,16 +28,15 @@ class Shadows(Replaying):
         replay: see `HostContext`.
     """
 
-    def __init__(self, place: Placement, most: int, model: ShadowModel, *,
-                 replay: bool = False) -> None:
+    def __init__(self, place: Placement, most: int, model: ShadowModel, replay: bool) -> None:
         self.place, self.most, self.model = place, most, model
         self.current: tuple[int, ...] = ()
         self.calls = 0
         self.recordings = ReplayLog(replay)
 
-    def now(self, routing: Routing, training: bool) -> tuple[int, ...]:
-        """The shadow set of this call. In training looks at the load now and then; a recomputation
-        repeats its first pass.
+    def select(self, routing: Routing, training: bool) -> tuple[int, ...]:
+        """The shadow set of this call. In training it looks at the load now and then; a
+        recomputation repeats its first pass.
         """
         if not training:
             return self.current
@@ -63,35 +58,7 @@ class Shadows(Replaying):
         return self.current
 
 
-def fetched(stored: Mapping[str, Tensor], place: Placement,
-            experts: tuple[int, ...]) -> dict[str, Tensor]:
-    """Whole parameters of some experts on every rank, [len(experts), ...]: one broadcast a shard,
-    backward one all-reduce each.
-    """
-    anchor = next(iter(stored.values()))
-    whole: dict[str, list[Tensor]] = {name: [] for name in stored}
-    for expert in experts:
-        slices = []
-        for shard in range(place.shards):
-            root, slot = place.home(expert, shard)
-            # the others give a tensor of the right size; its values are not used
-            flat = torch.cat([
-                value[slot if root == place.comm.rank else 0].reshape(-1)
-                for value in stored.values()
-            ])
-            flat = broadcast(flat if root == place.comm.rank else flat.detach(), anchor, place.comm,
-                             root)
-            parts = flat.split([value[0].numel() for value in stored.values()])
-            slices.append({
-                name: part.view(stored[name].shape[1:])
-                for name, part in zip(stored, parts, strict=True)
-            })
-        for name in stored:
-            whole[name].append(torch.cat([part[name] for part in slices], dim=SHARD_AXIS[name] - 1))
-    return {name: torch.stack(values) for name, values in whole.items()}
-
-
-def parted(routing: Routing, experts: tuple[int, ...]) -> tuple[Routing, RowPlan]:
+def split_routing(routing: Routing, experts: tuple[int, ...]) -> tuple[Routing, RowPlan]:
     """(what is still sent to others, rows that stay here for the shadowed experts)."""
     ids_TK = routing.ids_TK
     index_E = torch.full((max(experts) + 1,), -1, dtype=torch.int64, device=ids_TK.device)

@@ -1,0 +1,25 @@
+"""What a rank sends during one call."""
+
+from __future__ import annotations
+
+from moe_plugin.comm.base import Comm
+
+
+class TrafficMeter:
+    """Counts what this rank sends to other ranks of a group from now on."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._counters = comm.counters
+        self._bytes, self._exchanges = comm.counters.bytes, dict(comm.counters.exchanges)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes sent since."""
+        return self._counters.bytes - self._bytes
+
+    @property
+    def exchanges(self) -> dict[str, int]:
+        """All-to-alls since, by the algorithm that ran."""
+        return {name: count - self._exchanges.get(name, 0)
+                for name, count in self._counters.exchanges.items()
+                if count > self._exchanges.get(name, 0)}

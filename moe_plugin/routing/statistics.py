@@ -1,0 +1,20 @@
+"""Statistics of one call, from what its steps know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_plugin.kernels import expert_load
+from moe_plugin.records import KeptRouting, LayerStats
+
+
+def call_stats(kept: KeptRouting, experts: int, **more: Any) -> LayerStats:
+    """`LayerStats` of a call with `experts` experts. more: its fields that no routing knows."""
+    routing, after = kept.before, kept.routing
+    load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
+    kept_KE = load_KE
+    if after is not routing:
+        kept_KE = expert_load(after.ids_TK, experts, per_choice=True)
+    losses = {name: value.detach() for name, value in routing.losses.items()}
+    return LayerStats(load_KE, kept_KE, routing.entropy, routing.tokens, losses,
+                      capacity=kept.capacity, gate=routing.gate, **more)

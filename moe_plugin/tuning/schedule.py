@@ -1,0 +1,60 @@
+"""Which of Parm's schedules a layer takes whose ranks hold the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch import dispatchers
+from moe_plugin.planner.parm import ParmShape, choose_schedule
+from moe_plugin.records import Placement
+from moe_plugin.tuning.default_hardware import default_cluster
+
+log = logging.getLogger(__name__)
+REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule before any token is seen
+
+
+def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Placement, Comm | None]:
+    """Settings and placement for `parallel.replicas`, and the ranks that share tokens under S1.
+
+    The third value is None where no tokens are shared before routing: one replica, S2 (its ranks
+    are `Placement.replicas`), or a dispatcher whose ranks all hold the same tokens.
+
+    Raises:
+        ValueError: ranks, dispatcher and schedule do not fit together.
+    """
+    size = config.parallel.replicas
+    if size == 1 or dispatchers.get(config.dispatch.name).traits.shares_tokens:
+        return config, place, None
+    schedule = _schedule(config, place)
+    if place.comm.size % size:
+        nearest = max(d for d in range(1, size + 1) if place.comm.size % d == 0)
+        raise ValueError(f"parallel.replicas={size} does not fit {place.comm.size} expert-parallel "
+                         f"ranks: must be a divisor; the nearest is {nearest}")
+    replicas = place.comm.run_of(size)
+    if schedule == "s1":
+        return config, place, replicas
+    dispatch = dataclasses.replace(config.dispatch, name="parm_s2")
+    config = dataclasses.replace(config, dispatch=dispatch)
+    return config, dataclasses.replace(place, replicas=replicas), None
+
+
+def _schedule(config: MoEConfig, place: Placement) -> str:
+    asked, dispatch = config.parallel.schedule, config.dispatch
+    traits = dispatchers.get(dispatch.name).traits
+    slots = dispatch.capacity_factor is not None and traits.fixed_slots
+    if asked == "s2" and not slots:
+        raise ValueError(
+            f"parallel.schedule='s2' shares slots, dispatch.name={dispatch.name!r} with "
+            f"capacity_factor={dispatch.capacity_factor} has none; "
+            "use dispatch.name='padded' with a capacity factor, or schedule 's1'")
+    if asked != "auto" or not slots:
+        return "s2" if asked == "s2" or traits.splits_slots else "s1"
+    shape = ParmShape(tokens=REFERENCE_TOKENS, model_dim=config.model_dim,
+                      rows_factor=config.router.top_k * (abs(dispatch.capacity_factor) or 1.0),
+                      replicas=config.parallel.replicas, shards=place.shards)
+    chosen = choose_schedule(shape, default_cluster(place.comm, place.comm.device))
+    log.info("schedule of %d ranks with the same tokens: %s", config.parallel.replicas, chosen)
+    return chosen
