@@ -98,7 +98,7 @@ class MoELayer(Replaying, nn.Module):
         routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         kept = self.capacity(routing, self.training)
         call = self.layouts.select(kept, choice, self.training)
-        y_TD, rows = call.run(self._through_experts, tokens.x_TD, kept)
+        y_TD, rows = call.runner(self._through_experts, call, tokens.x_TD, kept)
         y_TD = add_residual(y_TD, tokens, routing, self.shared_expert)
         stats = call_stats(kept, self.config.num_experts, rows=rows, layout=call.layout.choice.label,
                            bytes_sent=traffic.bytes, exchanges=traffic.exchanges,

@@ -73,8 +73,8 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int,
             one_step(fixed, tokens, choice)
             seconds.setdefault(choice.label, []).append(one_step(fixed, tokens, choice)[0])
     return {
-        "seconds": seconds, "labels": labels, "explored": auto.auto.tuner.explored,
-        "decisions": [d.as_dict() for d in auto.auto.tuner.log]
+        "seconds": seconds, "labels": labels, "explored": auto.layouts.tuner.tuner.explored,
+        "decisions": [d.as_dict() for d in auto.layouts.tuner.tuner.log]
     }
 
 
@@ -129,7 +129,7 @@ def _trace(layer: MoELayer, spans: list[tuple[str, float, float]]) -> None:
 
     layer.experts.forward = timed("experts", layer.experts.forward)
     for d in (1, 2, 4, 8):
-        place = layer.layouts.at(LayoutChoice(r=1, d=d)).dispatcher.placement
+        place = layer.layouts.available.at(LayoutChoice(r=1, d=d)).dispatcher.placement
         object.__setattr__(place, "algorithm", timed("exchange", place.algorithm))
     assert overlap.pieces_for(2, 4) == 4
 

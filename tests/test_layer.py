@@ -96,7 +96,7 @@ def test_experts_that_do_not_fit_the_ranks(experts: int, words: str) -> None:
 
 
 def test_hidden_that_cannot_be_cut() -> None:
-    with pytest.raises(ValueError, match="experts.hidden_dim=18 cannot be cut in 4"):
+    with pytest.raises(ValueError, match="experts.hidden_dim=18 cannot be split into 4"):
         run_simulated(
             4, lambda comm: MoELayer(
                 config(num_experts=1, experts={"hidden_dim": 18}, router={"top_k": 1}), comm))
@@ -195,7 +195,7 @@ def test_custom_experts_over_ranks() -> None:
     for i, (output, routing) in enumerate(run_simulated(2, rank)):
         factor = (routing.weights_TK * (routing.ids_TK + 1)).sum(1, keepdim=True).detach()
         torch.testing.assert_close(output, x[i] * factor)
-    with pytest.raises(ValueError, match="custom experts cannot be cut"):
+    with pytest.raises(ValueError, match="custom experts cannot be split"):
         run_simulated(8, lambda comm: MoELayer(config(), comm, experts=Affine))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_plugin.bench.measure import Times, interleaved, versions
 from moe_plugin.bench.problem import Data, Problem, make_data
-from moe_plugin.dispatch.ragged import exact_rows
+from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.kernels import Groups, kernels
 
 

@@ -88,6 +88,10 @@ class Dispatcher(ABC):
         """
 
 
+_CAPACITY = ("a dispatcher with fixed slots needs a capacity; set it (0 never drops), or use "
+             "dispatch.name='ragged'")
+
+
 def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
     if traits.cuts and traits.single_layout:
@@ -103,13 +107,15 @@ def check_capacity(config: DispatchConfig) -> None:
     limited = (config.capacity_factor is not None or config.eval_capacity_factor is not None
                or config.eval_token_fraction > 0)
     if not limited and dispatchers.get(config.name).traits.fixed_slots:
-        raise ValueError(no_capacity(config.name))
+        raise ValueError(f"dispatch.capacity_factor=None does not fit dispatch.name={config.name!r}:"
+                         f" {_CAPACITY}")
 
 
-def no_capacity(name: str) -> str:
-    """The message for a dispatcher with fixed slots that was given no capacity."""
-    return (f"dispatch.capacity_factor=None does not fit dispatch.name={name!r}: it needs a "
-            "capacity; set it (0 never drops), or use dispatch.name='ragged'")
+def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
+    """(slots_TK int64 [T, K], capacity); `ValueError` where this call has none."""
+    if kept.slots_TK is None or kept.capacity is None:
+        raise ValueError(f"dispatch.capacity_factor=None does not fit this call: {_CAPACITY}")
+    return kept.slots_TK, kept.capacity
 
 
 def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.base import Dispatcher, DispatchTraits
+from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, fixed_slots
 from moe_plugin.dispatch.rows import exact_rows, slot_rows
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, RowPlan
 
@@ -42,11 +42,11 @@ class LocalDispatcher(Dispatcher):
         routing, experts = kept.routing, self.placement.experts
         # on a CPU counts are on the host already: empty slots are left out
         on_host = routing.ids_TK.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not self.traits.fixed_slots or on_host:
+        slots = fixed_slots(kept) if self.traits.fixed_slots else None
+        if slots is None or on_host:
             rows = exact_rows(routing.ids_TK, routing.weights_TK, experts)
         else:
-            rows = slot_rows(routing.ids_TK, routing.weights_TK, kept.slots_TK, kept.capacity,
-                             experts)
+            rows = slot_rows(routing.ids_TK, routing.weights_TK, *slots, experts)
         return TokenPlan(rows.counts.total, rows)
 
     def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> list[ExpertRows]:

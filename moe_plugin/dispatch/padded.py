@@ -7,7 +7,7 @@ from moe_plugin.dispatch.base import (
     dispatchers,
     expand,
     expand_slots,
-    no_capacity,
+    fixed_slots,
 )
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, padded_plan
@@ -22,9 +22,8 @@ class PaddedDispatcher(ExchangeDispatcher):
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
         """See `Dispatcher`. Needs slots and a capacity; empty slots are rows of zeros."""
-        if kept.slots_TK is None or kept.capacity is None:
-            raise ValueError(no_capacity("padded"))
-        ids_TK, weights_TK = expand(self.placement, kept.routing, kept.slots_TK)
-        slots_TK, capacity = expand_slots(self.placement, kept.slots_TK, kept.capacity)
+        slots_TK, capacity = fixed_slots(kept)
+        ids_TK, weights_TK = expand(self.placement, kept.routing, slots_TK)
+        slots_TK, capacity = expand_slots(self.placement, slots_TK, capacity)
         return padded_plan(self.placement, ids_TK, weights_TK, slots_TK, capacity,
                            self.overlap.pieces)

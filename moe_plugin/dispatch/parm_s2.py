@@ -16,7 +16,7 @@ from moe_plugin.dispatch.base import (
     dispatchers,
     expand,
     expand_slots,
-    no_capacity,
+    fixed_slots,
 )
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, even_piece
@@ -35,12 +35,11 @@ class ParmS2Dispatcher(ExchangeDispatcher):
 
         Slots lie by (replica that sends them, expert shard, slot of its part).
         """
-        if kept.slots_TK is None or kept.capacity is None:
-            raise ValueError(no_capacity("parm_s2"))
+        slots_TK, capacity = fixed_slots(kept)
         place = self.placement
         replicas = place.replicas.size if place.replicas is not None else 1
-        ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
-        slots_TK, capacity = expand_slots(place, kept.slots_TK, kept.capacity)
+        ids_TK, weights_TK = expand(place, kept.routing, slots_TK)
+        slots_TK, capacity = expand_slots(place, slots_TK, capacity)
         part = -(-capacity // replicas)  # slots of an expert that one replica sends
         position_TK = ((slots_TK // max(1, part)) * (place.virtual * part) + ids_TK * part
                        + slots_TK % max(1, part)).masked_fill(ids_TK < 0, -1)

@@ -36,21 +36,22 @@ class LayoutSelector:
         self.available = Layouts(config, place, experts.supports_gather)
         self.shadows = self._make_shadows() if config.parallel.shadow else None
         tuned = config.parallel.mode == "auto"
-        self.tuner = LayoutTuner(config, self.available, experts.anchor) if tuned else None
+        self.tuner = LayoutTuner(config, self.available, experts.anchor,
+                                 replay=host.replay) if tuned else None
 
     def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> LayoutCall:
         """The layout of this call, the same on all ranks.
 
         choice: asked for by the caller; None: as tuned or configured.
         """
-        replay, timer = self.host.replay, None
+        timer = None
         if self.tuner is None or choice is not None:
             layout = self.available.at(choice or self.available.fixed)
         else:
-            layout, timer = self.tuner.layout(kept.routing, training, replay)
+            layout, timer = self.tuner.layout(kept.routing, training)
         shadows: tuple[int, ...] = ()
         if self.shadows is not None and layout.dispatcher.placement.comm.size > 1:
-            shadows = self.shadows.select(kept.routing, training, replay)
+            shadows = self.shadows.select(kept.routing, training)
         return LayoutCall(layout, self.experts, timer, shadows)
 
     @property
@@ -70,6 +71,12 @@ class LayoutSelector:
         if self.tuner is None:
             return ()
         return tuple(decision.as_dict() for decision in self.tuner.pop_decisions())
+
+    def forget_recordings(self) -> None:
+        """See `moe_plugin.routing.replay.forget`."""
+        for chooser in (self.tuner, self.shadows):
+            if chooser is not None:
+                chooser.forget_recordings()
 
     def state(self) -> dict[str, Any]:
         """Where the local experts come from; with `parallel: auto` also what the tuner learned."""
@@ -102,4 +109,5 @@ class LayoutSelector:
         beta = (cluster.inter if cluster.nodes > 1 else cluster.intra).beta_s
         return Shadows(self.place, config.parallel.shadow, ShadowModel(
             model_dim=config.model_dim, hidden_dim=config.hidden_dim, flops=device.flops,
-            bytes_s=1 / max(beta, 1e-13), matrices=3 if config.experts.kind == "gated_ffn" else 2))
+            bytes_s=1 / max(beta, 1e-13), matrices=3 if config.experts.kind == "gated_ffn" else 2),
+            self.host.replay)

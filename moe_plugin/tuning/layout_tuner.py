@@ -31,7 +31,7 @@ from moe_plugin.routing.replay import Replaying, ReplayLog
 from moe_plugin.tuning.default_hardware import default_cluster, default_device
 from moe_plugin.tuning.engine import Bucket, Decision, Tuner, TunerSettings
 from moe_plugin.tuning.layouts import Layout, Layouts
-from moe_plugin.tuning.timer import Stopwatch
+from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)
 EVERY = 8
@@ -48,14 +48,14 @@ class LayoutTuner(Replaying):
     Args:
         config: the layer's. layouts: what may be chosen. probe: one of its parameters, which tells
             device and dtype.
-        measure: what times a call (for tests); None: `Stopwatch`.
+        measure: what times a call (for tests); None: `CallTimer`.
         replay: see `HostContext`.
     """
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor,
-                 measure: Callable[[torch.device], Stopwatch] = Stopwatch, *,
+                 measure: Callable[[torch.device], CallTimer] = CallTimer, *,
                  replay: bool = False) -> None:
-        if layouts.alone:
+        if layouts.traits.single_layout:
             raise ValueError(
                 f"parallel.mode='auto' does not fit dispatch.name={config.dispatch.name!r}, which "
                 "has one layout; use 'fixed', or dispatch.name='ragged'"
@@ -67,17 +67,17 @@ class LayoutTuner(Replaying):
             self.candidates,
             TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=1))
         self.current, self.bucket = layouts.fixed, (0, 0)
-        self.runs: deque[tuple[Bucket, LayoutChoice, Stopwatch]] = deque()
+        self.runs: deque[tuple[Bucket, LayoutChoice, CallTimer]] = deque()
         self.since = self.reported = 0
         self.every = EVERY  # calls from one look to the next
         # seconds of this rank's latest looks; the quickest of them waited for nobody
         self.costs: deque[float] = deque(maxlen=LOOKS)
         self.untimed: dict[Bucket, int] = {}  # calls since a bucket was timed
         self.due = False  # whether the next call looks at its load, however short ago that was
-        self.watch: Stopwatch | None = None
+        self.watch: CallTimer | None = None
         self.recordings = ReplayLog(replay)
 
-    def layout(self, routing: Routing, training: bool) -> tuple[Layout, Stopwatch | None]:
+    def layout(self, routing: Routing, training: bool) -> tuple[Layout, CallTimer | None]:
         """(layout of this call, stopwatch where its time is wanted). In training a collective call
         now and then; otherwise the latest choice. A recomputation repeats the choice of its first
         pass.
@@ -176,7 +176,7 @@ class LayoutTuner(Replaying):
                                                                 ), shards=self.layouts.place.shards)
             if c.r in self.layouts.legal()
         ]
-        if not self.layouts.cuts:
+        if not self.layouts.traits.cuts:
             choices = [c for c in choices if c.d == 1]
         device = default_device(self.config, self.probe.device)
         costs = rank_choices(self.shape(bucket), default_cluster(self.comm, self.probe.device),

@@ -96,16 +96,19 @@ class LayoutCall:
     timer: CallTimer | None = None
     shadows: tuple[int, ...] = ()
 
-    def run(self, through_experts: Callable[..., Any], *args: Any) -> Any:
-        """`through_experts(self, *args)`, outside compiled graphs where `plan` reads rows by expert
-        on the host: every new load would be compiled again.
+    @property
+    def runner(self) -> Callable[..., Any]:
+        """What runs plan, dispatch, experts and combine: `runner(function, *args)`.
+
+        Where `plan` reads rows by expert on the host, that is outside compiled graphs: every new
+        load would be compiled again.
         """
         if torch.compiler.is_compiling() and not self.layout.dispatcher.traits.fixed_slots:
             # imported here: it loads the compiler
             from moe_plugin.tuning.uncompiled import uncompiled
 
-            return uncompiled(through_experts, self, *args)
-        return through_experts(self, *args)
+            return uncompiled
+        return _directly
 
     def start(self, x_TD: Tensor) -> Tensor:
         """x_TD [T, D] itself, from where its time counts."""
@@ -142,6 +145,10 @@ class LayoutCall:
         if shadow_TD is not None:
             y_TD = y_TD + shadow_TD.to(y_TD.dtype)
         return y_TD if self.timer is None else self.timer.stopped(y_TD)
+
+
+def _directly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 class Layouts:

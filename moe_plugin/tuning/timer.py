@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Stopwatch:
+class CallTimer:
     """From `start` to `stopped(y)`, and from the gradient of y to the gradient of `started(x)`;
     seconds when both are over.
     """
@@ -63,7 +63,7 @@ class Stopwatch:
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, watch: Stopwatch, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, watch: CallTimer, name: str) -> Tensor:
         ctx.watch, ctx.name = watch, name
         return x.view_as(x)
 

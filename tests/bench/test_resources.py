@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import pytest
-from moe_plugin.kernels import kernels
-from moe_plugin.kernels.triton_ops import MODULES
 
 from moe_plugin.bench.resources import (
     REGISTER_LIMIT,
@@ -16,6 +14,8 @@ from moe_plugin.bench.resources import (
     compile_for,
     label,
 )
+from moe_plugin.kernels import kernels
+from moe_plugin.kernels.triton_ops import MODULES
 
 pytest.importorskip("triton", reason="triton is not installed")
 PRODUCTS = ("product_kernel", "second_backward_kernel", "weight_grad_kernel", "weight_add_kernel")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_plugin.kernels import Op
 
 from moe_plugin import MoELayer
 from moe_plugin.cli.doctor import hosts, packages, registries, selfcheck
@@ -17,6 +16,7 @@ from moe_plugin.cli.doctor.report import render
 from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.ragged import RaggedDispatcher
+from moe_plugin.kernels import Op
 from moe_plugin.registry import KINDS
 from moe_plugin.tuning import compute_tuner as auto
 

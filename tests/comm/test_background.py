@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_plugin.kernels import kernels
-from moe_plugin.kernels.fp8 import BLOCK
 
 from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, run_simulated
 from moe_plugin.comm.coalesce import pack, unpack
 from moe_plugin.comm.functional import all_to_all, all_to_all_many, start_all_to_all
 from moe_plugin.comm.handles import start
 from moe_plugin.dispatch.wire import FORMATS, with_wire
+from moe_plugin.kernels import kernels
+from moe_plugin.kernels.fp8 import BLOCK
 from tests.comm.exchanges import column, expected_of, random_counts, rows_of
 from tests.distributed import run_gloo
 

@@ -24,7 +24,7 @@ from tests.oracle import Case
 
 WORLDS = [1, 2, 4, 8]
 TOKENS = [5, 0, 3, 7, 1, 2, 6, 4]
-CUTTING = [name for name in dispatchers.names() if hasattr(dispatchers.get(name), "pieces")]
+CUTTING = [name for name in dispatchers.names() if dispatchers.get(name).traits.cuts]
 
 
 def with_layout(config: MoEConfig, choice: LayoutChoice) -> MoEConfig:

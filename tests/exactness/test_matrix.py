@@ -39,7 +39,7 @@ def dispatch_cells() -> list[tuple[str, float | None]]:
     """Every dispatcher with every capacity it takes (fixed slots need one). Those for ranks that
     hold the same tokens: test_shared_tokens.
     """
-    own = [d for d in dispatchers.names() if not getattr(dispatchers.get(d), "same_tokens", False)]
+    own = [d for d in dispatchers.names() if not dispatchers.get(d).traits.shares_tokens]
     return [(d, f) for d, f in itertools.product(own, FACTORS)
             if not (d in ("padded", "parm_s2") and f is None)]
 

@@ -26,7 +26,7 @@ from tests.oracle import Case, expert, make_inputs, make_parameters, objective
 from tests.routing.references import Call, gradient_of, namespace, reference_of, tensors_of
 
 CELLS = [(d, 0.0 if d in ("padded", "parm_s2") else None) for d in dispatchers.names()
-         if not getattr(dispatchers.get(d), "same_tokens", False)]
+         if not dispatchers.get(d).traits.shares_tokens]
 TOKENS = {
     "uneven": ([7, 0, 3, 11, 1, 0, 5, 2], None), "padding": ([6] * 8, [2, 6, 0, 1, 3, 0, 6, 1])
 }

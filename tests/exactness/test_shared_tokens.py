@@ -35,7 +35,7 @@ from tests.exactness.test_layouts import TOKENS, with_layout
 from tests.oracle import Case, make_inputs, make_parameters, objective
 
 SAME_TOKENS = [
-    name for name in dispatchers.names() if getattr(dispatchers.get(name), "same_tokens", False)
+    name for name in dispatchers.names() if dispatchers.get(name).traits.shares_tokens
 ]
 
 

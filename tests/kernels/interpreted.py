@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 import torch
-from moe_plugin.kernels import kernels
 from torch import Tensor
 
+from moe_plugin.kernels import kernels
 from tests.kernels.problems import SHAPES, arguments, fresh
 
 # the interpreter truncates when it rounds to bfloat16, so a value may be one step off

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import copy
 
-import moe_plugin.kernels.gpu.common as common
 import torch
+
+import moe_plugin.kernels.gpu.common as common
+from moe_plugin.comm import LocalComm
 from moe_plugin.kernels import kernels
 from moe_plugin.kernels.main_grad import WEIGHTS
-
-from moe_plugin.comm import LocalComm
 from tests.exactness.harness import compare, config_of, reference, run_rank
 from tests.kernels.test_strategies import make_layer
 from tests.oracle import Case

@@ -10,11 +10,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from moe_plugin.kernels import Groups, kernels
 from torch import Tensor
 
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
+from moe_plugin.kernels import Groups, kernels
 from moe_plugin.layer import MoELayer
 from tests.kernels.interpreted import TOLERANCE, compare, widened
 from tests.kernels.problems import SHAPES, Shape, arguments, fresh

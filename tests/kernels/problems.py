@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from moe_plugin.kernels import Groups
 from torch import Tensor
+
+from moe_plugin.kernels import Groups
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from moe_plugin.dispatch.rows import exact_rows
+from moe_plugin.experts import strategies
 from moe_plugin.kernels.cpu import expert_ffn as fused
 from moe_plugin.kernels.cpu.blocks import WASTE, Group, blocks_of, in_order, in_pairs, moved
-
-from moe_plugin.dispatch.ragged import exact_rows
-from moe_plugin.experts import strategies
 from moe_plugin.records import RowCounts, RowPlan
 from tests.kernels.test_strategies import parameters
 

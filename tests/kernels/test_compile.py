@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo
-from moe_plugin.kernels.gpu.expert_ffn import expert_ffn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from moe_plugin.kernels.gpu.expert_ffn import expert_ffn
 from moe_plugin.layer import MoELayer
 from tests.kernels.problems import SHAPES, Shape
 from tests.kernels.test_strategies import make_layer, problem

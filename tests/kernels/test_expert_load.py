@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from moe_plugin.kernels import expert_load
 
 IDS_TK = torch.tensor([[0, 2], [2, -1], [2, 0], [-1, -1]])

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from moe_plugin.kernels import kernels
 
+from moe_plugin.kernels import kernels
 from tests.kernels.problems import SHAPES
 
 pytest.importorskip("triton", reason="triton is not installed")

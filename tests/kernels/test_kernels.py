@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moe_plugin.kernels import combine_rows, gather_rows, kernels, permute_rows
 
 PROBLEM = st.tuples(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6),

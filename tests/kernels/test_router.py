@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moe_plugin.kernels import route, running_count, slot_index, top_k_stable
 
 

@@ -8,8 +8,6 @@ import itertools
 
 import pytest
 import torch
-from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.workspace import Workspace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.experts import FFNParameters, strategies
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import RowCounts, RowPlan
 from moe_plugin.routing.replay import checkpoint

@@ -9,10 +9,10 @@ import threading
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_plugin.kernels.workspace import SMALL_BYTES, Workspace
 
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
+from moe_plugin.kernels.workspace import SMALL_BYTES, Workspace
 from moe_plugin.layer import MoELayer
 
 LARGE = (SMALL_BYTES // 4, 2)  # float32: twice the smallest size that is kept

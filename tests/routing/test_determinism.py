@@ -135,7 +135,7 @@ def test_every_dispatcher_and_expert_kernel_runs_in_strict_mode(strict: None) ->
     from moe_plugin.kernels.expert_ffn import strategies
 
     plain = [
-        d for d in dispatchers.names() if not getattr(dispatchers.get(d), "same_tokens", False)
+        d for d in dispatchers.names() if not dispatchers.get(d).traits.shares_tokens
     ]
     assert plain and strategies.names()
     x, mask = torch.randn(24, 8), torch.arange(24) < 20

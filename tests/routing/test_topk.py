@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_plugin.kernels import slot_index
 
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import DispatchConfig, from_dict
+from moe_plugin.kernels import slot_index
 from moe_plugin.records import Routing
 from moe_plugin.routing import TopKRouter, losses, routers
 from moe_plugin.routing.capacity import capacity, drop, fixed_slots, slots

@@ -50,7 +50,7 @@ def drive(comm: Comm, seconds, calls: int, tokens=lambda call: 16,
           settings: MoEConfig | None = None) -> tuple[MoELayer, list[str], list]:
     layer = MoELayer(settings or config(), comm)
     noise = random.Random(comm.rank)
-    auto = layer.auto
+    auto = layer.layouts.tuner
     auto.measure = lambda device: FakeWatch(
         auto, lambda choice: seconds(choice) * noise.uniform(0.9, 1.1))
     labels, decisions = [], []
@@ -91,7 +91,7 @@ def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytes
     def rank(comm):
         layer, _, _ = drive(comm, lambda c: 1.0 + c.r, 80)
         calls = []
-        layer.auto._agree = lambda routing, old=layer.auto._agree: calls.append(1) or old(routing)
+        layer.layouts.tuner._agree = lambda routing, old=layer.layouts.tuner._agree: calls.append(1) or old(routing)
         for _ in range(32):
             layer(torch.randn(16, 8)).output.sum().backward()
         return len(calls)
@@ -115,7 +115,7 @@ def test_evaluation_keeps_the_latest_choice_and_asks_nobody() -> None:
     def rank(comm):
         layer, labels, _ = drive(comm, lambda c: 1.0 + c.r, 40)
         layer.eval()
-        layer.auto._agree = None
+        layer.layouts.tuner._agree = None
         return layer(torch.randn(3, 8)).stats.layout == labels[-1]
 
     assert all(run_simulated(2, rank))
@@ -130,7 +130,7 @@ def test_numbers_are_those_of_a_fixed_layout() -> None:
             x = torch.randn(9, 8, generator=torch.Generator().manual_seed(call),
                             dtype=torch.float64)
             torch.testing.assert_close(auto(x).output, fixed(x).output, rtol=1e-9, atol=1e-10)
-        return len({d.choice for d in auto.auto.tuner.log})
+        return len({d.choice for d in auto.layouts.tuner.tuner.log})
 
     run_simulated(4, rank)
 
@@ -153,8 +153,8 @@ def test_recomputation_repeats_the_layout() -> None:
     def rank(comm):
         layer = MoELayer(config(), comm)
         used = []
-        at = layer.layouts.at
-        layer.layouts.at = lambda choice: used.append(choice) or at(choice)
+        at = layer.layouts.available.at
+        layer.layouts.available.at = lambda choice: used.append(choice) or at(choice)
         for _ in range(6):
             x = torch.randn(16, 8, requires_grad=True)
             checkpoint(lambda v: layer(v).output, x).sum().backward()
@@ -215,7 +215,7 @@ def _train_auto(calls: int) -> list[str]:
         out = layer(x)
         out.output.square().sum().backward()
         labels.append(out.stats.layout)
-    assert layer.auto.tuner.explored > 4
+    assert layer.layouts.tuner.tuner.explored > 4
     return labels
 
 
@@ -237,9 +237,9 @@ def test_a_load_on_a_border_stays_in_its_bucket() -> None:
     gets its own.
     """
     layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 + 3 * (call % 2))
-    assert len(layer.auto.tuner.entries) == 1
+    assert len(layer.layouts.tuner.tuner.entries) == 1
     layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 if call < 30 else 60)
-    assert len(layer.auto.tuner.entries) >= 2
+    assert len(layer.layouts.tuner.tuner.entries) >= 2
 
 
 def test_a_time_that_one_rank_lacks_is_taken_by_none() -> None:
@@ -248,7 +248,7 @@ def test_a_time_that_one_rank_lacks_is_taken_by_none() -> None:
     """
     def rank(comm):
         layer = MoELayer(config(), comm)
-        auto, labels = layer.auto, []
+        auto, labels = layer.layouts.tuner, []
 
         class Late(FakeWatch):
             def __init__(self, device) -> None:

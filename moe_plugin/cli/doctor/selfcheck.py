@@ -59,7 +59,7 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
         x_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
         target_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
         # some dispatchers are for ranks that all hold the same tokens
-        same_tokens = getattr(dispatchers.get(dispatcher), "same_tokens", False)
+        same_tokens = dispatchers.get(dispatcher).traits.shares_tokens
         piece = _all if same_tokens else _piece
         shards = run_simulated(
             ranks, lambda comm: _run(_share(whole, config, comm), piece(x_TD, comm),

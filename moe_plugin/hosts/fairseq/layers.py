@@ -46,8 +46,7 @@ class LayerSettings:
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     config = settings.config
-    asked = [f"dispatch.name={config.dispatch.name!r}"] * getattr(
-        dispatchers.get(config.dispatch.name), "same_tokens", False)
+    asked = [f"dispatch.name={config.dispatch.name!r}"] * dispatchers.get(config.dispatch.name).traits.shares_tokens
     asked += [f"parallel.replicas={config.parallel.replicas}"] * (config.parallel.replicas > 1)
     if config.parallel.shards is not None:
         raise ValueError(

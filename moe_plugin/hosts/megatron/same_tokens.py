@@ -82,7 +82,7 @@ def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
 
 
 def _inside(config: MoEConfig) -> bool:
-    return getattr(dispatchers.get(config.dispatch.name), "same_tokens", False)
+    return dispatchers.get(config.dispatch.name).traits.shares_tokens
 
 
 def _check_inside(asked: str, groups: Groups) -> None:

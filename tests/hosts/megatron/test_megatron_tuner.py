@@ -35,7 +35,7 @@ def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
 
     def known() -> dict[int, Any]:
         return {
-            layer.layer_number: layer.moe.auto and layer.moe.auto.tuner.state()
+            layer.layer_number: layer.moe.layouts.tuner and layer.moe.layouts.tuner.tuner.state()
             for layer in training.moe_layers()
         }
 
@@ -111,11 +111,11 @@ def _plain_state_dict() -> tuple[int, int]:
     again.load_state_dict(first.state_dict())
     fixed.load_state_dict(first.state_dict())
     first.load_state_dict(fixed.state_dict())
-    calls = again.moe.auto.tuner.calls
-    assert again.moe.auto.tuner.state() == first.moe.auto.tuner.state() and not any(
+    calls = again.moe.layouts.tuner.tuner.calls
+    assert again.moe.layouts.tuner.tuner.state() == first.moe.layouts.tuner.tuner.state() and not any(
         "tuner" in key for key in fixed.state_dict())
     again(x)
-    return calls, again.moe.auto.tuner.calls - calls
+    return calls, again.moe.layouts.tuner.tuner.calls - calls
 
 
 def test_plain_state_dicts_hold_it_and_the_first_call_looks_at_its_load() -> None:
@@ -138,7 +138,7 @@ def _megatrons_own_load(folder: str) -> int:
                                     strict=StrictHandling.LOG_ALL)
     tuned.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})
     assert torch.equal(tuned.experts.w_in_LDF, fixed.experts.w_in_LDF)
-    return tuned.moe.auto.tuner.calls
+    return tuned.moe.layouts.tuner.tuner.calls
 
 
 def test_megatron_loads_a_checkpoint_without_it_where_it_is_told_to(tmp_path: Path) -> None:
