@@ -184,9 +184,10 @@ def test_all_gather_dispatch_is_a_gather_and_a_scatter_a_direction() -> None:
         config.losses = {}
         traffic = _traffic(world, config, tokens)
         forward = traffic.collectives.pop("forward")
-        assert {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1
+        # the ids first, so that sizes are known; then tokens and gate weights
+        assert {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1
                 }.items() <= forward.items() and "all_to_all" not in forward
-        assert traffic.collectives["all_gather"] == traffic.collectives["reduce_scatter"] == 2
+        assert (traffic.collectives["all_gather"], traffic.collectives["reduce_scatter"]) == (3, 2)
         gathered = tokens * 8 * (width + 2 * top_k) + tokens * 8 * width
         scattered = tokens * 8 * width + tokens * 8 * (width + top_k)
         number = 2 * 8 * (world - 1) // world if world > 2 else 8
@@ -238,7 +239,7 @@ def test_every_shadow_set_gives_the_same_numbers(dispatch: str, factor: float | 
         config.parallel.d = 2
         for bits in range(2**experts):
             chosen = tuple(e for e in range(experts) if bits >> e & 1)
-            monkeypatch.setattr(Shadows, "now",
+            monkeypatch.setattr(Shadows, "select",
                                 lambda self, routing, training, chosen=chosen: chosen)
             compare(case, run_simulated(world, lambda comm: run_rank(case, comm, config)), answer)
 
