@@ -9,14 +9,17 @@ from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.config.tree import (
     MoEConfig,
+    flatten,
     from_dict,
     from_yaml,
     register_hydra,
+    settings_from_yaml,
     to_dict,
     with_overrides,
 )
 
 __all__ = [
     "CommConfig", "DispatchConfig", "ExpertsConfig", "MoEConfig", "ObserveConfig", "ParallelConfig",
-    "RouterConfig", "from_dict", "from_yaml", "register_hydra", "to_dict", "with_overrides",
+    "RouterConfig", "flatten", "from_dict", "from_yaml", "register_hydra",
+    "settings_from_yaml", "to_dict", "with_overrides",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import check, check_leaves, option
+from moe_plugin.config.options import Section, option
 
 
 @dataclass(kw_only=True)
-class CommConfig:
+class CommConfig(Section):
     """How ranks exchange rows."""
+
+    PATH = "comm."
 
     all_to_all: str = option(
         "linear",
@@ -18,11 +20,12 @@ class CommConfig:
         flag="all-to-all")
     topology: str = option(
         "detect",
-        "which ranks share a node: detect (launcher and host names), a number of ranks a node, or "
-        "a YAML file with nodes: [[0, 1], ...]",
+        "which ranks share a node: detect (launcher and host names), a number of ranks per node, "
+        "or a YAML file with nodes: [[0, 1], ...]",
         flag="topology")
     cluster: str | None = option(
-        None, "cluster file of `moe-plugin calibrate`, by which auto chooses; none: auto measures",
+        None,
+        "cluster file of `moe-plugin calibrate`, by which auto chooses; none: auto measures",
         flag="cluster")
     wire: str = option(
         "none",
@@ -31,15 +34,13 @@ class CommConfig:
         choices=("none", "bf16", "fp16", "fp8"), flag="wire")
     watchdog_s: float = option(
         0.0,
-        "> 0: seconds between signs of life, so that the error of a failed exchange names who is "
-        "missing",
+        "> 0: seconds between heartbeats, so that the error of a failed exchange names the "
+        "missing ranks",
         flag="watchdog")
     timeout_s: float = option(
-        1800.0, "seconds after which a collective that waits for a peer ends in an error",
-        flag="timeout")
+        1800.0, "timeout in seconds of a collective that waits for a peer", flag="timeout")
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "comm.")
-        check(self.watchdog_s >= 0, "comm.watchdog_s", self.watchdog_s, ">= 0",
-              "use 0 for no watchdog")
-        check(self.timeout_s > 0, "comm.timeout_s", self.timeout_s, "> 0", "use 1800")
+    def check_bounds(self) -> None:
+        """Check seconds."""
+        self.require("watchdog_s", self.watchdog_s >= 0, ">= 0", "use 0 for no watchdog")
+        self.require("timeout_s", self.timeout_s > 0, "> 0", "use 1800")

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import check, check_leaves, option
+from moe_plugin.config.options import Section, option
 
 
 @dataclass(kw_only=True)
-class DispatchConfig:
+class DispatchConfig(Section):
     """How tokens become expert rows, and how many rows an expert takes."""
+
+    PATH = "dispatch."
 
     name: str = option(
         "ragged", "dispatcher: ragged (exact rows) or padded (fixed slots), by registered name",
         flag="dispatch")
     capacity_factor: float | None = option(
         None,
-        "none: dropless. f > 0: k*int(f*ceil(T/E)) slots an expert and source rank; 0: the largest "
-        "load (never "
-        "drops); f < 0: the largest load, at most k*int(-f*ceil(T/E))", flag="capacity-factor")
+        "none: dropless. f > 0: k*int(f*ceil(T/E)) slots per expert and source rank; 0: the "
+        "largest load (never drops); f < 0: the largest load, at most k*int(-f*ceil(T/E))",
+        flag="capacity-factor")
     eval_capacity_factor: float | None = option(
-        None, "capacity factor when not training; none: the training one",
+        None, "capacity factor outside training; none: the training one",
         flag="eval-capacity-factor")
     eval_token_fraction: float = option(
-        0.0, "> 0: when not training, capacity is ceil(fraction * T) whatever the factor",
+        0.0, "> 0: outside training, capacity is ceil(fraction * T) for any capacity factor",
         flag="eval-token-fraction")
     equal_tokens: bool = option(
         False,
         "promise that every rank always has the same number of tokens: saves one small all-reduce "
-        "a layer "
-        "and counts padding as tokens in the capacity", flag="equal-tokens")
+        "per layer and counts padding as tokens in the capacity",
+        flag="equal-tokens")
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "dispatch.")
-        check(0 <= self.eval_token_fraction <= 1, "dispatch.eval_token_fraction",
-              self.eval_token_fraction, "in [0, 1]", "use 0 to take the capacity factor")
+    def check_bounds(self) -> None:
+        """Check the fraction."""
+        self.require("eval_token_fraction", 0 <= self.eval_token_fraction <= 1, "in [0, 1]",
+                     "use 0 to take the capacity factor")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import check, check_leaves, option
+from moe_plugin.config.options import Section, option
 
 
 @dataclass(kw_only=True)
-class ExpertsConfig:
+class ExpertsConfig(Section):
     """What an expert is and how the experts of a rank are computed."""
+
+    PATH = "experts."
 
     kind: str = option(
         "ffn", "expert: ffn (two linear maps) or gated_ffn (SwiGLU-like), by registered name",
@@ -33,11 +35,10 @@ class ExpertsConfig:
     init_std: float | None = option(
         None, "standard deviation of initial weights; none: Xavier uniform", flag="expert-init-std")
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "experts.")
-        for name in ("hidden_dim", "shared_hidden_dim"):
-            check(
-                getattr(self, name) >= 0, f"experts.{name}", getattr(self, name), ">= 0",
-                "use 0 for the default")
-        check(self.init_std is None or self.init_std > 0, "experts.init_std", self.init_std,
-              "> 0 or none", "use none")
+    def check_bounds(self) -> None:
+        """Check widths and the standard deviation."""
+        for name, value in (("hidden_dim", self.hidden_dim),
+                            ("shared_hidden_dim", self.shared_hidden_dim)):
+            self.require(name, value >= 0, ">= 0", "use 0 for the default")
+        self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
+                     "use none")

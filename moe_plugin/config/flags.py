@@ -1,7 +1,7 @@
 """Host flags generated from the config tree: every leaf that names a `flag` becomes `--moe-<flag>`.
 
-Values not given stay `None`, so that a YAML file (`--moe-config`) can lie below the flags and
-defaults below both.
+A flag that is not given stays `None`: then the YAML file of `--moe-config` decides, then the
+default.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict, with_overrides
-from moe_plugin.config.options import hints_of
+from moe_plugin.config import MoEConfig, from_dict, from_yaml, with_overrides
+from moe_plugin.config.options import aliases, canonical, hints_of
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ def _walk(cls: type, prefix: str) -> Iterator[FlagSpec]:
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _walk(hints[f.name], f"{prefix}{f.name}.")
         elif f.metadata.get("flag"):
-            yield FlagSpec("--moe-" + f.metadata["flag"], prefix + f.name,
-                           _leaf_kind(hints[f.name]), _help(f), f.metadata.get("choices", ()))
+            flag, alias = "--moe-" + f.metadata["flag"], f.metadata.get("alias")
+            kind, choices = _leaf_kind(hints[f.name]), f.metadata.get("choices", ())
+            yield FlagSpec(flag, prefix + f.name, kind, _help(f), choices)
+            if alias:
+                yield FlagSpec("--moe-" + alias.replace("_", "-"), prefix + alias, kind,
+                               f"the same as {flag}", choices)
 
 
 def _help(f: dataclasses.Field) -> str:
@@ -86,7 +90,7 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         raise ValueError(f"{spec.flag} {text!r} cannot be read; must be {wanted}") from error
 
 
-def add_arguments(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
+def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozenset()) -> None:
     """Add every generated flag to an argparse parser, except those whose config path is in `skip`.
     """
     group = parser.add_argument_group("moe-plugin")
@@ -111,22 +115,19 @@ def config_from_flags(values: Mapping[str, Any],
     """
     config_file = values.get(CONFIG_FLAG.dest)
     config = from_yaml(config_file) if config_file else from_dict({})
-    overrides = dict(base or {})
-    for spec in flag_specs()[1:]:
-        given = values.get(spec.dest)
-        if given is not None:
-            overrides[spec.path] = parse_value(spec, given)
-    return with_overrides(config, overrides)
+    return with_overrides(config, {**(base or {}), **settings_from_flags(values)})
 
 
-def flag_values(config: MoEConfig) -> dict[str, Any]:
-    """The inverse: each flag's value in `config`, by `dest`."""
-    tree = to_dict(config)
+def settings_from_flags(values: Mapping[str, Any],
+                        skip: Container[str] = frozenset()) -> dict[str, Any]:
+    """The settings given by flag, `--moe-config` apart, as dotted paths.
 
-    def look_up(path: str) -> Any:
-        node: Any = tree
-        for key in path.split("."):
-            node = node[key]
-        return node
-
-    return {spec.dest: look_up(spec.path) for spec in flag_specs()[1:]}
+    Args:
+        values: as of `config_from_flags`.
+        skip: paths whose flags the host does not offer.
+    Raises:
+        ValueError: a flag that cannot be read, a setting that is given under both its names.
+    """
+    given = {spec.path: parse_value(spec, values[spec.dest]) for spec in flag_specs()[1:]
+             if values.get(spec.dest) is not None and spec.path not in skip}
+    return canonical(given, aliases(MoEConfig))

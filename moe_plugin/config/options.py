@@ -1,21 +1,30 @@
-"""Building blocks of the settings tree: a leaf with its help, and checks whose errors name value,
-bound and remedy.
+"""Building blocks of the settings tree: leaves, sections, and errors that name value, bound and
+remedy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import typing
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "") -> Any:
-    """A leaf of the tree: default value, help text, optional fixed choices, optional host flag
-    name.
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "",
+           alias: str = "") -> Any:
+    """A leaf of the tree.
+
+    Args:
+        default: its value where nothing is given.
+        help: text for the docs and the hosts' `--help`.
+        choices: all values, where they are a fixed set.
+        flag: the hosts' flag without `--moe-`; empty: none.
+        alias: a second name in files, code and flags; empty: none.
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "flag": flag})
+    return field(default=default,
+                 metadata={"help": help, "choices": choices, "flag": flag, "alias": alias})
 
 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
@@ -24,22 +33,41 @@ def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
         raise ValueError(f"{path}={value!r} is out of bounds: must be {bound}; {remedy}")
 
 
-def check_leaves(section: Any, prefix: str) -> None:
-    """`ValueError` for a value of the wrong type in a section that was built in code or below it,
-    or none of its choices.
+class Section:
+    """Base of all sections of the tree, which are dataclasses. Building one checks types, choices
+    and bounds, in this order.
+
+    Attributes:
+        PATH: where the section is in the tree, with a trailing dot.
+        SHORTHAND: the leaf that a text in place of the section sets; empty: none.
     """
+
+    PATH: ClassVar[str] = ""
+    SHORTHAND: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        _check_types(self, self.PATH)
+        self.check_bounds()
+
+    def check_bounds(self) -> None:
+        """Check what types and choices leave open, by `require`."""
+
+    def require(self, name: str, ok: bool, bound: str, remedy: str) -> None:
+        """`check` of the leaf `name` of this section, or `section.name` of one inside it."""
+        check(ok, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
+
+
+def _check_types(section: Any, prefix: str) -> None:
     hints = hints_of(type(section))
     for f in dataclasses.fields(section):
         value, path = getattr(section, f.name), prefix + f.name
         if not dataclasses.is_dataclass(hints[f.name]):
             _convert(hints[f.name], value, path)
         elif isinstance(value, hints[f.name]):
-            check_leaves(value, f"{path}.")
+            _check_types(value, f"{path}.")
         else:
-            raise ValueError(
-                f"{path}={value!r} is a {type(value).__name__}; must be "
-                f"{hints[f.name].__name__}(...)"
-            )
+            raise ValueError(f"{path}={value!r} is a {type(value).__name__}; must be "
+                             f"{hints[f.name].__name__}(...)")
         choices = f.metadata.get("choices")
         if choices:
             check(value in choices, path, value, f"one of {', '.join(choices)}",
@@ -47,10 +75,14 @@ def check_leaves(section: Any, prefix: str) -> None:
 
 
 def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
-    """A section from plain nested values. Unknown keys, wrong types and bad values are a
-    `ValueError` that names the path `prefix` + key.
+    """A section from plain nested values.
+
+    Raises:
+        ValueError: unknown keys, a setting under two names, wrong types and bad values; it names
+            the path `prefix` + key.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
+    values = canonical(values, aliases(cls), prefix)
     unknown = sorted(str(key) for key in set(values) - set(fields))
     if unknown:
         raise ValueError(
@@ -60,6 +92,36 @@ def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     return cls(**built)
 
 
+def aliases(cls: type, prefix: str = "") -> dict[str, str]:
+    """Second names in a section and below: dotted path to dotted path."""
+    found, hints = {}, hints_of(cls)
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[f.name]):
+            found.update(aliases(hints[f.name], f"{prefix}{f.name}."))
+        elif f.metadata.get("alias"):
+            found[prefix + f.metadata["alias"]] = prefix + f.name
+    return found
+
+
+def canonical(values: Mapping[str, Any], names: Mapping[str, str],
+              prefix: str = "") -> dict[str, Any]:
+    """The same values by their first names.
+
+    Args:
+        values: by name or alias.
+        names: see `aliases`.
+        prefix: what errors put before a name.
+    Raises:
+        ValueError: a setting is given under both names.
+    """
+    for alias, name in names.items():
+        if alias in values and name in values:
+            raise ValueError(
+                f"{prefix}{alias}={values[alias]!r} and {prefix}{name}={values[name]!r} name the "
+                "same setting; give one of the two")
+    return {names.get(name, name): value for name, value in values.items()}
+
+
 def hints_of(cls: type) -> dict[str, Any]:
     """Field types of a section, as types."""
     return typing.get_type_hints(cls)
@@ -67,11 +129,11 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
-        if isinstance(value, str) and hasattr(hint, "SHORTHAND"):
+        if isinstance(value, str) and hint.SHORTHAND:
             value = {hint.SHORTHAND: value}
         if not isinstance(value, Mapping):
-            raise ValueError(
-                f"{path}={value!r} must be a mapping with keys {', '.join(hints_of(hint))}")
+            keys = ", ".join(f.name for f in dataclasses.fields(hint))
+            raise ValueError(f"{path}={value!r} must be a mapping with keys {keys}")
         return build(hint, value, path + ".")
     if typing.get_origin(hint) is dict:
         if not isinstance(value, Mapping):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_plugin.config.options import check, check_leaves, option
+from moe_plugin.config.options import Section, option
 
 
 @dataclass(kw_only=True)
-class HashConfig:
+class HashConfig(Section):
     """The hash router's table."""
+
+    PATH = "router.hash."
 
     kind: str = option(
         "balanced",
@@ -24,17 +26,19 @@ class HashConfig:
     seed: int = option(0, "seed of a random table, and of the order among equally frequent tokens",
                        flag="hash-seed")
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "router.hash.")
-        check(self.vocabulary >= 0, "router.hash.vocabulary", self.vocabulary, ">= 0",
-              "set it to the size of the vocabulary")
-        check(self.kind != "file" or bool(self.path), "router.hash.path", self.path,
-              "a file where router.hash.kind=file", "name the table")
+    def check_bounds(self) -> None:
+        """Check bounds, and settings that depend on each other."""
+        self.require("vocabulary", self.vocabulary >= 0, ">= 0",
+                     "set it to the size of the vocabulary")
+        self.require("path", self.kind != "file" or bool(self.path),
+                     "a file where router.hash.kind=file", "name the table")
 
 
 @dataclass(kw_only=True)
-class SparsityConfig:
+class SparsityConfig(Section):
     """Dense-to-sparse: from all experts at a high temperature to few at a low one."""
+
+    PATH = "router.sparsity."
 
     start: float = option(2.0, "temperature at the first step", flag="temperature-start")
     end: float = option(0.1, "temperature from step `steps` on", flag="temperature-end")
@@ -44,20 +48,19 @@ class SparsityConfig:
         0.1, "experts below this share are skipped; a token's best expert never is",
         flag="gate-threshold")
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "router.sparsity.")
+    def check_bounds(self) -> None:
+        """Check bounds, and settings that depend on each other."""
         for name in ("start", "end"):
-            check(
-                getattr(self, name) > 0, f"router.sparsity.{name}", getattr(self, name), "> 0",
-                "use 2.0 for start, 0.1 for end")
-        check(self.steps >= 1, "router.sparsity.steps", self.steps, ">= 1", "use 10000")
-        check(0 <= self.threshold < 1, "router.sparsity.threshold", self.threshold, "in [0, 1)",
-              "use 0.1")
+            self.require(name, getattr(self, name) > 0, "> 0", "use 2.0 for start, 0.1 for end")
+        self.require("steps", self.steps >= 1, ">= 1", "use 10000")
+        self.require("threshold", 0 <= self.threshold < 1, "in [0, 1)", "use 0.1")
 
 
 @dataclass(kw_only=True)
-class LinksConfig:
+class LinksConfig(Section):
     """How routers see the network (topology_quota, ta_moe, and the loss ta_moe)."""
+
+    PATH = "router.links."
 
     costs: str | None = option(
         None,
@@ -78,18 +81,19 @@ class LinksConfig:
         "dropped; 0: none are",
         flag="pair-capacity")
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "router.links.")
-        check(self.far > 0, "router.links.far", self.far, "> 0", "use 8")
-        check(0 <= self.quota <= 1, "router.links.quota", self.quota, "in [0, 1]", "use 0.14")
-        check(0 <= self.blend <= 1, "router.links.blend", self.blend, "in [0, 1]", "use 1")
-        check(self.pair_capacity >= 0, "router.links.pair_capacity", self.pair_capacity, ">= 0",
-              "use 0 for none")
+    def check_bounds(self) -> None:
+        """Check bounds, and settings that depend on each other."""
+        self.require("far", self.far > 0, "> 0", "use 8")
+        self.require("quota", 0 <= self.quota <= 1, "in [0, 1]", "use 0.14")
+        self.require("blend", 0 <= self.blend <= 1, "in [0, 1]", "use 1")
+        self.require("pair_capacity", self.pair_capacity >= 0, ">= 0", "use 0 for none")
 
 
 @dataclass(kw_only=True)
-class GateChoiceConfig:
+class GateChoiceConfig(Section):
     """Which router of a list decides a call that names none itself."""
+
+    PATH = "router.choice."
 
     rule: str = option(
         "first",
@@ -107,22 +111,24 @@ class GateChoiceConfig:
         "training",
         flag="gate-choice-eval")
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "router.choice.")
-        check(bool(self.rule), "router.choice.rule", self.rule, "a registered name", "use first")
-        check(self.every >= 1, "router.choice.every", self.every, ">= 1", "use 1")
-        check(self.outside_training >= 0, "router.choice.outside_training", self.outside_training,
-              ">= 0", "use 0 for the first router")
+    def check_bounds(self) -> None:
+        """Check bounds, and settings that depend on each other."""
+        self.require("rule", bool(self.rule), "a registered name", "use first")
+        self.require("every", self.every >= 1, ">= 1", "use 1")
+        self.require("outside_training", self.outside_training >= 0, ">= 0",
+                     "use 0 for the first router")
         for name, default in (("every", 1), ("seed", 0), ("outside_training", 0)):
             fits = self.rule not in ("first", "layer") or getattr(self, name) == default
-            check(fits, f"router.choice.{name}", getattr(self, name),
-                  f"{default} where router.choice.rule={self.rule}, which does not read it",
-                  "leave it out, or use the rule cycle or random")
+            self.require(name, fits,
+                         f"{default} where router.choice.rule={self.rule}, which does not read it",
+                         "leave it out, or use the rule cycle or random")
 
 
 @dataclass(kw_only=True)
-class RouterConfig:
+class RouterConfig(Section):
     """How each token chooses its experts."""
+
+    PATH = "router."
 
     name: str = option(
         "topk",
@@ -174,34 +180,29 @@ class RouterConfig:
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "router.")
-        check(
-            bool(self.names) and all(self.names), "router.name", self.name,
-            "a registered name, or several with commas", "use topk")
-        check(self.top_k >= 1, "router.top_k", self.top_k, ">= 1", "use 1 (Switch) or 2 (GShard)")
-        check(self.noise >= 0, "router.noise", self.noise, ">= 0", "use 0 for no noise")
-        check(0 <= self.input_jitter < 1, "router.input_jitter", self.input_jitter, "in [0, 1)",
-              "use 0 for none")
-        check(self.scaling > 0, "router.scaling", self.scaling, "> 0", "use 1")
+    def check_bounds(self) -> None:
+        """Check bounds, and settings that depend on each other."""
+        self.require("name", bool(self.names) and all(self.names),
+                     "a registered name, or several with commas", "use topk")
+        self.require("top_k", self.top_k >= 1, ">= 1", "use 1 (Switch) or 2 (GShard)")
+        self.require("noise", self.noise >= 0, ">= 0", "use 0 for no noise")
+        self.require("input_jitter", 0 <= self.input_jitter < 1, "in [0, 1)", "use 0 for none")
+        self.require("scaling", self.scaling > 0, "> 0", "use 1")
         two = self.second_expert_policy == "all" or self.top_k == 2
-        check(two, "router.second_expert_policy", self.second_expert_policy,
-              "'all' unless router.top_k=2",
-              f"router.top_k is {self.top_k}: set it to 2 or the policy to 'all'")
-        check(self.groups >= 0, "router.groups", self.groups, ">= 0", "use 0 for none")
-        check(1 <= self.group_top_k <= max(1, self.groups), "router.group_top_k", self.group_top_k,
-              f"in 1..router.groups={self.groups}", "use 1")
-        check(self.bias_rate >= 0, "router.bias_rate", self.bias_rate, ">= 0", "use 0.001")
+        self.require("second_expert_policy", two, "'all' unless router.top_k=2",
+                     f"router.top_k is {self.top_k}: set it to 2 or the policy to 'all'")
+        self.require("groups", self.groups >= 0, ">= 0", "use 0 for none")
+        self.require("group_top_k", 1 <= self.group_top_k <= max(1, self.groups),
+                     f"in 1..router.groups={self.groups}", "use 1")
+        self.require("bias_rate", self.bias_rate >= 0, ">= 0", "use 0.001")
         several, choice = len(self.names), self.choice
-        check(choice.rule == "first" or several > 1, "router.choice.rule", choice.rule,
-              f"'first' with the one router {self.name!r}",
-              "list several in router.name, e.g. switch,hash")
-        check(choice.outside_training < several, "router.choice.outside_training",
-              choice.outside_training, f"in 0..{several - 1}", f"router.name lists {several}")
+        self.require("choice.rule", choice.rule == "first" or several > 1,
+                     f"'first' with the one router {self.name!r}",
+                     "list several in router.name, e.g. switch,hash")
+        self.require("choice.outside_training", choice.outside_training < several,
+                     f"in 0..{several - 1}", f"router.name lists {several}")
         for name in ("cosine_dim", "sinkhorn_rounds"):
-            check(
-                getattr(self, name) >= 1, f"router.{name}", getattr(self, name), ">= 1",
-                "use the default")
+            self.require(name, getattr(self, name) >= 1, ">= 1", "use the default")
 
     @property
     def names(self) -> list[str]:

@@ -20,29 +20,37 @@ from moe_plugin.config.comm import CommConfig
 from moe_plugin.config.dispatch import DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
 from moe_plugin.config.observe import ObserveConfig
-from moe_plugin.config.options import build, check, check_leaves, hints_of, option
+from moe_plugin.config.options import (
+    Section,
+    aliases,
+    build,
+    canonical,
+    check,
+    hints_of,
+    option,
+)
 from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.yaml_file import read_yaml
 
 
 @dataclass(kw_only=True)
-class MoEConfig:
-    """Everything one MoE layer needs to know. Hosts fill `model_dim`; users set the rest by flag,
-    YAML or code.
+class MoEConfig(Section):
+    """All settings of one MoE layer. Hosts set `model_dim`; users set the rest by flag, YAML or
+    code.
     """
 
-    model_dim: int = option(0, "width of a token; the host fills it in")
+    model_dim: int = option(0, "width of a token; the host sets it")
     num_experts: int = option(8, "experts in the whole expert-parallel group", flag="num-experts")
     imports: str | None = option(
         None,
-        "your own modules, imported before names are looked up, so that they can register routers, "
-        "losses, ...: dotted names or .py files, "
-        "with commas", flag="import")
+        "your own modules, comma-separated dotted names or .py files; imported before names are "
+        "looked up, so that they can register routers, losses, ...",
+        flag="import")
     deterministic: bool = option(
         False,
-        "the same seed and settings give the same bits, on GPU too; an operator that cannot is an "
-        "error (docs/routers.md)",
+        "the same seed and settings give the same bits, also on GPU; an operator that is not "
+        "deterministic is an error (docs/routers.md)",
         flag="deterministic")
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: dict[str, float] = field(
@@ -58,20 +66,19 @@ class MoEConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
-    def __post_init__(self) -> None:
-        check_leaves(self, "")
-        check(self.model_dim >= 0, "model_dim", self.model_dim, ">= 0", "let the host fill it in")
-        check(self.num_experts >= 1, "num_experts", self.num_experts, ">= 1", "use 8")
-        check(self.router.top_k <= self.num_experts, "router.top_k", self.router.top_k,
-               f"<= num_experts={self.num_experts}", "lower router.top_k or raise num_experts")
+    def check_bounds(self) -> None:
+        """Check sizes, and settings of several sections against each other."""
+        self.require("model_dim", self.model_dim >= 0, ">= 0", "let the host set it")
+        self.require("num_experts", self.num_experts >= 1, ">= 1", "use 8")
+        self.require("router.top_k", self.router.top_k <= self.num_experts,
+                     f"<= num_experts={self.num_experts}",
+                     "lower router.top_k or raise num_experts")
         for name, weight in self.losses.items():
             check(weight >= 0, f"losses.{name}", weight, ">= 0", "use 0 to switch a loss off")
-        check(
-            not self.deterministic or self.parallel.mode != "auto", "parallel.mode",
-            self.parallel.mode, "fixed where deterministic=True",
-            "a layout chosen by measured time adds up in another order from run to run: name one "
-            "with parallel.r and parallel.d"
-        )
+        self.require("parallel.mode", not self.deterministic or self.parallel.mode != "auto",
+                     "fixed where deterministic=True",
+                     "a layout chosen by measured time adds up in another order from run to run: "
+                     "set one with parallel.r and parallel.d")
         uses_load = self.losses.get("load_importance", 0) > 0
         check(not uses_load or self.router.noise > 0, "losses.load_importance",
               self.losses.get("load_importance"), "0 unless router.noise > 0",
@@ -98,10 +105,28 @@ def from_dict(values: Mapping[str, Any]) -> MoEConfig:
 
 
 def from_yaml(path: str) -> MoEConfig:
-    """Read a YAML file (see `configs/`) into a validated config. A file that is no YAML mapping is
-    a `ValueError`.
+    """Read a YAML file (see `configs/`) into a validated config. A file that is not a YAML mapping
+    is a `ValueError`.
     """
     return from_dict(read_yaml(path))
+
+
+def settings_from_yaml(path: str) -> dict[str, Any]:
+    """The settings that a YAML file names, as dotted paths; errors as of `from_yaml`."""
+    values = read_yaml(path)
+    from_dict(values)  # its errors name keys, types and bounds
+    return canonical(flatten(values), aliases(MoEConfig))
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values as dotted paths to leaves; `losses` is one leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and prefix + str(key) != "losses":
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def to_dict(config: MoEConfig) -> dict[str, Any]:
@@ -112,11 +137,12 @@ def to_dict(config: MoEConfig) -> dict[str, Any]:
 def with_overrides(config: MoEConfig, overrides: Mapping[str, Any]) -> MoEConfig:
     """A new config with dotted-path values replaced: `{"router.top_k": 1}`."""
     tree = OmegaConf.create(to_dict(config))
-    for path, value in overrides.items():
-        section = hints_of(MoEConfig).get(path)
+    sections = {name: hint for name, hint in hints_of(MoEConfig).items()
+                if dataclasses.is_dataclass(hint)}
+    for path, value in canonical(overrides, aliases(MoEConfig)).items():
         # else it would wipe out the section's other overrides
-        if isinstance(value, str) and hasattr(section, "SHORTHAND"):
-            path = f"{path}.{section.SHORTHAND}"
+        if isinstance(value, str) and path in sections and sections[path].SHORTHAND:
+            path = f"{path}.{sections[path].SHORTHAND}"
         OmegaConf.update(tree, path, value, merge=False, force_add=True)
     return from_dict(OmegaConf.to_container(tree))  # type: ignore[arg-type]
 

@@ -13,12 +13,14 @@ from moe_plugin.config import (
     MoEConfig,
     ObserveConfig,
     RouterConfig,
+    flatten,
     from_dict,
     from_yaml,
+    settings_from_yaml,
     to_dict,
     with_overrides,
 )
-from moe_plugin.config.flags import add_arguments, config_from_flags, flag_specs, flag_values
+from moe_plugin.config.flags import add_arguments, config_from_flags, flag_specs
 
 
 def test_round_trip() -> None:
@@ -134,14 +136,41 @@ def test_flags_override_file_and_host(tmp_path) -> None:
 
 
 def test_every_flag_reads_back_its_default() -> None:
-    defaults = flag_values(MoEConfig())
-    assert len({spec.flag for spec in flag_specs()}) == len(flag_specs()) == len(defaults) + 1
+    defaults, specs = flatten(to_dict(MoEConfig())), flag_specs()[1:]
+    leaves = {spec.path for spec in specs} - {"parallel.overlap_degree", "parallel.routing_degree"}
+    assert len({spec.flag for spec in specs}) == len(specs) and leaves == set(defaults) - {
+        "model_dim"
+    }
     given = {
-        dest: ",".join(f"{k}={v}"
-                       for k, v in value.items()) if isinstance(value, dict) else str(value)
-        for dest, value in defaults.items()
+        spec.dest: ",".join(f"{k}={v}" for k, v in defaults[spec.path].items())
+        if spec.kind is dict else str(defaults[spec.path])
+        for spec in specs if spec.path in leaves
     }
     assert config_from_flags(given) == MoEConfig()
+
+
+def test_second_names(tmp_path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("parallel: {overlap_degree: 2, routing_degree: 0}\n")
+    assert settings_from_yaml(str(path)) == {"parallel.d": 2, "parallel.r": 0}
+    for config in (from_yaml(str(path)),
+                   with_overrides(MoEConfig(), {"parallel.overlap_degree": 2, "parallel.r": 0}),
+                   config_from_flags({"moe_overlap_degree": "2", "moe_routing_degree": "0"})):
+        assert (config.parallel.d, config.parallel.r) == (2, 0)
+    # a flag overrides the file, whichever name either uses
+    flags = {"moe_config": str(path), "moe_overlap": "4", "moe_routing_degree": "none"}
+    config = config_from_flags(flags).parallel
+    assert (config.d, config.r) == (4, None)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: from_dict({"parallel": {"d": 2, "overlap_degree": 4}}),
+             lambda: with_overrides(MoEConfig(), {"parallel.d": 2, "parallel.overlap_degree": 4}),
+             lambda: config_from_flags({"moe_overlap": "2", "moe_overlap_degree": "4"})],
+    ids=["file", "code", "flags"])
+def test_a_setting_under_both_names(call) -> None:
+    with pytest.raises(ValueError, match="parallel.overlap_degree=4 and parallel.d=2 name the same"):
+        call()
 
 
 @pytest.mark.parametrize("flag,text", [("moe_top_k", "x"), ("moe_losses", "z"),

@@ -8,12 +8,11 @@ generated flags. Two flags that say different things about one setting are refus
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from moe_plugin.config import MoEConfig, from_yaml
+from moe_plugin.config import MoEConfig, settings_from_yaml
 from moe_plugin.config.flags import CONFIG_FLAG, config_from_flags, flag_specs, parse_value
-from moe_plugin.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,8 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
     flags = {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
     own_dispatch = bool(flags[CONFIG_FLAG.dest]) or any(flags[name] is not None
                                                         for name in DISPATCH_FLAGS)
-    in_file = _paths_in_file(flags[CONFIG_FLAG.dest])
+    file = flags[CONFIG_FLAG.dest]
+    in_file = settings_from_yaml(file) if file else {}
     base = {"experts.hidden_dim": ffn_dim, "experts.activation": _activation(activation),
             **_branch_base(args, _chosen_k(args, flags, in_file), own_dispatch)}
     changed = set(_changed_branch_paths(args))
@@ -115,21 +115,6 @@ def _branch_base(args: Any, chosen_k: int, own_dispatch: bool) -> dict[str, Any]
     if not own_dispatch or fraction != BRANCH_PATHS["moe_eval_capacity_token_fraction"][0]:
         base["dispatch.eval_token_fraction"] = max(fraction, 0.0)
     return base
-
-
-def _paths_in_file(path: str | None) -> dict[str, Any]:
-    if not path:
-        return {}
-    from_yaml(path)  # its errors are clearer
-    return dict(_leaves(read_yaml(path), ""))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and key != "losses":
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[str, Any],

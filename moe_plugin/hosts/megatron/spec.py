@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moe_plugin.config import settings_from_yaml
 from moe_plugin.hosts.megatron import compat
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.translate import settings_from_yaml
 
 
 def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,

@@ -15,9 +15,16 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict, with_overrides
-from moe_plugin.config.flags import CONFIG_FLAG, flag_specs, parse_value
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.config import (
+    MoEConfig,
+    flags,
+    flatten,
+    from_dict,
+    settings_from_yaml,
+    to_dict,
+    with_overrides,
+)
+from moe_plugin.config.flags import CONFIG_FLAG
 
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not
 # offered.
@@ -51,33 +58,12 @@ class Translation:
 
 
 def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings given by `--moe-config` and the generated flags, as dotted paths; flags lie
-    above the file.
+    """The settings given by `--moe-config` and the generated flags, as dotted paths; flags override
+    the file.
     """
-    settings = settings_from_yaml(values[CONFIG_FLAG.dest]) if values.get(CONFIG_FLAG.dest) else {}
-    for spec in flag_specs()[1:]:
-        given = values.get(spec.dest)
-        if given is not None and spec.path not in NATIVE_ARGUMENTS:
-            settings[spec.path] = parse_value(spec, given)
-    return settings
-
-
-def settings_from_yaml(path: str) -> dict[str, Any]:
-    """The settings that a YAML file names, as dotted paths. `ValueError` where the file is not a
-    valid config.
-    """
-    from_yaml(path)  # checks keys, types and bounds
-    return _flatten(read_yaml(path))
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and prefix + key != "losses":
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
+    file = values.get(CONFIG_FLAG.dest)
+    return {**(settings_from_yaml(file) if file else {}),
+            **flags.settings_from_flags(values, NATIVE_ARGUMENTS)}
 
 
 def translate(native: Any, settings: Mapping[str, Any], *,
@@ -209,7 +195,7 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
         if path.startswith(("router.", "dispatch.capacity",
                             "dispatch.eval")) and path not in NATIVE_ARGUMENTS
     ]
-    defaults = _flatten(to_dict(from_dict({})))
+    defaults = flatten(to_dict(from_dict({})))
     for path in ours:
         if settings[path] != defaults[path]:
             raise ValueError(
