@@ -16,7 +16,7 @@ class ParallelConfig(Section):
 
     mode: str = option(
         "fixed",
-        "fixed: the layout given here; auto: measured and chosen during training, for the present "
+        "fixed: the layout given here; auto: measured and chosen during training, for the current "
         "load",
         choices=("fixed", "auto"), flag="parallel")
     r: int | None = option(
@@ -64,7 +64,7 @@ class ParallelConfig(Section):
     bucket: float = option(1.5, "auto: loads within this factor of each other share a choice",
                            flag="parallel-bucket")
     device: str | None = option(
-        None, "auto: device file for the cost model (see configs/devices); none: guessed",
+        None, "auto: device file for the cost model (see configs/devices); none: default values",
         flag="parallel-device")
 
     def check_bounds(self) -> None:

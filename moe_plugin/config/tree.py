@@ -36,8 +36,9 @@ from moe_plugin.yaml_file import read_yaml
 
 @dataclass(kw_only=True)
 class MoEConfig(Section):
-    """All settings of one MoE layer. Hosts set `model_dim`; users set the rest by flag, YAML or
-    code.
+    """All settings of one MoE layer.
+
+    Hosts set `model_dim`; users set the rest by flag, YAML or code.
     """
 
     model_dim: int = option(0, "width of a token; the host sets it")
