@@ -16,7 +16,7 @@ from moe_plugin.config import CommConfig
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner import COSTS, Cluster, Measurement, predict, wire_floor_s
 from moe_plugin.tuning.exchange import prepare
-from moe_plugin.tuning.exchange_tuner import Chooser
+from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 
 BURST = 3
 BURST_UP_TO = 1 << 20
@@ -117,8 +117,7 @@ def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
 def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
     if name != "auto":
         return None
-    chooser, size = Chooser.of(comm), x.numel() * x.element_size()
-    return chooser.by_model(comm, size) if chooser.cluster else chooser.trials(size).chosen
+    return ExchangeTuner.of(comm).chosen(comm, x.numel() * x.element_size())
 
 
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:

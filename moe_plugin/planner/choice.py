@@ -5,7 +5,8 @@ the report explains.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +47,16 @@ class LayoutChoice:
 
     @property
     def label(self) -> str:
-        """Short text for logs and plots, e.g. `r=1 d=2 2dh auto`."""
+        """Short text for logs and plots, e.g. `r=1 d=2 2dh auto`; later fields only where they are
+        not the default.
+        """
         back = f"/{self.d_backward}" if self.d_backward and self.d_backward != self.d else ""
-        return f"r={self.r} d={self.d}{back} {self.algorithm} {self.kernel}"
+        more = (f" {f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)[5:]
+                if getattr(self, f.name) != f.default)
+        return f"r={self.r} d={self.d}{back} {self.algorithm} {self.kernel}" + "".join(more)
+
+    def __str__(self) -> str:
+        return self.label
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -110,14 +118,26 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = (1, 2, 4
                   backward_degrees: Iterable[int] = (0,),
                   shards: int | None = None) -> Iterator[LayoutChoice]:
     """Every choice that makes sense on `ranks` ranks, experts cut in `shards` (None: see
-    `legal_r`): r = 0 has no all-to-all to overlap, one rank has nothing to send.
+    `legal_r`).
     """
-    degrees, algorithms, backward = list(degrees), list(algorithms), list(backward_degrees)
-    for kernel in kernels:
-        for r in legal_r(experts, ranks, shards):
-            still = r == 0 or ranks == 1
-            for algorithm in algorithms[:1] if still else algorithms:
-                for d in [1] if still else degrees:
-                    for back in [0] if still else backward:
-                        yield LayoutChoice(r=r, d=d, d_backward=0 if back == d else back,
-                                           algorithm=algorithm, kernel=kernel)
+    values = {
+        "kernel": kernels, "r": legal_r(experts, ranks, shards), "algorithm": algorithms,
+        "d": degrees, "d_backward": backward_degrees
+    }
+    yield from combinations({name: list(v) for name, v in values.items()}, ranks)
+
+
+def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
+    """Every choice with these values by field. Without an all-to-all (r = 0, one rank) there is
+    nothing to overlap, so one algorithm and d = 1 stand for all.
+    """
+    made = {}
+    for row in itertools.product(*values.values()):
+        choice = LayoutChoice(**dict(zip(values, row, strict=True)))
+        if choice.r == 0 or ranks == 1:
+            choice = dataclasses.replace(choice, d=1, d_backward=0,
+                                         algorithm=values["algorithm"][0])
+        elif choice.d_backward == choice.d:
+            choice = dataclasses.replace(choice, d_backward=0)
+        made[choice] = None
+    yield from made

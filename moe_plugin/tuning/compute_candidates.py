@@ -1,21 +1,19 @@
-"""Which ways to compute experts are in question under a load, and which of them measured times
-speak for. Pure functions, no timing.
+"""The candidates of expert compute under a load. Pure functions, no timing.
 
 The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows an expert, a GEMM an
-expert for many, and in between whichever is faster. What it leaves is measured (see `measured`).
+expert for many, and in between whichever is faster. The candidates that it leaves are timed.
 The choice is local: it changes no shape and no collective, so ranks may choose differently.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 FEW_ROWS, MANY_ROWS = 2048, 4096  # of one expert
-MARGIN = 0.95  # the first in question stays unless another takes less than this part of its time
 # FLOP of all experts' first products, below which nothing is timed: not worth it
 SMALL_LAYER = 1 << 30
 
@@ -50,7 +48,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        """For keys and people."""
+        """For keys and logs."""
         kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (
             f"own tokens k{self.top_k}" if self.planned else "rows")
         return (f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} "
@@ -59,14 +57,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to compute experts, and why."""
+    """A strategy of expert compute by name, and why."""
 
     name: str
     why: str
 
 
 def candidates(load: Load, usable: Collection[str]) -> list[str]:
-    """The ways in question, the one to take unmeasured first. usable: those that can compute such
+    """Strategies by name, the one to take unmeasured first. usable: those that can compute such
     rows here.
 
     CPU: `fused`, which is a GEMM an expert, and for few rows the grouped and (even loads) batched
@@ -92,20 +90,6 @@ def why_unmeasured(load: Load, names: Sequence[str], setting: str) -> str | None
     if setting == "rule":
         return "experts.compute_selection=rule"
     if len(names) == 1:
-        return "by rule the only way in question"
-    return "too small to be worth measuring" if 2 * load.rows * load.width * load.inner < SMALL_LAYER else None
-
-
-def decide(names: Sequence[str], seconds: Mapping[str, float]) -> Choice:
-    """The choice among candidates from measured seconds; a candidate without a time could not run.
-    """
-    timed = [name for name in names if name in seconds]
-    if not timed:
-        return Choice(names[0], f"none of {', '.join(names)} could be measured")
-    best = min(timed, key=lambda name: seconds[name])
-    if seconds[best] >= MARGIN * seconds[timed[0]]:
-        best = timed[0]
-    listed = ", ".join(
-        f"{name} {seconds[name] * 1e3:.3g} ms" if name in seconds else f"{name} could not run"
-        for name in names)
-    return Choice(best, f"measured: {listed}")
+        return "by rule the only candidate"
+    small = 2 * load.rows * load.width * load.inner < SMALL_LAYER
+    return "too small to be worth measuring" if small else None

@@ -1,5 +1,5 @@
-"""Times of ways to compute experts: taken once, without waiting for a device, and kept in the
-process and in the user's cache.
+"""Measured choices of expert compute: timed once without waiting for a device, kept in the process
+and in the user's cache.
 """
 
 from __future__ import annotations
@@ -7,148 +7,138 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moe_plugin.machine import user_cache
-from moe_plugin.tuning.compute_candidates import Choice, decide
+from moe_plugin.tuning.compute_candidates import Choice
+from moe_plugin.tuning.engine import Tuner, TunerSettings
 
 log = logging.getLogger(__name__)
-ROUNDS = 3
-LONG_S = 1.0  # all candidates once took longer: then one more round is enough
-
-
-class Trial:
-    """Every candidate's time for one and the same work, the best of some rounds. On a GPU only
-    launched: `seconds` is None until it is through.
-    """
-
-    def __init__(self, runs: Mapping[str, Callable[[], object]], device: torch.device) -> None:
-        self.device, self.marks = device, {}
-        begun = time.perf_counter()
-        for name, run in runs.items():  # compilers, libraries and memory are made ready
-            try:
-                run()
-            except RuntimeError as error:  # out of memory is one
-                log.warning("%s cannot be measured: %s", name, error)
-            else:
-                self.marks[name] = []
-        rounds = 1 if device.type == "cpu" and time.perf_counter() - begun > LONG_S else ROUNDS
-        for _ in range(rounds):
-            for name, marks in self.marks.items():
-                start = self._mark()
-                runs[name]()
-                marks.append((start, self._mark()))
-
-    def seconds(self) -> dict[str, float] | None:
-        """By candidate, those that could not run left out; None: not known yet."""
-        if self.device.type != "cuda":
-            return {
-                name: min(end - start for start, end in marks)
-                for name, marks in self.marks.items()
-            }
-        if not all(end.query() for marks in self.marks.values() for _, end in marks):
-            return None
-        return {
-            name: min(start.elapsed_time(end) for start, end in marks) / 1e3
-            for name, marks in self.marks.items()
-        }
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+RULES = TunerSettings(tries=None, warm_up=1, samples=3, slow_warm_up_s=1.0, hysteresis=0.05,
+                      allowance=math.inf)
+Key = tuple[str, tuple[str, ...]]  # what a choice holds for, and its candidates
+Runs = Mapping[str, Callable[[], object]]
 
 
 class MeasuredChoices:
-    """Choices by key, kept in memory and as one small file a key, so that processes do not write
-    into each other's.
+    """Choices by key, kept in memory and in files.
 
     Args:
-        folder: where files lie; None: the user's cache. Where that cannot be written, choices last
-            as long as the process.
+        folder: where files are kept; None: the user's cache. Where it cannot be written, choices
+            last as long as the process.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder, self._lock = folder, threading.Lock()
-        self._known: dict[str, Choice] = {}
-        self._trials: dict[str, Trial] = {}
+        self.files, self._lock = ChoiceFiles(folder), threading.Lock()
+        self.tuner: Tuner[Key, str] = Tuner(lambda key: dict.fromkeys(key[1]), RULES, self.files)
+        self._pending: dict[Key, deque[tuple[str, Callable[[], float | None]]]] = {}
 
-    def choose(self, key: str, names: Sequence[str], start: Callable[[], Trial] | None) -> Choice:
-        """The choice among `names` for `key`, the first of them while nothing is known.
+    def choose(self, text: str, names: Sequence[str], device: torch.device,
+               start: Callable[[], Runs] | None) -> Choice:
+        """The choice among `names` for the key `text`, the first while nothing is known.
 
-        start: measures them, called at most once a key; None: not in this call.
+        start: the candidates' runs, called once per key; None: not in this call.
         """
+        key = text, tuple(names)
         with self._lock:
-            if key not in self._known:
-                choice = self._read(key, names) or self._measure(key, names, start)
-                if choice is None:
-                    return Choice(names[0], "not measured yet")
-                log.info("experts, %s: %s (%s)", key, choice.name, choice.why)
-                self._known[key] = choice
-            return self._known[key]
+            if not self.tuner.known(key):
+                if start is not None and key not in self._pending:
+                    self._launch(key, start(), device)
+                self._collect(key)
+            for d in self.tuner.pop_decisions():
+                if d.event in ("settle", "keep", "restore"):
+                    log.info("experts, %s: %s (%s)", d.bucket[0], d.choice, d.why)
+            if not self.tuner.known(key):
+                return Choice(names[0], "not measured yet")
+            latest = self.tuner.latest(key)
+            return Choice(latest.choice, latest.why)
 
-    def listed(self) -> list[tuple[str, Choice]]:
-        """(key, choice) of every file."""
-        try:
-            records = [_load(path) for path in sorted(self._place().glob("*.json"))]
-        except (OSError, ValueError):
-            return []
-        return [(record["key"], Choice(record["name"], record["why"])) for record in records
-                if record is not None]
+    def _launch(self, key: Key, runs: Runs, device: torch.device) -> None:
+        self._pending[key] = deque()
+        for name in self.tuner.trials(key):
+            try:
+                self._pending[key].append((name, timed(runs[name], device)))
+            except RuntimeError as error:  # out of memory is one
+                log.warning("%s cannot be measured: %s", name, error)
+                self.tuner.record(key, name, math.inf)
+            if device.type != "cuda":
+                self._collect(key)
 
-    def _measure(self, key: str, names: Sequence[str],
-                 start: Callable[[], Trial] | None) -> Choice | None:
-        if key not in self._trials:
-            if start is None:
-                return None
-            self._trials[key] = start()
-        seconds = self._trials[key].seconds()
-        if seconds is None:
-            return None
-        del self._trials[key]
-        choice = decide(names, seconds)
-        self._write(key, choice)
-        return choice
+    def _collect(self, key: Key) -> None:
+        pending = self._pending.get(key)
+        while pending and (seconds := pending[0][1]()) is not None:
+            self.tuner.record(key, pending.popleft()[0], seconds)
 
-    def _place(self) -> Path:
-        return user_cache("choices of the experts' computation are not kept between runs",
+
+def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float | None]:
+    """Run, and return what gives its seconds: on a GPU only launched, None while it computes."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - begun
+        return lambda: seconds
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    return lambda: start.elapsed_time(end) / 1e3 if end.query() else None
+
+
+class ChoiceFiles:
+    """One small file per key, so that processes do not write into each other's.
+
+    Args:
+        folder: see `MeasuredChoices`.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def place(self) -> Path:
+        """The folder of the files. `ValueError` or `OSError`: it cannot be used."""
+        return user_cache("choices of expert compute are not kept between runs",
                           self._folder) / "expert-compute"
 
-    def _path(self, key: str) -> Path:
-        return self._place() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-    def _read(self, key: str, names: Sequence[str]) -> Choice | None:
-        if key in self._trials:
-            return None
+    def get(self, key: Key) -> tuple[str, str] | None:
+        """(name, why) of a key's file; None: there is none that can be read."""
         try:
             record = _load(self._path(key))
         except (OSError, ValueError):
-            return None  # `_write` says so
-        if record is None or record["key"] != key or record["name"] not in names:
-            return None
-        return Choice(record["name"], record["why"])
+            return None  # `put` logs why
+        return (record["name"], record["why"]) if record and record["key"] == key[0] else None
 
-    def _write(self, key: str, choice: Choice) -> None:
+    def put(self, key: Key, name: str, why: str) -> None:
+        """Write a key's file; where this fails, log why."""
         try:
             path = self._path(key)
             path.parent.mkdir(exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False,
                                              encoding="utf-8") as stream:
-                json.dump({"key": key, "name": choice.name, "why": choice.why}, stream)
-            # whole or not at all, also when two processes write at once
+                json.dump({"key": key[0], "name": name, "why": why}, stream)
+            # complete or not at all, also when two processes write at once
             os.replace(stream.name, path)
         except (OSError, ValueError) as error:
-            log.warning("the choice for %s is measured again in the next run: %s", key, error)
+            log.warning("the choice for %s is measured again in the next run: %s", key[0], error)
+
+    def listed(self) -> list[tuple[str, Choice]]:
+        """(key, choice) of every file."""
+        try:
+            records = [_load(path) for path in sorted(self.place().glob("*.json"))]
+        except (OSError, ValueError):
+            return []
+        return [(r["key"], Choice(r["name"], r["why"])) for r in records if r is not None]
+
+    def _path(self, key: Key) -> Path:
+        return self.place() / f"{hashlib.sha256(key[0].encode()).hexdigest()[:16]}.json"
 
 
 def _load(path: Path) -> dict[str, str] | None:

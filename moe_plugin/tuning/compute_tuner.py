@@ -1,8 +1,8 @@
-"""`compute: auto`: the way to compute experts that suits device and load.
+"""`compute: auto`: the strategy of expert compute that suits device and load.
 
 Candidates are timed forward and backward on random rows of the bucket's load, with the layer's own
-weights, where nothing of the call that asks for it can be seen or disturbed: no autograd graph, no
-autocast, no hooks on saved tensors, no random number of torch's generators.
+weights, without any effect on the call that starts it: no autograd graph, no autocast, no hooks on
+saved tensors, no random number of torch's generators.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -22,38 +22,35 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import device_name
 from moe_plugin.records import RowCounts, RowPlan
 from moe_plugin.tuning.compute_candidates import Choice, Load, candidates, why_unmeasured
-from moe_plugin.tuning.compute_times import MeasuredChoices, Trial
+from moe_plugin.tuning.compute_times import MeasuredChoices, Runs
 
 CHOICES = MeasuredChoices()
 
 
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """The fastest way for device and load: by rule, and among what the rule leaves as measured once
-    (see `experts.compute_selection`).
+    """The fastest strategy for device and load: by rule, and where the rule leaves several, as
+    measured once (see `experts.compute_selection`).
     """
     return strategies.get(choose(x, rows, parameters).name)(x, rows, parameters)
 
 
 def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
            known: MeasuredChoices = CHOICES) -> Choice:
-    """What `auto` takes for these rows. known: choices that are measured already, and where new
-    ones go.
-    """
+    """What `auto` takes for these rows. known: earlier measurements; new ones are added."""
     counts = (rows if isinstance(rows, RowCounts) else rows.counts).host
     if torch.compiler.is_compiling():
-        return Choice(_compiled(x, counts), "torch.compile looks on")
+        return Choice(_compiled(x, counts), "under torch.compile")
     load, usable = load_of(x, rows, parameters), _usable(x, parameters)
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)
     if why is None and torch.are_deterministic_algorithms_enabled():
-        why = ("deterministic algorithms are asked for, and a clock would choose another way to "
-               "add up")
+        why = "deterministic algorithms are required, and a measured choice may add up differently"
     if why is not None:
         return Choice(names[0], why)
-    start = functools.partial(trial, load, names, x.device, parameters) if _may_measure(
-        x.device) else None
-    return known.choose(_key(load, names, x.device), names, start)
+    start = functools.partial(trial, load, names, x.device, parameters)
+    return known.choose(_key(load, names, x.device), names, x.device,
+                        start if _may_measure(x.device) else None)
 
 
 def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> Load:
@@ -66,7 +63,7 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> Load:
                 len(set(counts)) == 1, planned, rows.position_TK.shape[1] if planned else 1)
 
 
-def trial(load: Load, names: list[str], device: torch.device, parameters: FFNParameters) -> Trial:
+def trial(load: Load, names: list[str], device: torch.device, parameters: FFNParameters) -> Runs:
     """Candidates' forward and backward passes for a load's bucket."""
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
@@ -74,22 +71,22 @@ def trial(load: Load, names: list[str], device: torch.device, parameters: FFNPar
             n: t.detach().to(load.dtype).requires_grad_() if isinstance(t, Tensor) else t
             for n, t in tensors.items()
         }
-        # a trial's gradients are nobody's
+        # trial gradients are discarded
         p = FFNParameters(**{**own, "memory": Workspace(), "owners": {}})
         x, rows = _sample(load, device)
         grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
                            device=device).to(load.dtype)
         wanted = [x, *(t for t in own.values() if isinstance(t, Tensor))]
-        return Trial({name: _step(name, x, rows, p, wanted, grad) for name in names}, device)
 
+    def run(name: str) -> None:
+        with _clean(device):
+            torch.autograd.grad(strategies.get(name)(x, rows, p), wanted, grad)
 
-def _step(name: str, x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters, wanted: list[Tensor],
-          grad: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(strategies.get(name)(x, rows, p), wanted, grad)
+    return {name: functools.partial(run, name) for name in names}
 
 
 def _sample(load: Load, device: torch.device) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Rows, or tokens and their plan, of a bucket's load, dealt out to the experts in turn."""
+    """Rows, or tokens and their plan, of a bucket's load, assigned to the experts in turn."""
     total = load.experts * 2**load.bucket // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
     generator = torch.Generator(device).manual_seed(0)
@@ -97,7 +94,7 @@ def _sample(load: Load, device: torch.device) -> tuple[Tensor, RowCounts | RowPl
                     device=device).to(load.dtype).requires_grad_()
     if not load.planned:
         return x, counts
-    # all made on the device: nothing waits for it
+    # made on the device: the host does not wait
     lengths_L, choice_N = counts.device(device), torch.arange(total, device=device)
     position_N = (lengths_L.cumsum(0) - lengths_L)[choice_N % load.experts] + torch.div(
         choice_N, load.experts, rounding_mode="floor")
@@ -108,9 +105,7 @@ def _sample(load: Load, device: torch.device) -> tuple[Tensor, RowCounts | RowPl
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """As in a thread that does nothing else. The innermost hooks on saved tensors are the ones that
-    count.
-    """
+    """As in a new thread. Of hooks on saved tensors only the innermost run, so these do nothing."""
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(
             device.type, enabled=False):
@@ -125,7 +120,7 @@ def _compiled(x: Tensor, counts: list[int]) -> str:
 
 
 def _usable(x: Tensor, p: FFNParameters) -> set[str]:
-    """Ways that can compute such rows on this device; what hands its work to another way is none.
+    """Strategies that compute such rows on this device themselves, without a fallback.
     """
     names = {"fused", "batched", "loop"} if x.device.type == "cpu" else {"loop"}
     if x.device.type == "cuda" and INSTALLED and x.dtype in DTYPES:
@@ -137,11 +132,11 @@ def _usable(x: Tensor, p: FFNParameters) -> set[str]:
 
 
 def _may_measure(device: torch.device) -> bool:
-    """Not where no gradients are wanted (there may be no room for them), while a CUDA graph is
-    captured, or under a mode that watches operations.
+    """Not without gradients (there may be no memory for them), during the capture of a CUDA graph,
+    or under a mode that intercepts operations.
     """
-    watched = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return torch.is_grad_enabled() and not watched and not (
+    intercepted = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return torch.is_grad_enabled() and not intercepted and not (
         device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 

@@ -1,6 +1,4 @@
-"""A group's links and processors as numbers: from files where settings name them, else guessed from
-what is known of the group.
-"""
+"""Links and processors of a group as numbers: from the files of the settings, else typical ones."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ _GPU_LINKS = {
 _CPU_LINKS = {
     "intra": Link(alpha_s=50e-6, beta_s=1 / 2e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)
 }
-_GPU = Device(name="guessed", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
+_GPU = Device(name="default", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
               memory_bytes=40e9)
-_CPU = Device(name="guessed", flops=5e10, half_rows=16, memory_bytes_s=8e9, launch_s=3e-5,
+_CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, launch_s=3e-5,
               memory_bytes=8e9)
 
 
 def default_cluster(comm: Comm, device: torch.device) -> Cluster:
-    """The calibrated cluster in the shape of the group, or one with usual links. The first use may
+    """The calibrated cluster in the shape of the group, or one with typical links. The first use may
     be collective.
     """
     nodes = len(comm.topology.nodes) if comm.size > 1 and comm.topology.uniform_nodes else 1
@@ -33,12 +31,12 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
         return known.resized(nodes, comm.size // nodes)
     gpu = device.type == "cuda"
     links = _GPU_LINKS if gpu else _CPU_LINKS
-    return Cluster(name="guessed", nodes=nodes, ranks_per_node=comm.size // nodes,
+    return Cluster(name="default", nodes=nodes, ranks_per_node=comm.size // nodes,
                    nics=comm.size // nodes if gpu else 1, **links)
 
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
-    """The device file of the settings, or a usual processor of this kind."""
+    """The device file of the settings, or a typical processor of this kind."""
     if config.parallel.device:
         return load_device(config.parallel.device)
     return _GPU if device.type == "cuda" else _CPU

@@ -1,65 +1,71 @@
-"""The tuner: which layout a layer runs in for the load it has now. A pure state machine, free of
-torch and of ranks.
+"""The trial engine: times candidates, settles on the fastest and remembers it by bucket of the load.
 
-Keyed by load bucket (Tutel's dictionary). A bucket that was not seen before starts with the few
-candidates that the cost model ranks best; each is timed a few times, then the fastest is kept.
-Afterwards times are watched now and then: when they leave what was settled by more than `drift`
-several times in a row, the bucket is explored again.
+A pure state machine without torch, ranks or clocks; layouts, all-to-all algorithms and expert
+compute use it. A bucket that is not known starts with its best prediction, or the first candidate.
+Its candidates are timed in turn, then the fastest is kept, and its time is watched for drift.
 
-Ranks agree because they compute the same: every input (bucket, seconds) is reduced over ranks
-before it comes here, every rule is deterministic, and no rule reads a clock. Feed one copy a rank
-with equal inputs and all copies decide alike.
+Ranks agree because they compute the same: every rule is deterministic, and times are either reduced
+over ranks before they come here, or made equal by the `agree` function when a bucket settles.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from moe_plugin.planner.choice import LayoutChoice
-
-Bucket = tuple[int, ...]
-Candidates = Callable[[Bucket], Sequence[tuple[LayoutChoice, float]]]
+Bucket = TypeVar("Bucket", bound=Hashable)
+Choice = TypeVar("Choice", bound=Hashable)
+Agree = Callable[[list[float]], list[float]]
 STATE_VERSION = 1
 LOG_LENGTH = 256
-PATIENCE_FOR_TIMES = 8  # calls after the last trial in which its time may still come
+PATIENCE_FOR_TIMES = 8  # calls after the last trial in which its time may still arrive
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunerSettings:
-    """Rules of the tuner.
+    """Rules of a tuner.
 
-    tries: candidates timed in a new bucket, the best predicted first. within: candidates predicted
-    slower than this factor times the best are not tried. samples: timed calls a candidate.
-    hysteresis: relative gain below which a settled choice stays.
+    tries: candidates timed in a new bucket, the best predicted first; None: all. within: candidates
+    predicted slower than this factor times the best are not tried.
+    warm_up, samples: calls per candidate that do not count, and that do. slow_warm_up_s: after a
+    longer warm-up there is one sample per candidate. statistic: one time from a candidate's samples.
+    hysteresis: relative gain below which the current choice stays. ordered: a candidate must gain
+    as much over every earlier one, not over the current choice alone.
     drift: relative change of the watched time that counts as drift, `patience` times in a row.
-    watch: every how many calls a settled bucket is timed. allowance, budget: calls that may be
-    spent on exploring: allowance + budget * calls.
+    watch: a settled bucket is timed once per so many calls. allowance, budget: calls that may be
+    spent on trials: allowance + budget * calls.
     """
 
-    tries: int = 4
+    tries: int | None = 4
     within: float = 2.0
+    warm_up: int = 0
     samples: int = 2
+    slow_warm_up_s: float = math.inf
+    statistic: Callable[[Sequence[float]], float] = min
     hysteresis: float = 0.03
+    ordered: bool = False
     drift: float = 0.3
     patience: int = 3
     watch: int = 8
-    allowance: int = 16
+    allowance: float = 16
     budget: float = 0.01
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One entry of the log: at which call, for which bucket, what was decided and why; times in
-    seconds, None: unknown.
+    """One entry of the log: what was decided at which call for which bucket, and why.
+
+    event: predict, explore, settle, keep or restore. Times in seconds, None: unknown.
     """
 
     call: int
-    bucket: Bucket
-    choice: LayoutChoice
+    bucket: Any
+    choice: Any
     event: str
     why: str
     predicted_s: float | None = None
@@ -67,197 +73,248 @@ class Decision:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON lines and reports."""
-        return {**asdict(self), "choice": self.choice.label, "bucket": list(self.bucket)}
+        return {**asdict(self), "choice": str(self.choice), "bucket": _plain(self.bucket)}
+
+
+class Memory(Protocol[Bucket]):
+    """Results that outlive the process: per bucket the candidate's name and why it was chosen."""
+
+    def get(self, bucket: Bucket) -> tuple[str, str] | None:
+        """(name, why), None: nothing is known."""
+
+    def put(self, bucket: Bucket, name: str, why: str) -> None:
+        """Keep a result."""
 
 
 @dataclass
-class _Entry:
-    """What is known of one bucket. trials: still to be issued, one item a call. awaited: trials
-    whose time may still come.
+class _Entry(Generic[Choice]):
+    """What is known of one bucket. trials: still to be issued, one per call. awaited: trials whose
+    time may still arrive. untimed: calls since the last timed one.
     """
 
-    predicted: dict[LayoutChoice, float]
-    settled: LayoutChoice
+    predicted: dict[Choice, float | None]
+    settled: Choice
     known: bool = False
-    trials: deque[LayoutChoice] = field(default_factory=deque)
+    tried: list[Choice] = field(default_factory=list)
+    trials: deque[Choice] = field(default_factory=deque)
     awaited: int = 0
     idle: int = 0
-    times: dict[LayoutChoice, list[float]] = field(default_factory=dict)
-    measured: dict[LayoutChoice, float] = field(default_factory=dict)
+    times: dict[Choice, list[float]] = field(default_factory=dict)
+    measured: dict[Choice, float] = field(default_factory=dict)
     baseline: float | None = None
     recent: list[float] = field(default_factory=list)
-    calls: int = 0
+    untimed: int = 0
+    timed: bool = False
+    latest: Decision | None = None
 
     @property
     def exploring(self) -> bool:
         return bool(self.trials) or self.awaited > 0
 
 
-class Tuner:
-    """`choose(bucket)` before a call, `record(bucket, choice, seconds)` when the time, the same on
-    all ranks, is known.
+class Tuner(Generic[Bucket, Choice]):
+    """`choose(bucket)` before a call, `record(bucket, choice, seconds)` when its time is known.
 
     Args:
-        candidates: for a bucket, the choices that may be used with their predicted seconds; the
-            same on all ranks.
+        candidates: for a bucket, the choices with their predicted seconds (None: not predicted),
+            the preferred first; the same on all ranks.
         settings: see `TunerSettings`.
+        memory: results of earlier processes; see `known`.
     """
 
-    def __init__(self, candidates: Candidates, settings: TunerSettings = TunerSettings()) -> None:
-        self.candidates, self.settings = candidates, settings
-        self.entries: dict[Bucket, _Entry] = {}
-        self.calls = 0
-        self.explored = 0
+    def __init__(self, candidates: Callable[[Bucket], Mapping[Choice, float | None]],
+                 settings: TunerSettings = TunerSettings(),
+                 memory: Memory[Bucket] | None = None) -> None:
+        self.candidates, self.settings, self.memory = candidates, settings, memory
+        self.entries: dict[Bucket, _Entry[Choice]] = {}
+        self.calls = self.explored = 0
         self.log: deque[Decision] = deque(maxlen=LOG_LENGTH)
-        self.decided = 0
+        self._unread: deque[Decision] = deque(maxlen=LOG_LENGTH)
 
-    def choose(self, bucket: Bucket, calls: int = 1) -> LayoutChoice:
-        """The choice for this call. calls: how many calls there were since the tuner was last
-        asked, this one included.
+    def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
+        """The choice for this call. calls: how many there were since the last time, this included.
         """
         self.calls += calls
-        entry = self.entries.get(bucket) or self._new(bucket)
-        entry.calls += 1
-        if entry.trials:
-            return self._trial(entry)
-        if entry.awaited:
+        entry = self._entry(bucket)
+        entry.untimed += calls
+        if entry.awaited and not entry.trials:
             entry.idle += 1
             if entry.idle > PATIENCE_FOR_TIMES:
                 self._settle(bucket, entry)
-        elif not entry.known and self._may_explore():
+        elif not entry.known and not entry.trials and self._may_explore():
             self._explore(bucket, entry, "new load")
-            return self._trial(entry)
-        return entry.settled
+        entry.timed = entry.exploring or entry.untimed >= self.settings.watch
+        if entry.timed:
+            entry.untimed = 0
+        if not entry.trials:
+            return entry.settled
+        self.explored += 1
+        return entry.trials.popleft()
+
+    def trials(self, bucket: Bucket) -> Iterator[Choice]:
+        """All trials of a bucket in turn, for work that is timed apart from the calls."""
+        entry = self._entry(bucket)
+        while not entry.known and (entry.trials or not entry.exploring):
+            yield self.choose(bucket)
+
+    def known(self, bucket: Bucket) -> bool:
+        """Whether the choice is settled: by trials, by memory, or because there is but one."""
+        entry = self._entry(bucket)
+        if self.memory is not None and not entry.known and not entry.exploring:
+            name, why = self.memory.get(bucket) or (None, "")
+            for choice in entry.predicted:
+                if str(choice) == name:
+                    entry.settled, entry.known = choice, True
+                    self._note(bucket, entry, "restore", why)
+        return entry.known
+
+    def latest(self, bucket: Bucket) -> Decision:
+        """The latest decision for a bucket: its current choice, and why."""
+        return self._entry(bucket).latest
 
     def exploring(self, bucket: Bucket) -> bool:
-        """Whether a choice is being looked for in this bucket: trials to come, or their times."""
+        """Whether trials, or their times, are still to come in this bucket."""
         return bucket in self.entries and self.entries[bucket].exploring
 
     def wants_time(self, bucket: Bucket) -> bool:
-        """Whether the time of the call just chosen is of interest: always while exploring, now and
-        then when settled.
-        """
-        entry = self.entries[bucket]
-        return entry.exploring or entry.baseline is None or entry.calls % self.settings.watch < 1 or bool(
-            entry.recent)
+        """Whether to time the call just chosen: every trial, and one of `watch` calls later."""
+        return self.entries[bucket].timed
 
-    def record(self, bucket: Bucket, choice: LayoutChoice, seconds: float) -> None:
-        """The time of an earlier call, reduced over ranks (maximum)."""
+    def record(self, bucket: Bucket, choice: Choice, seconds: float,
+               agree: Agree | None = None) -> None:
+        """The time of an earlier call; infinity: the candidate could not run.
+
+        agree: makes the candidates' times equal on all ranks (maximum) when the bucket settles, a
+            collective call; None: `seconds` are equal already.
+        """
         entry = self.entries.get(bucket)
-        if entry is None or not 0 < seconds < float("inf"):
+        if entry is None:
             return
         if entry.awaited:
             entry.times.setdefault(choice, []).append(seconds)
             entry.awaited -= 1
+            self._shorten(entry, choice)
             if not entry.exploring:
-                self._settle(bucket, entry)
-        elif choice == entry.settled and not entry.trials:
+                self._settle(bucket, entry, agree)
+        elif choice == entry.settled and not entry.trials and 0 < seconds < math.inf:
             self._watch(bucket, entry, seconds)
 
-    def measured(self, bucket: Bucket) -> dict[LayoutChoice, float]:
-        """Seconds measured so far in a bucket, by choice."""
-        return dict(self.entries[bucket].measured) if bucket in self.entries else {}
+    def pop_decisions(self) -> tuple[Decision, ...]:
+        """Decisions since the last time this was called."""
+        fresh = tuple(self._unread)
+        self._unread.clear()
+        return fresh
 
-    def _new(self, bucket: Bucket) -> _Entry:
-        ranked = self._calibrated(bucket, dict(self.candidates(bucket)))
-        if not ranked:
-            raise ValueError(
-                f"no layout is possible for load bucket {bucket}; allow more candidates")
-        best = min(ranked, key=lambda c: (ranked[c], c))
-        entry = self.entries[bucket] = _Entry(ranked, best, known=len(ranked) == 1)
-        self._note(bucket, entry, "predict", f"best of {len(ranked)} predicted")
-        return entry
+    def _entry(self, bucket: Bucket) -> _Entry[Choice]:
+        if bucket not in self.entries:
+            ranked = self._calibrated(bucket, dict(self.candidates(bucket)))
+            if not ranked:
+                raise ValueError(
+                    f"no candidate is possible for load bucket {bucket}; allow more candidates")
+            best = min(ranked, key=lambda c: ranked[c] or 0.0)
+            entry = self.entries[bucket] = _Entry(ranked, best, known=len(ranked) == 1)
+            self._note(bucket, entry, "predict", f"best of {len(ranked)} predicted")
+        return self.entries[bucket]
 
-    def _calibrated(self, bucket: Bucket, predicted: dict[LayoutChoice,
-                                                          float]) -> dict[LayoutChoice, float]:
-        """Predictions corrected by what the nearest explored bucket measured: choices measured
-        there carry their ratio over.
+    def _calibrated(self, bucket: Bucket,
+                    predicted: dict[Choice, float | None]) -> dict[Choice, float | None]:
+        """Predictions times the ratio of measured to predicted time in the nearest explored bucket
+        (a tuple of integers): each choice's own, else the usual one.
         """
-        explored = [b for b, e in self.entries.items() if e.measured and len(b) == len(bucket)]
-        if not explored:
+        explored = [b for b, e in self.entries.items() if e.measured]
+        if None in predicted.values() or not explored:
             return predicted
         near = self.entries[min(
             explored, key=lambda b: (sum(abs(i - j) for i, j in zip(b, bucket, strict=True)), b))]
-        ratios = {
-            c: seconds / near.predicted[c] for c, seconds in near.measured.items()
-            if near.predicted.get(c)
-        }
+        ratios = {c: s / near.predicted[c] for c, s in near.measured.items() if near.predicted.get(c)}
         if not ratios:
             return predicted
         usual = statistics.median(ratios.values())
-        return {
-            choice: seconds * ratios.get(choice, usual) for choice, seconds in predicted.items()
-        }
+        return {c: seconds * ratios.get(c, usual) for c, seconds in predicted.items()}
 
     def _may_explore(self) -> bool:
         return self.explored < self.settings.allowance + self.settings.budget * self.calls
 
-    def _explore(self, bucket: Bucket, entry: _Entry, why: str) -> None:
-        rules, guess = self.settings, {**entry.predicted, **entry.measured}
-        ranked = sorted(entry.predicted, key=lambda c: (guess[c], c))
-        tried = [c for c in ranked[: rules.tries] if guess[c] <= rules.within * guess[ranked[0]]]
-        if entry.settled not in tried:
-            tried[-1:] = [entry.settled]
-        # round robin, so that a disturbance in one call does not hit one candidate alone
-        entry.trials = deque(tried * rules.samples)
+    def _explore(self, bucket: Bucket, entry: _Entry[Choice], why: str) -> None:
+        rules, expected = self.settings, {**entry.predicted, **entry.measured}
+        ranked = sorted(expected, key=lambda c: expected[c] or 0.0)
+        bound = rules.within * (expected[ranked[0]] or math.inf)
+        entry.tried = [c for c in ranked[:rules.tries] if (expected[c] or 0.0) <= bound]
+        if entry.settled not in entry.tried:
+            entry.tried[-1:] = [entry.settled]
+        # round robin: a disturbance does not hit the calls of one candidate alone
+        entry.trials = deque(entry.tried * (rules.warm_up + rules.samples))
         entry.awaited, entry.idle, entry.times, entry.recent = len(entry.trials), 0, {}, []
         self._note(bucket, entry, "explore",
-                   f"{why}: timing {len(tried)} of {len(ranked)} candidates")
+                   f"{why}: timing {len(entry.tried)} of {len(ranked)} candidates")
 
-    def _trial(self, entry: _Entry) -> LayoutChoice:
-        self.explored += 1
-        return entry.trials.popleft()
+    def _shorten(self, entry: _Entry[Choice], choice: Choice) -> None:
+        """Drop trials of a candidate that could not run, and samples after a slow warm-up."""
+        rules, left = self.settings, list(entry.trials)
+        taken = [s for times in entry.times.values() for s in times]
+        if len(taken) == rules.warm_up * len(entry.tried) and sum(
+                s for s in taken if s < math.inf) > rules.slow_warm_up_s:
+            left = left[:len(set(left))]
+        if entry.times[choice][-1] == math.inf:
+            left = [c for c in left if c != choice]
+        entry.awaited -= len(entry.trials) - len(left)
+        entry.trials = deque(left)
 
-    def _settle(self, bucket: Bucket, entry: _Entry) -> None:
+    def _settle(self, bucket: Bucket, entry: _Entry[Choice], agree: Agree | None = None) -> None:
         entry.awaited, entry.known, entry.baseline, entry.recent = 0, True, None, []
-        fresh = {choice: min(times) for choice, times in entry.times.items()}
+        seconds = [self._statistic(entry.times.get(c, [])) for c in entry.tried]
+        seconds = seconds if agree is None else agree(seconds)
+        fresh = {c: s for c, s in zip(entry.tried, seconds, strict=True) if s < math.inf}
         entry.measured.update(fresh)
-        entry.times = {}
-        if not fresh:
-            self._note(bucket, entry, "keep", "no time arrived")
-            return
-        best = min(fresh, key=lambda c: (fresh[c], c))
-        old = entry.settled
-        if old in fresh and fresh[best] > (1 - self.settings.hysteresis) * fresh[old]:
-            best = old
-        entry.settled = best
-        why = "fastest measured" if best == old else f"faster than {old.label}"
-        self._note(bucket, entry, "settle", why)
+        if fresh:
+            entry.settled = self._fastest(entry.settled, fresh)
+        listed = ", ".join(f"{c} {fresh[c] * 1e3:.3g} ms" if c in fresh else f"{c} not measured"
+                           for c in entry.tried)
+        why = f"measured: {listed}" if fresh else f"no time was measured: {listed}"
+        self._note(bucket, entry, "settle" if fresh else "keep", why)
+        if self.memory is not None:
+            self.memory.put(bucket, str(entry.settled), why)
 
-    def _watch(self, bucket: Bucket, entry: _Entry, seconds: float) -> None:
+    def _statistic(self, times: list[float]) -> float:
+        counted = [s for s in times[self.settings.warm_up :] if s > 0]
+        return math.inf if not counted or math.inf in times else self.settings.statistic(counted)
+
+    def _fastest(self, current: Choice, fresh: Mapping[Choice, float]) -> Choice:
+        order = list(fresh)
+        best = current if current in fresh and not self.settings.ordered else order[0]
+        for choice in order if self.settings.ordered else sorted(fresh, key=fresh.__getitem__):
+            if fresh[choice] < (1 - self.settings.hysteresis) * fresh[best]:
+                best = choice
+        return best
+
+    def _watch(self, bucket: Bucket, entry: _Entry[Choice], seconds: float) -> None:
         rules = self.settings
         entry.recent.append(seconds)
         if entry.baseline is None:
             if len(entry.recent) >= rules.patience:
                 entry.baseline, entry.recent = statistics.median(entry.recent), []
-            return
-        if abs(seconds / entry.baseline - 1) <= rules.drift:
+        elif abs(seconds / entry.baseline - 1) <= rules.drift:
             entry.recent = []
         elif len(entry.recent) >= rules.patience and self._may_explore():
             now = statistics.median(entry.recent)
-            scale = now / entry.baseline
-            # what is known of the others is old: keep its ranking, but let the settled one lose its
-            # lead
-            entry.measured = {
-                c: s * (scale if c == entry.settled else 1.0) for c, s in entry.measured.items()
-            }
+            # the others' times are old: they keep their ranking, the settled one loses its lead
+            if entry.settled in entry.measured:
+                entry.measured[entry.settled] *= now / entry.baseline
             self._explore(bucket, entry, f"time went from {entry.baseline:.3g} s to {now:.3g} s")
 
-    def _note(self, bucket: Bucket, entry: _Entry, event: str, why: str) -> None:
+    def _note(self, bucket: Bucket, entry: _Entry[Choice], event: str, why: str) -> None:
         choice = entry.settled
-        self.decided += 1
-        self.log.append(
-            Decision(self.calls, bucket, choice, event, why, entry.predicted.get(choice),
-                     entry.measured.get(choice)))
+        entry.latest = Decision(self.calls, bucket, choice, event, why,
+                                entry.predicted.get(choice), entry.measured.get(choice))
+        self.log.append(entry.latest)
+        self._unread.append(entry.latest)
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint. Trials under way are not kept: their bucket is explored
-        again.
-        """
+        """Plain values, for a checkpoint. Buckets with trials under way are explored again."""
         buckets = [{
-            "bucket": list(bucket), "settled": entry.settled.as_dict(), "known": entry.known
-            and not entry.exploring, "measured": [[choice.as_dict(), seconds]
-                                                  for choice, seconds in entry.measured.items()],
+            "bucket": _plain(bucket), "settled": _plain(entry.settled),
+            "known": entry.known and not entry.exploring,
+            "measured": [[_plain(choice), seconds] for choice, seconds in entry.measured.items()],
         } for bucket, entry in self.entries.items()]
         return {
             "version": STATE_VERSION, "calls": self.calls, "explored": self.explored,
@@ -265,7 +322,7 @@ class Tuner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state; choices that are no candidates any more (another number of
+        """Take over a saved state; choices that are not candidates any more (another number of
         ranks, say) are left out.
         """
         if state.get("version") != STATE_VERSION:
@@ -275,13 +332,25 @@ class Tuner:
             )
         self.entries, self.calls, self.explored = {}, int(state["calls"]), int(state["explored"])
         for saved in state["buckets"]:
-            bucket = tuple(int(i) for i in saved["bucket"])
+            bucket = saved["bucket"]
+            bucket = tuple(bucket) if isinstance(bucket, list) else bucket
             predicted = dict(self.candidates(bucket))
-            settled = LayoutChoice.from_dict(saved["settled"])
-            if settled not in predicted:
+            choices = {_text(_plain(choice)): choice for choice in predicted}
+            settled = choices.get(_text(saved["settled"]))
+            if settled is None:
                 continue
-            measured = {LayoutChoice.from_dict(c): float(s) for c, s in saved["measured"]}
-            entry = _Entry(predicted, settled, known=bool(saved["known"]),
-                           measured={c: s for c, s in measured.items() if c in predicted})
-            self.entries[bucket] = entry
+            measured = [(choices.get(_text(c)), float(s)) for c, s in saved["measured"]]
+            self.entries[bucket] = entry = _Entry(
+                predicted, settled, known=bool(saved["known"]),
+                measured={c: s for c, s in measured if c is not None})
             self._note(bucket, entry, "restore", "from a checkpoint")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return asdict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

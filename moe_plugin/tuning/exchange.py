@@ -14,6 +14,7 @@ from moe_plugin.comm.watchdog import Watchdog
 from moe_plugin.config import CommConfig
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.planner.cluster import load_cluster
+from moe_plugin.tuning import exchange_tuner  # registers algorithm `auto`  # noqa: F401
 from moe_plugin.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)

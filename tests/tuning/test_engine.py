@@ -19,7 +19,7 @@ CHOICES = list(legal_choices(2, 8, degrees=(1, 2, 4), algorithms=("linear", "2dh
 
 def tuner(predicted: dict[LayoutChoice, float] | None = None, **rules) -> Tuner:
     table = predicted or {c: 1.0 + i for i, c in enumerate(CHOICES)}
-    return Tuner(lambda bucket: list(table.items()), TunerSettings(**rules))
+    return Tuner(lambda bucket: table, TunerSettings(**rules))
 
 
 def drive(t: Tuner, truth, calls: int, bucket=lambda call: (0,),
@@ -176,7 +176,7 @@ def test_state_round_trip() -> None:
 def test_state_of_other_ranks_keeps_what_is_still_possible() -> None:
     t = tuner()
     drive(t, lambda c, _: 1.0 if c.r == 4 else 2.0, 100)
-    smaller = Tuner(lambda bucket: [(LayoutChoice(r=0), 1.0)])
+    smaller = Tuner(lambda bucket: {LayoutChoice(r=0): 1.0})
     smaller.load_state(t.state())
     assert smaller.choose((0,)) == LayoutChoice(r=0)
     with pytest.raises(ValueError, match="version 0"):
@@ -184,8 +184,8 @@ def test_state_of_other_ranks_keeps_what_is_still_possible() -> None:
 
 
 def test_no_candidates_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no layout is possible"):
-        Tuner(lambda bucket: []).choose((0,))
+    with pytest.raises(ValueError, match="no candidate is possible"):
+        Tuner(lambda bucket: {}).choose((0,))
 
 
 def test_needs_no_torch() -> None:

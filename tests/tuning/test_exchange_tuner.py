@@ -16,42 +16,60 @@ from moe_plugin.config import CommConfig, MoEConfig, from_dict
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner import Cluster, Link, dump_cluster
 from moe_plugin.tuning import exchange_tuner as module
+from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange import prepare, read_topology
-from moe_plugin.tuning.exchange_tuner import MARGIN, TRIALS, WARM_UP, Chooser, Trials
+from moe_plugin.tuning.exchange_tuner import RULES, ExchangeTuner
 from tests.comm.exchanges import column, expected_of, random_counts, rows_of
 
 PAIRS = Topology.uniform(4, 2)
 
 
+TURNS = RULES.warm_up + RULES.samples
+
+
+def tuner(*names: str) -> Tuner[int, str]:
+    return Tuner(lambda bucket: dict.fromkeys(names), RULES)
+
+
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), st.integers(0, 9))
 def test_trials_settle_on_the_fastest(seconds: list[float], noise: int) -> None:
     """Fed synthetic costs; the warm-up (slow) does not count."""
-    trials = Trials(["a", "b", "c"])
-    cost = dict(zip(trials.names, seconds, strict=True))
-    for turn in range(3 * (WARM_UP + TRIALS)):
-        assert trials.chosen is None
+    cost = dict(zip("abc", seconds, strict=True))
+    trials = tuner(*cost)
+    for turn in range(3 * TURNS):
+        assert not trials.known(0)
+        name = trials.choose(0)
+        assert name == "abc"[turn % 3]
         trials.record(
-            cost[trials.next()] * (100 if turn < 3 else 1 + 0.001 * ((turn * 7 + noise) % 3)),
+            0, name, cost[name] * (100 if turn < 3 else 1 + 0.001 * ((turn * 7 + noise) % 3)),
             lambda values: values)
     best = min(seconds)
-    assert cost[trials.chosen] <= best * (1 + 2 * MARGIN) and trials.next() == trials.chosen
+    chosen = trials.latest(0).choice
+    assert trials.known(0) and trials.choose(0) == chosen
+    assert cost[chosen] <= best * (1 + 2 * RULES.hysteresis)
 
 
 def test_a_candidate_that_is_fast_now_and_then_is_not_taken() -> None:
-    trials = Trials(["steady", "scattered"])
-    for turn in range(2 * (WARM_UP + TRIALS)):
-        trials.record({"steady": 1.0, "scattered": 0.5 if turn % 6 == 1 else 1.6}[trials.next()],
+    trials = tuner("steady", "scattered")
+    for turn in range(2 * TURNS):
+        name = trials.choose(0)
+        trials.record(0, name, {"steady": 1.0, "scattered": 0.5 if turn % 6 == 1 else 1.6}[name],
                       lambda values: values)
-    assert trials.chosen == "steady" and any(turn % 6 == 1 and turn % 2
-                                             for turn in range(2, 2 * (WARM_UP + TRIALS)))
+    assert trials.known(0) and trials.choose(0) == "steady"
+    assert any(turn % 6 == 1 and turn % 2 for turn in range(2, 2 * TURNS))
 
 
-def test_a_later_candidate_must_be_clearly_faster() -> None:
-    trials = Trials(["linear", "2dh"])
-    trials.settle([1.0, 0.99])
-    assert trials.chosen == "linear"
-    trials.settle([1.0, 0.9])
-    assert trials.chosen == "2dh"
+@pytest.mark.parametrize(("seconds", "chosen"), [
+    ((1.0, 0.99), "linear"), ((1.0, 0.9), "2dh"), ((1.0, 0.96, 0.94), "2dh"),
+    ((1.0, 0.98, 0.96), "leader")
+])
+def test_a_later_candidate_must_be_clearly_faster(seconds: tuple[float, ...],
+                                                  chosen: str) -> None:
+    cost = dict(zip(("linear", "2dh", "leader"), seconds, strict=False))
+    trials = tuner(*cost)
+    for name in trials.trials(0):
+        trials.record(0, name, cost[name])
+    assert trials.latest(0).choice == chosen
 
 
 def test_ranks_with_different_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +86,11 @@ def test_ranks_with_different_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> N
     counts = random_counts(4, 2, zeros=0.0)
 
     def rank(comm: Comm) -> list[str | None]:
-        for _ in range(4 * (WARM_UP + TRIALS) + 3):
+        for _ in range(4 * TURNS + 3):
             got = algorithms.get("auto")(comm, rows_of(comm.rank, counts), counts[comm.rank],
                                          column(counts, comm.rank))
             assert torch.equal(got, expected_of(comm.rank, counts))
-        return [trials.chosen for trials in Chooser.of(comm).buckets.values()]
+        return [entry.settled for entry in ExchangeTuner.of(comm).tuner.entries.values() if entry.known]
 
     chosen = run_simulated(4, rank, topology=PAIRS)
     assert chosen[0][0] in {"linear", "2dh", "leader"} and all(c == chosen[0] for c in chosen)
@@ -84,7 +102,7 @@ def test_sizes_have_buckets_of_their_own_and_uneven_ranks_share_one() -> None:
             algorithms.get("auto")(comm, torch.zeros(4 * rows))
         mine = [comm.rank * 100] * 4  # 0 to 1,200 rows: ranks of very different sizes
         algorithms.get("auto")(comm, torch.zeros(sum(mine)), mine, [100 * r for r in range(4)])
-        return sorted(Chooser.of(comm).buckets)
+        return sorted(ExchangeTuner.of(comm).tuner.entries)
 
     assert run_simulated(4, rank, topology=PAIRS) == [[4, 6, 10, 13]] * 4
 
@@ -111,9 +129,9 @@ def test_by_a_cluster_file(tmp_path: Path) -> None:
     def rank(comm: Comm) -> list[str]:
         algorithm = prepare(comm, CommConfig(all_to_all="auto", cluster=str(file), topology="4"))
         assert len(comm.topology.nodes) == 4
-        chooser = Chooser.of(comm)
+        tuner = ExchangeTuner.of(comm)
         assert torch.equal(algorithm(comm, torch.arange(16.0)), torch.full((16,), float(comm.rank)))
-        return [chooser.by_model(comm, size) for size in (1e3, 1e9)]
+        return [tuner.chosen(comm, size) for size in (1e3, 1e9)]
 
     assert run_simulated(16, rank) == [["leader", "linear"]] * 16
 

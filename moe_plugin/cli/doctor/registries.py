@@ -65,7 +65,7 @@ def registry_rows(device: torch.device) -> dict[str, list[dict[str, Any]]]:
 def choice_rows() -> list[dict[str, str]]:
     """What `experts.compute=auto` has measured on this machine: load, name of the choice, why."""
     return [{"load": key, "name": choice.name, "why": choice.why}
-            for key, choice in auto.CHOICES.listed()]
+            for key, choice in auto.CHOICES.files.listed()]
 
 
 def _defaults(config: MoEConfig) -> dict[str, set[str]]:
