@@ -51,7 +51,7 @@ class MeasuredChoices:
         key = text, tuple(names)
         with self._lock:
             if not self.tuner.known(key):
-                if start is not None and key not in self._pending:
+                if start is not None and not self._pending.get(key):
                     self._launch(key, start(), device)
                 self._collect(key)
             for d in self.tuner.pop_decisions():
@@ -114,7 +114,7 @@ class ChoiceFiles:
             record = _load(self._path(key))
         except (OSError, ValueError):
             return None  # `put` logs why
-        return (record["name"], record["why"]) if record and record["key"] == key[0] else None
+        return record[1:] if record and record[0] == key[0] else None
 
     def put(self, key: Key, name: str, why: str) -> None:
         """Write a key's file; where this fails, log why."""
@@ -135,23 +135,19 @@ class ChoiceFiles:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
         except (OSError, ValueError):
             return []
-        return [(r["key"], Choice(r["name"], r["why"])) for r in records if r is not None]
+        return [(key, Choice(name, why)) for key, name, why in filter(None, records)]
 
     def _path(self, key: Key) -> Path:
         return self.place() / f"{hashlib.sha256(key[0].encode()).hexdigest()[:16]}.json"
 
 
-def _load(path: Path) -> dict[str, str] | None:
-    """A file's record; None where there is none, or none that can be read."""
+def _load(path: Path) -> tuple[str, str, str] | None:
+    """(key, name, why) of a file; None where there is none that can be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        return str(record["key"]), str(record["name"]), str(record["why"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        log.warning("%s is not used: %s", path, error)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        log.warning("%s is not used: %r", path, error)
         return None
-    if not isinstance(record, dict) or not all(
-            isinstance(record.get(field), str) for field in ("key", "name", "why")):
-        log.warning("%s is not used: it has no key, name and why", path)
-        return None
-    return record

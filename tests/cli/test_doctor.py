@@ -29,7 +29,7 @@ def no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured is left out.
     """
     monkeypatch.setattr(hosts, "host_rows", list)
-    monkeypatch.setattr(auto.CHOICES, "_folder", tmp_path)
+    monkeypatch.setattr(auto.CHOICES.files, "_folder", tmp_path)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ disturbs nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from pathlib import Path
@@ -26,10 +27,9 @@ from moe_plugin.tuning.compute_candidates import (
     MANY_ROWS,
     Load,
     candidates,
-    decide,
     why_unmeasured,
 )
-from moe_plugin.tuning.compute_times import MeasuredChoices, Trial
+from moe_plugin.tuning.compute_times import MeasuredChoices, timed
 from tests.kernels.test_strategies import parameters, problem
 
 CPU = torch.device("cpu")
@@ -68,23 +68,11 @@ def test_loads_of_one_bucket_share_a_choice() -> None:
         assert dataclasses.replace(load(100), **change).label != load(100).label, change
 
 
-@pytest.mark.parametrize("seconds,name", [({"a": 1.0, "b": 0.5, "c": 0.7}, "b"),
-                                          ({"a": 1.0, "b": 0.96}, "a"),
-                                          ({"a": 1.0, "b": 0.94}, "b"), ({"b": 2.0, "c": 1.0}, "c"),
-                                          ({"c": 9.0}, "c"), ({}, "a"),])
-def test_the_decision(seconds: dict[str, float], name: str) -> None:
-    made = decide(["a", "b", "c"], seconds)
-    assert made.name == name
-    assert all(f"{s * 1e3:.3g} ms" in made.why for s in seconds.values())
-    assert ("could not run"
-            in made.why) == (0 < len(seconds) < 3) and ("none of" in made.why) == (not seconds)
-
-
 def test_when_nothing_is_measured() -> None:
     names = ["kernels", "grouped"]
     assert why_unmeasured(load(512), names, "measured") is None
     assert why_unmeasured(load(512), names, "rule") == "experts.compute_selection=rule"
-    assert "only way" in why_unmeasured(load(512), ["loop"], "measured")
+    assert "only candidate" in why_unmeasured(load(512), ["loop"], "measured")
     assert "too small" in why_unmeasured(load(1), names, "measured")
 
 
@@ -97,56 +85,112 @@ def test_bad_settings() -> None:
 
 
 class Times:
-    """A trial that says what it is told, and when."""
+    """Runs of candidates that take given seconds; the times arrive when `waits` is 0."""
 
-    def __init__(self, seconds: dict[str, float], waits: int = 0) -> None:
-        self.result, self.waits, self.asked, self.begun = seconds, waits, 0, 0
+    def __init__(self, seconds: dict[str, float], names: str = "ab") -> None:
+        self.seconds, self.waits = seconds, 0
+        self.started, self.ran = 0, []
+        self.names = names
 
-    def __call__(self) -> Times:
-        self.begun += 1
-        return self
+    def __call__(self) -> dict[str, Any]:
+        self.started += 1
+        return {name: functools.partial(self.run, name) for name in self.names}
 
-    def seconds(self) -> dict[str, float] | None:
-        self.asked += 1
-        return None if self.asked <= self.waits else self.result
+    def run(self, name: str) -> float:
+        if name not in self.seconds:
+            raise torch.OutOfMemoryError("full")
+        self.ran.append(name)
+        return self.seconds[name] * (9 if self.ran.count(name) == 1 else 1)  # a slow warm-up
+
+    def timed(self, run: Any, device: torch.device) -> Any:
+        seconds = run()
+        return lambda: None if self.waits else seconds
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that shows what runs return."""
+
+    def timed(run: Any, device: torch.device) -> Any:
+        return run.func.__self__.timed(run, device)
+
+    monkeypatch.setattr("moe_plugin.tuning.compute_times.timed", timed)
+
+
+def choose(known: MeasuredChoices, key: str, start: Times | None,
+           device: torch.device = CPU) -> choice.Choice:
+    return known.choose(key, list(start.names if start else "ab"), device, start)
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("seconds,name", [({"a": 1.0, "b": 0.5, "c": 0.7}, "b"),
+                                          ({"a": 1.0, "b": 0.96}, "a"),
+                                          ({"a": 1.0, "b": 0.94}, "b"), ({"b": 2.0, "c": 1.0}, "c"),
+                                          ({"b": 1.0, "c": 0.96}, "b"), ({"c": 9.0}, "c"),
+                                          ({}, "a"),])
+def test_the_decision(seconds: dict[str, float], name: str, tmp_path: Path,
+                      caplog: pytest.LogCaptureFixture) -> None:
+    made = choose(MeasuredChoices(tmp_path), "key", Times(seconds, "abc"))
+    assert made.name == name
+    assert all(f"{s * 1e3:.3g} ms" in made.why for s in seconds.values())
+    for left_out in set("abc") - set(seconds):
+        assert f"{left_out} cannot be measured: full" in caplog.text
+        assert f"{left_out} not measured" in made.why
+    assert made.why.startswith("measured: " if seconds else "no time was measured: ")
+
+
+@pytest.mark.usefixtures("told")
 def test_measured_once_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "moe_plugin.tuning.compute_times")
     times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
-    assert [known.choose("key", ["a", "b"], times).name
-            for _ in range(3)] == ["b"] * 3 and times.begun == 1
-    assert known.choose("other key", ["a", "b"], Times({"a": 1.0, "b": 2.0})).name == "a"
+    assert [choose(known, "key", times).name for _ in range(3)] == ["b"] * 3 and times.started == 1
+    assert choose(known, "other key", Times({"a": 1.0, "b": 2.0})).name == "a"
     again = MeasuredChoices(tmp_path)
-    assert again.choose("key", ["a", "b"], None) == known.choose("key", ["a", "b"], None)
-    assert {(key, made.name) for key, made in again.listed()} == {("key", "b"), ("other key", "a")}
-    assert again.choose("key", ["a", "b"], None).why == "measured: a 2e+03 ms, b 1e+03 ms"
-    assert len([r for r in caplog.records
-                if "experts, key: b (measured" in r.getMessage()]) == 2, "each process says it once"
+    assert choose(again, "key", None) == choose(known, "key", None)
+    assert {(key, made.name)
+            for key, made in again.files.listed()} == {("key", "b"), ("other key", "a")}
+    assert choose(again, "key", None).why == "measured: a 2e+03 ms, b 1e+03 ms"
+    assert len([r for r in caplog.records if "experts, key: b (measured" in r.getMessage()
+                ]) == 2, "each process says it once"
 
 
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("scale,rounds", [(1e-3, 4), (1.0, 2)])
+def test_candidates_are_timed_in_turn_and_less_often_when_slow(tmp_path: Path, scale: float,
+                                                               rounds: int) -> None:
+    times = Times({"a": 2 * scale, "b": scale})
+    assert choose(MeasuredChoices(tmp_path), "key", times).name == "b"
+    assert times.ran == ["a", "b"] * rounds
+
+
+@pytest.mark.usefixtures("told")
 def test_the_first_is_taken_while_a_device_is_busy(tmp_path: Path) -> None:
-    times, known = Times({"a": 2.0, "b": 1.0}, waits=2), MeasuredChoices(tmp_path)
-    assert known.choose("key", ["a", "b"], None) == choice.Choice(
-        "a", "not measured yet") and not times.begun
-    assert [known.choose("key", ["a", "b"], times).name
-            for _ in range(4)] == ["a", "a", "b", "b"] and times.begun == 1
+    times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
+    gpu = torch.device("cuda")
+    assert choose(known, "key", None, gpu) == choice.Choice(
+        "a", "not measured yet") and not times.started
+    times.waits = 1
+    assert [choose(known, "key", times, gpu).name for _ in range(20)] == ["a"] * 20
+    times.waits = 0
+    assert [choose(known, "key", times, gpu).name for _ in range(2)] == ["b", "b"]
+    assert times.started == 1 and times.ran == ["a", "b"] * 4
 
 
+@pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "null", '{"key": "key"}', '{"key": "key", "name": 3, "why": ""}',
     '{"key": "other", "name": "b", "why": ""}', '{"key": "key", "name": "c", "why": ""}'
 ])
 def test_files_that_say_nothing_are_measured_again(tmp_path: Path, text: str) -> None:
-    MeasuredChoices(tmp_path).choose("key", ["a", "b"], Times({"a": 1.0, "b": 2.0}))
+    choose(MeasuredChoices(tmp_path), "key", Times({"a": 1.0, "b": 2.0}))
     path = next((tmp_path / "expert-compute").iterdir())
     path.write_text(text)
     times = Times({"a": 2.0, "b": 1.0})
-    assert MeasuredChoices(tmp_path).choose("key", ["a", "b"],
-                                            times).name == "b" and times.begun == 1
+    assert choose(MeasuredChoices(tmp_path), "key", times).name == "b" and times.started == 1
     assert json.loads(path.read_text())["name"] == "b"
 
 
+@pytest.mark.usefixtures("told")
 def test_without_a_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                   caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*args: Any) -> None:
@@ -154,18 +198,15 @@ def test_without_a_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("moe_plugin.tuning.compute_times.user_cache", refuse)
     times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
-    assert [known.choose("key", ["a", "b"], times).name
-            for _ in range(2)] == ["b", "b"] and times.begun == 1 and known.listed() == []
+    assert [choose(known, "key", times).name for _ in range(2)] == ["b", "b"]
+    assert times.started == 1 and known.files.listed() == []
     assert "measured again in the next run: no room" in caplog.text
 
 
-def test_a_candidate_that_cannot_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    def fails() -> None:
-        raise torch.OutOfMemoryError("full")
-
-    seconds = Trial({"a": fails, "b": lambda: None}, CPU).seconds()
-    assert list(seconds) == ["b"
-                             ] and seconds["b"] >= 0 and "a cannot be measured: full" in caplog.text
+def test_a_run_is_timed() -> None:
+    ran = []
+    seconds = timed(lambda: ran.append(1), CPU)
+    assert len(ran) == 1 and 0 < seconds() == seconds()
 
 
 @pytest.fixture
@@ -198,7 +239,7 @@ def test_measuring_changes_nothing(small_counts: MeasuredChoices, kind: str,
     assert torch.equal(state, torch.get_rng_state()) and all(
         torch.equal(p, before[n]) for n, p in layer.named_parameters())
     assert all(p.grad is None for p in (x, *layer.parameters()))
-    assert len(trials) == 1 and set(trials[0].seconds()) == {"fused", "grouped"}
+    assert len(trials) == 1 and set(trials[0]) == {"fused", "grouped"}
     ruled, _ = layer_and_input(kind=kind, compute_selection="rule")
     ruled.load_state_dict(layer.state_dict())
     for mine, theirs in zip(
@@ -208,7 +249,7 @@ def test_measuring_changes_nothing(small_counts: MeasuredChoices, kind: str,
     again = torch.autograd.grad(layer(x).output.square().sum(), [x, *layer.parameters()])
     assert len(trials) == 1 and all(
         torch.equal(a, b) for a, b in zip(first, again, strict=True)), "one choice, one result"
-    [(key, made)] = small_counts.listed()
+    [(key, made)] = small_counts.files.listed()
     assert "float32 D16 F24 L4" in key and made.why.startswith("measured: fused")
 
 
@@ -218,9 +259,9 @@ def test_not_measured_where_no_gradient_is_wanted(small_counts: MeasuredChoices)
         layer(x)
     with torch.inference_mode():
         layer(x)
-    assert small_counts.listed() == []
+    assert small_counts.files.listed() == []
     layer(x)
-    assert len(small_counts.listed()) == 1
+    assert len(small_counts.files.listed()) == 1
 
 
 @pytest.mark.parametrize("how", ["rule", "named", "deterministic"])
@@ -233,7 +274,7 @@ def test_not_measured_where_settings_say_so(small_counts: MeasuredChoices, how: 
         layer(x)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert small_counts.listed() == []
+    assert small_counts.files.listed() == []
 
 
 def test_measuring_inside_recomputation_and_autocast(small_counts: MeasuredChoices) -> None:
@@ -241,9 +282,9 @@ def test_measuring_inside_recomputation_and_autocast(small_counts: MeasuredChoic
     for reentrant in (False, True):
         y = torch.utils.checkpoint.checkpoint(lambda v: layer(v).output, x, use_reentrant=reentrant)
         y.sum().backward()
-        for path in (small_counts._place()).iterdir():
+        for path in small_counts.files.place().iterdir():
             path.unlink()
-        small_counts._known.clear()
+        small_counts.tuner.entries.clear()
     checkpoint(lambda v: layer(v).output, x).sum().backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(x).output.sum().backward()
@@ -270,7 +311,10 @@ def test_every_candidate_runs_in_a_trial(gated: bool) -> None:
     for rows, entry in ((plan, x), (plan.counts, torch.randn(plan.counts.total, x.shape[1]))):
         made = auto.load_of(entry, rows, parameters(p, "gelu"))
         names = ["fused", "grouped", "batched", "loop"]
-        assert set(auto.trial(made, names, CPU, parameters(p, "gelu")).seconds()) == set(names)
+        runs = auto.trial(made, names, CPU, parameters(p, "gelu"))
+        assert list(runs) == names
+        for run in runs.values():
+            run()
 
 
 def test_the_doctor_lists_what_was_measured(small_counts: MeasuredChoices) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -186,6 +187,90 @@ def test_state_of_other_ranks_keeps_what_is_still_possible() -> None:
 def test_no_candidates_is_an_error() -> None:
     with pytest.raises(ValueError, match="no candidate is possible"):
         Tuner(lambda bucket: {}).choose((0,))
+
+
+def names(**rules) -> Tuner[int, str]:
+    """A tuner of names without predictions."""
+    return Tuner(lambda bucket: dict.fromkeys("cba"),
+                 TunerSettings(tries=None, allowance=math.inf, **rules))
+
+
+def test_without_predictions_all_are_tried_in_their_order() -> None:
+    t = names(warm_up=1, samples=2)
+    assert [t.choose(0) for _ in range(9)] == ["c", "b", "a"] * 3
+    assert t.choose(0) == "c" and t.exploring(0) and not t.known(0)
+
+
+def test_a_warm_up_does_not_count_and_a_slow_one_leaves_one_sample() -> None:
+    for slow, rounds in ((10.0, 4), (1.0, 2)):
+        t = names(warm_up=1, samples=3, slow_warm_up_s=slow)
+        issued = []
+        for name in t.trials(0):
+            issued.append(name)
+            t.record(0, name, {"a": 0.1, "b": 2.0, "c": 2.0}[name] if len(issued) < 4 else
+                     {"a": 2.0, "b": 0.1, "c": 2.0}[name])
+        assert issued == ["c", "b", "a"] * rounds and t.known(0)
+        assert t.choose(0) == "b" and t.latest(0).measured_s == 0.1
+
+
+def test_a_candidate_that_cannot_run_is_not_tried_again() -> None:
+    t, issued = names(warm_up=1), []
+    for name in t.trials(0):
+        issued.append(name)
+        t.record(0, name, math.inf if name == "c" else 1.0)
+    assert issued == ["c", "b", "a", "b", "a", "b", "a"]
+    assert t.latest(0).choice == "b" and "c not measured, b 1e+03 ms" in t.latest(0).why
+    t = names()
+    for name in t.trials(0):
+        t.record(0, name, math.inf)
+    assert t.known(0) and t.latest(0).choice == "c" and t.latest(0).event == "keep"
+
+
+def test_ranks_agree_when_a_bucket_settles() -> None:
+    """Each has its own times; the function that reduces them is called once, with one value per
+    candidate in the candidates' order.
+    """
+    mine = [{"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 9.0, "b": 2.0, "c": 1.0}]
+    agreed = [max(m[c] for m in mine) for c in "cba"]
+    for times in mine:
+        t, asked = names(), []
+
+        def agree(values: list[float], asked=asked) -> list[float]:
+            asked.append(values)
+            return agreed
+
+        for name in t.trials(0):
+            t.record(0, name, times[name], agree)
+        assert t.latest(0).choice == "b" and asked == [[times[c] for c in "cba"]]
+
+
+def test_memory_replaces_trials() -> None:
+    class Known:
+        def __init__(self) -> None:
+            self.results: dict[int, tuple[str, str]] = {1: ("a", "by hand"), 2: ("gone", "")}
+
+        def get(self, bucket: int) -> tuple[str, str] | None:
+            return self.results.get(bucket)
+
+        def put(self, bucket: int, name: str, why: str) -> None:
+            self.results[bucket] = name, why
+
+    memory = Known()
+    t = Tuner(lambda bucket: dict.fromkeys("cba"), TunerSettings(tries=None), memory)
+    assert t.known(1) and t.choose(1) == "a"
+    assert (t.latest(1).event, t.latest(1).why) == ("restore", "by hand")
+    assert not t.known(2) and not t.known(3)
+    for name in t.trials(3):
+        t.record(3, name, {"a": 3.0, "b": 1.0, "c": 2.0}[name])
+    assert memory.results[3] == ("b", t.latest(3).why)
+    assert t.latest(3).why == "measured: c 2e+03 ms, b 1e+03 ms, a 3e+03 ms"
+
+
+def test_decisions_are_reported_once() -> None:
+    t = tuner()
+    drive(t, lambda c, _: 1.0, 50)
+    assert [d.event for d in t.pop_decisions()] == ["predict", "explore", "settle"]
+    assert t.pop_decisions() == () and len(t.log) == 3
 
 
 def test_needs_no_torch() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def config(**parallel) -> MoEConfig:
 
 
 class FakeWatch:
-    """Tells its own time: what `seconds(choice, call)` says, different on every rank."""
+    """Reports a time of its own: what `seconds(choice, call)` says, different on every rank."""
 
     def __init__(self, auto, seconds) -> None:
         self.over, self.auto, self.tell = True, auto, seconds
@@ -230,6 +231,33 @@ def test_choice_of_a_call_overrides() -> None:
         return MoELayer(config(), comm)(torch.randn(3, 8), choice=LayoutChoice(r=0)).stats.layout
 
     assert run_simulated(2, rank) == ["r=0 d=1 linear auto"] * 2
+
+
+def test_a_new_dimension_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field of `LayoutChoice` and its values: the product, the trials, the choice, the label and
+    the saved state follow.
+    """
+    @dataclass(frozen=True, order=True, kw_only=True)
+    class Wider(LayoutChoice):
+        shadows: int = 0
+
+    monkeypatch.setattr("moe_plugin.planner.choice.LayoutChoice", Wider)
+    before = len(MoELayer(config(), LocalComm()).auto.candidates((4, 0)))
+    dimension = auto_module.Dimension("shadows", lambda tuner: [0, tuner.config.num_experts])
+    monkeypatch.setattr(auto_module, "DIMENSIONS", [*auto_module.DIMENSIONS, dimension])
+
+    def rank(comm: Comm) -> tuple[str, set[int]]:
+        layer, labels, _ = drive(comm, lambda c: 1.0 if c.shadows else 2.0, 60)
+        again = MoELayer(config(), comm)
+        again.load_state_dict(copy.deepcopy(layer.state_dict()))
+        assert again.auto.tuner.state() == layer.auto.tuner.state()
+        assert again(torch.randn(16, 8)).stats.layout == labels[-1]
+        assert len(set(layer.auto.candidates((4, 0)))) == len(layer.auto.candidates((4, 0)))
+        return labels[-1], {c.shadows for c in layer.auto.candidates((4, 0))}
+
+    assert len(MoELayer(config(), LocalComm()).auto.candidates((4, 0))) == 2 * before
+    for label, values in run_simulated(2, rank):
+        assert label.endswith(" shadows=2") and values == {0, 2}
 
 
 def test_a_load_on_a_border_stays_in_its_bucket() -> None:
