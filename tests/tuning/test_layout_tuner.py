@@ -242,7 +242,7 @@ def test_a_new_dimension_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         shadows: int = 0
 
     monkeypatch.setattr("moe_plugin.planner.choice.LayoutChoice", Wider)
-    before = len(MoELayer(config(), LocalComm()).auto.candidates((4, 0)))
+    before = len(MoELayer(config(), LocalComm()).layouts.tuner.candidates((4, 0)))
     dimension = auto_module.Dimension("shadows", lambda tuner: [0, tuner.config.num_experts])
     monkeypatch.setattr(auto_module, "DIMENSIONS", [*auto_module.DIMENSIONS, dimension])
 
@@ -250,12 +250,12 @@ def test_a_new_dimension_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         layer, labels, _ = drive(comm, lambda c: 1.0 if c.shadows else 2.0, 60)
         again = MoELayer(config(), comm)
         again.load_state_dict(copy.deepcopy(layer.state_dict()))
-        assert again.auto.tuner.state() == layer.auto.tuner.state()
+        assert again.layouts.tuner.tuner.state() == layer.auto.tuner.state()
         assert again(torch.randn(16, 8)).stats.layout == labels[-1]
-        assert len(set(layer.auto.candidates((4, 0)))) == len(layer.auto.candidates((4, 0)))
-        return labels[-1], {c.shadows for c in layer.auto.candidates((4, 0))}
+        assert len(set(layer.layouts.tuner.candidates((4, 0)))) == len(layer.auto.candidates((4, 0)))
+        return labels[-1], {c.shadows for c in layer.layouts.tuner.candidates((4, 0))}
 
-    assert len(MoELayer(config(), LocalComm()).auto.candidates((4, 0))) == 2 * before
+    assert len(MoELayer(config(), LocalComm()).layouts.tuner.candidates((4, 0))) == 2 * before
     for label, values in run_simulated(2, rank):
         assert label.endswith(" shadows=2") and values == {0, 2}
 
