@@ -8,40 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin import determinism
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig
-from moe_plugin.config.user_modules import import_user_modules
-from moe_plugin.dispatch import TokenEntry, check_capacity
+from moe_plugin.dispatch import TokenEntry
 from moe_plugin.experts import SharedExpert, add_residual, build_experts, is_expert
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, KeptRouting, MoEOutput, Placement, TokenInfo
+from moe_plugin.records import HostContext, KeptRouting, MoEOutput, TokenInfo
 from moe_plugin.routing import build_router
 from moe_plugin.routing.capacity import CapacityLimit
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.routing.statistics import call_stats
-from moe_plugin.tuning.exchange import prepare
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import LayoutCall
-from moe_plugin.tuning.schedule import with_schedule
+from moe_plugin.tuning.placement import place_experts
 
 
 class MoELayer(Replaying, nn.Module):
     """A Mixture-of-Experts feed-forward layer over the ranks of one group.
 
     Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over
-    the tokens of all ranks in `comm`; all other parameters hold this rank's part. The host (or
+    the tokens of all ranks in `comm`, all others are this rank's part; the host (or
     `moe_plugin.hosts.plain.gradients`) reduces and scales.
 
     Args:
         config: see `MoEConfig`; `model_dim` must be set.
-        comm: the expert-parallel group; None: the default torch.distributed group if it is
-            initialized, else this rank alone.
+        comm: the expert-parallel group; None: the default group, or this rank alone without one.
         host: what the host knows of this layer.
-        router: a module in place of the configured router:
-            `(x_TD, mask_T, top_k, info) -> Routing`; see `moe_plugin.routing.RouterModule`.
+        router: in place of the configured one; see `moe_plugin.routing.RouterModule`.
         experts: `factory(global_index) -> module`, custom experts in place of the configured kind.
         dtype, device: of the parameters.
     Raises:
@@ -53,25 +48,20 @@ class MoELayer(Replaying, nn.Module):
                  experts: Callable[[int], nn.Module] | None = None,
                  dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
-        import_user_modules(config.imports)
-        determinism.check(config.deterministic)
-        config.check_model_dim()
+        config.prepare()
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
-        place = Placement(self.comm, config.num_experts, prepare(self.comm, config.comm),
-                          cut=config.parallel.shards)
-        place.check()
-        config, place, sharing = with_schedule(config, place)
-        check_capacity(config.dispatch)
+        config, place, sharing = place_experts(config, self.comm)
         self.config, self.placement = config, place
-        self.tokens = TokenEntry(config.model_dim, sharing)
         where = {"dtype": dtype, "device": device}
-        seen = host if sharing is None else host.when_split(sharing)
-        self.router = router or build_router(config, place.comm, host=seen, **where)
+        self.tokens = TokenEntry(config.model_dim, sharing)
+        if router is None:
+            seen = host if sharing is None else host.when_split(sharing)
+            router = build_router(config, place.comm, host=seen, **where)
+        self.router = router
         self.experts = build_experts(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
         self.capacity = CapacityLimit(config, self.layouts.load_comm)
-        shared = config.experts.shared_hidden_dim
-        self.shared_expert = SharedExpert(config, **where) if shared else None
+        self.shared_expert = SharedExpert.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
@@ -81,13 +71,12 @@ class MoELayer(Replaying, nn.Module):
 
         Args:
             x: [..., D] tokens of this rank; any number, also none, also different on each rank.
-            token_mask: [...] bool, True = real token; padding tokens are not routed and give zeros.
-                None: all are real.
+            token_mask: [...] bool, True = real token; padding is not routed and gives zeros.
             info: token ids, sequences, which of several routers; see `router.needs`.
             top_k: experts per token for this call; None: as configured.
-            choice: layout of this call, the same on all ranks; None: as configured or tuned. It
-                changes no number beyond rounding.
-        Returns: output [..., D] in x's dtype, raw losses by name, statistics.
+            choice: layout of this call, the same on all ranks; None: as configured or tuned.
+        Returns:
+            Output [..., D] in x's dtype, raw losses by name, statistics.
         Raises:
             ValueError: shapes or dtypes that do not fit.
             CommError: a collective failed or timed out; it names rank, collective and sizes.
@@ -100,9 +89,7 @@ class MoELayer(Replaying, nn.Module):
         call = self.layouts.select(kept, choice, self.training)
         y_TD, rows = call.runner(self._through_experts, call, tokens.x_TD, kept)
         y_TD = add_residual(y_TD, tokens, routing, self.shared_expert)
-        stats = call_stats(kept, self.config.num_experts, rows=rows, layout=call.layout.choice.label,
-                           bytes_sent=traffic.bytes, exchanges=traffic.exchanges,
-                           copies=self.layouts.copies, decisions=self.layouts.pop_decisions())
+        stats = call_stats(kept, traffic, self.config.num_experts, rows, self.layouts.report(call))
         y, losses = self.tokens.leave(y_TD, routing.losses, tokens)
         return MoEOutput(y, losses, stats)
 

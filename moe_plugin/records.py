@@ -1,9 +1,9 @@
 """The records that travel through one MoE layer.
 
-Shape legend (used in the whole package): T tokens of this rank, D model width, K choices a token, E
-experts of the whole group, L experts of this rank, R rows that reach this rank's experts, F inner
-width of an expert, C slots an expert and source rank, W ranks of the expert-parallel group, S = W /
-E shards of one expert where E < W.
+Shape legend (used in the whole package): T tokens of this rank, D model width, K choices per token,
+E experts of the whole group, L experts of this rank, R rows that reach this rank's experts, F inner
+width of an expert, C slots per expert and source rank, W ranks of the expert-parallel group, S
+shards of one expert (W / E where E < W).
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """What some routers and losses want to know of a call beside the tokens.
+    """What some routers and losses need to know of a call besides the tokens.
 
-    token_ids_T: int64, vocabulary index of each token (hash router). sequence_T: int64 in
-    0..sequences-1, the sequence that a token belongs to (loss `sequence`). gate_index: which of
-    several configured routers decides this call, the same on all ranks; None: as `router.choice`
-    says. Tensors may have the shape of the tokens' leading axes.
+    Tensors may have the shape of the tokens' leading axes.
+
+    Attributes:
+        token_ids_T: int64, vocabulary index of each token (hash router).
+        sequence_T: int64 in 0..sequences-1, the sequence of each token (loss `sequence`).
+        sequences: number of sequences.
+        gate_index: which of several configured routers decides this call, the same on all ranks;
+            None: as `router.choice` says.
     """
 
     token_ids_T: Tensor | None = None
@@ -91,15 +95,16 @@ class HostContext:
 class Routing:
     """What a router decided.
 
-    ids_TK: int64, expert of each choice; -1: no expert (padding token, choice not taken).
-    weights_TK: float32 (float64 for a float64 layer), gate weight of each choice, differentiable; 0
-    where ids_TK = -1.
-    priority_T: float, larger keeps its slot longer under batch-prioritised capacity.
-    losses: raw (unweighted) scalar losses by name, differentiable.
-    entropy: scalar, mean entropy in nats of the score distribution over real tokens.
-    tokens: scalar int64, number of real (unmasked) tokens.
-    passthrough_T: weight of the token itself in its output, differentiable (BASE); None: 0.
-    gate: of several routers the one that decided; None: there is one.
+    Attributes:
+        ids_TK: int64, expert of each choice; -1: no expert (padding token, choice not taken).
+        weights_TK: float32 (float64 for a float64 layer), gate weight of each choice,
+            differentiable; 0 where ids_TK = -1.
+        priority_T: float, larger keeps its slot longer under batch-prioritised capacity.
+        losses: raw (unweighted) scalar losses by name, differentiable.
+        entropy: scalar, mean entropy in nats of the score distribution over real tokens.
+        tokens: scalar int64, number of real (unmasked) tokens.
+        passthrough_T: weight of the token itself in its output, differentiable (BASE); None: 0.
+        gate: of several routers the one that decided; None: there is one.
     """
 
     ids_TK: Tensor
@@ -153,18 +158,20 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where experts live: rank i of `comm` holds `local` (virtual) experts; a virtual expert is a
-    shard of an expert.
+    """Where experts are: rank i of `comm` has `local` experts, or one shard of each of them.
 
-    experts: E. shards: S, ranks over which an expert is cut: `cut`, or, where that is None, W / E
-    where there are fewer experts than ranks, else 1. Runs of S consecutive ranks hold the same L =
-    E S / W experts: rank g*S + j holds shard j of experts [g*L, (g+1)*L), as its virtual experts
-    [i*L, (i+1)*L) of E*S. (Where L = 1, virtual expert e*S + j is shard j of expert e.)
+    Runs of S consecutive ranks have the same L = E S / W experts: rank g*S + j has shard j of
+    experts [g*L, (g+1)*L), as its shards [i*L, (i+1)*L) of E*S. (Where L = 1, shard e*S + j is
+    shard j of expert e.)
 
-    copies: r, the ranks to which each token goes; a divisor of S, or None for S. Below S, runs of
-    S/r consecutive ranks gather each other's parameters, so that each holds 1/r of the expert, and
-    share its tokens between them.
-    replicas: ranks that hold the same tokens as this one, where a dispatcher makes use of that.
+    Attributes:
+        comm: the expert-parallel group. experts: E. algorithm: the exchange that carries rows.
+        copies: r, the ranks to which each token goes; a divisor of S; None: S. Below S, runs of S/r
+            consecutive ranks gather each other's parameters, so that each has 1/r of the expert,
+            and share its tokens between them.
+        replicas: ranks that hold the same tokens as this one, where a dispatcher makes use of that.
+        cut: S as configured, ranks over which every expert is split; None: as few as needed, W / E
+            and at least 1.
     """
 
     comm: Comm
@@ -210,8 +217,7 @@ class Placement:
         return self.shards // (self.copies or self.shards)
 
     def check(self) -> None:
-        """`ValueError` unless experts divide over ranks or ranks over experts, or over runs of as
-        many ranks as they are cut over.
+        """`ValueError` unless experts divide over ranks, ranks over experts, or both over shards.
         """
         size = self.comm.size
         if self.cut is not None:
@@ -234,7 +240,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows by local expert: on the host (for splits) and, made when asked for, on a device."""
+    """Rows by local expert, on the host; made on a device when asked for."""
 
     host: list[int]
 
@@ -323,23 +329,25 @@ class DispatchPlan:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What happened in one forward pass on this rank; tensors stay on the device until `as_dict` is
-    called.
+    """What happened in one forward pass on this rank.
 
-    load_KE: int64, tokens whose j-th choice is expert e, before dropping.
-    kept_KE: int64, the same after dropping.
-    entropy, tokens: as in `Routing`.
-    losses: detached raw losses by name.
-    bytes_sent: bytes this rank sent to other ranks in the forward pass: rows out, rows back,
-    counts, and parameters where the layout gathers them.
-    rows: rows computed by this rank's experts.
-    capacity: slots an expert and source rank, None when dropless.
-    layout: the layout it ran in, e.g. `r=1 d=2 linear auto`. decisions: of the tuner, since the
-    last call (plain values).
-    exchanges: all-to-alls of the forward pass by the algorithm that really ran. gate: as in
-    `Routing`.
-    copies: ranks that report these same tokens: in a sum over ranks, load and tokens count
-    1/copies.
+    Tensors stay on the device until `as_dict` is called.
+
+    Attributes:
+        load_KE: int64, tokens whose j-th choice is expert e, before dropping.
+        kept_KE: int64, the same after dropping.
+        entropy, tokens: as in `Routing`.
+        losses: detached raw losses by name.
+        bytes_sent: bytes that this rank sent to other ranks in the forward pass: rows out, rows
+            back, counts, and parameters where the layout gathers them.
+        rows: rows computed by this rank's experts.
+        capacity: slots per expert and source rank; None: dropless.
+        layout: the layout it ran in, e.g. `r=1 d=2 linear auto`.
+        exchanges: all-to-alls of the forward pass, by the algorithm that ran.
+        decisions: of the tuner, since the last call (plain values).
+        copies: ranks that report these same tokens: in a sum over ranks, load and tokens count
+            1/copies.
+        gate: as in `Routing`.
     """
 
     load_KE: Tensor
@@ -357,9 +365,7 @@ class LayerStats:
     gate: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers (one device-to-host copy): load, max_over_mean, dropped, entropy, losses,
-        bytes, rows.
-        """
+        """Plain numbers: load, max_over_mean, dropped, entropy, ... One device-to-host copy."""
         load_E = self.load_KE.sum(0).tolist()
         routed, kept = sum(load_E), int(self.kept_KE.sum())
         mean = routed / len(load_E)
@@ -379,9 +385,10 @@ class LayerStats:
 class MoEOutput:
     """Result of one `MoELayer` call.
 
-    output: same shape and dtype as the input.
-    losses: raw losses by name, differentiable; weigh them with `weighted_loss`.
-    stats: see `LayerStats`.
+    Attributes:
+        output: same shape and dtype as the input.
+        losses: raw losses by name, differentiable; `weighted_loss` adds them up.
+        stats: see `LayerStats`.
     """
 
     output: Tensor

@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from moe_plugin import determinism
 from moe_plugin.config.comm import CommConfig
 from moe_plugin.config.dispatch import DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
@@ -31,6 +32,7 @@ from moe_plugin.config.options import (
 )
 from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.config.router import RouterConfig
+from moe_plugin.config.user_modules import import_user_modules
 from moe_plugin.yaml_file import read_yaml
 
 
@@ -85,8 +87,10 @@ class MoEConfig(Section):
               self.losses.get("load_importance"), "0 unless router.noise > 0",
               "its load term is the probability under the noise: set router.noise, e.g. 1.0")
 
-    def check_model_dim(self) -> None:
-        """`ValueError` unless the width of a token is set."""
+    def prepare(self) -> None:
+        """Before a layer is built: import users' modules, and check what only a layer needs."""
+        import_user_modules(self.imports)
+        determinism.check(self.deterministic)
         check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
               "set it to the width of the tokens")
 

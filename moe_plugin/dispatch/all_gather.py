@@ -1,14 +1,14 @@
 """All-gather dispatch: every rank gets all tokens, computes its own experts' rows, and the sums go
-back. There is no all-to-all.
+back, without an all-to-all.
 
-The experts' ids are gathered first, so that all sizes are known; then tokens and gate weights in one
-exchange. One reduce-scatter adds the ranks' parts up. Backward is the mirror: the gradient of the
-sums is gathered, those of tokens and gates come back in one reduce-scatter (two where their dtypes
-differ). A sum's bytes do not grow with k: an all-to-all sends more where k S is above W (S shards per
-expert, W ranks), and less below.
+The experts' ids are gathered first, so that all sizes are known; then tokens and gate weights in
+one exchange. One reduce-scatter adds the ranks' parts up. Backward is the mirror: the gradient of
+the sums is gathered, those of tokens and gate weights come back in one reduce-scatter (two where
+their dtypes differ). A sum's bytes do not grow with k: an all-to-all sends more where k S is above
+W (S shards per expert, W ranks), and less below.
 
-Under Megatron's sequence parallelism it is PPMoE's index-slice dispatch (Chen et al. 2023), with the
-tensor-parallel all-reduce as its two halves. Elements that a rank sends, ring collectives:
+Under Megatron's sequence parallelism it is PPMoE's index-slice dispatch (Chen et al. 2023), with
+the tensor-parallel all-reduce as its two halves. Elements that a rank sends, ring collectives:
 (W - 1) T (D + 2K) in and (W - 1) T D out forward, (W - 1) T D and (W - 1) T (D + K) backward.
 
 Legend: T tokens here; A tokens of all ranks, W times the longest rank's; D width; K choices.
@@ -49,12 +49,12 @@ class GatheredPlan(TokenPlan):
 
 @dispatchers.register("all_gather")
 class AllGatherDispatcher(Dispatcher):
-    """Every rank gets all tokens and computes its own experts' rows; all-gather and reduce-scatter."""
+    """Every rank gets all tokens, computes its own experts' rows; gather and reduce-scatter."""
 
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. The number of tokens, then the ids of all ranks; two copies to the host."""
+        """See `Dispatcher`. Numbers of tokens, then ids of all ranks; two copies to the host."""
         comm, routing = self.placement.comm, kept.routing
         tokens = routing.ids_TK.shape[0]
         longest = int(comm.all_reduce(torch.tensor([tokens], device=routing.ids_TK.device), "max"))

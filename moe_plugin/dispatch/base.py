@@ -95,7 +95,8 @@ _CAPACITY = ("a dispatcher with fixed slots needs a capacity; set it (0 never dr
 def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
     if traits.cuts and traits.single_layout:
-        raise ValueError(f"dispatcher {name!r} declares cuts and single_layout: must be one of them")
+        raise ValueError(
+            f"dispatcher {name!r} declares cuts and single_layout: must be one of them")
 
 
 dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher,
@@ -107,8 +108,9 @@ def check_capacity(config: DispatchConfig) -> None:
     limited = (config.capacity_factor is not None or config.eval_capacity_factor is not None
                or config.eval_token_fraction > 0)
     if not limited and dispatchers.get(config.name).traits.fixed_slots:
-        raise ValueError(f"dispatch.capacity_factor=None does not fit dispatch.name={config.name!r}:"
-                         f" {_CAPACITY}")
+        raise ValueError(
+            f"dispatch.capacity_factor=None does not fit dispatch.name={config.name!r}:"
+            f" {_CAPACITY}")
 
 
 def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
@@ -119,8 +121,8 @@ def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
 
 
 def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(ids int64, weights) over shards of experts, [T, K*r]: each of the r slices of a chosen expert
-    gets the token.
+    """(ids int64, weights) over shards of experts, [T, K*r]: each of the r slices of a chosen
+    expert gets the token.
 
     Slot s of an expert goes to member s % (S/r) of the ranks that share a slice. slots_TK: int64
     [T, K], slot of each choice inside its expert; None: counted here, where it is needed.
@@ -128,7 +130,8 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
     if place.shards == 1:
         return routing.ids_TK, routing.weights_TK
     local = place.local
-    slice_r = torch.arange(0, place.shards, place.token_shards, device=routing.ids_TK.device) * local
+    slice_r = torch.arange(0, place.shards, place.token_shards,
+                           device=routing.ids_TK.device) * local
     first_TK = (torch.div(routing.ids_TK, local, rounding_mode="floor") * (place.shards * local)
                 + routing.ids_TK % local)
     if place.token_shards > 1:

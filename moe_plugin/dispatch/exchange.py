@@ -48,7 +48,8 @@ class ExchangeDispatcher(Dispatcher):
         return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK)
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """The rows that this rank sends, [N, D]: all of them, or its part of what replicas share."""
+        """The rows that this rank sends, [N, D]: all of them, or its part of what replicas share.
+        """
         return rows_ND
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:

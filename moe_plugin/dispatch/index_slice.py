@@ -1,10 +1,10 @@
 """Index-slice dispatch (PPMoE): experts inside a group of ranks that all hold the same tokens.
 
-There is no all-to-all. Every rank routes alike and computes the rows of its own experts; one
-all-reduce sums the parts, the one that a dense feed-forward layer under tensor parallelism pays
-anyway. Backward is one all-reduce of the input's gradient, which carries the gradients of the gate
-weights too: so the router's gradients, those of the balance losses included, are complete and equal
-on all ranks.
+Instead of an all-to-all, every rank makes the same routing and computes the rows of its own
+experts; one all-reduce sums the parts, the one that a dense feed-forward layer under tensor
+parallelism needs, too. Backward is one all-reduce of the input's gradient, which carries the
+gradients of the gate weights too: so the router's gradients, those of the balance losses included,
+are complete and equal on all ranks.
 
 Source: Chen et al. 2023 (PPMoE). Elements per rank and direction: a ring all-reduce of T D forward,
 T (D + K) backward.
@@ -25,7 +25,7 @@ from moe_plugin.records import ExpertRows, KeptRouting
 
 @dispatchers.register("index_slice")
 class IndexSliceDispatcher(Dispatcher):
-    """For tensor-parallel ranks with the same tokens: own rows in place, one all-reduce sums them."""
+    """For tensor-parallel ranks with the same tokens: own rows, then one all-reduce of the sums."""
 
     traits = DispatchTraits(shares_tokens=True, single_layout=True)
 

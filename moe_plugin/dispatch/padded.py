@@ -16,7 +16,8 @@ from moe_plugin.records import KeptRouting
 
 @dispatchers.register("padded")
 class PaddedDispatcher(ExchangeDispatcher):
-    """Fixed slots with Tutel's flexible layout: [E, C, D] becomes [L, W*C, D], full-height matmuls."""
+    """Fixed slots with Tutel's flexible layout: [E, C, D] becomes [L, W*C, D], full-height matmuls.
+    """
 
     traits = DispatchTraits(fixed_slots=True, cuts=True)
 

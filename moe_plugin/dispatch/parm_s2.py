@@ -26,7 +26,9 @@ from moe_plugin.records import KeptRouting
 
 @dispatchers.register("parm_s2")
 class ParmS2Dispatcher(ExchangeDispatcher):
-    """Parm S2: fixed slots, shared after the gate by `parallel.replicas` ranks with the same tokens."""
+    """Parm S2: fixed slots, shared after the gate by `parallel.replicas` ranks with the same
+    tokens.
+    """
 
     traits = DispatchTraits(fixed_slots=True, splits_slots=True)
 
@@ -45,7 +47,8 @@ class ParmS2Dispatcher(ExchangeDispatcher):
                        + slots_TK % max(1, part)).masked_fill(ids_TK < 0, -1)
         source_V = slot_sources(position_TK, replicas * place.virtual * part)
         rows = place.comm.size * place.local * part
-        return ExchangePlan(rows, source_V, position_TK, weights_TK, (even_piece(place, part),), True)
+        return ExchangePlan(rows, source_V, position_TK, weights_TK, (even_piece(place, part),),
+                            True)
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
         """This replica's part of every expert's slots."""

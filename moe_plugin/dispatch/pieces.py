@@ -105,7 +105,8 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
                 capacity: int, number: int) -> ExchangePlan:
     """The capacity in `number` nearly equal parts; with fewer slots, in as many as there are slots.
 
-    ids_TK, slots_TK: int64 [T, K*r], expert shard and slot of each choice. weights_TK: gate weights.
+    ids_TK, slots_TK: int64 [T, K*r], expert shard and slot of each choice. weights_TK: gate
+    weights.
     """
     number = max(1, min(number, capacity))
     cuts = [capacity * c // number for c in range(number + 1)]

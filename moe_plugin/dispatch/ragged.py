@@ -1,4 +1,5 @@
-"""Ragged dispatch: exactly the rows that were routed, no padding; sizes are exchanged before data."""
+"""Ragged dispatch: exactly the rows that were routed, no padding; sizes are exchanged before data.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from moe_plugin.records import KeptRouting
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher):
-    """Exact rows: expert-major sort, exchange of counts, uneven all-to-all (FastMoE, MegaBlocks)."""
+    """Exact rows: expert-major sort, exchange of counts, uneven all-to-all (FastMoE, MegaBlocks).
+    """
 
     traits = DispatchTraits(cuts=True)
 

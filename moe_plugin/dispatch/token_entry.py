@@ -1,10 +1,10 @@
 """A call's tokens on their way in and out: checks, one axis, sharing between ranks.
 
-Ranks of the expert group may hold the same tokens (tensor parallelism without sequence parallelism).
-Parm's schedule S1 pauses tensor parallelism before the gate: each of N ranks takes 1/N of the
-tokens, routes and sends them like any other rank, and the outputs are gathered. Every parameter
-outside the experts then sees a part of the tokens, so its gradient is summed over the N. Source: Pan
-et al. 2024 (Parm).
+Ranks of the expert group may hold the same tokens (tensor parallelism without sequence
+parallelism). Parm's schedule S1 pauses tensor parallelism before the gate: each of N ranks takes
+1/N of the tokens, routes and sends them like any other rank, and the outputs are gathered. Every
+parameter outside the experts then sees a part of the tokens, so its gradient is summed over the N.
+Source: Pan et al. 2024 (Parm).
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ class TokenEntry:
                              "tensor")
         if x.is_meta:
             raise ValueError(
-                "input on the meta device does not fit: which experts a token visits depends on "
+                "input on the meta device does not fit: the experts of each token depend on "
                 "its values; build the layer there, then move it with to_empty() before the first "
                 "forward pass")
         if dtype not in (None, x.dtype) and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"input of dtype {x.dtype} does not fit: must be {dtype}, the experts' "
-                             "dtype; convert one of the two, or use torch.autocast")
+            raise ValueError(
+                f"input of dtype {x.dtype} does not fit: must be {dtype}, the experts' "
+                "dtype; convert one of the two, or use torch.autocast")
         if token_mask is not None and (token_mask.shape != x.shape[:-1]
                                        or token_mask.dtype != torch.bool):
             raise ValueError(

@@ -40,7 +40,7 @@ class Experts(nn.Module):
 
     @property
     def anchor(self) -> nn.Parameter | None:
-        """A parameter, see `comm.functional`; None where there is no parameter."""
+        """A parameter, see `comm.functional`; None if there are no parameters."""
         return next(self.parameters(), None)
 
     def local_parameters(self) -> dict[str, Tensor]:
@@ -71,8 +71,8 @@ expert_kinds: Registry[type[Experts]] = Registry("experts", base=Experts)
 
 
 def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], work: ExpertRows) -> Tensor:
-    """`compute(rows_RD, counts)` for work in either form: a `RowPlan`'s rows are gathered before and
-    combined after.
+    """`compute(rows_RD, counts)` for work in either form: a `RowPlan`'s rows are gathered before
+    and combined after.
     """
     plan = work.rows
     if isinstance(plan, RowCounts):

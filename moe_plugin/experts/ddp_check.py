@@ -32,7 +32,8 @@ class DDPCheck:
 def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
     mine = {id(parameter) for parameter in experts.parameters()}
     for name, parameter in ddp.module.named_parameters():
-        if id(parameter) in mine and parameter.requires_grad and name not in ddp.parameters_to_ignore:
+        if id(parameter
+              ) in mine and parameter.requires_grad and name not in ddp.parameters_to_ignore:
             raise ValueError(
                 f"DistributedDataParallel averages {name!r}, but every rank holds other experts: "
                 "must be left out; call moe_plugin.hosts.plain.gradients.exclude_experts(model) "

@@ -27,7 +27,7 @@ SHARD_AXIS = {
 class FFNExperts(Experts):
     """y = act(x w_in + b_in) w_out + b_out, for the experts of this rank.
 
-    Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is cut in S shards (see
+    Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is split into S shards (see
     `Placement`), F here is hidden/S, and b_out holds D/S columns: shard j adds its bias to columns
     [j*D/S, (j+1)*D/S) alone, so that the sum over shards counts each bias once. Nothing in this
     layout depends on how rows are exchanged or computed.

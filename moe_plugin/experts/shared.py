@@ -26,6 +26,11 @@ class SharedExpert(nn.Module):
         self.fc_gate = nn.Linear(width, inner, **options) if gated else None
         self.fc_out = nn.Linear(inner, width, **options)
 
+    @classmethod
+    def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
+        """The configured shared expert; None without one. where: dtype and device."""
+        return cls(config, **where) if config.experts.shared_hidden_dim else None
+
     def forward(self, x_TD: Tensor, mask_T: Tensor | None) -> Tensor:
         """[T, D] to [T, D] in x's dtype; zeros for padding. mask_T: bool [T], True = real token."""
         if mask_T is not None:
@@ -42,8 +47,8 @@ class SharedExpert(nn.Module):
 
 def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
                  shared: SharedExpert | None) -> Tensor:
-    """Routed outputs [T, D] in the tokens' dtype, plus the shared expert's, plus the token itself by
-    `routing.passthrough_T`.
+    """Routed outputs [T, D] in the tokens' dtype, plus the shared expert's, plus the token itself
+    by `routing.passthrough_T`.
     """
     x_TD, mask_T = tokens.x_TD, tokens.mask_T
     y_TD = y_TD.to(x_TD.dtype)

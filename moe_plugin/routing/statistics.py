@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.kernels import expert_load
 from moe_plugin.records import KeptRouting, LayerStats
 
 
-def call_stats(kept: KeptRouting, experts: int, **more: Any) -> LayerStats:
-    """`LayerStats` of a call with `experts` experts. more: its fields that no routing knows."""
+def call_stats(kept: KeptRouting, traffic: TrafficMeter, experts: int, rows: int,
+               layout: dict[str, Any]) -> LayerStats:
+    """`LayerStats` of a call.
+
+    Args:
+        kept: its routing. traffic: what this rank sent. experts: E.
+        rows: computed by this rank's experts. layout: fields that the layout knows.
+    """
     routing, after = kept.before, kept.routing
     load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
     kept_KE = load_KE
@@ -17,4 +24,5 @@ def call_stats(kept: KeptRouting, experts: int, **more: Any) -> LayerStats:
         kept_KE = expert_load(after.ids_TK, experts, per_choice=True)
     losses = {name: value.detach() for name, value in routing.losses.items()}
     return LayerStats(load_KE, kept_KE, routing.entropy, routing.tokens, losses,
-                      capacity=kept.capacity, gate=routing.gate, **more)
+                      bytes_sent=traffic.bytes, exchanges=traffic.exchanges, rows=rows,
+                      capacity=kept.capacity, gate=routing.gate, **layout)

@@ -59,18 +59,14 @@ class LayoutSelector:
         """The ranks whose loads differ: those that must agree on a capacity."""
         return LocalComm() if self.available.traits.shares_tokens else self.place.comm
 
-    @property
-    def copies(self) -> int:
-        """Ranks that all route the same tokens."""
+    def report(self, call: LayoutCall) -> dict[str, Any]:
+        """Fields of `LayerStats`: layout, decisions since the last call, ranks with these tokens."""
+        decisions = () if self.tuner is None else self.tuner.pop_decisions()
+        copies = self.place.replicas.size if self.place.replicas is not None else 1
         if self.available.traits.shares_tokens:
-            return self.place.comm.size
-        return self.place.replicas.size if self.place.replicas is not None else 1
-
-    def pop_decisions(self) -> tuple[dict[str, Any], ...]:
-        """What the tuner decided since the last call, as plain values."""
-        if self.tuner is None:
-            return ()
-        return tuple(decision.as_dict() for decision in self.tuner.pop_decisions())
+            copies = self.place.comm.size
+        return {"layout": call.layout.choice.label, "copies": copies,
+                "decisions": tuple(decision.as_dict() for decision in decisions)}
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""
@@ -102,8 +98,9 @@ class LayoutSelector:
     def _make_shadows(self) -> Shadows:
         config = self.config
         if not self.experts.supports_gather or self.available.traits.single_layout:
-            raise ValueError(f"parallel.shadow={config.parallel.shadow} does not fit custom experts "
-                             f"or dispatch.name={config.dispatch.name!r}; use 0")
+            raise ValueError(
+                f"parallel.shadow={config.parallel.shadow} does not fit custom experts "
+                f"or dispatch.name={config.dispatch.name!r}; use 0")
         comm = self.place.comm
         cluster, device = default_cluster(comm, comm.device), default_device(config, comm.device)
         beta = (cluster.inter if cluster.nodes > 1 else cluster.intra).beta_s

@@ -1,4 +1,5 @@
-"""Every layout of one layer over its one storage: switching moves no parameter and changes no number.
+"""Every layout of one layer over its one storage: switching moves no parameter and changes no
+number.
 
 r = 0: all parameters are gathered, tokens stay. r >= 1: tokens go to r ranks each; see
 `records.Placement` and docs/adaptive.md.

@@ -1,4 +1,6 @@
-"""Which of Parm's schedules a layer takes whose ranks hold the same tokens."""
+"""Where a layer's experts and tokens are: the group made ready, the placement, and, if ranks hold
+the same tokens, which of Parm's schedules shares them out.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,30 @@ import logging
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch import dispatchers
+from moe_plugin.dispatch import check_capacity, dispatchers
 from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
 from moe_plugin.tuning.default_hardware import default_cluster
+from moe_plugin.tuning.exchange import prepare
 
 log = logging.getLogger(__name__)
 REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule before any token is seen
+
+
+def place_experts(config: MoEConfig, comm: Comm) -> tuple[MoEConfig, Placement, Comm | None]:
+    """(settings, placement, ranks that share tokens) of a layer. Collective.
+
+    The third value is None where no tokens are shared before routing, see `with_schedule`.
+
+    Raises:
+        ValueError: settings and group do not fit together.
+    """
+    exchange = prepare(comm, config.comm)
+    place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
+    place.check()
+    config, place, sharing = with_schedule(config, place)
+    check_capacity(config.dispatch)
+    return config, place, sharing
 
 
 def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Placement, Comm | None]:
