@@ -29,8 +29,15 @@ from moe_plugin.bench.report import table
 from moe_plugin.cli.simulate_all_to_all import plot as plot_model
 from moe_plugin.cli.simulate_all_to_all import tables
 from moe_plugin.emulate import EmulatedCluster
-from moe_plugin.planner import Cluster, Fit, dump_cluster, fit, load_cluster, predict
-from moe_plugin.planner.simulate import simulate
+from moe_plugin.planner import (
+    Cluster,
+    Fit,
+    dump_cluster,
+    fit,
+    load_cluster,
+    predict,
+    predict_table,
+)
 from moe_plugin.planner.units import show_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,7 +177,7 @@ def write(out: Path, rows: list[Row], dear: list[Row], small: list[Row], large: 
           fitted: Fit, shares: list[float]) -> None:
     """All files."""
     errors = compare(fitted, large)
-    model = simulate(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"),
+    model = predict_table(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"),
                      [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
     about = {
         "rate_bit_s": RATE, "delay_s": DELAY, "cores": os.cpu_count(),

@@ -31,8 +31,7 @@ from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner import Cluster, load_cluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.device import Device
-from moe_plugin.planner.layer_cost import LayerShape
-from moe_plugin.planner.layer_search import rank_choices
+from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, TOKENS, TOP_K, WARM_UP = (64, 512, 2048), (64, 512, 2048), 1, 2

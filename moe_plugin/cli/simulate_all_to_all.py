@@ -27,8 +27,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict and print."""
-    from moe_plugin.planner import load_cluster
-    from moe_plugin.planner.simulate import simulate
+    from moe_plugin.planner import load_cluster, predict_table
     from moe_plugin.planner.units import parse_size
 
     try:
@@ -36,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError:
         raise ValueError(
             f"--ranks {args.ranks!r} must be whole numbers with commas, e.g. 16,256,4096") from None
-    rows = simulate(load_cluster(args.cluster), ranks,
-                    [parse_size(word) for word in args.sizes.split(",")])
+    rows = predict_table(load_cluster(args.cluster), ranks,
+                         [parse_size(word) for word in args.sizes.split(",")])
     if args.json:
         json.dump({"cluster": args.cluster, "rows": rows}, sys.stdout, indent=2)
         print()
@@ -70,12 +69,12 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
     """Time by ranks, one panel for each size."""
-    from moe_plugin.bench.report import pyplot
+    from moe_plugin.bench.report import pyplot, save_figure
     from moe_plugin.planner.units import show_size
 
-    plt = pyplot()
     sizes = list(dict.fromkeys(row["bytes"] for row in rows))
-    figure, axes = plt.subplots(1, len(sizes), figsize=(4.2 * len(sizes), 4), squeeze=False)
+    figure, axes = pyplot().subplots(1, len(sizes), figsize=(4.2 * len(sizes), 4),
+                                     squeeze=False)
     for axis, size in zip(axes[0], sizes, strict=True):
         for name in dict.fromkeys(row["algorithm"] for row in rows):
             line = [row for row in rows if row["bytes"] == size and row["algorithm"] == name]
@@ -84,6 +83,4 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
                  title=f"{show_size(size)} per rank")
         axis.set_xscale("log", base=2)
         axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    plt.close(figure)
+    save_figure(figure, path)

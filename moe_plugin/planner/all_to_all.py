@@ -1,30 +1,31 @@
-"""What an all-to-all costs: messages, bytes and seconds of each algorithm, in closed form.
+"""Cost of an all-to-all: messages, bytes and seconds of each algorithm, in closed form.
 
-N nodes of P ranks, W = N P; S bytes a rank, cut in W equal pieces. A node's ranks share `nics`
-network cards, so that one card carries the messages of s = P / min(nics, P) ranks. Per rank, or per
-card where a card is the slower of the two:
+N nodes of P ranks, W = N P; S bytes per rank in W equal pieces. A node's ranks share `nics` network
+cards, so one card carries the messages of s = P / min(nics, P) ranks. Per rank, or per card where a
+card is slower:
 
     linear   s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
     2dh      4 S b_copy + (P-1) (a_intra + S/P b_intra) + s (N-1) (a_inter + S P/W b_inter)
     leader   4 P S b_copy + 2 (P-1) (a_intra + S b_intra) + (N-1) (a_inter + P P S/W b_inter)
 
-plus `phase_s` a phase. The first two are the forms of the Tutel paper's analysis with m = P, n = W;
-for s = 1 and phase_s = 0 they are exactly those.
+plus `phase_s` per phase. The first two are the formulas of the Tutel paper with m = P, n = W;
+for s = 1 and phase_s = 0 they are identical.
 
-Where a machine emulates the cluster, a phase also costs that machine's processors: `wake_s` k^(2/3)
-for a rank that sends and gets k messages (those that come together are handled together; the
-exponent is an observation), `host` for each message and byte of all ranks. Wire and processors work
-at the same time, so a phase takes (wire^4 + machine^4)^(1/4), near the larger of the two.
+Where one machine emulates the cluster, a phase also costs its CPU time: `wake_s` k^(2/3) for a rank
+that sends and receives k messages (messages that arrive together are handled together; the exponent
+is empirical), `host` for each message and byte of all ranks. Wire and CPU work at the same time, so
+a phase takes (wire^4 + machine^4)^(1/4), close to the larger of the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_plugin.planner.cluster import Cluster
 
-TOGETHER = 4
+SHARPNESS = 4
 WAKES = 2 / 3
 
 
@@ -32,34 +33,34 @@ WAKES = 2 / 3
 class Phase:
     """One round of messages.
 
-    inter: (messages, bytes) of the busiest card; intra: of the busiest rank. machine: of all ranks
-    together, (sum over ranks of k^WAKES for the k messages that it sends and gets, messages,
-    bytes). copied: bytes that the busiest rank reads and writes. side_by_side: the bytes of the two
-    links move at the same time.
+    inter: (messages, bytes) of the busiest card; intra: of the busiest rank. machine: over all
+    ranks, (sum of k^WAKES over ranks with k messages sent and received, messages, bytes). copied:
+    bytes that the busiest rank reads and writes. parallel_links: the bytes of the two links move at
+    the same time.
     """
 
     inter: tuple[float, float]
     intra: tuple[float, float]
     machine: tuple[float, int, float]
     copied: float = 0.0
-    side_by_side: bool = False
+    parallel_links: bool = False
 
     def wire_s(self, cluster: Cluster) -> float:
         """Time of the links."""
         bandwidth = self.inter[1] * cluster.inter.beta_s, self.intra[1] * cluster.intra.beta_s
         return self.inter[0] * cluster.inter.alpha_s + self.intra[0] * cluster.intra.alpha_s + (
-            max(bandwidth) if self.side_by_side else sum(bandwidth))
+            max(bandwidth) if self.parallel_links else sum(bandwidth))
 
     def seconds(self, cluster: Cluster) -> float:
         """Time of the round."""
-        return self.copied * cluster.copy_s + cluster.phase_s + together(
+        return self.copied * cluster.copy_s + cluster.phase_s + overlapped_s(
             self.wire_s(cluster), cluster.machine_s(*self.machine))
 
 
-def together(wire: float, machine: float) -> float:
-    """Time of two that work side by side and sometimes wait for each other."""
+def overlapped_s(wire: float, machine: float) -> float:
+    """Seconds of two that work at the same time and sometimes wait for each other."""
     less, more = sorted((wire, machine))
-    return more * (1 + (less / more) ** TOGETHER) ** (1 / TOGETHER) if less else more
+    return more * (1 + (less / more) ** SHARPNESS) ** (1 / SHARPNESS) if less else more
 
 
 @dataclass(frozen=True)
@@ -88,18 +89,18 @@ def _sharing(cluster: Cluster) -> float:
 
 
 def linear_cost(cluster: Cluster, size: float) -> Cost:
-    """Every rank to every rank directly; `size` bytes a rank."""
+    """Every rank to every rank directly; `size` bytes per rank."""
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     inter, intra = w - p, p - 1
     share = _sharing(cluster)
     node = (p * inter, p * inter * size / w, p * intra, p * intra * size / w)
     phase = Phase((share * inter, share * inter * size / w), (intra, intra * size / w),
-                  (w * (w - 1)**WAKES, w * (w - 1), (w - 1) * size), side_by_side=n > 1)
+                  (w * (w - 1)**WAKES, w * (w - 1), (w - 1) * size), parallel_links=n > 1)
     return _cost(cluster, node, [phase] if w > 1 else [])
 
 
 def two_d_cost(cluster: Cluster, size: float) -> Cost:
-    """Two-dimensional hierarchical; `linear` on one node, or with one rank a node."""
+    """Two-dimensional hierarchical; `linear` on one node, or with one rank per node."""
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     if n == 1 or p == 1:
         return linear_cost(cluster, size)
@@ -113,45 +114,59 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
 
 
 def leader_cost(cluster: Cluster, size: float) -> Cost:
-    """Over one rank a node; `linear` on one node, or with one rank a node."""
+    """Through one rank per node; `linear` on one node, or with one rank per node."""
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     if n == 1 or p == 1:
         return linear_cost(cluster, size)
     out = (n - 1) * p * p * size / w
     node = (n - 1, out, 2 * (p - 1), 2 * (p - 1) * size)
-    # a message one way: half of what `machine` counts for one each way
+    # messages in one direction: half of what `machine` counts for both
     wakes = ((p - 1) / 2) ** WAKES + (p - 1) * 0.5**WAKES
     inside = Phase((0, 0), (p - 1, (p - 1) * size), (n * wakes, n * (p - 1), n * (p - 1) * size))
     between = Phase((n - 1, out), (0, 0), (n * (n - 1)**WAKES, n * (n - 1), n * out), 4 * p * size)
     return _cost(cluster, node, [inside, between, inside])
 
 
-COSTS: dict[str,
-            Callable[[Cluster, float],
-                     Cost]] = {"linear": linear_cost, "2dh": two_d_cost, "leader": leader_cost}
+COSTS: dict[str, Callable[[Cluster, float], Cost]] = {
+    "linear": linear_cost, "2dh": two_d_cost, "leader": leader_cost
+}
 
 
 def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
-    """Cost of one exchange of `size` bytes a rank by `algorithm`; an unknown name is a
-    `ValueError`.
-    """
+    """Cost of one exchange of `size` bytes per rank; `ValueError` for an unknown algorithm."""
     if algorithm not in COSTS:
         raise ValueError(f"no cost model for all-to-all {algorithm!r}; known: {', '.join(COSTS)}")
     return COSTS[algorithm](cluster, size)
 
 
 def best(cluster: Cluster, size: float) -> str:
-    """The algorithm of least predicted time; `linear` where it is as good."""
+    """The algorithm with the least predicted time; `linear` if equal."""
     return min(COSTS, key=lambda name: COSTS[name](cluster, size).seconds)
+
+
+def predict_table(cluster: Cluster, ranks: Sequence[int],
+                  sizes: Sequence[float]) -> list[dict[str, Any]]:
+    """A row per size, number of ranks and algorithm, ready for JSON. sizes: bytes per rank."""
+    rows = []
+    for size in sizes:
+        for number in ranks:
+            shape = cluster.with_ranks(number)
+            for name in COSTS:
+                cost = predict(shape, name, size)
+                rows.append({
+                    "ranks": number, "nodes": shape.nodes, "bytes": size, "algorithm": name,
+                    "ms": 1e3 * cost.seconds, "messages": cost.inter_messages,
+                    "inter_bytes": cost.inter_bytes
+                })
+    return rows
 
 
 def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float,
                  mtu: int = 1500) -> float:
-    """Seconds that the bytes of one exchange need at least on one node's link, TCP/IP and Ethernet
-    framing included.
+    """Least seconds of one exchange's bytes on one node's link, with TCP/IP and Ethernet framing.
 
-    Every node sends P S (N-1)/N bytes; a frame of `mtu` carries mtu - 52 of them and takes mtu + 38
-    on the wire.
+    Every node sends P S (N-1)/N bytes; a frame of `mtu` carries mtu - 52 of them and occupies mtu +
+    38 on the wire.
     """
     if nodes == 1:
         return 0.0

@@ -1,28 +1,27 @@
-"""`LayoutChoice`: the one record that settings fix, the planner predicts, the tuner measures and
-the report explains.
-"""
+"""`LayoutChoice`: the record that settings fix, the planner predicts and the tuner measures."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin.registry import Registry
+DEGREES = (1, 2, 4, 8)  # values of d that a search tries
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class LayoutChoice:
     """How one layer runs one step.
 
-    r: 0: every rank gathers all experts' parameters and computes its own tokens, no all-to-all
-        (Tutel's data parallelism). r >= 1: every token goes to r ranks, each of which holds 1/r of
-        the expert's inner width after gathering what it lacks. Where there are at least as many
-        experts as ranks, 0 and 1 are all there is.
-    d: pieces in which rows travel and are computed (Tutel's pipelining degree); 1: no overlap.
-    d_backward: the same for backward; 0: d.
+    r: routing degree. 0: every rank gathers all experts' parameters and computes its own tokens,
+        no all-to-all (data parallelism in Tutel). r >= 1: every token goes to r ranks, each of
+        which has 1/r of the expert's inner width after gathering what it lacks; r = 1: expert and
+        data parallelism, r > 1: expert and model parallelism. With at least as many experts as
+        ranks only 0 and 1 exist.
+    d: overlap degree, pieces in which rows travel and are computed; 1: no overlap. d_backward: the
+        same for backward; 0: d.
     algorithm: all-to-all algorithm by registered name. kernel: expert compute by registered name.
     """
 
@@ -73,34 +72,10 @@ def divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-layouts: Registry[Callable[[int], list[int]]] = Registry("layout")
-
-
-@layouts.register("gathered")
-def gathered(shards: int) -> list[int]:
-    """r = 0: all parameters are gathered, tokens stay (data parallelism; no all-to-all)."""
-    return [0]
-
-
-@layouts.register("whole")
-def whole(shards: int) -> list[int]:
-    """r = 1: tokens go to their expert's ranks, which gather its slices and share its tokens
-    (expert and data parallelism).
-    """
-    return [1]
-
-
-@layouts.register("sliced")
-def sliced(shards: int) -> list[int]:
-    """r > 1, a divisor of S = ranks / experts: a token goes to r ranks, each with 1/r of the
-    expert's width (expert and model parallelism).
-    """
-    return divisors(shards)[1:]
-
-
 def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
-    """0 and every divisor of S. shards: S; None: W/E where there are fewer experts than ranks, else
-    1. One rank: 1.
+    """All values of r: 0 and every divisor of S; on one rank 1.
+
+    shards: S, ranks per expert; None: W/E with fewer experts than ranks, else 1.
     """
     if ranks == 1:
         return [1]
@@ -110,16 +85,14 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
             f"or a divisor of {ranks}"
         )
     shards = shards or max(1, ranks // experts)
-    return sorted(r for layout in layouts for r in layout.value(shards))
+    return [0, *divisors(shards)]
 
 
-def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = (1, 2, 4, 8),
+def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
                   algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
                   backward_degrees: Iterable[int] = (0,),
                   shards: int | None = None) -> Iterator[LayoutChoice]:
-    """Every choice that makes sense on `ranks` ranks, experts cut in `shards` (None: see
-    `legal_r`).
-    """
+    """Every sensible choice on `ranks` ranks. shards: see `legal_r`."""
     values = {
         "kernel": kernels, "r": legal_r(experts, ranks, shards), "algorithm": algorithms,
         "d": degrees, "d_backward": backward_degrees
@@ -128,8 +101,10 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = (1, 2, 4
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Every choice with these values by field. Without an all-to-all (r = 0, one rank) there is
-    nothing to overlap, so one algorithm and d = 1 stand for all.
+    """Every choice with these values by field.
+
+    Without an all-to-all (r = 0, one rank) there is nothing to overlap: only one algorithm and d =
+    1 remain.
     """
     made = {}
     for row in itertools.product(*values.values()):

@@ -1,6 +1,4 @@
-"""A small event simulator: tasks on resources, each resource one task at a time in the order in
-which they were issued.
-"""
+"""A small event simulator: each resource runs one task at a time, in issue order."""
 
 from __future__ import annotations
 
@@ -10,8 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """name; resource it holds; seconds; names of tasks it waits for; the phase under which its time
-    is accounted.
+    """One task.
+
+    resource: what it occupies for `seconds`. after: names of the tasks it waits for. phase: under
+    which its time is reported.
     """
 
     name: str
@@ -42,29 +42,28 @@ class Timeline:
         return max((s.end for s in self.spans), default=0.0)
 
     def busy(self, resource: str) -> float:
-        """Seconds in which a resource worked."""
+        """Seconds in which a resource is busy."""
         return sum(s.task.seconds for s in self.spans if s.task.resource == resource)
 
     def phases(self) -> dict[str, float]:
         """Busy seconds by phase, overlap not subtracted."""
         total: dict[str, float] = {}
         for span in self.spans:
-            total[span.task.phase or span.task.name] = total.get(span.task.phase or span.task.name,
-                                                                 0.0) + span.task.seconds
+            phase = span.task.phase or span.task.name
+            total[phase] = total.get(phase, 0.0) + span.task.seconds
         return total
 
     @property
     def hidden(self) -> float:
-        """Seconds saved by overlap: the sum of all tasks less the time it took."""
+        """Seconds saved by overlap: the sum of all tasks minus the makespan."""
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Run tasks in issue order. A task starts when its resource is free and everything it waits for
-    has ended.
+    """Run tasks in issue order; each starts when its resource is free and its inputs have ended.
 
-    A task may wait only for tasks issued before it; anything else is a `ValueError` (on a real
-    machine: a deadlock).
+    Raises: ValueError: a task waits for one that is not issued before it (in reality a deadlock),
+        or a name occurs twice.
     """
     free: dict[str, float] = {}
     ended: dict[str, float] = {}
@@ -73,9 +72,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         unknown = [name for name in task.after if name not in ended]
         if unknown or task.name in ended:
             raise ValueError(
-                f"task {task.name!r} waits for {unknown} or is there twice; issue each task once, "
-                "after what it waits for"
-            )
+                f"task {task.name!r} waits for {unknown} or occurs twice; issue each task once, "
+                "after what it waits for")
         start = max([free.get(task.resource, 0.0), *(ended[name] for name in task.after)])
         ended[task.name] = free[task.resource] = start + task.seconds
         spans.append(Span(task, start, ended[task.name]))

@@ -1,6 +1,4 @@
-"""A search's result in words: which plan, where its time and memory go, and what each alternative
-would cost.
-"""
+"""Search results as text: which layout or plan, its time and memory, and the alternatives."""
 
 from __future__ import annotations
 
@@ -8,9 +6,10 @@ from typing import Any
 
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device
+from moe_plugin.planner.layer_cost import PHASES, LayerCost
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.model_cost import PlanCost
-from moe_plugin.planner.model_search import Found, Space, neighbours
+from moe_plugin.planner.model_search import LAYOUT_AXES, Found, Space, neighbours
 
 NAMES = {
     "tp": "tensor parallel", "pp": "pipeline stages", "expert_ranks": "expert group",
@@ -18,8 +17,29 @@ NAMES = {
 }
 
 
+def explain_layer(costs: list[LayerCost], top: int = 6) -> str:
+    """A table of milliseconds by phase, and the gain of the best choice over the second best."""
+    phases = "".join(f"{p:>11}" for p in PHASES)
+    lines = [f"{'layout':28}{phases}{'hidden':>9}{'total ms':>10}{'MiB':>9}"]
+    for cost in costs[:top]:
+        cells = "".join(f"{1e3 * s:11.3f}" for s in cost.phases().values())
+        lines.append(f"{cost.choice.label:28}{cells}{1e3 * cost.hidden:9.3f}"
+                     f"{1e3 * cost.seconds:10.3f}{cost.memory_bytes / 2**20:9.0f}")
+    return "\n".join(lines + [_gain(*costs[:2])] if len(costs) > 1 else lines)
+
+
+def _gain(best: LayerCost, second: LayerCost) -> str:
+    """How much faster the best choice is than the second best, and why."""
+    mine, theirs = best.phases(), second.phases()
+    phase = max(PHASES, key=lambda p: theirs[p] - mine[p])
+    overlap = best.hidden - second.hidden > theirs[phase] - mine[phase]
+    reason = ("because more of its exchange is hidden" if overlap else f"by less time in {phase}")
+    return (f"{best.choice.label} is {100 * (second.seconds / best.seconds - 1):.1f} % faster than "
+            f"{second.choice.label}, mostly {reason}")
+
+
 def breakdown(cost: PlanCost) -> dict[str, Any]:
-    """Plain values of one plan, for JSON."""
+    """One plan as plain values, for JSON."""
     return {
         "plan": cost.plan.as_dict(), "label": cost.plan.label, "seconds": cost.seconds,
         "time": cost.time, "memory_bytes": cost.memory_bytes, "memory": cost.memory, "moe_layer": {
@@ -30,44 +50,43 @@ def breakdown(cost: PlanCost) -> dict[str, Any]:
 
 
 def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, space: Space) -> str:
-    """Text: the ranking, the winner's time and memory, and why not otherwise."""
+    """The ranking, the best plan's time and memory, and what each change would cost."""
     best = found.plans[0]
     lines = [
         f"{cluster.ranks} ranks ({cluster.nodes} nodes of {cluster.ranks_per_node}) of "
         f"{device.name} on {cluster.name}; "
         f"{(model.dense_parameters + model.expert_parameters) / 1e9:.2f}B parameters, "
-        f"{model.global_batch} x {model.sequence} tokens a step",
+        f"{model.global_batch} x {model.sequence} tokens per step",
         f"costed {found.tried} layouts; {found.skipped} plans ruled out by a bound, "
         f"{found.too_big} by memory",
         "", "plans, fastest first:"
     ]
-    for cost in found.plans:
-        lines.append(
-            f"  {1e3 * cost.seconds:10.1f} ms {cost.memory_bytes / 2**30:7.1f} GiB  "
-            f"{cost.plan.label}"
-        )
-    lines += ["", f"{best.plan.label}: time of a step"]
     lines += [
-        f"  {name:24}{1e3 * s:10.1f} ms {100 * s / best.seconds:5.1f} %"
-        for name, s in best.time.items() if s
+        f"  {1e3 * cost.seconds:10.1f} ms {cost.memory_bytes / 2**30:7.1f} GiB  {cost.plan.label}"
+        for cost in found.plans
     ]
-    lines += [
-        f"  one MoE layer: {1e3 * best.layer.seconds:.3f} ms, of which " +
-        ", ".join(f"{name} {1e3 * s:.3f}" for name, s in best.layer.phases().items() if s) +
-        f"; overlap hides {1e3 * best.layer.hidden:.3f}"
-    ]
-    lines += ["memory of the fullest rank"]
-    lines += [f"  {name:24}{size / 2**30:10.2f} GiB" for name, size in best.memory.items()]
-    lines += ["", "why not otherwise"] + _why_not(model, cluster, device, best, space)
+    lines += ["", f"{best.plan.label}: time per step", *_time_and_memory(best)]
+    lines += ["", "why not otherwise", *_why_not(model, cluster, device, best, space)]
     return "\n".join(lines)
+
+
+def _time_and_memory(best: PlanCost) -> list[str]:
+    phases = ", ".join(f"{name} {1e3 * s:.3f}" for name, s in best.layer.phases().items() if s)
+    return [
+        *(f"  {name:24}{1e3 * s:10.1f} ms {100 * s / best.seconds:5.1f} %"
+          for name, s in best.time.items() if s),
+        f"  one MoE layer: {1e3 * best.layer.seconds:.3f} ms, of which {phases}; overlap hides "
+        f"{1e3 * best.layer.hidden:.3f}",
+        "memory of the fullest rank",
+        *(f"  {name:24}{size / 2**30:10.2f} GiB" for name, size in best.memory.items())
+    ]
 
 
 def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
              space: Space) -> list[str]:
     lines = []
     for what, other in neighbours(model, cluster, device, best, space).items():
-        value = getattr(other.plan, what, None) if hasattr(other.plan, what) else getattr(
-            other.plan.layout, what)
+        value = getattr(other.plan.layout if what in LAYOUT_AXES else other.plan, what)
         if other.memory_bytes > device.memory_bytes:
             why = f"needs {other.memory_bytes / 2**30:.1f} GiB of {device.memory_bytes / 2**30:.1f}"
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_plugin.planner.all_to_all import TOGETHER, Phase, predict, together
+from moe_plugin.planner.all_to_all import SHARPNESS, Phase, overlapped_s, predict
 from moe_plugin.planner.cluster import Cluster
 
 LINKS = ("inter.alpha_s", "inter.beta_s", "intra.alpha_s", "intra.beta_s", "phase_s", "copy_s")
@@ -18,10 +18,9 @@ ITERATIONS = 60
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured exchange: on N x P ranks, by an algorithm, of `size` bytes a rank, in `seconds`.
+    """One measured exchange of `size` bytes per rank on N x P ranks in `seconds`.
 
-    machine_s: on an emulated cluster, what it cost the machine's processors, spread over all of
-    them.
+    machine_s: on an emulated cluster, its CPU time divided by the number of cores.
     """
 
     nodes: int
@@ -34,9 +33,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fitted cluster, and how far it is from what it was fitted to (mean and largest relative
-    error).
-    """
+    """The fitted cluster, with mean and largest relative error of its predictions."""
 
     cluster: Cluster
     mean_error: float
@@ -47,37 +44,32 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
     """Least relative squares with non-negative constants.
 
     Args:
-        measurements: of at least two sizes and, to tell the links apart, several algorithms; for an
-            emulated cluster also several numbers of nodes, because there all nodes share one
-            machine's processors.
-        shape: nodes, ranks a node and network cards of the result; its constants are ignored.
-        emulated: fit `host` and `wake_s` as well, to the measured processor time.
-    Raises: ValueError: fewer measurements than constants; `emulated`, and one without processor
-        time.
+        measurements: of at least two sizes and several algorithms, which distinguish the links; for
+            an emulated cluster also several numbers of nodes, because all nodes share one machine.
+        shape: nodes, ranks per node and network cards of the result; its constants are ignored.
+        emulated: also fit `host` and `wake_s`, to the measured CPU time.
+    Raises:
+        ValueError: fewer measurements than constants, or `emulated` with a measurement that lacks
+            its CPU time.
     """
     if len(measurements) < len(LINKS) + len(MACHINE):
         raise ValueError(
             f"{len(measurements)} measurements cannot fit {len(LINKS) + len(MACHINE)} constants; "
             "measure more sizes or algorithms"
         )
-    cluster = _with_values(
-        shape,
-        dict.fromkeys(
-            (*LINKS, *MACHINE), 0.0) | (_machine(measurements, shape) if emulated else {}))
-    cluster = _links(measurements, cluster)
+    machine = _machine(measurements, shape) if emulated else {}
+    zero = dict.fromkeys((*LINKS, *MACHINE), 0.0)
+    cluster = _links(measurements, _with_values(shape, zero | machine))
     errors = list(relative_errors(cluster, measurements))
     return Fit(cluster, float(np.mean(errors)), float(np.max(errors)))
 
 
 def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, float]:
-    """`host` and `wake_s`. Copies cost processor time, too, but happen while nothing is on the
-    wire: `copy_s` stands for them.
-    """
+    """`host` and `wake_s`. Copies also cost CPU time, but never overlap the wire: see `copy_s`."""
     if any(m.machine_s is None for m in measurements):
         raise ValueError(
-            "an emulated cluster is fitted to its processor time, too: give machine_s with every "
-            "measurement"
-        )
+            "an emulated cluster is also fitted to its CPU time: give machine_s with every "
+            "measurement")
     rows = np.array([
         np.sum([(*p.machine, p.copied * m.nodes * m.ranks_per_node)
                 for p in _phases(m, shape)], axis=0) for m in measurements
@@ -88,10 +80,11 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
 
 
 def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
-    """The links' constants. A phase's (wire^q + machine^q)^(1/q) is wire * u + machine * v, where u
-    and v depend but little on the
-    constants: linear least squares again and again with the u and v of the last ones. Without a
-    machine u = 1 and once is enough.
+    """The links' constants.
+
+    A phase's (wire^q + machine^q)^(1/q) equals wire * u + machine * v, where u and v depend little
+    on the constants: iterate linear least squares with u and v of the previous constants. Without a
+    machine u = 1, and one iteration is exact.
     """
     values = np.zeros(len(LINKS))
     for step in range(ITERATIONS):
@@ -106,13 +99,14 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
 
 
 def _linear(m: Measurement, cluster: Cluster, first: bool) -> tuple[np.ndarray, float]:
-    """(factors of `LINKS` near the cluster's constants, what is left of the measured time)."""
+    """(factors of `LINKS` at the cluster's constants, rest of the measured time)."""
     row, rest, cluster = np.zeros(len(LINKS)), m.seconds, cluster.resized(m.nodes, m.ranks_per_node)
     for phase in _phases(m, cluster):
         machine = cluster.machine_s(*phase.machine)
-        both = together(phase.wire_s(cluster), machine)
-        u, v = ((phase.wire_s(cluster) / both)**(TOGETHER - 1),
-                (machine / both)**(TOGETHER - 1)) if machine and both and not first else (1.0, 1.0)
+        wire, u, v = phase.wire_s(cluster), 1.0, 1.0
+        both = overlapped_s(wire, machine)
+        if machine and both and not first:
+            u, v = (wire / both)**(SHARPNESS - 1), (machine / both)**(SHARPNESS - 1)
         row += np.array([*(u * x for x in (*phase.inter, *phase.intra)), 1.0, phase.copied])
         rest -= machine * v
     return row, max(rest, 0.0)
@@ -134,8 +128,9 @@ def relative_errors(cluster: Cluster, measurements: Iterable[Measurement]) -> It
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """argmin |a x - b| over x >= 0, by the active-set method of Lawson and Hanson (1974). a: [rows,
-    columns].
+    """argmin |a x - b| over x >= 0, by the active-set method of Lawson and Hanson (1974).
+
+    a: [rows, columns] and b: [rows], float64. Returns x: [columns].
     """
     scale = np.linalg.norm(a, axis=0)
     a = a / np.where(scale > 0, scale, 1)  # columns differ by ten orders of magnitude
@@ -150,7 +145,7 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """The best point over the free columns, giving up columns that would turn negative."""
+    """The best point over the free columns; columns that would become negative are fixed at 0."""
     while True:
         target = np.zeros_like(x)
         target[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]

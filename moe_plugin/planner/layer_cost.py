@@ -1,5 +1,4 @@
-"""What one layer costs in a layout: roofline for arithmetic and memory, alpha-beta for exchanges,
-events for their overlap.
+"""Cost of one layer in a layout: roofline, alpha-beta exchanges, events for their overlap.
 
 Costs of a layout per direction (Tutel): r = 0 moves O(P) bytes of parameters and no rows, r >= 1
 moves O(r rows + P/(E r)).
@@ -7,11 +6,11 @@ moves O(r rows + P/(E r)).
 
 from __future__ import annotations
 
-import dataclasses
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import Group, all_gather_s, all_to_all_s, reduce_scatter_s
 from moe_plugin.planner.device import Device
@@ -26,10 +25,10 @@ PHASES = ("gate", "dispatch", "parameters", "a2a_out", "experts", "a2a_back", "c
 class LayerShape:
     """One MoE layer's work on one rank.
 
-    tokens: T of one rank. capacity_factor: rows are padded to it; None: exactly the rows that were
-    routed. gated: three matrices an expert, else two. element_bytes: of activations and parameters.
-    skew: rows of the fullest rank over the mean, >= 1.
-    shards: ranks over which an expert is cut; None: ranks / experts, at least 1.
+    tokens: T of one rank. capacity_factor: rows are padded to it; None: exactly the routed rows.
+    gated: three matrices per expert, else two. element_bytes: of activations and parameters. skew:
+    rows of the fullest rank over the mean, >= 1. shards: ranks that share an expert; None: ranks /
+    experts, at least 1.
     """
 
     tokens: int
@@ -49,12 +48,12 @@ class LayerShape:
         return self.tokens * self.top_k * (self.capacity_factor or 1.0)
 
     def cut(self, ranks: int) -> int:
-        """Ranks over which an expert is cut."""
+        """Ranks that share an expert."""
         return self.shards or max(1, ranks // self.experts)
 
     @property
     def matrices(self) -> int:
-        """Matrices an expert."""
+        """Matrices per expert."""
         return 3 if self.gated else 2
 
     @property
@@ -70,11 +69,10 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Forward and backward of one layer. seconds: both; phases: busy seconds, forward and backward
-    together; hidden: saved by overlap.
+    """Forward and backward of one layer.
 
-    memory_bytes: what the layout holds beyond the stored parameters, at its peak: gathered
-    parameters and rows.
+    memory_bytes: peak memory of the layout beyond the stored parameters: gathered parameters and
+    rows.
     """
 
     choice: LayoutChoice
@@ -84,10 +82,12 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
+        """Of forward and backward."""
         return self.forward.seconds + self.backward.seconds
 
     @property
     def hidden(self) -> float:
+        """Seconds saved by overlap."""
         return self.forward.hidden + self.backward.hidden
 
     def phases(self) -> dict[str, float]:
@@ -98,8 +98,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What a layout does to a shape. out: bytes a rank sends. piece: bytes of parameters a rank
-    gives to its gathering group.
+    """Sizes of a shape in a layout.
+
+    gather: the group that gathers parameters; piece: bytes that each of its ranks contributes. out:
+    bytes that a rank sends. rows_here, experts_here, inner: rows, experts and inner width that a
+    rank computes.
     """
 
     shards: int
@@ -125,113 +128,121 @@ def _sizes(shape: LayerShape, ranks: int, r: int) -> _Sizes:
 
 
 def _experts_s(shape: LayerShape, sizes: _Sizes, device: Device, pieces: int, passes: int) -> float:
-    """One piece of the expert products. passes: 1 forward, 2 backward (input and weight gradients).
-    """
+    """Seconds of one piece of the experts. passes: 1 forward, 2 backward (input and weights)."""
     rows = sizes.rows_here / pieces
     flops = 2 * shape.matrices * rows * shape.model_dim * sizes.inner
-    weights = sizes.experts_here * shape.matrices * shape.model_dim * sizes.inner * shape.element_bytes
-    activations = 2 * rows * (shape.model_dim + sizes.inner) * shape.element_bytes
-    each = device.product_s(rows / sizes.experts_here, flops, weights + activations)
+    weights = sizes.experts_here * shape.matrices * shape.model_dim * sizes.inner
+    activations = 2 * rows * (shape.model_dim + sizes.inner)
+    each = device.matmul_s(rows / sizes.experts_here, flops,
+                           (weights + activations) * shape.element_bytes)
     return passes * (each + (shape.matrices - 1) * device.launch_s) if flops else 0.0
+
+
+def _through_experts(cluster: Cluster, sizes: _Sizes, algorithm: str, d: int,
+                     expert_s: float, links: tuple[str, str], after: str,
+                     parameters: tuple[str, ...] = ()) -> list[Task]:
+    """All pieces are sent first (`links[0]`); each returns (`links[1]`) once it is computed."""
+    if not sizes.out:
+        return [Task("experts0", COMPUTE, expert_s, (*parameters, after), "experts")]
+    exchange = all_to_all_s(cluster, Group(cluster.ranks), algorithm, sizes.out / d)
+    there, back = links
+    return [
+        *(Task(f"{there}{i}", NETWORK, exchange, (after,), f"a2a_{there}") for i in range(d)),
+        *(Task(f"experts{i}", COMPUTE, expert_s, (*parameters, f"{there}{i}"), "experts")
+          for i in range(d)),
+        *(Task(f"{back}{i}", NETWORK, exchange, (f"experts{i}",), f"a2a_{back}") for i in range(d))
+    ]
+
+
+def _copies_s(shape: LayerShape, sizes: _Sizes, device: Device, r: int) -> float:
+    """Seconds to permute a rank's rows."""
+    rows = shape.rows * r if sizes.out else sizes.rows_here
+    return device.copy_s(max(rows, 1) * shape.row_bytes)
+
+
+def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
+    return tuple(t.name for t in tasks if t.phase == phase)
 
 
 def forward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
                   choice: LayoutChoice) -> list[Task]:
-    """Tasks of the forward pass in issue order: all pieces leave at once, each comes back when it
-    is computed.
-    """
-    ranks, sizes = cluster.ranks, _sizes(shape, cluster.ranks, choice.r)
+    """Tasks of the forward pass in issue order."""
+    sizes = _sizes(shape, cluster.ranks, choice.r)
     d = choice.d if sizes.out else 1
-    gate = device.product_s(shape.tokens, 2.0 * shape.tokens * shape.model_dim * shape.experts,
-                            shape.tokens * (shape.row_bytes + 8 * shape.experts))
-    copies = device.copy_s(
-        max(sizes.rows_here if not sizes.out else shape.rows * choice.r, 1) * shape.row_bytes)
-    exchange = all_to_all_s(cluster, Group(ranks), choice.algorithm, sizes.out / d)
+    gate = device.matmul_s(shape.tokens, 2.0 * shape.tokens * shape.model_dim * shape.experts,
+                           shape.tokens * (shape.row_bytes + 8 * shape.experts))
+    copies = _copies_s(shape, sizes, device, choice.r)
     tasks = [
         Task("gate", COMPUTE, gate, phase="gate"),
         Task("dispatch", COMPUTE, copies, ("gate",), "dispatch")
     ]
-    ready: tuple[str, ...] = ()
     if sizes.piece:
-        tasks.append(
-            Task("gather", NETWORK, all_gather_s(cluster, sizes.gather, sizes.piece), (),
-                 "parameters"))
-        ready = ("gather",)
-    if sizes.out:
-        tasks += [Task(f"out{i}", NETWORK, exchange, ("dispatch",), "a2a_out") for i in range(d)]
-    one = _experts_s(shape, sizes, device, d, 1)
-    tasks += [
-        Task(f"experts{i}", COMPUTE, one, (*ready, f"out{i}" if sizes.out else "dispatch"),
-             "experts") for i in range(d)
-    ]
-    last = tuple(f"experts{i}" for i in range(d))
-    if sizes.out:
-        tasks += [
-            Task(f"back{i}", NETWORK, exchange, (f"experts{i}",), "a2a_back") for i in range(d)
-        ]
-        last = tuple(f"back{i}" for i in range(d))
+        gather = all_gather_s(cluster, sizes.gather, sizes.piece)
+        tasks.append(Task("gather", NETWORK, gather, (), "parameters"))
+    tasks += _through_experts(cluster, sizes, choice.algorithm, d,
+                              _experts_s(shape, sizes, device, d, 1), ("out", "back"), "dispatch",
+                              _names(tasks, "parameters"))
+    last = _names(tasks, "a2a_back" if sizes.out else "experts")
     return [*tasks, Task("combine", COMPUTE, copies, last, "combine")]
 
 
 def backward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
                    choice: LayoutChoice) -> list[Task]:
-    """Tasks of the backward pass: the mirror, with its own number of pieces; gathered parameters
-    end in a reduce-scatter.
-    """
-    ranks, sizes = cluster.ranks, _sizes(shape, cluster.ranks, choice.r)
+    """Tasks of the backward pass: the mirror, with its own pieces and a reduce-scatter."""
+    sizes = _sizes(shape, cluster.ranks, choice.r)
     d = choice.backward_d if sizes.out else 1
-    copies = device.copy_s(
-        max(sizes.rows_here if not sizes.out else shape.rows * choice.r, 1) * shape.row_bytes)
-    exchange = all_to_all_s(cluster, Group(ranks), choice.algorithm, sizes.out / d)
-    tasks = [Task("combine", COMPUTE, copies, phase="combine")]
-    if sizes.out:
-        tasks += [Task(f"back{i}", NETWORK, exchange, ("combine",), "a2a_back") for i in range(d)]
-    # products are cut as finely as either direction asks
+    copies = _copies_s(shape, sizes, device, choice.r)
+    # the experts compute in the larger number of pieces of the two directions
     pieces = max(d, choice.d) if sizes.out else 1
-    one = _experts_s(shape, sizes, device, pieces, 2) * pieces / d
-    tasks += [
-        Task(f"experts{i}", COMPUTE, one, (f"back{i}" if sizes.out else "combine",), "experts")
-        for i in range(d)
-    ]
-    last = tuple(f"experts{i}" for i in range(d))
-    if sizes.out:
-        tasks += [Task(f"out{i}", NETWORK, exchange, (f"experts{i}",), "a2a_out") for i in range(d)]
+    expert_s = _experts_s(shape, sizes, device, pieces, 2) * pieces / d
+    tasks = [Task("combine", COMPUTE, copies, phase="combine")]
+    tasks += _through_experts(cluster, sizes, choice.algorithm, d, expert_s, ("back", "out"),
+                              "combine")
+    last = _names(tasks, "a2a_out" if sizes.out else "experts")
     if sizes.piece:
-        tasks.append(
-            Task("reduce", NETWORK, reduce_scatter_s(cluster, sizes.gather, sizes.piece), last,
-                 "gradients"))
-    tasks.append(
-        Task("dispatch", COMPUTE, copies,
-             tuple(f"out{i}" for i in range(d)) if sizes.out else last, "dispatch"))
-    gate = device.product_s(shape.tokens, 4.0 * shape.tokens * shape.model_dim * shape.experts,
-                            shape.tokens * shape.row_bytes)
-    return [*tasks, Task("gate", COMPUTE, gate, ("dispatch",), "gate")]
+        reduce = reduce_scatter_s(cluster, sizes.gather, sizes.piece)
+        tasks.append(Task("reduce", NETWORK, reduce, _names(tasks, "experts"), "gradients"))
+    gate = device.matmul_s(shape.tokens, 4.0 * shape.tokens * shape.model_dim * shape.experts,
+                           shape.tokens * shape.row_bytes)
+    return [*tasks, Task("dispatch", COMPUTE, copies, last, "dispatch"),
+            Task("gate", COMPUTE, gate, ("dispatch",), "gate")]
 
 
 def layer_memory(shape: LayerShape, ranks: int, choice: LayoutChoice) -> float:
-    """Bytes beyond stored parameters: gathered parameters and their gradients, rows in and out,
-    inner values kept for backward.
-    """
+    """Bytes beyond stored parameters: gathered parameters, gradients, rows, activations."""
     sizes = _sizes(shape, ranks, choice.r)
     gathered = 2 * sizes.piece * sizes.gather.size
-    rows = sizes.rows_here * shape.element_bytes * (2 * shape.model_dim + sizes.inner *
-                                                    (shape.matrices - 1))
+    width = 2 * shape.model_dim + sizes.inner * (shape.matrices - 1)
+    rows = sizes.rows_here * shape.element_bytes * width
     return gathered + rows + 2 * sizes.out
 
 
 def layer_cost(shape: LayerShape, cluster: Cluster, device: Device,
                choice: LayoutChoice) -> LayerCost:
-    """Predicted cost of a layer over all ranks of `cluster`."""
+    """Predicted cost of a layer on all ranks of `cluster`."""
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
             f"r={choice.r} does not fit {shape.experts} experts on {cluster.ranks} ranks; use a "
-            "divisor of "
-            f"{shape.cut(cluster.ranks)}, or 0")
+            f"divisor of {shape.cut(cluster.ranks)}, or 0")
     forward = simulate(forward_tasks(shape, cluster, device, choice))
     backward = simulate(backward_tasks(shape, cluster, device, choice))
     return LayerCost(choice, forward, backward, layer_memory(shape, cluster.ranks, choice))
 
 
-def with_tokens(shape: LayerShape, tokens: float) -> LayerShape:
-    """The same layer with another load."""
-    return dataclasses.replace(shape, tokens=max(1, math.ceil(tokens)))
+def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,
+                 choices: Iterable[LayoutChoice] | None = None,
+                 memory_bytes: float | None = None) -> list[LayerCost]:
+    """All choices by predicted seconds, fastest first, without those above `memory_bytes`.
+
+    Raises: ValueError: none fits the memory; names the least memory needed.
+    """
+    if choices is None:
+        choices = legal_choices(shape.experts, cluster.ranks, algorithms=tuple(COSTS))
+    costs = [layer_cost(shape, cluster, device, choice) for choice in choices]
+    fitting = [c for c in costs if memory_bytes is None or c.memory_bytes <= memory_bytes]
+    if not fitting:
+        least = min((c.memory_bytes for c in costs), default=0.0)
+        raise ValueError(
+            f"no layout fits {memory_bytes:.3g} bytes a rank: the smallest needs {least:.3g}; "
+            "lower tokens or hidden_dim, or use more ranks")
+    return sorted(fitting, key=lambda c: (c.seconds, c.choice))

@@ -1,9 +1,8 @@
-"""A whole model and a whole plan as records, and the ranks that a plan puts together."""
+"""A model and a plan as records, and the groups of ranks of a plan."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import Group
+from moe_plugin.planner.files import load_record
 from moe_plugin.planner.layer_cost import LayerShape
 
 
@@ -18,11 +18,10 @@ from moe_plugin.planner.layer_cost import LayerShape
 class ModelShape:
     """A decoder with experts in every `moe_every`-th layer.
 
-    ffn_dim: inner width of dense layers; hidden_dim: of an expert. sequence, global_batch: tokens
-    of a sequence, sequences of a step.
-    capacity_factor: None: dropless. element_bytes: of weights and activations; state_bytes:
-    gradient and optimizer state of a parameter beside its weight (fp32 gradient 4, master 4, Adam
-    moments 8).
+    ffn_dim: inner width of dense layers; hidden_dim: of an expert. sequence: tokens per sequence;
+    global_batch: sequences per step. capacity_factor: None: dropless. element_bytes: of weights and
+    activations; state_bytes: gradient and optimizer state per parameter, without its weight (fp32
+    gradient 4, master 4, Adam moments 8).
     """
 
     layers: int
@@ -55,37 +54,44 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Matrices of a feed-forward network."""
+        """Matrices per feed-forward network."""
         return 3 if self.gated else 2
 
     @property
     def dense_parameters(self) -> float:
-        """Parameters that are no expert's."""
+        """Parameters outside the experts."""
+        attention = self.layers * 4 * self.model_dim**2
         dense = (self.layers - self.moe_layers) * self.matrices * self.model_dim * self.ffn_dim
-        return self.layers * 4 * self.model_dim**2 + dense + self.vocab * self.model_dim + self.moe_layers * self.model_dim * self.experts
+        routers = self.moe_layers * self.model_dim * self.experts
+        return attention + dense + self.vocab * self.model_dim + routers
 
     @property
     def expert_parameters(self) -> float:
         """Parameters of all experts of all layers."""
-        return self.moe_layers * self.experts * self.matrices * self.model_dim * (self.hidden_dim
-                                                                                  or self.ffn_dim)
+        return (self.moe_layers * self.experts * self.matrices * self.model_dim *
+                self.expert_dim)
+
+    @property
+    def expert_dim(self) -> int:
+        """Inner width of an expert."""
+        return self.hidden_dim or self.ffn_dim
 
     def layer(self, tokens: int) -> LayerShape:
-        """One MoE layer with `tokens` on a rank."""
+        """One MoE layer with `tokens` tokens per rank."""
         return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim,
-                          hidden_dim=self.hidden_dim or self.ffn_dim, experts=self.experts,
+                          hidden_dim=self.expert_dim, experts=self.experts,
                           top_k=self.top_k, capacity_factor=self.capacity_factor, gated=self.gated,
                           element_bytes=self.element_bytes)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Plan:
-    """How a model lies on a cluster. Rank order as in Megatron: tensor, expert, data, pipeline;
-    experts fold over tensor and data ranks.
+    """How a model is distributed over a cluster.
 
-    tp, pp, dp: tensor-, pipeline- and data-parallel sizes, tp * pp * dp = ranks. ep: ranks over
-    which whole experts are spread; etp: ranks among which one expert is cut. micro_batch: sequences
-    at a time. layout: of the MoE layers in their groups of ep * etp.
+    Rank order as in Megatron: tensor, expert, data, pipeline; experts fold over tensor and data
+    ranks. tp, pp, dp: tensor-, pipeline- and data-parallel sizes, tp * pp * dp = ranks. ep: ranks
+    that share the list of experts; etp: ranks that share each expert's width. micro_batch:
+    sequences at a time. layout: of the MoE layers in their groups of ep * etp ranks.
     """
 
     tp: int
@@ -107,17 +113,15 @@ class Plan:
         return self.tp * self.dp // self.expert_ranks
 
     def micro_batches(self, model: ModelShape) -> int:
-        """Micro-batches of a step on one rank."""
+        """Micro-batches per step on one rank."""
         return model.global_batch // (self.dp * self.micro_batch)
 
     def tokens(self, model: ModelShape) -> int:
-        """Tokens that one rank routes at a time: tensor-parallel ranks share a micro-batch's tokens
-        between them.
-        """
+        """Tokens that one rank routes at a time; tensor-parallel ranks split a micro-batch."""
         return self.micro_batch * model.sequence // self.tp
 
     def groups(self) -> dict[str, Group]:
-        """The groups of ranks."""
+        """The groups of ranks, by name."""
         return {
             "tp": Group(self.tp), "dp": Group(self.dp, self.tp),
             "experts": Group(self.expert_ranks), "expert_dp": Group(self.expert_dp,
@@ -125,16 +129,12 @@ class Plan:
         }
 
     def expert_cluster(self, cluster: Cluster) -> Cluster:
-        """The cluster that one expert group is."""
+        """The part of the cluster that one expert group occupies."""
         return self.groups()["experts"].shape(cluster)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            **{
-                f.name: getattr(self, f.name) for f in dataclasses.fields(self)
-            }, "layout": self.layout.as_dict(), "expert_dp": self.expert_dp
-        }
+        return {**dataclasses.asdict(self), "expert_dp": self.expert_dp}
 
     @property
     def label(self) -> str:
@@ -144,27 +144,5 @@ class Plan:
 
 
 def load_model(path: str | Path) -> ModelShape:
-    """Read a model file (`configs/plans/`); unknown keys, wrong types and what cannot be read are a
-    `ValueError`.
-    """
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"model file {str(path)!r} cannot be read ({error}); see configs/plans/") from error
-    return model_from_dict(values, f"model file {str(path)!r}")
-
-
-def model_from_dict(values: Mapping[str, Any], where: str = "model") -> ModelShape:
-    """Plain values to a `ModelShape`."""
-    known = [f.name for f in dataclasses.fields(ModelShape)]
-    if not isinstance(values, Mapping) or not set(values) <= set(known):
-        wrong = sorted(set(values) - set(known)) if isinstance(values, Mapping) else values
-        raise ValueError(
-            f"{where}: {wrong} cannot be read; must be a mapping with keys of {', '.join(known)}")
-    try:
-        return ModelShape(**values)
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}") from error
+    """Read a model file (`configs/plans/`); `ValueError` if it does not hold a `ModelShape`."""
+    return load_record(ModelShape, path, "model file", "see configs/plans/")

@@ -1,10 +1,10 @@
-"""Time of one step and memory of one rank for a plan: roofline, alpha-beta, event timelines of the
-MoE layers, 1F1B for stages.
+"""Time per step and memory per rank of a plan: roofline, alpha-beta, event timelines, 1F1B.
 
 Stage times are those of the fullest stage. A step is (m + pp - 1) times a stage's forward and
-backward, m micro-batches (1F1B without interleaving), then the gradients' reduction. Activations:
-34 bytes a token and width for a dense layer in 16 bits without recomputation and without attention
-scores (Korthikanti et al. 2022), divided over tensor-parallel ranks.
+backward with m micro-batches (1F1B without interleaving), then the reduction of gradients.
+Activations: 34 bytes per token and model dimension for a dense layer in 16 bits without
+recomputation and without attention scores (Korthikanti et al. 2022), divided by the tensor-parallel
+size.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost
 from moe_plugin.planner.model import ModelShape, Plan
 
-ACTIVATION_BYTES = 34 / 2  # a token, width and element byte
+ACTIVATION_BYTES = 34 / 2  # per token, model dimension and byte of an element
 BACKWARD = 2.0
 
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What a plan costs. time: seconds of a step by part; memory: bytes of the fullest rank by
-    part; layer: one MoE layer's cost.
+    """Cost of a plan.
+
+    time: seconds per step by part. memory: bytes of the fullest rank by part. layer: of one MoE
+    layer.
     """
 
     plan: Plan
@@ -48,14 +50,14 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: Plan) -
     """Predicted cost of a plan."""
     layer = layer_cost(model.layer(plan.tokens(model)), plan.expert_cluster(cluster), device,
                        plan.layout)
-    return PlanCost(plan, time_of(model, cluster, device, plan, layer),
+    return PlanCost(plan, time_of(model, cluster, device, plan, layer.seconds),
                     memory_of(model, plan, layer), layer)
 
 
 def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
-            layer: LayerCost) -> dict[str, float]:
-    """Seconds of a step by part."""
-    stage = _stage(model, cluster, device, plan, layer)
+            layer_s: float) -> dict[str, float]:
+    """Seconds of a step by part. layer_s: of one MoE layer, forward and backward."""
+    stage = _stage(model, cluster, device, plan, layer_s)
     micro = plan.micro_batches(model)
     parts = {name: micro * seconds for name, seconds in stage.items()}
     parts["pipeline bubble"] = (plan.pp - 1) * sum(stage.values())
@@ -64,27 +66,27 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
 
 
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
-           layer: LayerCost) -> dict[str, float]:
-    """Forward and backward of one micro-batch on the fullest stage."""
+           layer_s: float) -> dict[str, float]:
+    """Seconds of forward and backward of one micro-batch on the fullest stage."""
     layers = math.ceil(model.layers / plan.pp)
     moe = math.ceil(model.moe_layers / plan.pp)
     tokens, d = plan.micro_batch * model.sequence, model.model_dim
     passes = 1 + BACKWARD
-    attention = passes * device.product_s(tokens,
-                                          tokens * (8 * d * d + 4 * model.sequence * d) / plan.tp)
-    dense = passes * device.product_s(tokens,
-                                      2.0 * model.matrices * tokens * d * model.ffn_dim / plan.tp)
-    head = passes * device.product_s(tokens, 2.0 * tokens * d * model.vocab /
-                                     plan.tp) if model.vocab else 0.0
+    flops = {
+        "attention": tokens * (8 * d * d + 4 * model.sequence * d),
+        "dense": 2.0 * model.matrices * tokens * d * model.ffn_dim,
+        "head": 2.0 * tokens * d * model.vocab
+    }
+    part = {name: passes * device.matmul_s(tokens, f / plan.tp) for name, f in flops.items()}
     size = tokens * d * model.element_bytes
     groups = plan.groups()
     reduce = all_reduce_s(cluster, groups["tp"], size) if plan.tp > 1 else 0.0
-    # a dense layer pays two all-reduces a direction; in an MoE layer the second is the one that
-    # splits and gathers its tokens
+    # two all-reduces per direction; in an MoE layer the second one splits and gathers its tokens
     exchange = 2 * 2 * reduce * layers
     return {
-        "attention": attention * layers, "dense FFN": dense * (layers - moe), "output head": head,
-        "tensor parallel": exchange, "MoE layers": layer.seconds * moe,
+        "attention": part["attention"] * layers, "dense FFN": part["dense"] * (layers - moe),
+        "output head": part["head"], "tensor parallel": exchange,
+        "MoE layers": layer_s * moe,
         "stage to stage": _stage_to_stage_s(cluster, plan, size / plan.tp),
     }
 
@@ -97,9 +99,7 @@ def _stage_to_stage_s(cluster: Cluster, plan: Plan, size: float) -> float:
 
 
 def gradient_s(model: ModelShape, cluster: Cluster, plan: Plan) -> float:
-    """All-reduce of fp32 gradients once a step: dense ones over data-parallel ranks, experts' over
-    their replicas.
-    """
+    """All-reduce of fp32 gradients: dense over dp ranks, experts' over their replicas."""
     groups, total = plan.groups(), 0.0
     if plan.dp > 1:
         total += all_reduce_s(cluster, groups["dp"],
@@ -111,7 +111,7 @@ def gradient_s(model: ModelShape, cluster: Cluster, plan: Plan) -> float:
 
 
 def memory_of(model: ModelShape, plan: Plan, layer: LayerCost) -> dict[str, float]:
-    """Bytes by part on the first stage, which holds pp micro-batches at a time."""
+    """Bytes by part on the first stage, with pp micro-batches in flight."""
     each = model.element_bytes + model.state_bytes
     layers, moe = math.ceil(model.layers / plan.pp), math.ceil(model.moe_layers / plan.pp)
     tokens = plan.micro_batch * model.sequence
@@ -126,22 +126,8 @@ def memory_of(model: ModelShape, plan: Plan, layer: LayerCost) -> dict[str, floa
 
 
 def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: Plan) -> float:
-    """No layout of the MoE layers can be faster than arithmetic at full speed and everything else
-    as it is.
-    """
+    """A bound over all layouts: MoE layers at full arithmetic speed, everything else as it is."""
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
-    flops = (1 + BACKWARD) * 2 * model.matrices * rows * model.model_dim * (model.hidden_dim
-                                                                            or model.ffn_dim)
-    free = LayerCost(plan.layout, _NoTime(flops / device.flops), _NoTime(0.0), 0.0)  # type: ignore[arg-type]
-    return sum(time_of(model, cluster, device, plan, free).values())
-
-
-@dataclass(frozen=True)
-class _NoTime:
-    seconds: float
-    hidden: float = 0.0
-
-    def phases(self) -> dict[str, float]:
-        """Nothing is told apart."""
-        return {}
+    flops = (1 + BACKWARD) * 2 * model.matrices * rows * model.model_dim * model.expert_dim
+    return sum(time_of(model, cluster, device, plan, flops / device.flops).values())

@@ -1,6 +1,4 @@
-"""Search over (TP, EP, ETP, DP, PP, micro-batch, r, d, algorithm): branch and bound, equal to
-trying everything.
-"""
+"""Branch and bound over (TP, EP, ETP, DP, PP, micro-batch, r, d, algorithm); exact."""
 
 from __future__ import annotations
 
@@ -15,14 +13,16 @@ from moe_plugin.planner.model import ModelShape, Plan
 from moe_plugin.planner.model_cost import PlanCost, lower_bound_s, plan_cost
 
 ANY = LayoutChoice(r=1)
+PLAN_AXES, LAYOUT_AXES = ("tp", "pp", "expert_ranks", "micro_batch"), ("r", "d", "algorithm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What may be varied. degrees, algorithms: of the layouts. micro_batches: sequences at a time.
-    Sizes: None: all divisors that fit.
+    """What a search varies.
 
-    data_parallel_only: hosts without tensor and pipeline parallelism.
+    degrees, algorithms: of the layouts. micro_batches: sequences at a time. tp, pp, expert_ranks:
+    allowed sizes; None: all divisors that fit. data_parallel_only: for hosts without tensor and
+    pipeline parallelism.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
@@ -33,11 +33,21 @@ class Space:
     expert_ranks: tuple[int, ...] | None = None
     data_parallel_only: bool = False
 
+    def allows(self, plan: Plan) -> bool:
+        """Whether the sizes of a plan are in the space."""
+        if self.data_parallel_only and plan.tp * plan.pp > 1:
+            return False
+        return all(allowed is None or size in allowed
+                   for size, allowed in ((plan.tp, self.tp), (plan.pp, self.pp),
+                                         (plan.expert_ranks, self.expert_ranks)))
+
 
 @dataclass(frozen=True)
 class Found:
-    """plans: fastest first, the best layout of each. tried: layouts costed; skipped: plans that a
-    bound ruled out; too_big: plans without memory.
+    """Result of a search.
+
+    plans: fastest first, each in its best layout. tried: layouts costed. skipped: plans excluded by
+    a bound. too_big: plans that exceed the memory.
     """
 
     plans: list[PlanCost]
@@ -47,38 +57,41 @@ class Found:
 
 
 def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Plan]:
-    """All plans without their layout. TP stays inside a node, stages have equal layers, experts
-    divide over ranks or ranks over experts.
+    """All plans without their layout.
+
+    Tensor parallelism stays inside a node, stages have equal numbers of layers, and experts divide
+    over ranks or ranks over experts.
     """
     for tp in divisors(cluster.ranks):
-        if (space.data_parallel_only
-                and tp > 1) or tp > cluster.ranks_per_node or model.heads % tp or (space.tp and tp
-                                                                                   not in space.tp):
+        if tp > cluster.ranks_per_node or model.heads % tp:
             continue
         for pp in divisors(cluster.ranks // tp):
-            if (space.data_parallel_only
-                    and pp > 1) or model.layers % pp or (space.pp and pp not in space.pp):
+            if model.layers % pp:
                 continue
-            dp = cluster.ranks // (tp * pp)
-            for group in divisors(tp * dp):
-                if (model.experts % group
-                        and group % model.experts) or (space.expert_ranks
-                                                       and group not in space.expert_ranks):
-                    continue
-                etp = max(1, group // model.experts)
-                if model.model_dim % etp or (model.hidden_dim or model.ffn_dim) % etp:
-                    continue
-                for micro in space.micro_batches:
-                    if model.global_batch % (dp * micro) == 0 and micro * model.sequence % tp == 0:
-                        yield Plan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp, micro_batch=micro,
-                                   layout=ANY)
+            for group in divisors(cluster.ranks // pp):
+                yield from _micro_batches(model, cluster, space, tp, pp, group)
+
+
+def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
+                   group: int) -> Iterator[Plan]:
+    """The plans of one tp, pp and number of ranks per expert group."""
+    dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
+    if model.experts % group and group % model.experts:
+        return
+    if model.model_dim % etp or model.expert_dim % etp:
+        return
+    for micro in space.micro_batches:
+        plan = Plan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp, micro_batch=micro, layout=ANY)
+        fits = model.global_batch % (dp * micro) == 0 and micro * model.sequence % tp == 0
+        if fits and space.allows(plan):
+            yield plan
 
 
 def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = Space(),
            keep: int = 8) -> Found:
     """The `keep` fastest plans that fit the device's memory, each in its best layout.
 
-    Raises: ValueError: nothing fits; it names the least memory needed.
+    Raises: ValueError: nothing fits; names the least memory needed.
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))
@@ -101,11 +114,10 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
     if not found:
         raise ValueError(
             f"no plan fits {device.memory_bytes:.3g} bytes a rank on {cluster.ranks} ranks: the "
-            f"smallest needs {least:.3g}; use more "
-            "ranks, a smaller model, or fewer sequences at a time" if least < float("inf") else
+            f"smallest needs {least:.3g}; use more ranks, a smaller model, or fewer sequences at "
+            "a time" if least < float("inf") else
             f"no plan divides {cluster.ranks} ranks, {model.experts} experts, {model.layers} "
-            f"layers and a batch of {model.global_batch}; "
-            "change one of them")
+            f"layers and a batch of {model.global_batch}; change one of them")
     return Found(found[:keep], tried, skipped, too_big)
 
 
@@ -122,29 +134,22 @@ def _layouts(model: ModelShape, cluster: Cluster, device: Device, space: Space,
 
 def neighbours(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
                space: Space = Space()) -> dict[str, PlanCost]:
-    """For each thing that could be otherwise, the best plan in which it alone is: what `explain`
-    compares with.
-    """
+    """For each axis, the best plan that differs from `best` in this axis alone."""
     plan, found = best.plan, {}
-    for what in ("tp", "pp", "expert_ranks", "micro_batch"):
-        mine = getattr(plan, what)
-        rest = [w for w in ("tp", "pp", "expert_ranks", "micro_batch") if w != what]
-        others = [
-            o for o in outlines(model, cluster, space)
-            if getattr(o, what) != mine and all(getattr(o, w) == getattr(plan, w) for w in rest)
-        ]
+    for axis in PLAN_AXES:
+        others = [o for o in outlines(model, cluster, space) if _differs(o, plan, axis, PLAN_AXES)]
         costs = [min(_layouts(model, cluster, device, space, o), key=_order) for o in others]
         if costs:
-            found[what] = min(costs, key=_order)
-    same = [
-        replace(plan, layout=c) for c in legal_choices(
-            model.experts, plan.expert_ranks, degrees=space.degrees, algorithms=space.algorithms)
-    ]
-    for what in ("r", "d", "algorithm"):
-        fixed = [w for w in ("r", "d", "algorithm") if w != what]
-        others = [p for p in same if getattr(p.layout, what) != getattr(plan.layout, what)
-                  and all(getattr(p.layout, w) == getattr(plan.layout, w) for w in fixed)]
-        costs = [plan_cost(model, cluster, device, p) for p in others]
+            found[axis] = min(costs, key=_order)
+    same = list(_layouts(model, cluster, device, space, plan))
+    for axis in LAYOUT_AXES:
+        costs = [c for c in same if _differs(c.plan.layout, plan.layout, axis, LAYOUT_AXES)]
         if costs:
-            found[what] = min(costs, key=_order)
+            found[axis] = min(costs, key=_order)
     return found
+
+
+def _differs(a: Plan | LayoutChoice, b: Plan | LayoutChoice, axis: str,
+             axes: tuple[str, ...]) -> bool:
+    """Whether a and b differ in `axis` and in no other of `axes`."""
+    return [name for name in axes if getattr(a, name) != getattr(b, name)] == [axis]

@@ -1,13 +1,15 @@
-"""Parm: which schedule for tensor x expert x expert-tensor parallelism (Pan et al. 2024).
+"""Parm: the schedule for tensor x expert x expert-tensor parallelism (Pan et al. 2024).
 
-B L tokens a rank, M width, T = k f B L / E slots an expert, N_MP ranks with the same tokens, N_ESP
-shards of an expert.
+B L tokens per rank, M model dimension, T = k f B L / E slots per expert, N_MP ranks with the same
+tokens, N_ESP shards of an expert.
 
 | schedule | forward |
 |---|---|
 | baseline (DeepSpeed-MoE) | AG(BLM N_ESP) + AR(ETM N_ESP) + 2 A2A(ETM N_ESP) |
 | s1: tokens split before the gate | 2 A2A(ETM N_ESP / N_MP) + AG(BLM) |
-| s2: slots split after the gate | A2A(ETM N_ESP / N_MP) + max(A2A(ETM N_ESP / N_MP), AG(ETM)) where they overlap, else their sum |
+| s2: slots split after the gate | A2A(v) + max(A2A(v), AG(ETM)), v = ETM N_ESP / N_MP |
+
+Without overlap, s2 takes the sum instead of the maximum.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ SCHEDULES = ("baseline", "s1", "s2")
 
 @dataclass(frozen=True, kw_only=True)
 class ParmShape:
-    """tokens: BL of a rank; model_dim: M; rows_factor: k f; element_bytes; replicas: N_MP; shards:
-    N_ESP.
+    """A layer in Parm's terms.
+
+    tokens: BL of a rank. model_dim: M. rows_factor: k f. replicas: N_MP. shards: N_ESP.
     """
 
     tokens: int
@@ -36,19 +39,20 @@ class ParmShape:
 
     @property
     def bytes_in(self) -> float:
-        """BLM."""
+        """BLM in bytes."""
         return self.tokens * self.model_dim * self.element_bytes
 
     @property
     def bytes_rows(self) -> float:
-        """ETM."""
+        """ETM in bytes."""
         return self.rows_factor * self.bytes_in
 
 
 def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
                    pieces: int = 1) -> list[Task]:
-    """Exchanges of one forward pass. overlap: S2's gather runs beside the all-to-all, which goes in
-    steps anyway: `pieces` of them.
+    """Exchanges of one forward pass.
+
+    overlap: S2's gather runs at the same time as the all-to-all, in `pieces` steps.
     """
     world, mp, esp = Group(cluster.ranks), Group(shape.replicas), Group(shape.shards)
     if schedule == "baseline":
@@ -88,13 +92,11 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 
 
 def choose_schedule(shape: ParmShape, cluster: Cluster, overlap: bool = False) -> str:
-    """`s1` or `s2`, whichever the model says is faster; equal: s1, which also splits the gate's
-    work.
-    """
+    """The faster of `s1` and `s2` by the model; if equal s1, which also splits the gate's work."""
     return min(("s1", "s2"), key=lambda s: schedule_s(shape, cluster, s, overlap))
 
 
 def simulated_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
                 pieces: int = 16) -> float:
-    """Seconds of the event timeline, in which S2's gather is pipelined behind the all-to-all."""
+    """Seconds of the event timeline, with S2's gather pipelined behind the all-to-all."""
     return simulate(schedule_tasks(shape, cluster, schedule, overlap, pieces)).seconds

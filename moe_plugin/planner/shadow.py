@@ -1,10 +1,9 @@
-"""Which experts to shadow (FasterMoE): a hot expert's weights go to all ranks, which then compute
-their own tokens for it.
+"""FasterMoE's shadowing: which experts' weights go to all ranks, which compute their own tokens.
 
 Time of a layer without shadows: 3 (4 M H / throughput) B + 4 (M bytes / bandwidth) B with B the
-largest number of rows of any rank (forward and two backward products; two all-to-alls a direction).
-A shadow costs its two matrices there and their gradients back, 2 * 2 M H bytes / bandwidth.
-(FasterMoE's code counts one way only; both really travel.)
+largest number of rows of any rank (one forward and two backward matmuls; two all-to-alls per
+direction). A shadow costs a broadcast of its two matrices and a reduction of their gradients, 2 * 2
+M H bytes / bandwidth. (FasterMoE's code counts the broadcast only; both happen.)
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowModel:
-    """model_dim M, hidden_dim H (of a whole expert), element_bytes; flops FLOP/s; bytes_s:
-    bandwidth of a rank; matrices an expert.
+    """Constants of the model.
+
+    model_dim: M. hidden_dim: H, an expert's full inner width. flops: FLOP/s of a rank. bytes_s: its
+    bandwidth. matrices: per expert.
     """
 
     model_dim: int
@@ -27,8 +28,9 @@ class ShadowModel:
     matrices: int = 2
 
     def layer_s(self, counts_WE: Sequence[Sequence[int]], shadows: frozenset[int]) -> float:
-        """Seconds with a shadow set. counts_WE: rows by source rank and expert; rank i owns experts
-        [i L, (i+1) L).
+        """Seconds with a set of shadows.
+
+        counts_WE: rows by source rank and expert; rank i owns experts [i L, (i+1) L).
         """
         ranks, experts = len(counts_WE), len(counts_WE[0])
         owned = [[e for e in range(experts) if e * ranks // experts == w] for w in range(ranks)]
@@ -43,14 +45,16 @@ class ShadowModel:
         return compute + travel + len(shadows) * self.shadow_s()
 
     def shadow_s(self) -> float:
-        """Seconds that one shadow costs: weights out, gradients back."""
-        return 2 * self.matrices * self.model_dim * self.hidden_dim * self.element_bytes / self.bytes_s
+        """Seconds of one shadow: weights to all ranks, gradients back."""
+        size = self.matrices * self.model_dim * self.hidden_dim * self.element_bytes
+        return 2 * size / self.bytes_s
 
 
 def choose_shadows(counts_WE: Sequence[Sequence[int]], model: ShadowModel,
                    most: int) -> frozenset[int]:
-    """Experts by decreasing load, as long as each lowers the modelled time, at most `most`: a
-    prefix of the sorted list.
+    """At most `most` experts by decreasing load, as long as each lowers the modelled time.
+
+    counts_WE: rows by source rank and expert. The result is a prefix of the sorted list.
     """
     totals = [sum(column) for column in zip(*counts_WE, strict=True)]
     chosen: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them."""
+"""Parses and formats sizes, rates, times and grids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bits a second: `200mbit`, `1gbit`."""
+    """Bits per second: `200mbit`, `1gbit`."""
     return _parse(text, _RATES, "bit", "a rate such as 200mbit or 1gbit")
 
 
@@ -27,15 +27,15 @@ def parse_time(text: str) -> float:
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """Nodes and ranks a node: `8x4`."""
+    """Nodes and ranks per node: `8x4`."""
     match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no grid; write nodes x ranks a node, e.g. 8x4")
+        raise ValueError(f"{text!r} is not a grid; write nodes x ranks per node, e.g. 8x4")
     return int(match[1]), int(match[2])
 
 
 def show_size(size: float) -> str:
-    """`64 KiB`, `1 MiB`."""
+    """Bytes as text: `64 KiB`, `1 MiB`."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= factor:
             return f"{size / factor:g} {unit}"

@@ -23,8 +23,7 @@ from moe_plugin.comm import algorithms
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import expert_load
 from moe_plugin.planner.choice import LayoutChoice, combinations
-from moe_plugin.planner.layer_cost import LayerShape
-from moe_plugin.planner.layer_search import rank_choices
+from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import Replaying, ReplayLog
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401

@@ -19,17 +19,17 @@ from moe_plugin.planner import (
     Link,
     Measurement,
     best,
-    cluster_from_dict,
     dump_cluster,
     fit,
     load_cluster,
     nonnegative_least_squares,
     predict,
+    predict_table,
     relative_errors,
     wire_floor_s,
 )
-from moe_plugin.planner.all_to_all import together
-from moe_plugin.planner.simulate import shape_for, simulate
+from moe_plugin.planner.all_to_all import overlapped_s
+from moe_plugin.planner.files import record
 from moe_plugin.planner.units import parse_grid, parse_rate, parse_size, parse_time, show_size
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
@@ -45,16 +45,16 @@ CROSSOVER = {1: (1.50, 3.28, 5.71, 6.64, 7.25, 7.60), 32: (0.82, 1.02, 1.46, 1.9
 def test_the_crossover_table(mib: int) -> None:
     cluster = load_cluster(CLUSTERS / "a100_ib.yaml")
     ratios = [
-        predict(shape_for(cluster, n), "linear", mib * MIB).seconds /
-        predict(shape_for(cluster, n), "2dh", mib * MIB).seconds for n in RANKS
+        predict(cluster.with_ranks(n), "linear", mib * MIB).seconds /
+        predict(cluster.with_ranks(n), "2dh", mib * MIB).seconds for n in RANKS
     ]
     assert tuple(round(ratio, 2) for ratio in ratios) == CROSSOVER[mib]
 
 
 def test_the_crossover_moves_right_with_size_and_2dh_gains_with_ranks() -> None:
     cluster = load_cluster(CLUSTERS / "a100_ib.yaml")
-    rows = {(r["bytes"], r["ranks"], r["algorithm"]): r["ms"]
-            for r in simulate(cluster, [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 256 * MIB])}
+    found = predict_table(cluster, [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 256 * MIB])
+    rows = {(r["bytes"], r["ranks"], r["algorithm"]): r["ms"] for r in found}
     first = []
     for size in (MIB, 32 * MIB, 256 * MIB):
         gains = [rows[size, 16 * 2**i, "linear"] / rows[size, 16 * 2**i, "2dh"] for i in range(9)]
@@ -65,9 +65,9 @@ def test_the_crossover_moves_right_with_size_and_2dh_gains_with_ranks() -> None:
 
 def test_one_card_a_node_is_the_leaders_place() -> None:
     cluster = load_cluster(CLUSTERS / "one_nic.yaml")
-    assert best(shape_for(cluster, 64), 64 << 10) == "leader"
-    assert best(shape_for(cluster, 64), 64 * MIB) != "leader"
-    assert best(shape_for(cluster, 8), 64 << 10) == "linear"  # one node
+    assert best(cluster.with_ranks(64), 64 << 10) == "leader"
+    assert best(cluster.with_ranks(64), 64 * MIB) != "leader"
+    assert best(cluster.with_ranks(8), 64 << 10) == "linear"  # one node
 
 
 def test_degenerate_grids_cost_what_linear_costs() -> None:
@@ -129,7 +129,7 @@ def test_a_fit_finds_back_the_machine_under_an_emulated_cluster() -> None:
 
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_wire_and_machine_work_at_the_same_time(wire: float, machine: float) -> None:
-    both = together(wire, machine)
+    both = overlapped_s(wire, machine)
     assert max(wire, machine) * (1 - 1e-9) <= both <= min(wire + machine,
                                                           1.19 * max(wire, machine)) + 1e-12
 
@@ -174,9 +174,11 @@ def test_cluster_files_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "said"),
                          [("- 1", "not a mapping"), (": :", "is not YAML"),
                           ("speed: 3", "unknown key 'speed'; known keys: name, nodes"),
-                          ("nodes: two", "must be a whole number"),
-                          ("inter: {alpha: 1}", "keys alpha_s"),
-                          ("inter: {alpha_s: x}", "must be a number"), ("nodes: 0", "must be >= 1"),
+                          ("nodes: two", "'two' of type 'str' could not be converted to Int"),
+                          ("inter: {alpha: 1}",
+                           "unknown key 'inter.alpha'; known keys: alpha_s, beta_s"),
+                          ("inter: {alpha_s: x}", "inter.alpha_s Value 'x' .* to Float"),
+                          ("nodes: 0", "must be >= 1"),
                           ("inter: {beta_s: -1}", "finite number >= 0"),
                           ("phase_s: .inf", "finite number >= 0"),])
 def test_bad_cluster_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -189,13 +191,13 @@ def test_bad_cluster_files_are_refused(tmp_path: Path, text: str, said: str) -> 
 def test_a_missing_cluster_file_and_numbers_as_text() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         load_cluster("/nowhere/cluster.yaml")
-    assert cluster_from_dict({"inter": {"alpha_s": "3e-6"}}).inter.alpha_s == 3e-6
+    assert record(Cluster, {"inter": {"alpha_s": "3e-6"}}, "cluster").inter.alpha_s == 3e-6
 
 
 def test_ranks_that_fill_no_nodes() -> None:
-    with pytest.raises(ValueError, match="12 ranks are no whole nodes of 8"):
-        shape_for(Cluster(ranks_per_node=8), 12)
-    assert shape_for(Cluster(ranks_per_node=8), 4).nodes == 1
+    with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8"):
+        Cluster(ranks_per_node=8).with_ranks(12)
+    assert Cluster(ranks_per_node=8).with_ranks(4).nodes == 1
 
 
 def test_units() -> None:
@@ -211,6 +213,6 @@ def test_units() -> None:
 
 
 def test_the_planner_never_imports_torch() -> None:
-    code = ("import sys, moe_plugin.planner.simulate, moe_plugin.planner.units; sys.exit('torch' "
+    code = ("import sys, moe_plugin.planner.explain, moe_plugin.planner.write; sys.exit('torch' "
             "in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

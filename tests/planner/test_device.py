@@ -16,7 +16,7 @@ from moe_plugin.planner.device import Device, load_device
 def test_the_fit_recovers_a_device() -> None:
     true = Device(flops=3e11, half_rows=40, launch_s=1e-5)
     operations = 2.0 * 512 * 2048
-    times = [true.product_s(n, operations * n) for n in ROWS]
+    times = [true.matmul_s(n, operations * n) for n in ROWS]
     flops, half_rows = fit_products(ROWS, times, true.launch_s, operations)
     assert flops == pytest.approx(3e11, rel=1e-6) and half_rows == pytest.approx(40, rel=1e-6)
 

@@ -16,10 +16,11 @@ from moe_plugin.planner.collectives import (
     all_to_all_s,
     broadcast_s,
 )
-from moe_plugin.planner.device import Device, device_from_dict, load_device
+from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.events import Task, simulate
-from moe_plugin.planner.layer_cost import PHASES, LayerShape, layer_cost
-from moe_plugin.planner.layer_search import explain_layer, rank_choices
+from moe_plugin.planner.explain import explain_layer
+from moe_plugin.planner.files import record
+from moe_plugin.planner.layer_cost import PHASES, LayerShape, layer_cost, rank_choices
 from moe_plugin.planner.static_layer import scale_table, scale_text
 from tests.planner.problems import A100, BLOG_DEVICE, cluster
 
@@ -133,7 +134,8 @@ def test_pieces_hide_and_stop_paying() -> None:
     assert seconds[2] < seconds[1] and seconds[64] > min(seconds.values())
     uneven = layer_cost(SHAPE, cluster(), A100, LayoutChoice(r=1, d=1, d_backward=4))
     plain = layer_cost(SHAPE, cluster(), A100, LayoutChoice(r=1))
-    assert uneven.forward.seconds == plain.forward.seconds and uneven.backward.hidden > plain.backward.hidden
+    assert uneven.forward.seconds == plain.forward.seconds
+    assert uneven.backward.hidden > plain.backward.hidden
 
 
 def test_memory_limits_the_choice() -> None:
@@ -184,12 +186,14 @@ def test_adaptive_r_with_fewer_experts_than_ranks() -> None:
                                                            for row in rows)
 
 
-@pytest.mark.parametrize("values,words", [({"speed": 1}, "unknown key 'speed'"),
-                                          ({"flops": 0}, "flops=0.0"),
-                                          ({"flops": "fast"}, "could not convert")])
+@pytest.mark.parametrize("values,words", [
+    ({"speed": 1}, "unknown key 'speed'"),
+    ({"flops": 0}, "flops=0.0"),
+    ({"flops": "fast"}, "flops Value 'fast' .* converted to Float"),
+])
 def test_wrong_device_files(values: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        device_from_dict(values)
+        record(Device, values, "device")
 
 
 def test_device_files(tmp_path) -> None:
@@ -202,4 +206,4 @@ def test_device_files(tmp_path) -> None:
         load_device(tmp_path / "d.yaml")
     with pytest.raises(ValueError, match="cannot be read"):
         load_device(tmp_path / "none.yaml")
-    assert Device().product_s(1, 0) == 0
+    assert Device().matmul_s(1, 0) == 0

@@ -76,8 +76,6 @@ def _defaults(config: MoEConfig) -> dict[str, set[str]]:
         "all_to_all": {config.comm.all_to_all},
         "experts": {config.experts.kind},
         "expert_compute": {config.experts.compute},
-        # r = S, where experts are cut, which is r = 1 where they are not
-        "layout": {"sliced", "whole"},
     }
 
 

@@ -1,0 +1,49 @@
+"""Records of the planner from YAML files: clusters, devices, models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from moe_plugin.yaml_file import read_yaml
+
+T = TypeVar("T")
+
+
+def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Plain nested values as a dataclass of type `kind`.
+
+    Args:
+        kind: a dataclass; OmegaConf converts values to the types of its fields.
+        where: what errors call the values.
+    Raises:
+        ValueError: unknown keys, missing or wrong values.
+    """
+    schema = OmegaConf.structured(kind)
+    for node in (schema, *(schema[f.name] for f in fields(kind) if f.name in schema)):
+        if OmegaConf.is_config(node):  # frozen dataclasses are read-only schemas
+            OmegaConf.set_readonly(node, False)
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(schema, values))
+    except ConfigKeyError as error:
+        known = ", ".join(f.name for f in fields(error.object_type or kind))
+        raise ValueError(f"{where}: unknown key {error.full_key!r}; known keys: {known}") from error
+    except OmegaConfBaseException as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{where}: {error.full_key} {reason}; correct the file") from error
+    except ValueError as error:  # out of the bounds of the record
+        raise ValueError(f"{where}: {error}") from error
+
+
+def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
+    """Read a YAML file into a dataclass of type `kind`.
+
+    what: what errors call the file, e.g. "cluster file". remedy: what they recommend.
+    Raises: ValueError: the file cannot be read, or its values do not fit.
+    """
+    return record(kind, read_yaml(path, what, remedy), f"{what} {str(path)!r}")
