@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+STARTUP = ROOT / "moe_plugin" / "hosts" / "fairseq" / "compat" / "startup.py"
+FAIRSEQ_STARTUP = {"moe_plugin_fairseq_compat.py", "moe_plugin_fairseq_compat.pth"}
 
 
 def pip(*args: str) -> None:
@@ -42,6 +44,8 @@ def test_both_wheels_hold_the_whole_package(wheels: dict[str, Path]) -> None:
         for path in (ROOT / "configs").rglob("*.yaml")
     }
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "moe_plugin").rglob("*.py")}
+    startup = STARTUP.relative_to(ROOT).as_posix()  # installed at the top instead
+    wanted = wanted - {startup} | FAIRSEQ_STARTUP
     # style and script of the report
     wanted |= {
         path.relative_to(ROOT).as_posix()
@@ -49,6 +53,17 @@ def test_both_wheels_hold_the_whole_package(wheels: dict[str, Path]) -> None:
     }
     assert wanted <= names["tree"], wanted - names["tree"]
     assert not any(name.startswith(("tests/", "scripts/", "runs/")) for name in names["tree"])
+
+
+def test_an_editable_install_has_fairseqs_startup_files(tmp_path: Path) -> None:
+    code = f"import hatchling.build as b; b.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    top = {name for name in wheel.namelist() if "/" not in name}
+    assert FAIRSEQ_STARTUP < top
+    paths = [wheel.read(name).decode() for name in top - FAIRSEQ_STARTUP if name.endswith(".pth")]
+    assert [Path(path.strip()) for path in paths] == [ROOT]
+    assert wheel.read("moe_plugin_fairseq_compat.py") == STARTUP.read_bytes()
 
 
 def test_an_installed_wheel_works_without_the_tree(wheels: dict[str, Path], tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def _hashable_fairseq_dataclasses(original: Any) -> Any:
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:
         made = original(cls, **options)
-        if cls is not None and cls.__module__ == "fairseq.dataclass.configs" and cls.__name__ == "FairseqDataclass":
+        if cls is not None and (cls.__module__, cls.__name__) == ("fairseq.dataclass.configs",
+                                                                  "FairseqDataclass"):
             made.__init_subclass__ = classmethod(_keep_identity_hash)
         return made
 
