@@ -31,14 +31,14 @@ class TokenInfo:
         token_ids_T: int64, vocabulary index of each token (hash router).
         sequence_T: int64 in 0..sequences-1, the sequence of each token (loss `sequence`).
         sequences: number of sequences.
-        gate_index: which of several configured routers decides this call, the same on all ranks;
-            None: as `router.choice` says.
+        router_index: which of several configured routers decides this call, the same on all ranks;
+            None: as `router.selection` says.
     """
 
     token_ids_T: Tensor | None = None
     sequence_T: Tensor | None = None
     sequences: int = 0
-    gate_index: int | None = None
+    router_index: int | None = None
 
     def flat(self) -> "TokenInfo":
         """The same with one axis of tokens."""
@@ -104,7 +104,7 @@ class Routing:
         entropy: scalar, mean entropy in nats of the score distribution over real tokens.
         tokens: scalar int64, number of real (unmasked) tokens.
         passthrough_T: weight of the token itself in its output, differentiable (BASE); None: 0.
-        gate: of several routers the one that decided; None: there is one.
+        router: of several routers the name of the one that decided; None: there is one.
     """
 
     ids_TK: Tensor
@@ -114,7 +114,7 @@ class Routing:
     entropy: Tensor
     tokens: Tensor
     passthrough_T: Tensor | None = None
-    gate: str | None = None
+    router: str | None = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
         """The same routing with dropped choices removed."""
@@ -347,7 +347,7 @@ class LayerStats:
         decisions: of the tuner, since the last call (plain values).
         copies: ranks that report these same tokens: in a sum over ranks, load and tokens count
             1/copies.
-        gate: as in `Routing`.
+        router: as in `Routing`.
     """
 
     load_KE: Tensor
@@ -362,7 +362,7 @@ class LayerStats:
     exchanges: dict[str, int] = field(default_factory=dict)
     decisions: tuple[dict[str, Any], ...] = ()
     copies: int = 1
-    gate: str | None = None
+    router: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers: load, max_over_mean, dropped, entropy, ... One device-to-host copy."""
@@ -377,7 +377,7 @@ class LayerStats:
                     name: float(value) for name, value in self.losses.items()
                 }, "bytes_sent": self.bytes_sent, "rows": self.rows, "capacity": self.capacity,
             "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions),
-            "exchanges": dict(self.exchanges), "gates": {self.gate: 1} if self.gate else {},
+            "exchanges": dict(self.exchanges), "routers": {self.router: 1} if self.router else {},
         }
 
 

@@ -90,26 +90,26 @@ class LinksConfig(Section):
 
 
 @dataclass(kw_only=True)
-class GateChoiceConfig(Section):
+class SelectionConfig(Section):
     """Which router of a list decides a call that names none itself."""
 
-    PATH = "router.choice."
+    PATH = "router.selection."
 
     rule: str = option(
         "first",
         "with several routers in `name`: first: always the first; layer: MoE layer n takes number "
         "n, over and over; cycle: each in its turn, "
         "by optimizer step; random: a seeded draw by step and layer; by registered name",
-        flag="gate-choice")
+        flag="router-selection")
     every: int = option(1, "cycle, random: optimizer steps until the next choice",
-                        flag="gate-choice-every")
+                        flag="router-selection-every")
     seed: int = option(0, "random: seed of the draws, the same on all ranks",
-                       flag="gate-choice-seed")
+                       flag="router-selection-seed")
     outside_training: int = option(
         0,
         "cycle, random: place in `name`, counted from 0, of the router that decides outside "
         "training",
-        flag="gate-choice-eval")
+        flag="router-selection-eval")
 
     def check_bounds(self) -> None:
         """Check bounds, and settings that depend on each other."""
@@ -119,9 +119,10 @@ class GateChoiceConfig(Section):
                      "use 0 for the first router")
         for name, default in (("every", 1), ("seed", 0), ("outside_training", 0)):
             fits = self.rule not in ("first", "layer") or getattr(self, name) == default
-            self.require(name, fits,
-                         f"{default} where router.choice.rule={self.rule}, which does not read it",
-                         "leave it out, or use the rule cycle or random")
+            self.require(
+                name, fits,
+                f"{default} where router.selection.rule={self.rule}, which does not read it",
+                "leave it out, or use the rule cycle or random")
 
 
 @dataclass(kw_only=True)
@@ -132,7 +133,7 @@ class RouterConfig(Section):
 
     name: str = option(
         "topk",
-        "router, by registered name; several, with commas: `choice` says which decides a call",
+        "router, by registered name; several, with commas: `selection` says which decides a call",
         flag="router")
     top_k: int = option(
         2,
@@ -175,7 +176,7 @@ class RouterConfig(Section):
                              flag="router-cosine-dim")
     sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns",
                                   flag="router-sinkhorn-rounds")
-    choice: GateChoiceConfig = field(default_factory=GateChoiceConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     hash: HashConfig = field(default_factory=HashConfig)
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
@@ -195,11 +196,11 @@ class RouterConfig(Section):
         self.require("group_top_k", 1 <= self.group_top_k <= max(1, self.groups),
                      f"in 1..router.groups={self.groups}", "use 1")
         self.require("bias_rate", self.bias_rate >= 0, ">= 0", "use 0.001")
-        several, choice = len(self.names), self.choice
-        self.require("choice.rule", choice.rule == "first" or several > 1,
+        several, selection = len(self.names), self.selection
+        self.require("selection.rule", selection.rule == "first" or several > 1,
                      f"'first' with the one router {self.name!r}",
                      "list several in router.name, e.g. switch,hash")
-        self.require("choice.outside_training", choice.outside_training < several,
+        self.require("selection.outside_training", selection.outside_training < several,
                      f"in 0..{several - 1}", f"router.name lists {several}")
         for name in ("cosine_dim", "sinkhorn_rounds"):
             self.require(name, getattr(self, name) >= 1, ">= 1", "use the default")

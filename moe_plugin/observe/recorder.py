@@ -48,7 +48,7 @@ class _Collected:
     capped: int = 0
     layouts: dict[str, int] = field(default_factory=dict)
     exchanges: dict[str, int] = field(default_factory=dict)
-    gates: dict[str, int] = field(default_factory=dict)
+    routers: dict[str, int] = field(default_factory=dict)
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stats: LayerStats) -> None:
@@ -60,8 +60,8 @@ class _Collected:
         self.capped += stats.capacity is not None
         if stats.layout is not None:
             self.layouts[stats.layout] = self.layouts.get(stats.layout, 0) + 1
-        if stats.gate is not None:
-            self.gates[stats.gate] = self.gates.get(stats.gate, 0) + 1
+        if stats.router is not None:
+            self.routers[stats.router] = self.routers.get(stats.router, 0) + 1
         for name, count in stats.exchanges.items():
             self.exchanges[name] = self.exchanges.get(name, 0) + count
         self.decisions += stats.decisions
@@ -227,5 +227,5 @@ def _record(collected: _Collected, sums: Tensor) -> dict[str, Any]:
         "layouts": collected.layouts,
         "decisions": collected.decisions,
         "exchanges": collected.exchanges,
-        "gates": collected.gates,
+        "routers": collected.routers,
     }

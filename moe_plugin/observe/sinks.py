@@ -69,7 +69,7 @@ class TensorBoardSink:
         step, where = record["step"], f"moe/{record['layer']}"
         for key, value in record.items():
             if key not in ("step", "time", "layer", "load", "losses", "layouts", "decisions",
-                           "exchanges", "gates") and value is not None:
+                           "exchanges", "routers") and value is not None:
                 self._writer.add_scalar(f"{where}/{key}", value, step, record["time"])
         for name, value in record["losses"].items():
             self._writer.add_scalar(f"{where}/loss/{name}", value, step, record["time"])

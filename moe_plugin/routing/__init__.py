@@ -4,7 +4,7 @@ from moe_plugin.routing import registry
 from moe_plugin.routing.contract import RouterModule, finish_step, needs_of
 from moe_plugin.routing.losses import LossInputs, losses
 from moe_plugin.routing.registry import build_router
-from moe_plugin.routing.router_selection import GateCall, gate_choices
+from moe_plugin.routing.router_selection import SelectionCall, router_selections
 from moe_plugin.routing.routers.base import Router
 from moe_plugin.routing.routers.base_layer import BASERouter
 from moe_plugin.routing.routers.cosine import CosineRouter
@@ -22,14 +22,14 @@ from moe_plugin.routing.routers.switch import SwitchRouter
 from moe_plugin.routing.routers.ta_moe import TAMoERouter
 from moe_plugin.routing.routers.topk import TopKRouter
 from moe_plugin.routing.routers.topology_quota import TopologyQuotaRouter
-from moe_plugin.routing.selector import Gates, number_layers
+from moe_plugin.routing.selector import RouterSelector, number_layers
 
 routers = registry.routers  # the registry; the package of this name holds its members
 
 __all__ = [
     "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
-    "GateCall", "Gates", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
+    "SelectionCall", "RouterSelector", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
     "PrototypeRouter", "Router", "RouterModule", "SAMRouter", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter",
     "TAMoERouter", "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step",
-    "gate_choices", "losses", "needs_of", "number_layers", "routers",
+    "router_selections", "losses", "needs_of", "number_layers", "routers",
 ]

@@ -70,7 +70,7 @@ def finish_step(model: nn.Module) -> None:
 
     Collective where a router's state depends on all ranks (sigmoid_bias): every rank calls it once
     after each optimizer step, not once per micro-batch. The hosts do so; a custom training loop
-    must do so if it uses sigmoid_bias, dense_to_sparse, global_batch or `router.choice`.
+    must do so if it uses sigmoid_bias, dense_to_sparse, global_batch or `router.selection`.
     """
     for module in model.modules():
         if isinstance(module, RouterModule):

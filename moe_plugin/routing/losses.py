@@ -52,6 +52,7 @@ class LossInputs:
     margin_TE: Tensor | None = None
     penalty_E: Tensor | None = None
     step_load_E: Tensor | None = None
+    routed: Routed | None = None
 
     @property
     def count(self) -> Tensor:
@@ -75,14 +76,20 @@ class LossInputs:
 
     def importance_E(self) -> Tensor:
         """Sum of the scores over real tokens by expert."""
+        if self.routed is not None:
+            return self.routed.importance_E
         return (self.probs_TE * self.mask_T[:, None]).sum(0)
 
     def squared_z(self) -> Tensor:
         """Sum of logsumexp(logits)^2 over real tokens."""
+        if self.routed is not None:
+            return self.routed.z
         return (torch.logsumexp(self.logits_TE, dim=1).square() * self.mask_T).sum()
 
     def entropy(self) -> Tensor:
         """Mean entropy in nats of the scores over this rank's real tokens; no gradient."""
+        if self.routed is not None:
+            return self.routed.entropy / self.mask_T.sum().clamp(min=1)
         p_TE = self.probs_TE.detach()
         entropy_T = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum(1)
         return (entropy_T * self.mask_T).sum() / self.mask_T.sum().clamp(min=1)
@@ -93,29 +100,6 @@ class LossInputs:
     def share(self) -> float:
         """What this rank reports of a loss that every rank of the group computes alike."""
         return 1.0 if self.comm is None else 1.0 / self.comm.size
-
-
-@dataclass(frozen=True)
-class FusedLossInputs(LossInputs):
-    """Inputs whose sums over tokens came out of the router's own pass: no T x E score is kept. For
-    losses in `FUSED` alone.
-
-    probs_TE here only lends its shape and dtype. routed: see `moe_plugin.kernels.router`.
-    """
-
-    routed: Routed | None = None
-
-    def importance_E(self) -> Tensor:
-        """See `LossInputs`."""
-        return self.routed.importance_E
-
-    def squared_z(self) -> Tensor:
-        """See `LossInputs`."""
-        return self.routed.z
-
-    def entropy(self) -> Tensor:
-        """See `LossInputs`."""
-        return self.routed.entropy / self.mask_T.sum().clamp(min=1)
 
 
 # losses that ask for nothing but these sums and loads

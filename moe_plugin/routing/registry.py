@@ -20,7 +20,7 @@ routers: Registry[Callable[..., nn.Module]] = Registry("router")
 
 def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostContext = HostContext(),
                  dtype: torch.dtype | None = None, device: Any = None) -> nn.Module:
-    """The configured router, or a `Gates` of several.
+    """The configured router, or a `RouterSelector` of several.
 
     A router is made by `factory(config, comm=, host=, dtype=, device=)` and called as
     `router(x_TD, mask_T, top_k, info)`.
@@ -30,13 +30,13 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
         host: what the host knows of the layer.
         dtype, device: of the parameters.
     """
-    from moe_plugin.routing.selector import Gates
+    from moe_plugin.routing.selector import RouterSelector
 
     where = {"comm": comm, "host": host, "dtype": dtype, "device": device}
     factories = [routers.get(name) for name in config.router.names]
     if len(factories) == 1:
         return factories[0](config, **where)
-    return Gates(
+    return RouterSelector(
         [factory(_with_own_losses(config, factory, factories), **where) for factory in factories],
         config.router, comm=comm, host=host, device=device)
 

@@ -8,24 +8,24 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_plugin.config.router import GateChoiceConfig
+from moe_plugin.config.router import SelectionConfig
 from moe_plugin.registry import Registry
 
 
 @dataclass(frozen=True)
-class GateCall:
+class SelectionCall:
     """What a rule may look at.
 
     count: routers in the list. step: optimizer steps that are over. layer: number of this MoE layer
     in its model, from 0; None: nobody said (`moe_plugin.routing.number_layers`). training: of the
-    layer. settings: `router.choice`.
+    layer. settings: `router.selection`.
     """
 
     count: int
     step: int
     layer: int | None
     training: bool
-    settings: GateChoiceConfig
+    settings: SelectionConfig
 
     @property
     def turn(self) -> int:
@@ -33,36 +33,36 @@ class GateCall:
         return self.step // self.settings.every
 
 
-GateRule = Callable[[GateCall], int]
-gate_choices: Registry[GateRule] = Registry("gate_choice")
+SelectionRule = Callable[[SelectionCall], int]
+router_selections: Registry[SelectionRule] = Registry("router_selection")
 
 
-@gate_choices.register("first")
-def first(call: GateCall) -> int:
+@router_selections.register("first")
+def first(call: SelectionCall) -> int:
     """Always the first of the list."""
     return 0
 
 
-@gate_choices.register("layer")
-def layer(call: GateCall) -> int:
+@router_selections.register("layer")
+def layer(call: SelectionCall) -> int:
     """MoE layer n takes router n mod count, in training and outside."""
     if call.layer is None:
         raise ValueError(
-            "layer=None does not fit router.choice.rule=layer: must be the number of this MoE "
+            "layer=None does not fit router.selection.rule=layer: must be the number of this MoE "
             "layer in its model; call "
             "moe_plugin.routing.number_layers(model) once (fairseq and Megatron-core do so)")
     return call.layer % call.count
 
 
-@gate_choices.register("cycle")
-def cycle(call: GateCall) -> int:
+@router_selections.register("cycle")
+def cycle(call: SelectionCall) -> int:
     """Each in its turn, `every` optimizer steps long; outside training number `outside_training`.
     """
     return call.turn % call.count if call.training else call.settings.outside_training
 
 
-@gate_choices.register("random")
-def drawn(call: GateCall) -> int:
+@router_selections.register("random")
+def drawn(call: SelectionCall) -> int:
     """A uniform draw every `every` optimizer steps, from seed, step and layer alone; outside
     training number `outside_training`.
     """

@@ -15,12 +15,12 @@ from moe_plugin.comm.local import LocalComm
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.contract import RouterModule, needs_of
-from moe_plugin.routing.router_selection import GateCall, gate_choices
+from moe_plugin.routing.router_selection import SelectionCall, router_selections
 
 
-class Gates(RouterModule):
-    """Routers of which one decides a call: the one that `TokenInfo.gate_index` names, else the one
-    that `router.choice` chooses.
+class RouterSelector(RouterModule):
+    """Routers of which one decides a call: the one that `TokenInfo.router_index` names, else the one
+    that `router.selection` chooses.
 
     All micro-batches of an optimizer step take the same one, and a recomputation takes the one of
     its first pass. The choice follows from settings, the layer's number and the steps that are over
@@ -45,9 +45,9 @@ class Gates(RouterModule):
                  *, comm: Comm | None = None, host: HostContext = HostContext(),
                  device: Any = None) -> None:
         super().__init__(host)
-        self.gates = nn.ModuleList(routers)
-        self.config = config or RouterConfig(name=",".join(type(gate).__name__ for gate in routers))
-        self.rule = gate_choices.get(self.config.choice.rule)
+        self.routers = nn.ModuleList(routers)
+        self.config = config or RouterConfig(name=",".join(type(router).__name__ for router in routers))
+        self.rule = router_selections.get(self.config.selection.rule)
         self.layer = host.layer_number
         self.needs = frozenset().union(*(needs_of(router) for router in routers))
         self.steps = 0  # the buffer's value, here without asking a device
@@ -63,25 +63,25 @@ class Gates(RouterModule):
         # be the same router's
         else:
             index = int(self.replayed(lambda: torch.tensor(self._choose(info))))
-        gate = self.gates[index]
-        routing = gate(x_TD, mask_T, top_k, info)
+        router = self.routers[index]
+        routing = router(x_TD, mask_T, top_k, info)
         weights_TK = routing.weights_TK
         if self.training and torch.is_grad_enabled():
             idle = [
-                p for other in self.gates if other is not gate for p in other.parameters()
+                p for other in self.routers if other is not router for p in other.parameters()
                 if p.requires_grad
             ]
             weights_TK = _WithIdle.apply(weights_TK, *idle) if idle else weights_TK
-        return replace(routing, weights_TK=weights_TK, gate=self.config.names[index])
+        return replace(routing, weights_TK=weights_TK, router=self.config.names[index])
 
     def _choose(self, info: TokenInfo | None) -> int:
-        count = len(self.gates)
-        if info is not None and info.gate_index is not None:
-            index, who = info.gate_index, "gate_index"
+        count = len(self.routers)
+        if info is not None and info.router_index is not None:
+            index, who = info.router_index, "router_index"
         else:
             index, who = self.rule(
-                GateCall(count, self.steps, self.layer, self.training,
-                         self.config.choice)), f"choice {self.config.choice.rule!r}: index"
+                SelectionCall(count, self.steps, self.layer, self.training,
+                         self.config.selection)), f"selection {self.config.selection.rule!r}: index"
         if not 0 <= index < count:
             raise ValueError(
                 f"{who}={index} is out of bounds: must be in 0..{count - 1}; router.name lists "
@@ -121,9 +121,9 @@ class _WithIdle(torch.autograd.Function):
 
 def number_layers(model: nn.Module) -> int:
     """Number the lists of routers in a model from 0 in the order of its modules, for
-    `router.choice.rule`; returns how many there are.
+    `router.selection.rule`; returns how many there are.
     """
-    found = [module for module in model.modules() if isinstance(module, Gates)]
+    found = [module for module in model.modules() if isinstance(module, RouterSelector)]
     for index, gates in enumerate(found):
         gates.layer = index
     return len(found)
@@ -133,12 +133,12 @@ def _check_agreement(config: RouterConfig, comm: Comm) -> None:
     """Ranks that take different routers would wait in different collectives."""
     if comm.size == 1:
         return
-    text = repr((config.names, config.choice))
+    text = repr((config.names, config.selection))
     mark = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     high, low = comm.all_reduce(torch.tensor([mark, -mark], dtype=torch.int64, device=comm.device),
                                 "max").tolist()
     if high != -low:
         raise ValueError(
-            f"router.name and router.choice differ between the {comm.size} ranks that share "
+            f"router.name and router.selection differ between the {comm.size} ranks that share "
             f"experts; rank {comm.rank} has {text}: "
             "give all ranks the same settings, the seed too")

@@ -25,4 +25,4 @@ def call_stats(kept: KeptRouting, traffic: TrafficMeter, experts: int, rows: int
     losses = {name: value.detach() for name, value in routing.losses.items()}
     return LayerStats(load_KE, kept_KE, routing.entropy, routing.tokens, losses,
                       bytes_sent=traffic.bytes, exchanges=traffic.exchanges, rows=rows,
-                      capacity=kept.capacity, gate=routing.gate, **layout)
+                      capacity=kept.capacity, router=routing.router, **layout)

@@ -133,18 +133,18 @@ def test_losses_by_name_are_drawn_whether_statistics_or_the_log_has_them() -> No
 
 
 def test_the_router_of_each_layer_is_drawn_where_several_take_turns() -> None:
-    def run_of(gates: list[str]) -> Run:
+    def run_of(routers: list[str]) -> Run:
         records = [
-            LayerRecord(step=s, layer="layer0", load=(1, 1), gates={gate: 2})
-            for s, gate in enumerate(gates, 1)
+            LayerRecord(step=s, layer="layer0", load=(1, 1), routers={router: 2})
+            for s, router in enumerate(routers, 1)
         ]
         return Run(name="made", host="megatron",
                    steps=[StepRecord(step=s, loss=1.0) for s in range(1, 4)],
                    layers={"layer0": records}, files=["log.jsonl"])
 
     page = render(run_of(["switch", "base", "switch"]))
-    assert '<figure id="gates"' in page and "Router of each layer" in page and "base" in page
-    assert '<figure id="gates"' not in render(run_of(["switch"] * 3))
+    assert '<figure id="routers"' in page and "Router of each layer" in page and "base" in page
+    assert '<figure id="routers"' not in render(run_of(["switch"] * 3))
 
 
 def test_the_summary_says_what_the_run_was() -> None:

@@ -36,7 +36,7 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
         step=step, layer=layer, load=tuple(_number(n, "load") for n in _list(row, "load")),
         **_floats(row, "time", "tokens", "bytes_sent", "calls", *_BALANCE),
         losses=_numbers(row, "losses"), layouts=_numbers(row, "layouts"),
-        exchanges=_numbers(row, "exchanges"), gates=_numbers(row, "gates"),
+        exchanges=_numbers(row, "exchanges"), routers=_numbers(row, "routers"),
         decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
 
 

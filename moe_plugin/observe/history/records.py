@@ -64,7 +64,7 @@ class LayerRecord:
     calls: float | None = None
     layouts: dict[str, float] = field(default_factory=dict)
     exchanges: dict[str, float] = field(default_factory=dict)
-    gates: dict[str, float] = field(default_factory=dict)
+    routers: dict[str, float] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
 
     @property

@@ -190,7 +190,7 @@ def layouts(run: Run) -> list[Figure]:
                  "kernel."),
         *_mostly(run, "exchanges", "All-to-all of each layer", lambda r: r.exchanges,
                  "The algorithm of most exchanges of each record."),
-        *_mostly(run, "gates", "Router of each layer", lambda r: r.gates,
+        *_mostly(run, "routers", "Router of each layer", lambda r: r.routers,
                  "With several routers, the one of most calls of each record."),
         *_decisions(run),
     ]

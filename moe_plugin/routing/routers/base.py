@@ -176,7 +176,7 @@ class Router(RouterModule):
         return weights_TK / weights_TK.sum(
             1, keepdim=True).clamp(min=torch.finfo(weights_TK.dtype).eps)
 
-    def seen(self, chosen_TK: Tensor, mask_T: Tensor, info: TokenInfo, *, logits_TE: Tensor,
+    def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor, info: TokenInfo, *, logits_TE: Tensor,
              probs_TE: Tensor, clean_probs_TE: Tensor | None = None, **more: Any) -> LossInputs:
         """What the losses see of a call."""
         step_load_E = None
@@ -199,25 +199,25 @@ class Router(RouterModule):
             self.step_load_E = total_E
         return total_E
 
-    def finish(self, seen: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor,
+    def finish(self, inputs: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor,
                passthrough_T: Tensor | None = None) -> Routing:
         """The `Routing`: padding tokens go nowhere, weights are scaled, losses and entropy
         computed.
         """
-        ids_TK = ids_TK.masked_fill(~seen.mask_T[:, None], -1)
+        ids_TK = ids_TK.masked_fill(~inputs.mask_T[:, None], -1)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK * self.config.scaling * (ids_TK >= 0),
-                       priority_T=priority_T, losses=self.losses_of(seen), entropy=seen.entropy(),
-                       tokens=seen.mask_T.sum(),
-                       passthrough_T=None if passthrough_T is None else passthrough_T * seen.mask_T,
+                       priority_T=priority_T, losses=self.losses_of(inputs), entropy=inputs.entropy(),
+                       tokens=inputs.mask_T.sum(),
+                       passthrough_T=None if passthrough_T is None else passthrough_T * inputs.mask_T,
                        )
 
-    def losses_of(self, seen: LossInputs) -> dict[str, Tensor]:
+    def losses_of(self, inputs: LossInputs) -> dict[str, Tensor]:
         """The configured losses of a call; those that are defined by a noise only where there is
         one.
         """
-        noisy = seen.noise or seen.margin_TE is not None
+        noisy = inputs.noise or inputs.margin_TE is not None
         return {
-            name: losses.get(name)(seen) for name in self.loss_names
+            name: losses.get(name)(inputs) for name in self.loss_names
             if noisy or name not in self.only_noisy
         }
 

@@ -52,10 +52,10 @@ class BASERouter(Router):
         chosen_T1 = self.replayed(lambda: self._choose(logits_TE.detach(), mask_T))
         alpha_T1 = torch.sigmoid(logits_TE.gather(1, chosen_T1))
         probs_TE, scaling = F.softmax(logits_TE, dim=1), self.config.scaling
-        seen = self.seen(
+        inputs = self.loss_inputs(
             chosen_T1, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
             clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
-        return self.finish(seen, chosen_T1, alpha_T1,
+        return self.finish(inputs, chosen_T1, alpha_T1,
                            probs_TE.detach().amax(1), (1 - alpha_T1[:, 0]) * scaling)
 
     def _choose(self, scores_TE: Tensor, mask_T: Tensor) -> Tensor:

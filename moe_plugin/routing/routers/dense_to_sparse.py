@@ -49,8 +49,8 @@ class DenseToSparseRouter(Router):
         probs_TE = F.softmax(noisy_TE / self.temperature().to(noisy_TE.dtype), dim=1)
         ids_TE = self.replayed(lambda: self._choose(probs_TE.detach()))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
-        seen = self.seen(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
-        return self.finish(seen, ids_TE, weights_TE, first_choice_priority(probs_TE))
+        inputs = self.loss_inputs(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
+        return self.finish(inputs, ids_TE, weights_TE, first_choice_priority(probs_TE))
 
     def _choose(self, probs_TE: Tensor) -> Tensor:
         sorted_TE, ids_TE = torch.sort(probs_TE, dim=1, descending=True, stable=True)

@@ -30,10 +30,10 @@ class ExpertChoiceRouter(Router):
         probs_TE = F.softmax(logits_TE, dim=1)
         ids_TE = self.replayed(lambda: self._choose(probs_TE.detach(), mask_T, k))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
-        seen = self.seen(
+        inputs = self.loss_inputs(
             ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
             clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
-        return self.finish(seen, ids_TE, weights_TE, first_choice_priority(probs_TE))
+        return self.finish(inputs, ids_TE, weights_TE, first_choice_priority(probs_TE))
 
     def _choose(self, probs_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
         tokens = mask_T.shape[0]

@@ -51,9 +51,9 @@ class HashRouter(Router):
         chosen_T1 = self.replayed(lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)))
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         probs_TE = F.one_hot(chosen_T1[:, 0], self.num_experts).to(dtype)
-        seen = self.seen(chosen_T1, mask_T, info, logits_TE=torch.zeros_like(probs_TE),
+        inputs = self.loss_inputs(chosen_T1, mask_T, info, logits_TE=torch.zeros_like(probs_TE),
                          probs_TE=probs_TE)
-        return self.finish(seen, chosen_T1, torch.ones_like(chosen_T1, dtype=dtype),
+        return self.finish(inputs, chosen_T1, torch.ones_like(chosen_T1, dtype=dtype),
                            probs_TE[:, 0] * 0)
 
     def _look_up(self, ids_T: Tensor) -> Tensor:

@@ -56,9 +56,9 @@ class NoisyTopKRouter(Router):
         probs_TE = torch.zeros_like(clean_TE).scatter(1, chosen_TK, weights_TK)
         margin_TE = None if deviation_TE is None else _margin(clean_TE, noisy_TE, deviation_TE,
                                                               chosen_TK, k)
-        seen = self.seen(chosen_TK, mask_T, info, logits_TE=noisy_TE, probs_TE=probs_TE,
+        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=noisy_TE, probs_TE=probs_TE,
                          margin_TE=margin_TE)
-        return self.finish(seen, chosen_TK, weights_TK, weights_TK.detach()[:, 0])
+        return self.finish(inputs, chosen_TK, weights_TK, weights_TK.detach()[:, 0])
 
 
 def _margin(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor, chosen_TK: Tensor,

@@ -41,35 +41,35 @@ class PrototypeRouter(Router):
         clean_NP = F.softmax(clean_TE.reshape(-1, width),
                              dim=1) if self.noise_scale() else scores_NP
         # a distribution over all experts: each prototype has 1/k of it
-        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE,
+        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE,
                          probs_TE=scores_NP.reshape(tokens, experts) / k,
                          clean_probs_TE=clean_NP.reshape(tokens, experts) / k)
-        return self.finish(seen, chosen_TK, weights_TK,
+        return self.finish(inputs, chosen_TK, weights_TK,
                            first_choice_priority(scores_NP.view(tokens, experts)))
 
     def _first(self, k: int, width: int, like: Tensor) -> Tensor:
         return like.new_tensor([i * width for i in range(k)]).long()
 
-    def losses_of(self, seen: LossInputs) -> dict[str, Tensor]:
+    def losses_of(self, inputs: LossInputs) -> dict[str, Tensor]:
         """The mean over prototypes of each loss."""
-        k = seen.ids_TK.shape[1]
-        parts = [super(PrototypeRouter, self).losses_of(_part(seen, i, k)) for i in range(k)]
+        k = inputs.ids_TK.shape[1]
+        parts = [super(PrototypeRouter, self).losses_of(_part(inputs, i, k)) for i in range(k)]
         return {
             name: sum((part[name] for part in parts), value * 0) / k
             for name, value in parts[0].items()
         }
 
 
-def _part(seen: LossInputs, index: int, k: int) -> LossInputs:
+def _part(inputs: LossInputs, index: int, k: int) -> LossInputs:
     """What the losses see of one prototype."""
-    width = seen.probs_TE.shape[1] // k
+    width = inputs.probs_TE.shape[1] // k
     here = slice(index * width, (index + 1) * width)
-    load_E = seen.step_load_E
-    penalty_E = seen.penalty_E
+    load_E = inputs.step_load_E
+    penalty_E = inputs.penalty_E
     return replace(
-        seen, logits_TE=seen.logits_TE[:, here], probs_TE=seen.probs_TE[:, here] * k,
-        clean_probs_TE=seen.clean_probs_TE[:, here] * k,
-        ids_TK=seen.ids_TK[:, index:index + 1] - index * width,
+        inputs, logits_TE=inputs.logits_TE[:, here], probs_TE=inputs.probs_TE[:, here] * k,
+        clean_probs_TE=inputs.clean_probs_TE[:, here] * k,
+        ids_TK=inputs.ids_TK[:, index:index + 1] - index * width,
         penalty_E=None if penalty_E is None else penalty_E[here] / penalty_E[here].mean(),
         step_load_E=None if load_E is None else F.pad(load_E[here], (0, 1)),
     )

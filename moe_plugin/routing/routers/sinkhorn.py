@@ -33,10 +33,10 @@ class SinkhornRouter(Router):
         scores_TE = torch.sigmoid(logits_TE) if k == 1 else probs_TE
         chosen_TK = self.replayed(
             lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k))
-        seen = self.seen(
+        inputs = self.loss_inputs(
             chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
             clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
-        return self.finish(seen, chosen_TK, scores_TE.gather(1, chosen_TK),
+        return self.finish(inputs, chosen_TK, scores_TE.gather(1, chosen_TK),
                            first_choice_priority(probs_TE))
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:

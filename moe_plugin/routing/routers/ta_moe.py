@@ -32,13 +32,13 @@ class TAMoERouter(TopKRouter):
                                  config.parallel.shards)
         self.register_buffer("shares_E", shares_E.to(where.get("device")), persistent=False)
 
-    def finish(self, seen: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor,
+    def finish(self, inputs: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor,
                passthrough_T: Tensor | None = None) -> Routing:
         """As `Router.finish`, after choices past a pairwise capacity are taken out."""
         factor = self.config.links.pair_capacity
         if factor:
-            ids_TK = ids_TK.masked_fill(~seen.mask_T[:, None], -1)
-            most_E = (factor * ids_TK.shape[1] * seen.mask_T.sum() * self.shares_E).sub(1e-9).ceil()
+            ids_TK = ids_TK.masked_fill(~inputs.mask_T[:, None], -1)
+            most_E = (factor * ids_TK.shape[1] * inputs.mask_T.sum() * self.shares_E).sub(1e-9).ceil()
             over_TK = slot_index(ids_TK, self.num_experts) >= most_E[ids_TK.clamp(min=0)]
             ids_TK = ids_TK.masked_fill(over_TK, -1)
-        return super().finish(seen, ids_TK, weights_TK, priority_T, passthrough_T)
+        return super().finish(inputs, ids_TK, weights_TK, priority_T, passthrough_T)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels import route, top_k_stable
 from moe_plugin.records import Routing, TokenInfo
-from moe_plugin.routing.losses import FUSED, FusedLossInputs
+from moe_plugin.routing.losses import FUSED
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router, first_choice_priority
 
@@ -41,9 +39,9 @@ class TopKRouter(Router):
         probs_TE = self._distribution(scores_TE)
         clean_probs_TE = self._distribution(
             self._scores(clean_TE)) if self.noise_scale() else probs_TE
-        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
+        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
                          clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
-        return self.finish(seen, ids_TK, self.normalized(weights_TK),
+        return self.finish(inputs, ids_TK, self.normalized(weights_TK),
                            first_choice_priority(scores_TE))
 
     def _one_pass(self) -> bool:
@@ -66,12 +64,11 @@ class TopKRouter(Router):
 
         chosen_TK = self.replayed(choose)
         routed = made[0] if made else route(logits_TE, mask_T, k, normalize, chosen_TK)
-        seen = self.seen(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=logits_TE.detach())
-        seen = FusedLossInputs(**{f.name: getattr(seen, f.name) for f in dataclasses.fields(seen)},
-                               routed=routed)
+        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE,
+                                  probs_TE=logits_TE.detach(), routed=routed)
         best_T = logits_TE.detach().amax(1) if logits_TE.numel() else logits_TE.new_zeros(
             logits_TE.shape[0])
-        return self.finish(seen, chosen_TK, routed.weights_TK, torch.exp(best_T - routed.lse_T))
+        return self.finish(inputs, chosen_TK, routed.weights_TK, torch.exp(best_T - routed.lse_T))
 
     def _weigh(self, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         return scores_TE.gather(1, chosen_TK)

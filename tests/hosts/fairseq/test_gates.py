@@ -18,7 +18,7 @@ GATES = "--moe-router switch,expert_choice,hash --moe-hash-vocabulary 64 --moe-l
 
 
 def gates_by_step(path: Path) -> list[dict[str, int]]:
-    return [json.loads(line)["gates"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["routers"] for line in path.read_text().splitlines()]
 
 
 def train(corpus: Corpus, home: Path, flags: str, ranks: int = 1) -> Result:
@@ -35,7 +35,7 @@ def test_two_ranks_take_the_gates_and_the_curve_of_one(corpus: Corpus, tmp_path:
     """No `--find-unused-parameters`: routers that did not decide keep nobody waiting; a
     recomputation takes the gate of its step.
     """
-    flags = (f"{GATES} --moe-gate-choice cycle --max-update 6 --no-save "
+    flags = (f"{GATES} --moe-router-selection cycle --max-update 6 --no-save "
              "--validate-interval-updates 3")
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     alone = train(corpus, tmp_path / "one", f"{flags} --update-freq 2")
@@ -87,7 +87,7 @@ def test_recorded_routing_is_replayed_under_other_weights() -> None:
 
 @pytest.mark.distributed
 def test_a_resumed_run_goes_on_in_the_sequence(corpus: Corpus, tmp_path: Path) -> None:
-    flags = f"{GATES} --moe-gate-choice random --moe-gate-choice-seed 3"
+    flags = f"{GATES} --moe-router-selection random --moe-router-selection-seed 3"
     (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
     whole = train(corpus, tmp_path / "whole", f"{flags} --max-update 8 --no-save", ranks=2)
     train(corpus, tmp_path / "parts", f"{flags} --max-update 4 --no-epoch-checkpoints", ranks=2)
@@ -102,16 +102,16 @@ def test_a_resumed_run_goes_on_in_the_sequence(corpus: Corpus, tmp_path: Path) -
 
 def test_by_layer_the_layers_of_each_stack_are_numbered() -> None:
     flags = {
-        "moe_router": "switch,expert_choice", "moe_gate_choice": "layer", "moe_dispatch": "ragged",
-        "moe_capacity_factor": "none", "moe_second_expert_policy": "all"
+        "moe_router": "switch,expert_choice", "moe_router_selection": "layer",
+        "moe_dispatch": "ragged", "moe_capacity_factor": "none", "moe_second_expert_policy": "all"
     }
     model = language_model(decoder_layers=3, moe_freq=1, **flags)
     model(tokens())
-    assert [layer.moe_layer.stats.gate
+    assert [layer.moe_layer.stats.router
             for layer in moe_layers(model)] == ["switch", "expert_choice", "switch"]
     both = translation_model(**flags | {"moe_freq": 1})
     both(tokens(), torch.full((3,), 8), tokens())
-    assert [layer.moe_layer.stats.gate
+    assert [layer.moe_layer.stats.router
             for layer in moe_layers(both)] == ["switch", "expert_choice"] * 2
 
 
@@ -139,8 +139,8 @@ class FirstTwo(Router):
         clean_TE, logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(1)
         ids_TK = torch.tensor([[0, 1]], device=x_TD.device).expand(len(x_TD), 2)
-        seen = self.seen(ids_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
-        return self.finish(seen, ids_TK, probs_TE.gather(1, ids_TK), probs_TE.detach().amax(1))
+        inputs = self.loss_inputs(ids_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
+        return self.finish(inputs, ids_TK, probs_TE.gather(1, ids_TK), probs_TE.detach().amax(1))
 '''
 
 
@@ -166,7 +166,7 @@ def test_deterministic_runs_have_the_same_bits(corpus: Corpus, tmp_path: Path) -
         home.mkdir()
         train(
             corpus, home,
-            "--moe-deterministic --moe-router topk,noisy_topk --moe-gate-choice cycle "
+            "--moe-deterministic --moe-router topk,noisy_topk --moe-router-selection cycle "
             "--moe-router-noise 1.0 --max-update 4 "
             "--no-epoch-checkpoints --dropout 0.1", ranks=2)
         saved.append([

@@ -48,7 +48,7 @@ def _gates(home: Path, layer: str) -> list[str]:
         json.loads(line) for path in home.parent.glob(f"{home.name}.jsonl*")
         for line in path.read_text().splitlines()
     ]
-    found = [(row["step"], row["gates"]) for row in rows if row["layer"] == layer]
+    found = [(row["step"], row["routers"]) for row in rows if row["layer"] == layer]
     # every micro-batch of a step, and its recomputation
     assert all(len(gates) == 1 for _, gates in found)
     return [next(iter(gates)) for _, gates in sorted(found, key=lambda pair: pair[0])]
@@ -59,7 +59,7 @@ def test_every_way_to_run_takes_the_same_gates(data: str, tmp_path: Path) -> Non
     """Random by step and layer: expert parallel with recomputation and pipeline stages, against one
     rank.
     """
-    argv = [*GATES, "--moe-gate-choice", "random", "--moe-gate-choice-seed", "2"]
+    argv = [*GATES, "--moe-router-selection", "random", "--moe-router-selection-seed", "2"]
     want = _begun(data, tmp_path / "one", *argv)
     by_layer = [_gates(tmp_path / "one", layer) for layer in ("layer1", "layer2")]
     assert all(len(gates) == 8 and set(gates) == {"switch", "expert_choice"}
@@ -74,8 +74,8 @@ def test_every_way_to_run_takes_the_same_gates(data: str, tmp_path: Path) -> Non
 @pytest.mark.distributed
 def test_a_resumed_run_goes_on_in_the_sequence(data: str, tmp_path: Path) -> None:
     argv = [
-        *GATES, "--moe-gate-choice", "cycle", "--moe-gate-choice-every", "3", *EP2, "--save",
-        str(tmp_path / "saved"), "--save-interval", "4"
+        *GATES, "--moe-router-selection", "cycle", "--moe-router-selection-every", "3", *EP2,
+        "--save", str(tmp_path / "saved"), "--save-interval", "4"
     ]
     whole = _run(data, tmp_path / "whole", *argv)
     assert _gates(tmp_path / "whole",
@@ -88,7 +88,7 @@ def test_a_resumed_run_goes_on_in_the_sequence(data: str, tmp_path: Path) -> Non
 
 @pytest.mark.distributed
 def test_by_layer_over_pipeline_stages(data: str, tmp_path: Path) -> None:
-    argv = [*GATES, "--moe-gate-choice", "layer"]
+    argv = [*GATES, "--moe-router-selection", "layer"]
     want = _begun(data, tmp_path / "one", *argv)
     assert _run(data, tmp_path / "pp", *argv, *PP2, "--load",
                 str(tmp_path / "one")) == pytest.approx(want, abs=5e-4)
@@ -155,7 +155,7 @@ def _overlapped(case: Case) -> list[tuple[str, list[float]]]:
 
     initialise_parallel(case)
     layer = _layer(case, "switch",
-                   **{"router.name": "switch,base,expert_choice", "router.choice.rule": "cycle"})
+                   **{"router.name": "switch,base,expert_choice", "router.selection.rule": "cycle"})
     wrapped = DistributedDataParallel(case.config(),
                                       DistributedDataParallelConfig(overlap_grad_reduce=True),
                                       layer)
@@ -165,8 +165,8 @@ def _overlapped(case: Case) -> list[tuple[str, list[float]]]:
         x, weigh, _ = batch(case)
         (wrapped(x)[0] * weigh).sum().backward()
         wrapped.finish_grad_sync()
-        seen.append((layer.last_stats.gate,
-                     [float(gate.weight_ED.main_grad.abs().sum()) for gate in layer.router.gates]))
+        grads = [float(one.weight_ED.main_grad.abs().sum()) for one in layer.router.routers]
+        seen.append((layer.last_stats.router, grads))
         finish_step(layer.router)
     return seen
 
@@ -248,8 +248,8 @@ def _parameters(argv: list[str]) -> list[torch.Tensor]:
 def test_deterministic_runs_have_the_same_bits(data: str) -> None:
     argv = [
         *MODEL, "--data-path", data, "--train-iters", "4", "--deterministic-mode",
-        "--hidden-dropout", "0.1", "--moe-router", "topk,noisy_topk", "--moe-gate-choice", "cycle",
-        "--moe-router-noise", "1.0", *EP2
+        "--hidden-dropout", "0.1", "--moe-router", "topk,noisy_topk", "--moe-router-selection",
+        "cycle", "--moe-router-noise", "1.0", *EP2
     ]
     for one, two in zip(on_ranks(2, _parameters, argv), on_ranks(2, _parameters, argv),
                         strict=True):

@@ -17,7 +17,7 @@ from moe_plugin.config import from_dict
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.records import HostContext, TokenInfo
-from moe_plugin.routing import GateCall, finish_step, gate_choices, number_layers
+from moe_plugin.routing import SelectionCall, finish_step, number_layers, router_selections
 from moe_plugin.routing.replay import checkpoint, record_routing, replay_routing
 from tests.distributed import run_gloo
 
@@ -31,32 +31,32 @@ def make(names: str = NAMES, losses: dict | None = None, router: dict | None = N
     return MoELayer(
         from_dict({
             "model_dim": 6, "num_experts": 4, "losses": losses or {},
-            "router": {"name": names, "choice": choice,
+            "router": {"name": names, "selection": choice,
                        **(router or {})}, "experts": {"hidden_dim": 8}
         }), comm, host=host)
 
 
 def who(layer: MoELayer, **info) -> str:
-    return layer(torch.randn(8, 6), info=TokenInfo(**info) if info else None).stats.gate
+    return layer(torch.randn(8, 6), info=TokenInfo(**info) if info else None).stats.router
 
 
 def sequence(layer: MoELayer, steps: int) -> list[str]:
     seen = []
     for _ in range(steps):
-        gates = {who(layer) for _ in range(2)}  # two micro-batches
-        assert len(gates) == 1
-        seen += gates
+        names = {who(layer) for _ in range(2)}  # two micro-batches
+        assert len(names) == 1
+        seen += names
         finish_step(layer)
     return seen
 
 
-def test_the_gate_that_decides_is_the_one_that_is_named() -> None:
+def test_the_stats_name_the_router_that_decides() -> None:
     layer = make(rule="cycle")
     for name, choices in zip(NAMES.split(","), (1, 2, 4), strict=True):
         out = layer(torch.randn(8, 6))
-        assert out.stats.gate == name and out.stats.load_KE.shape[0] == choices
+        assert out.stats.router == name and out.stats.load_KE.shape[0] == choices
         finish_step(layer)
-    assert make("switch")(torch.randn(8, 6)).stats.gate is None
+    assert make("switch")(torch.randn(8, 6)).stats.router is None
 
 
 def test_rules_in_training_and_outside() -> None:
@@ -73,7 +73,7 @@ def test_rules_in_training_and_outside() -> None:
 def test_a_call_may_name_its_gate_under_any_rule() -> None:
     layer = make(rule="cycle")
     finish_step(layer)
-    assert [who(layer, gate_index=i)
+    assert [who(layer, router_index=i)
             for i in range(3)] == NAMES.split(",") and who(layer, sequences=1) == "gshard"
 
 
@@ -117,17 +117,18 @@ def test_a_checkpoint_goes_on_in_the_sequence(rule: str) -> None:
 
 @pytest.mark.parametrize(
     "router,words",
-    [({"name": "switch", "choice": {"rule": "cycle"}
-       }, "router.choice.rule='cycle' .*with the one router 'switch'"),
-     ({"name": NAMES, "choice": {"rule": "cycle", "every": 0}}, "router.choice.every=0 .*>= 1"),
-     ({"name": NAMES, "choice": {"rule": "cycle", "outside_training": 3}
+    [({"name": "switch", "selection": {"rule": "cycle"}
+       }, "router.selection.rule='cycle' .*with the one router 'switch'"),
+     ({"name": NAMES, "selection": {"rule": "cycle", "every": 0}},
+      "router.selection.every=0 .*>= 1"),
+     ({"name": NAMES, "selection": {"rule": "cycle", "outside_training": 3}
        }, r"outside_training=3 .*in 0..2; router.name lists 3"),
-     ({"name": NAMES, "choice": {"rule": "layer", "seed": 4}
-       }, "router.choice.seed=4 .*does not read it"),
-     ({"name": NAMES, "choice": {"outside_training": 1}
-       }, "outside_training=1 .*must be 0 where router.choice.rule=first"),
-     ({"name": NAMES, "choice": {"rule": "lottery"}
-       }, "unknown gate_choice 'lottery'; known: cycle, first, layer, random"),])
+     ({"name": NAMES, "selection": {"rule": "layer", "seed": 4}
+       }, "router.selection.seed=4 .*does not read it"),
+     ({"name": NAMES, "selection": {"outside_training": 1}
+       }, "outside_training=1 .*must be 0 where router.selection.rule=first"),
+     ({"name": NAMES, "selection": {"rule": "lottery"}
+       }, "unknown router_selection 'lottery'; known: cycle, first, layer, random"),])
 def test_settings_that_do_not_fit(router: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MoELayer(from_dict({"model_dim": 6, "router": router}))
@@ -135,31 +136,31 @@ def test_settings_that_do_not_fit(router: dict, words: str) -> None:
 
 @pytest.fixture
 def own_rule() -> Iterator[None]:
-    @gate_choices.register("test_warm_up")
-    def warm_up(call: GateCall) -> int:
+    @router_selections.register("test_warm_up")
+    def warm_up(call: SelectionCall) -> int:
         """The first router for `every` steps, then the last, then one too many."""
         return min(call.turn, 1) * (call.count - 1) + (call.step > 4)
 
     yield
-    del gate_choices._entries["test_warm_up"]
+    del router_selections._entries["test_warm_up"]
 
 
 def test_a_rule_of_ones_own(own_rule: None) -> None:
     layer = make(rule="test_warm_up", every=3)
     assert sequence(layer, 5) == ["switch"] * 3 + ["expert_choice"] * 2
-    with pytest.raises(ValueError,
-                       match=r"choice 'test_warm_up': index=3 is out of bounds: must be in 0..2"):
+    message = r"selection 'test_warm_up': index=3 is out of bounds: must be in 0..2"
+    with pytest.raises(ValueError, match=message):
         who(layer)
 
 
-def test_a_recomputation_takes_the_gate_of_its_first_pass() -> None:
+def test_a_recomputation_takes_the_router_of_its_first_pass() -> None:
     layer = make(rule="cycle", host=HostContext(replay=True))
     x = torch.randn(8, 6, requires_grad=True)
     seen: list[str] = []
 
     def run(v: torch.Tensor) -> torch.Tensor:
         out = layer(v)
-        seen.append(out.stats.gate)
+        seen.append(out.stats.router)
         return out.output
 
     late = [checkpoint(run, x).sum()]
@@ -170,7 +171,7 @@ def test_a_recomputation_takes_the_gate_of_its_first_pass() -> None:
     assert len(seen) >= 5 and set(seen) == {"switch"} and who(layer) == "gshard"
 
 
-def test_replay_takes_the_recorded_gate_in_another_step() -> None:
+def test_replay_takes_the_recorded_router_in_another_step() -> None:
     layer, x = make(rule="cycle"), torch.randn(8, 6)
     finish_step(layer)
     with record_routing() as tape:
@@ -178,30 +179,30 @@ def test_replay_takes_the_recorded_gate_in_another_step() -> None:
     finish_step(layer)
     with replay_routing(tape):
         again = layer(x).stats
-    assert first.gate == again.gate == "gshard" and torch.equal(first.load_KE, again.load_KE)
+    assert first.router == again.router == "gshard" and torch.equal(first.load_KE, again.load_KE)
 
 
 def test_gradients_are_those_of_the_router_alone_and_idle_ones_are_zero() -> None:
     layer, x = make(rule="cycle"), torch.randn(8, 6)
     # an idle router's values reach nothing
-    layer.router.gates[0].weight_ED.data[0, 0] = float("nan")
+    layer.router.routers[0].weight_ED.data[0, 0] = float("nan")
     for index, name in list(enumerate(NAMES.split(",")))[1:]:
         finish_step(layer)
         alone = make(name)
         alone.experts.load_state_dict(layer.experts.state_dict())
-        alone.router.load_state_dict(layer.router.gates[index].state_dict())
+        alone.router.load_state_dict(layer.router.routers[index].state_dict())
         results = []
         for each in (layer, alone):
             each.zero_grad(set_to_none=True)
             torch.manual_seed(3)
             each(x).output.square().sum().backward()
             results.append([p.grad for p in each.experts.parameters()])
-        results[0].append(layer.router.gates[index].weight_ED.grad)
+        results[0].append(layer.router.routers[index].weight_ED.grad)
         results[1].append(alone.router.weight_ED.grad)
         assert all(torch.equal(a, b)
                    for a, b in zip(*results, strict=True)) and results[0][-1].abs().sum() > 0
-        assert all((gate.weight_ED.grad == 0).all() for i, gate in enumerate(layer.router.gates)
-                   if i != index)
+        idle = [router for i, router in enumerate(layer.router.routers) if i != index]
+        assert all((router.weight_ED.grad == 0).all() for router in idle)
 
 
 def test_losses_of_one_router_alone_are_absent_where_another_decides() -> None:
@@ -227,7 +228,7 @@ def test_records_count_the_gates_and_average_a_loss_over_its_own_calls() -> None
         values += stats.losses.values()
         finish_step(layer)
     record = recorder.reduce()["layer"]
-    assert record["gates"] == {"noisy_topk": 2, "switch": 1} and record["calls"] == 3
+    assert record["routers"] == {"noisy_topk": 2, "switch": 1} and record["calls"] == 3
     assert len(values) == 2 and record["losses"]["noisy_load"] == pytest.approx(
         float(sum(values)) / 2)
 
@@ -250,14 +251,14 @@ def _train_under_ddp() -> list[tuple[str, float]]:
         optimizer.step()
         optimizer.zero_grad()
         finish_step(model)
-        seen.append((out.stats.gate, float(sum(p.sum() for p in layer.router.parameters()))))
+        seen.append((out.stats.router, float(sum(p.sum() for p in layer.router.parameters()))))
     return seen
 
 
 @pytest.mark.distributed
 def test_ranks_take_the_same_gates_and_ddp_does_not_wait_for_idle_ones() -> None:
     one, two = run_gloo(2, _train_under_ddp)
-    assert one == two and {gate for gate, _ in one} == {"switch", "base", "expert_choice"}
+    assert one == two and {router for router, _ in one} == {"switch", "base", "expert_choice"}
 
 
 def _differing() -> str:
@@ -276,5 +277,5 @@ def _differing() -> str:
 def test_ranks_with_different_settings_are_told_when_built() -> None:
     for rank, message in enumerate(run_gloo(2, _differing)):
         assert message.startswith(
-            "ValueError: router.name and router.choice differ between the 2 ranks"
+            "ValueError: router.name and router.selection differ between the 2 ranks"
         ) and f"rank {rank} has" in message

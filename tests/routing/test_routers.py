@@ -287,22 +287,22 @@ def test_token_ids_reach_the_router_through_the_layer() -> None:
         layer(torch.randn(3, 4, 6), info=TokenInfo(ids))
 
 
-def test_several_gates_one_chosen_a_call() -> None:
+def test_one_of_several_routers_decides_a_call() -> None:
     config = from_dict({
         "model_dim": 6, "num_experts": 4, "losses": {"gshard": 1.0},
         "router": {"name": "switch, sigmoid_bias,expert_choice"}
     })
     host = HostContext(replay=True, batch_comm=LocalComm())
     layer = MoELayer(config, host=host)
-    assert all(gate.host is host and gate.batch_comm is host.batch_comm
-               for gate in layer.router.gates) and layer.router.recordings.enabled
+    assert all(router.host is host and router.batch_comm is host.batch_comm
+               for router in layer.router.routers) and layer.router.recordings.enabled
     x = torch.randn(8, 6)
-    shapes = [layer(x, info=TokenInfo(gate_index=i)).stats.load_KE.shape[0] for i in range(3)]
+    shapes = [layer(x, info=TokenInfo(router_index=i)).stats.load_KE.shape[0] for i in range(3)]
     assert shapes == [1, 2, 4] and layer(x).stats.load_KE.shape[0] == 1
-    with pytest.raises(ValueError, match=r"gate_index=3 is out of bounds: must be in 0..2"):
-        layer(x, info=TokenInfo(gate_index=3))
+    with pytest.raises(ValueError, match=r"router_index=3 is out of bounds: must be in 0..2"):
+        layer(x, info=TokenInfo(router_index=3))
     finish_step(layer)
-    assert layer.router.gates[1].load_E.sum() == 0
+    assert layer.router.routers[1].load_E.sum() == 0
 
 
 def test_a_router_of_ones_own() -> None:
@@ -318,8 +318,8 @@ def test_a_router_of_ones_own() -> None:
         def route(self, x_TD, mask_T, k, info):
             ids = torch.tensor([[0, 1]]).expand(len(x_TD), 2)
             probs = torch.full((len(x_TD), self.num_experts), 1 / self.num_experts)
-            return self.finish(self.seen(ids, mask_T, info, logits_TE=probs, probs_TE=probs), ids,
-                               torch.full(ids.shape, 0.5), probs[:, 0])
+            inputs = self.loss_inputs(ids, mask_T, info, logits_TE=probs, probs_TE=probs)
+            return self.finish(inputs, ids, torch.full(ids.shape, 0.5), probs[:, 0])
 
     try:
         out = MoELayer(
