@@ -50,7 +50,7 @@ def test_a_plain_module_gets_all_four_arguments_and_needs_nothing() -> None:
     layer = MoELayer(from_dict(LAYER), router=Plain())
     ids = torch.arange(10).view(2, 5)
     assert layer(torch.randn(2, 5, 6)).stats.as_dict()["load"] == [0, 0, 0, 10]
-    assert layer.router.call == (None, None, None)
+    assert layer.router.call == (None, None, TokenInfo())
     layer(torch.randn(2, 5, 6), ids > 2, top_k=3, info=TokenInfo(ids))
     mask_T, top_k, info = layer.router.call
     assert torch.equal(mask_T, torch.arange(10) > 2) and top_k == 3
