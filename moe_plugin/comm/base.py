@@ -1,8 +1,8 @@
-"""`Comm`: the only way in which a layer talks to other ranks.
+"""`Comm`: the only interface through which a layer communicates with other ranks.
 
 A `Comm` is a group of ranks with the collectives below, without autograd; the differentiable forms
-are written once, on top, in `moe_plugin.comm.functional`. The hierarchical all-to-all algorithms
-are sets of point-to-point messages of the group that is already there (`exchange`), so they need no
+are in `moe_plugin.comm.functional` and `moe_plugin.comm.regions`. Hierarchical all-to-all
+algorithms are sets of point-to-point messages in the same group (`send_receive`), so they need no
 further process groups.
 """
 
@@ -19,21 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
 
-TAGS = 1 << 20
+Messages = Sequence[tuple[int, Tensor]]
 
 
 class CommError(RuntimeError):
-    """A collective failed. The message names rank, collective and sizes."""
+    """A collective failed or cannot run. The message names rank, collective and sizes."""
 
 
 @dataclass
 class Counters:
-    """What this rank sent to other ranks of a group, views of it included.
+    """What this rank sent to other ranks through one `Comm`, its views and its subgroups.
 
-    exchanges: all-to-alls by the algorithm that really ran, which is `linear` where a hierarchical
-    one has nothing to gain.
+    bytes, messages: totals. exchanges: number of all-to-alls by the algorithm that ran, which is
+    `linear` where a hierarchical one falls back to it.
     """
 
     bytes: int = 0
@@ -44,78 +45,101 @@ class Counters:
 class Comm(ABC):
     """A group of `size` ranks, of which this process (or thread) is `rank`.
 
-    receive_first: whether point-to-point messages with all receives posted first are the better
-    linear all-to-all here.
-    threaded: whether exchanges may run in a thread beside this one (on `tagged` views).
-    tag: tells apart exchanges that are under way at the same time, see `tagged`.
+    Args:
+        rank, size: this rank's index in the group, and the number of ranks.
+        name: of the group, for messages.
+        state: what is known of the group; None: nothing yet.
+
+    receive_first: whether point-to-point messages with all receives posted first are the faster
+        linear all-to-all here.
+    threaded: whether exchanges may run in another thread (on views made by `with_tag`).
+    tag: tells apart exchanges that run at the same time, see `with_tag`.
     """
 
-    rank: int
-    size: int
-    name: str
     receive_first: bool = False
     threaded: bool = False
     tag: int = 0
 
+    def __init__(self, rank: int, size: int, name: str, state: GroupState | None = None) -> None:
+        self.rank, self.size, self.name = rank, size, name
+        self.state = GroupState() if state is None else state
+        self.counters = Counters()
+        if size == 1 and self.state.topology is None:
+            self.state.set_topology(Topology.one_node(1))
+
     @abstractmethod
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange along dimension 0, the backend's own way. Rank i's j-th piece becomes rank j's
-        i-th piece.
+        """Exchange along dimension 0 by the backend's own all-to-all.
+
+        Rank i's j-th piece becomes rank j's i-th piece.
 
         Args:
-            x: contiguous, `sum(send)` long in dimension 0.
+            x: [sum(send), ...], contiguous, any dtype.
             send: lengths of the pieces to each rank; None: equal pieces.
             recv: lengths of the pieces from each rank; None: equal pieces.
-        Returns: a new tensor, `sum(recv)` long in dimension 0, pieces in rank order.
+        Returns: a new tensor [sum(recv), ...] of the same dtype, pieces in rank order.
         """
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """A new tensor, equal on all ranks: element-wise `sum` or `max` over ranks."""
+        """A new tensor like `x`, equal on all ranks: element-wise `sum` or `max` over ranks.
+
+        x: any shape, the same on all ranks.
+        """
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """A new tensor: all ranks' `x` (equal shapes) concatenated along dimension 0."""
+        """All ranks' `x` concatenated along dimension 0.
+
+        x: [n, ...], the same shape on all ranks. Returns: a new tensor [size * n, ...].
+        """
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """A new tensor: this rank's 1/size piece (dimension 0) of the sum over ranks."""
+        """This rank's piece of the sum over ranks.
+
+        x: [size * n, ...], the same shape on all ranks. Returns: a new tensor [n, ...].
+        """
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """A new tensor equal to `x` of rank `root`."""
+        """A new tensor equal to `x` of rank `root`.
+
+        x: any shape, the same on all ranks.
+        """
 
     @abstractmethod
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
-                                                                                  Tensor]]) -> None:
-        """Point to point: send each (peer, contiguous tensor), fill each (peer, contiguous buffer).
-        All receives are posted first.
+    def send_receive(self, sends: Messages, recvs: Messages) -> None:
+        """Point-to-point messages. All receives are posted before any send.
 
         Every rank of the group calls it, with empty lists where it has nothing to send or receive.
-        Any dtype; no empty tensors.
+
+        Args:
+            sends: (peer, contiguous tensor) for each message out; any dtype, not empty.
+            recvs: (peer, contiguous buffer to fill) for each message in.
         """
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """The `Comm` of these ranks (indices in this group); None on ranks outside. All ranks must
-        call it, in one order.
+        """The `Comm` of these ranks (indices in this group); None on other ranks.
+
+        Collective: all ranks call it, in the same order. It has its part of this group's topology.
         """
 
-    def run_of(self, size: int) -> Comm:
-        """The subgroup of this rank's run of `size` consecutive ranks; `size` divides the group's.
-        Made once; the first use is collective.
+    def contiguous_subgroup(self, size: int) -> Comm:
+        """The subgroup of `size` consecutive ranks that this rank is in.
 
-        What is sent in it counts as sent in this group.
+        size: divides the size of this group. The first use of a size is collective. What is sent
+        in the subgroup counts in this group's counters.
         """
-        runs: dict[int, Comm] = self.memo.setdefault("runs", {})
-        if size not in runs:
-            made = [
-                self.subgroup(range(start, start + size)) for start in range(0, self.size, size)
-            ]
-            runs[size] = made[self.rank // size]
-            runs[size]._counters = self.counters
-        return runs[size]
+        if size not in self.state.subgroups:
+            made = [self.subgroup(range(start, start + size))
+                    for start in range(0, self.size, size)]
+            self.state.subgroups[size] = made[self.rank // size]
+        view = copy.copy(self.state.subgroups[size])
+        view.counters = self.counters
+        return view
 
     @abstractmethod
     def barrier(self) -> None:
@@ -123,20 +147,8 @@ class Comm(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of this group must lie."""
+        """Where tensors of this group must be."""
         return torch.device("cpu")
-
-    @property
-    def memo(self) -> dict[str, Any]:
-        """What is found out once for a group and kept with it (topology, measurements); shared by
-        `tagged` views.
-        """
-        return self.__dict__.setdefault("_memo", {})
-
-    @property
-    def counters(self) -> Counters:
-        """Bytes and messages sent so far."""
-        return self.__dict__.setdefault("_counters", Counters())
 
     @property
     def bytes_sent(self) -> int:
@@ -145,49 +157,51 @@ class Comm(ABC):
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node: as set, else detected. The first use is collective: all ranks
-        must make it.
-        """
-        if "topology" not in self.memo:
-            self.memo["topology"] = self.detect_topology()
-        return self.memo["topology"]
+        """Which ranks share a node. Raises: CommError: `prepare` has not been called."""
+        if self.state.topology is None:
+            raise self.error("the topology is not known; call comm.prepare() on all ranks of the "
+                             "group first")
+        return self.state.topology
 
-    @topology.setter
-    def topology(self, topology: Topology) -> None:
+    def prepare(self, topology: Topology | None = None) -> Topology:
+        """Agree on the group's topology. Collective: all ranks call it with equal arguments.
+
+        topology: which ranks share a node; None: the one that is known, else it is detected.
+        Another topology than before discards what was measured under that one.
+        Raises: ValueError: the topology has another number of ranks.
+        """
+        if topology is None:
+            topology = self.state.topology or self.detect_topology()
         if topology.size != self.size:
             raise ValueError(
                 f"topology of {topology.size} ranks does not fit {self.name!r} with {self.size}; "
                 "give one node list for all ranks of the group"
             )
-        if topology != self.memo.get("topology"):
-            self.memo["topology"] = topology
-            # what was measured and planned, was so for another placement
-            for known in ("chooser", "2dh"):
-                self.memo.pop(known, None)
+        if topology != self.state.topology:
+            self.state.set_topology(topology)
+            for size, subgroup in self.state.subgroups.items():
+                first = self.rank // size * size
+                subgroup.prepare(topology.restrict(range(first, first + size)))
+        return topology
 
     def detect_topology(self) -> Topology:
-        """Ask the ranks where they run; collective. Here: all on one node."""
+        """Ask the ranks on which node they run; collective. Here: all on one node."""
         return Topology.one_node(self.size)
 
-    def tagged(self, tag: int) -> Comm:
-        """A view of this group whose exchanges do not mix with those of other tags, for use from
-        another thread.
-        """
-        self.memo, self.counters  # noqa: B018 - made here, so that views share them
+    def with_tag(self, tag: int) -> Comm:
+        """A view of this group for another thread: its messages do not mix with other tags'."""
         view = copy.copy(self)
         view.tag = tag
         return view
 
-    def next_tag(self) -> int:
-        """A tag for an exchange in the background. Ranks start these in one order, so they draw
-        alike.
-        """
-        return next(self.memo.setdefault("tags", itertools.count())) % (TAGS - 1) + 1
-
     def exchange_ints(self, sends: Mapping[int, Sequence[int]],
                       recvs: Mapping[int, int]) -> dict[int, list[int]]:
-        """Exchange host integers: `sends[peer]` out, `recvs[peer]` many in. What is meant for this
-        rank itself stays here.
+        """Exchange host integers. Those for this rank itself are not sent.
+
+        Args:
+            sends: by peer, the integers to send.
+            recvs: by peer, how many integers it sends to this rank.
+        Returns: by peer, the received integers.
         """
         def others(items: Mapping[int, Any]) -> list[int]:
             return [peer for peer in items if peer != self.rank]
@@ -196,7 +210,7 @@ class Comm(ABC):
                for p in others(sends) if len(sends[p])]
         buffers = [(p, torch.empty(recvs[p], dtype=torch.int64, device=self.device))
                    for p in others(recvs) if recvs[p]]
-        self.exchange(out, buffers)
+        self.send_receive(out, buffers)
         # one copy to the host for all peers
         values = torch.cat([b for _, b in buffers]).tolist() if buffers else []
         ends = list(itertools.accumulate((len(b) for _, b in buffers), initial=0))
@@ -207,57 +221,65 @@ class Comm(ABC):
         return got
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over ranks, equal on all of them; by point-to-point messages alone
-        (log2 of size rounds).
+        """Element-wise maximum over ranks, equal on all of them.
+
+        Uses point-to-point messages only (log2 of size rounds).
         """
         mine = torch.tensor(list(values), dtype=torch.float64)
         step = 1
         while step < self.size:
             theirs = torch.empty_like(mine, device=self.device)
-            self.exchange([((self.rank + step) % self.size, mine.to(self.device))],
-                          [((self.rank - step) % self.size, theirs)])
+            self.send_receive([((self.rank + step) % self.size, mine.to(self.device))],
+                              [((self.rank - step) % self.size, theirs)])
             mine = torch.maximum(mine, theirs.cpu())
             step *= 2
         return mine.tolist()
 
     @contextmanager
-    def explained(self, what: Callable[[], str]) -> Iterator[None]:
-        """Turn any failure inside into a `CommError` that names rank, group, collective and sizes.
+    def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Raise a failure inside as a `CommError` that names rank, group, collective and sizes.
+
+        describe: the collective and its sizes in words; called only after a failure.
         """
         try:
             yield
         except CommError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise CommError(
-                f"rank {self.rank} of {self.size} in group {self.name!r}: {what()} failed: "
-                f"{error}{self.who_is_missing()}"
-            ) from error
+            raise self.error(f"{describe()} failed: {error}{self.missing_ranks()}") from error
+
+    def error(self, text: str) -> CommError:
+        """A `CommError` that begins with rank and group."""
+        return CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {text}")
 
     def store(self) -> Any:
-        """A key-value store that all ranks share, on a connection of its own; None where there is
-        none.
-        """
+        """A key-value store that all ranks share, on its own connection; None: there is none."""
         return None
 
-    def who_is_missing(self) -> str:
-        """What is known of ranks that gave no sign of life, for an error message; empty where
-        nothing watches.
+    def missing_ranks(self) -> str:
+        """The watchdog's report on ranks without heartbeats, for an error message.
+
+        Empty where no watchdog runs.
         """
-        watchdog = self.memo.get("watchdog")
+        watchdog = self.state.watchdog
         return f"; {watchdog.report()}" if watchdog is not None else ""
 
-    def ran(self, algorithm: str) -> None:
-        """Called by an all-to-all algorithm that runs: it is counted by its name."""
-        self.counters.exchanges[algorithm] = self.counters.exchanges.get(algorithm, 0) + 1
+    def count_exchange(self, algorithm: str) -> None:
+        """Called by each all-to-all algorithm when it runs."""
+        exchanges = self.counters.exchanges
+        exchanges[algorithm] = exchanges.get(algorithm, 0) + 1
 
-    def _count(self, messages: int, size: int) -> None:
+    def _count_sent(self, messages: int, size: int) -> None:
         self.counters.messages += messages
         self.counters.bytes += size
 
 
-def pieces(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
-    """Lengths of the pieces: `splits`, or equal ones. A `ValueError` names what does not add up."""
+def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
+    """Lengths of the pieces of `length` rows for `size` ranks: `splits`, or equal ones.
+
+    what: the argument's name, for the message.
+    Raises: ValueError: another number of splits than ranks, or rows that cannot be cut equally.
+    """
     if splits is not None:
         if len(splits) != size:
             raise ValueError(
@@ -271,7 +293,7 @@ def pieces(length: int, size: int, splits: Sequence[int] | None, what: str) -> l
 class Exchange(ABC):
     """An all-to-all algorithm. One object serves all groups: state of a group is in `Comm.state`.
 
-    in_background: whether it may run in another thread or on a side stream while this rank computes.
+    in_background: whether it may run in another thread or on a side stream while the rank computes.
     """
 
     in_background: bool = True

@@ -1,5 +1,6 @@
-"""Pieces of a tensor along dimension 0: reordering and exchanging them. What the algorithms are
-made of.
+"""Pieces of a tensor along dimension 0: reordering and exchanging them.
+
+The all-to-all algorithms are made of these functions.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm, pieces
+from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.kernels import transpose_chunks
 
 
 def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Cut `x` in pieces of `lengths` and put them together in another order. One copy; no empty
-    piece is touched.
+    """Cut `x` in pieces and concatenate them in another order, in one copy.
+
+    x: [sum(lengths), ...]. order: for each piece of the result, its index in `lengths`.
     """
     parts = x.split(list(lengths))
     wanted = [parts[i] for i in order if lengths[i]]
@@ -25,32 +27,34 @@ def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
 def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
     """`outer * inner` equal pieces from outer-major to inner-major order, in one strided copy.
 
-    x: [outer * inner * c, ...]; piece (o, j) becomes piece (j, o). On a GPU the Triton kernel.
+    x: [outer * inner * c, ...]; piece (o, j) becomes piece (j, o). On a GPU it is a Triton kernel.
     """
     return x if outer == 1 or inner == 1 or not x.numel() else transpose_chunks(x, outer, inner)
 
 
 def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
                     recvs: Iterable[tuple[int, Tensor]]) -> None:
-    """`comm.exchange` of what is not empty; what is meant for this rank itself is copied."""
+    """`comm.send_receive` of (peer, [n, ...]) without empty tensors; this rank's own is copied."""
     sends, recvs = list(sends), list(recvs)
     here = [x for peer, x in sends if peer == comm.rank and x.shape[0]]
     for source, target in zip(here, [b for peer, b in recvs if peer == comm.rank and b.shape[0]],
                               strict=True):
         target.copy_(source)
-    comm.exchange([(p, x) for p, x in sends if p != comm.rank and x.numel()],
+    comm.send_receive([(p, x) for p, x in sends if p != comm.rank and x.numel()],
                   [(p, b) for p, b in recvs if p != comm.rank and b.numel()])
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
-    """The ranks, beginning after `rank` and ending with it: every rank begins with another peer."""
+    """The ranks in cyclic order after `rank`, so that every rank begins with another peer."""
     start = ranks.index(rank) + 1 if rank in ranks else 0
     return list(ranks[start:]) + list(ranks[:start])
 
 
 def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None:
-    """All-to-all of equal pieces among `ranks`, this one included: piece i of `x` to ranks[i],
-    piece i of `out` from it.
+    """All-to-all of equal pieces among `ranks`, which include this one.
+
+    x, out: [len(ranks) * n, ...], contiguous; piece i of `x` goes to ranks[i], piece i of `out`
+    comes from it.
     """
     if not x.numel():
         return
@@ -58,18 +62,19 @@ def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None
     sources, targets = x.view(size, -1).unbind(), out.view(size, -1).unbind()
     targets[here].copy_(sources[here])
     order = [*range(here + 1, size), *range(here)]
-    comm.exchange([(ranks[i], sources[i]) for i in order],
+    comm.send_receive([(ranks[i], sources[i]) for i in order],
                   [(ranks[i], targets[i]) for i in reversed(order)])
 
 
 def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
                   recv: Sequence[int] | None) -> Tensor:
-    """A linear all-to-all as point-to-point messages, all receives posted before any send; see
-    `Comm.all_to_all`.
+    """A linear all-to-all as point-to-point messages, all receives posted before any send.
+
+    Arguments and result as in `Comm.all_to_all`.
     """
     even = send is None and recv is None
-    send = pieces(x.shape[0], comm.size, send, "all_to_all send")
-    recv = pieces(x.shape[0], comm.size, recv, "all_to_all receive")
+    send = piece_lengths(x.shape[0], comm.size, send, "all_to_all send")
+    recv = piece_lengths(x.shape[0], comm.size, recv, "all_to_all receive")
     out = x.new_empty((sum(recv), *x.shape[1:]))
     if even:
         swap_equal(comm, range(comm.size), x, out)
@@ -82,19 +87,18 @@ def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
 
 
 def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
-    """This rank's piece of the sum over ranks, by a ring of messages: each rank sends (n-1)/n of
-    `x`, and a node's edge is crossed once.
+    """This rank's part of the sum over ranks, [size * n, ...] to [n, ...], by a ring of messages.
 
-    gloo's own sums all of `x` on every rank and throws the rest away: twice the bytes. Piece j is
-    added up in the order of ranks j+1, ..., j.
+    Each rank sends (size - 1)/size of `x`; gloo's own reduce-scatter sums all of `x` on every rank
+    and sends twice the bytes. Part j is summed in the order of ranks j+1, ..., j.
     """
-    length = pieces(x.shape[0], comm.size, None, "reduce_scatter")[0]
+    length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if comm.size == 1 or not x.numel():
         return x[:length].clone()
     parts, size, me = x.contiguous().split(length), comm.size, comm.rank
-    held = parts[me - 1]
+    total = parts[me - 1]
     for step in range(size - 1):
-        partial = torch.empty_like(held)
-        comm.exchange([((me + 1) % size, held)], [((me - 1) % size, partial)])
-        held = partial.add_(parts[(me - 2 - step) % size])
-    return held
+        partial = torch.empty_like(total)
+        comm.send_receive([((me + 1) % size, total)], [((me - 1) % size, partial)])
+        total = partial.add_(parts[(me - 2 - step) % size])
+    return total

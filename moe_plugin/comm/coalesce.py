@@ -1,6 +1,4 @@
-"""Several tensors in one exchange: rows, weights and ids that travel together cost one message a
-peer, not three.
-"""
+"""Several tensors in one exchange: rows and their scales cost one message per peer, not two."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Of what each packed row is made: (dtype, shape of a row, bytes of a row) of each tensor."""
+    """The parts of a packed row: (dtype, shape of a row, bytes of a row) of each tensor."""
 
     parts: tuple[tuple[torch.dtype, tuple[int, ...], int], ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Layout:
-        """Of these tensors; `ValueError` unless they have the same length."""
+        """The layout of these tensors, [R, ...] each. Raises: ValueError: their lengths differ."""
         if len({len(x) for x in tensors}) != 1:
             raise ValueError(
                 f"tensors of lengths {[len(x) for x in tensors]} cannot travel together; all must "
@@ -32,7 +30,7 @@ class Layout:
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Layout]:
-    """Tensors [R, ...] of any dtypes to bytes [R, B], and how to undo it."""
+    """Tensors [R, ...] of any dtypes as bytes, uint8 [R, B], and the layout for `unpack`."""
     layout = Layout.of(tensors)
     return torch.cat(
         [_as_bytes(x, size) for x, (_, _, size) in zip(tensors, layout.parts, strict=True)],
@@ -40,7 +38,7 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Layout]:
 
 
 def unpack(packed: Tensor, layout: Layout) -> list[Tensor]:
-    """The inverse of `pack`, for any number of rows."""
+    """The inverse of `pack` for any number of rows: uint8 [R, B] to tensors [R, ...]."""
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [
         _from_bytes(column, dtype, shape)
@@ -56,7 +54,7 @@ def _as_bytes(x: Tensor, size: int) -> Tensor:
 def _from_bytes(column: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not column.numel():
         return column.new_empty((column.shape[0], *shape), dtype=dtype)
-    # clone: a single row's column is contiguous where it lies, which may be no multiple of the
-    # element size
+    # clone: the column of a single row is contiguous already, at an offset that may be no multiple
+    # of the element size
     return column.clone(memory_format=torch.contiguous_format).view(-1).view(dtype).view(
         column.shape[0], *shape)

@@ -1,4 +1,4 @@
-"""On which node does this process run? What its launcher says, and what the host is called."""
+"""The node on which this process runs, by its launcher and its host name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _NODE_INDEX = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """Launcher's node index where it tells one, and host name: two processes share a node where
-    these are equal.
+    """The launcher's node index, if it sets one, and the host name.
 
-    Both count: containers of different hosts may have one host name, and a launcher may start
-    several agents on one host (which are kept apart, because it was asked to).
+    Two processes share a node where both are equal: containers on different hosts may have the same
+    host name, and a launcher may start several agents on one host, which count as nodes.
+
+    environment: of the process; None: `os.environ`.
     """
     environment = os.environ if environment is None else environment
     index = next((f"{name}={environment[name]}" for name in _NODE_INDEX if name in environment), "")

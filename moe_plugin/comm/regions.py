@@ -1,9 +1,8 @@
-"""Differentiable collectives for ranks that hold the same tensor and whose losses are the same loss
-(tensor parallelism).
+"""Differentiable collectives for ranks whose losses are one and the same (tensor parallelism).
 
-Each is its partner's mirror: what one does forward the other does backward. A gradient that arrives
-here is the same on all ranks and is never summed over them unless it is a part (Megatron's f and
-g).
+They mark the borders of a region in which each rank computes a part, as Megatron's f and g do. A
+gradient outside the region is equal on all ranks and is never summed over them; the gradients of
+parts are. `broadcast` is the exception: there the ranks' losses differ.
 """
 
 from __future__ import annotations
@@ -14,38 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return x.chunk(comm.size)[comm.rank].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.comm.all_gather(grad.contiguous()), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return comm.all_gather(x.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad.chunk(ctx.comm.size)[ctx.comm.rank].contiguous(), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        return comm.all_reduce(x.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad, None
+from moe_plugin.comm.functional import with_backward
 
 
 class _Enter(torch.autograd.Function):
@@ -66,42 +34,54 @@ class _Enter(torch.autograd.Function):
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None, comm: Comm, root: int) -> Tensor:
-        ctx.comm, ctx.mine = comm, comm.rank == root
+        ctx.comm, ctx.is_root = comm, comm.rank == root
         return comm.broadcast(x, root)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         total = ctx.comm.all_reduce(grad.contiguous())
-        return total if ctx.mine else torch.zeros_like(total), None, None, None
+        return total if ctx.is_root else torch.zeros_like(total), None, None, None
 
 
 def split(x: Tensor, comm: Comm) -> Tensor:
-    """This rank's 1/size of a tensor that all ranks hold (dimension 0, a multiple of size);
-    backward gathers the parts.
+    """This rank's part of a tensor that is equal on all ranks: [size * n, ...] to [n, ...].
+
+    Backward gathers the parts.
     """
-    return x if comm.size == 1 else _Split.apply(x, comm)
+    return with_backward(x, comm, "own_part", "all_gather")
 
 
 def gather(x: Tensor, comm: Comm) -> Tensor:
-    """All ranks' parts along dimension 0; backward keeps this rank's."""
-    return x if comm.size == 1 else _Gather.apply(x, comm)
+    """All ranks' parts along dimension 0: [n, ...] to [size * n, ...].
+
+    Backward takes this rank's part.
+    """
+    return with_backward(x, comm, "all_gather", "own_part")
 
 
 def sum_parts(x: Tensor, comm: Comm) -> Tensor:
-    """Sum of the ranks' parts; the gradient of each part is that of the sum (Megatron's g)."""
-    return x if comm.size == 1 else _Sum.apply(x, comm)
+    """Sum of the ranks' parts, any shape; the gradient of each part is that of the sum (Megatron's
+    g).
+    """
+    return with_backward(x, comm, "all_reduce", "identity")
 
 
 def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
           comm: Comm) -> tuple[Tensor, Tensor]:
-    """Both as they are; backward sums the ranks' parts of both gradients in one all-reduce
-    (Megatron's f), in x's dtype.
+    """Both tensors unchanged; backward sums the ranks' parts of both gradients (Megatron's f).
+
+    One all-reduce in x's dtype serves both.
+
+    Args:
+        x_TD: tokens, equal on all ranks. weights_TK: their routing weights.
+        anchor: a parameter, see `comm.functional`.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)
 
 
 def broadcast(x: Tensor, anchor: Tensor | None, comm: Comm, root: int) -> Tensor:
-    """`x` of rank root on all ranks, whose losses differ: backward sums their gradients at the
-    root.
+    """`x` of rank `root` on all ranks; backward sums all ranks' gradients at the root.
+
+    x: any shape, the same on all ranks. anchor: a parameter, see `comm.functional`.
     """
     return x if comm.size == 1 else _Broadcast.apply(x, anchor, comm, root)

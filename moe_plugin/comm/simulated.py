@@ -1,8 +1,8 @@
-"""`Comm` with all ranks in one process: one thread a rank, rendezvous instead of a network.
+"""`Comm` with all ranks in one process: one thread per rank, a rendezvous instead of a network.
 
-The algorithms above run on it unchanged, autograd included (on CPU, a thread's `backward()` runs in
-that thread). It counts messages and bytes, so that tests can hold algorithms to their formulas, and
-charges simulated time where it is given a clock. A rank that fails ends all others.
+The all-to-all algorithms run on it unchanged, autograd included (on CPU, a thread's `backward()`
+runs in that thread). It counts messages and bytes, so that tests can compare algorithms with their
+formulas, and charges simulated time where it has a clock. A rank that fails ends all others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm, CommError, pieces
+from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
+from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
 
 Result = TypeVar("Result")
@@ -23,8 +24,8 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """Messages and bytes by (source rank, destination rank) of the whole world; pieces of zero
-    bytes count nothing.
+    """Messages and bytes by (source rank, destination rank) of the whole world, and collectives by
+    name. Empty pieces do not count.
     """
 
     messages: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -39,14 +40,18 @@ class Traffic:
 
     def between(self, topology: Topology, what: str = "messages") -> int:
         """Sum of `messages` or `bytes` that went from one node to another."""
-        return sum(n for (s, t), n in getattr(self, what).items() if not topology.same_node(s, t))
+        return self._sum(what, lambda s, t: not topology.same_node(s, t))
 
     def inside(self, topology: Topology, what: str = "messages") -> int:
         """Sum of `messages` or `bytes` that stayed on a node."""
-        return sum(n for (s, t), n in getattr(self, what).items() if topology.same_node(s, t))
+        return self._sum(what, topology.same_node)
+
+    def _sum(self, what: str, wanted: Callable[[int, int], bool]) -> int:
+        counts = {"messages": self.messages, "bytes": self.bytes}[what]
+        return sum(n for pair, n in counts.items() if wanted(*pair))
 
 
-Messages = list[tuple[int, int]]
+Sent = Sequence[tuple[int, int]]
 
 
 class Clock(Protocol):
@@ -54,10 +59,8 @@ class Clock(Protocol):
 
     topology: Topology
 
-    def charge(self, sent: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """One round of messages, by sending rank: (destination rank, bytes) in the order in which
-        they leave.
-        """
+    def charge(self, sent: Mapping[int, Sent]) -> None:
+        """One round of messages, by sending rank: (destination rank, bytes) in sending order."""
 
 
 class _Board:
@@ -74,50 +77,51 @@ class SimulatedComm(Comm):
     """One rank of a simulated group. Made by `run_simulated`."""
 
     def __init__(self, board: _Board, ranks: Sequence[int], rank: int, traffic: Traffic,
-                 timeout_s: float, clock: Clock | None = None) -> None:
-        self.board, self.ranks, self.rank, self.size = board, list(ranks), rank, len(ranks)
-        self.traffic, self.timeout_s, self.name, self.clock = traffic, timeout_s, f"simulated ranks {self.ranks}", clock
+                 timeout_s: float, topology: Topology, clock: Clock | None = None) -> None:
+        self.board, self.ranks, self.traffic = board, list(ranks), traffic
+        self.timeout_s, self.clock = timeout_s, clock
+        super().__init__(rank, len(ranks), f"simulated ranks {self.ranks}", GroupState(topology))
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        send = pieces(x.shape[0], self.size, send, "all_to_all send")
-        recv = pieces(x.shape[0], self.size, recv, "all_to_all receive")
+        """See `Comm`. Raises: CommError: peers sent other lengths than `recv`."""
+        send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
+        recv = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
         mine = list(x.detach().split(send))
-        posted = self._meet("all_to_all", mine, self._sent(enumerate(mine)))
+        posted = self._meet("all_to_all", mine, self._count(enumerate(mine)))
         got = [row[self.rank] for row in posted]
         if [g.shape[0] for g in got] != recv:
-            raise CommError(
-                f"rank {self.rank} of {self.size} in group {self.name!r}: all_to_all expected "
-                f"{recv} rows, "
-                f"peers sent {[g.shape[0] for g in got]}")
+            raise self.error(
+                f"all_to_all expected {recv} rows, peers sent {[g.shape[0] for g in got]}")
         return torch.cat(got)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """See `Comm`."""
         stacked = torch.stack(self._meet("all_reduce", x.detach()))
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(
-            self._meet("all_gather", x.detach(), self._sent(
-                (peer, x) for peer in range(self.size))))
+        """See `Comm`; x: [n, ...] to [size * n, ...]."""
+        sent = self._count((peer, x) for peer in range(self.size))
+        return torch.cat(self._meet("all_gather", x.detach(), sent))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        length = pieces(x.shape[0], self.size, None, "reduce_scatter")[0]
+        """See `Comm`; x: [size * n, ...] to [n, ...]."""
+        length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
         mine = list(x.detach().split(length)) if length else [x.detach()] * self.size
-        return torch.stack([
-            row[self.rank]
-            for row in self._meet("reduce_scatter", mine, self._sent(enumerate(mine)))
-        ]).sum(0)
+        posted = self._meet("reduce_scatter", mine, self._count(enumerate(mine)))
+        return torch.stack([row[self.rank] for row in posted]).sum(0)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        """See `Comm`."""
         return self._meet("broadcast", x.detach())[root].clone()
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
-                                                                                  Tensor]]) -> None:
+    def send_receive(self, sends: Messages, recvs: Messages) -> None:
+        """See `Comm`; all ranks meet. Raises: CommError: a message is missing, unread or wrong."""
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
-            raise ValueError("exchange takes contiguous tensors only")
+            raise ValueError("send_receive takes contiguous tensors only")
         mine = [(peer, x.detach().clone()) for peer, x in sends]
-        posted = self._meet("exchange", mine, self._sent(sends), copy=False)
+        posted = self._meet("send_receive", mine, self._count(sends), copy=False)
         queues = {
             peer: [x for target, x in posted[peer] if target == self.rank]
             for peer in range(self.size)
@@ -126,44 +130,39 @@ class SimulatedComm(Comm):
             sent = queues[peer].pop(0) if queues[peer] else None
             if sent is None or sent.numel() != buffer.numel() or sent.dtype != buffer.dtype:
                 what = "nothing" if sent is None else f"{sent.dtype} {tuple(sent.shape)}"
-                raise CommError(
-                    f"rank {self.rank} of {self.size} in group {self.name!r}: exchange expected "
-                    f"{buffer.dtype} {tuple(buffer.shape)} "
-                    f"from rank {peer}, which sent {what}")
+                raise self.error(f"send_receive expected {buffer.dtype} {tuple(buffer.shape)} "
+                                 f"from rank {peer}, which sent {what}")
             buffer.copy_(sent.view(buffer.shape))
         left = {peer: len(queue) for peer, queue in queues.items() if queue}
         if left:
-            raise CommError(
-                f"rank {self.rank} of {self.size} in group {self.name!r}: exchange left messages "
-                f"unread, by sender: {left}"
-            )
+            raise self.error(f"send_receive left messages unread, by sender: {left}")
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedComm | None:
+        """See `Comm`."""
         key = tuple(ranks)
         self._meet("subgroup", None)
         if self.rank not in key:
             return None
         with self.board.lock:
             board = self.board.children.setdefault(key, _Board(len(key), self.timeout_s))
-        child = SimulatedComm(board, [self.ranks[r] for r in key], key.index(self.rank),
-                              self.traffic, self.timeout_s, self.clock)
-        child.topology = self.topology.restrict(key)
-        return child
+        return SimulatedComm(board, [self.ranks[r] for r in key], key.index(self.rank),
+                             self.traffic, self.timeout_s, self.topology.restrict(key), self.clock)
 
     def barrier(self) -> None:
+        """See `Comm`."""
         self._meet("barrier", None)
 
-    def _sent(self, sends: Iterable[tuple[int, Tensor]]) -> Messages:
-        """Count them. Returns (rank of the world, bytes) in the order in which they leave."""
+    def _count(self, sends: Iterable[tuple[int, Tensor]]) -> Sent:
+        """Returns (rank of the world, bytes) of each message, in the order of sending."""
         messages = [(peer, x.numel() * x.element_size()) for peer, x in sends]
         real = [(self.ranks[peer], size) for peer, size in messages if peer != self.rank and size]
-        self._count(len(real), sum(size for _, size in real))
+        self._count_sent(len(real), sum(size for _, size in real))
         with self.board.lock:
             for target, size in real:
                 self.traffic.add(self.ranks[self.rank], target, size)
         return real
 
-    def _meet(self, what: str, value: Any, messages: Messages = [], copy: bool = True) -> list[Any]:  # noqa: B006 - never changed
+    def _meet(self, what: str, value: Any, messages: Sent = (), copy: bool = True) -> list[Any]:
         if copy and isinstance(value, Tensor):
             value = value.clone()
         self.board.slots[self.rank] = (what, value, messages)
@@ -174,20 +173,15 @@ class SimulatedComm(Comm):
                 self._account(what, posted)
             self.board.barrier.wait()
         except threading.BrokenBarrierError:
-            raise CommError(
-                f"rank {self.rank} of {self.size} in group {self.name!r}: {what} gave up: a peer "
-                "failed or did "
-                f"not arrive within {self.timeout_s} s") from None
+            raise self.error(f"{what} gave up: a peer failed or did not arrive within "
+                             f"{self.timeout_s} s") from None
         names = [slot[0] for slot in posted]
         if set(names) != {what}:
-            raise CommError(
-                f"rank {self.rank} of {self.size} in group {self.name!r}: ranks are in different "
-                f"collectives: {names}"
-            )
+            raise self.error(f"ranks are in different collectives: {names}")
         return [slot[1] for slot in posted]
 
     def _account(self, what: str, posted: list[Any]) -> None:
-        """Once a collective, while all ranks wait."""
+        """Called once per collective, while all ranks wait."""
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
             if self.clock is not None:
@@ -198,12 +192,16 @@ class SimulatedComm(Comm):
 def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0,
                   traffic: Traffic | None = None, topology: Topology | None = None,
                   clock: Clock | None = None) -> list[Result]:
-    """Run `fn(comm)` as `size` ranks, a thread each, and return the results in rank order.
+    """Run `fn(comm)` as `size` ranks, one thread each, and return the results in rank order.
 
-    topology: where the ranks are; None: that of the clock, or all on one node. clock: charged for
-    every message. The first failure is raised; the other ranks are woken and ended. Random numbers:
-    threads share torch's global generator, so ranks that must draw alike need generators of their
-    own.
+    The first failure is raised; the other ranks are woken and ended. Threads share torch's global
+    random generator, so ranks that must draw the same numbers need their own generators.
+
+    Args:
+        timeout_s: seconds that a rank waits for the others in a collective.
+        traffic: where messages are counted; None: they are not reported.
+        topology: where the ranks are; None: that of the clock, or all on one node.
+        clock: charged for every message.
     """
     traffic = traffic or Traffic()
     topology = topology or (clock.topology if clock else Topology.one_node(size))
@@ -213,8 +211,7 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
 
     def work(rank: int) -> None:
         try:
-            comm = SimulatedComm(board, range(size), rank, traffic, timeout_s, clock)
-            comm.topology = topology
+            comm = SimulatedComm(board, range(size), rank, traffic, timeout_s, topology, clock)
             results[rank] = fn(comm)
         except BaseException as error:  # noqa: BLE001 - handed to the caller below
             errors.append(error)

@@ -1,4 +1,4 @@
-"""`Topology`: which ranks of a group share a node, and how many network cards a node has."""
+"""`Topology`: which ranks of a group share a node, and how many network cards each node has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Topology:
 
     nodes: for each node the ranks (indices in the group) on it, ascending; nodes in order of their
     first rank.
-    nics: network cards a node has. source: where this came from, for people.
+    nics: network cards per node. source: where this came from, for messages.
+    Raises: ValueError: a rank is missing or twice, a node is empty, or nics < 1.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -39,15 +40,15 @@ class Topology:
 
     @classmethod
     def one_node(cls, size: int) -> Topology:
-        """All ranks together."""
+        """All ranks on one node."""
         return cls((tuple(range(size)),), source="one node")
 
     @classmethod
     def uniform(cls, size: int, per_node: int, nics: int = 1, source: str = "given") -> Topology:
-        """Nodes of `per_node` ranks in rank order; the last one has what is left."""
+        """Nodes of `per_node` ranks in rank order; the last one has the remaining ranks."""
         if per_node < 1:
             raise ValueError(
-                f"ranks a node={per_node} must be >= 1; give the number of ranks that share a node")
+                f"ranks per node={per_node} must be >= 1; give the number of ranks of a node")
         nodes = tuple(
             tuple(range(start, min(start + per_node, size))) for start in range(0, size, per_node))
         return cls(nodes, nics, source)
@@ -74,8 +75,8 @@ class Topology:
 
     @cached_property
     def local_of(self) -> tuple[int, ...]:
-        """For each rank its place on its node."""
-        where = {rank: place for node in self.nodes for place, rank in enumerate(node)}
+        """For each rank its local rank on its node."""
+        where = {rank: local for node in self.nodes for local, rank in enumerate(node)}
         return tuple(where[rank] for rank in range(self.size))
 
     @cached_property
@@ -102,15 +103,11 @@ class Topology:
         return self.node_of[one] == self.node_of[other]
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """The topology of a sub-group, by its own rank numbers."""
+        """The topology of a subgroup of these ranks, by its own rank numbers."""
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 
     def why_flat(self) -> str | None:
-        """Why no hierarchical exchange can win here; None where one can."""
-        return self._flat
-
-    @cached_property
-    def _flat(self) -> str | None:
+        """Why no hierarchical exchange can be faster here; None where one can."""
         if len(self.nodes) == 1:
             return f"all {self.size} ranks are on one node"
         if all(len(node) == 1 for node in self.nodes):

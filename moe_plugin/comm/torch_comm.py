@@ -13,16 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm, CommError, pieces
+from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
 from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
 from moe_plugin.comm.nodes import node_key
+from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 _KEY_BYTES = 16
-# Layers of one model make a TorchComm each over one group; what is known of the group is found out
-# once. Process groups take no attributes, so it lies here; it lives as long as the group does.
-_MEMOS: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
+# The one place where state outlives a `Comm`. Each layer of a model makes its own TorchComm over
+# the same process group, and all of them share one GroupState. Process groups take no attributes,
+# so the states are here by group; each lives as long as its group. A state must not refer to its
+# own group, or neither is ever freed.
+_STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 # the older name is deprecated where the newer exists
 _gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
@@ -32,9 +35,10 @@ class TorchComm(Comm):
 
     Args:
         group: process group; None: the default group.
-        timeout_s: seconds that a point-to-point exchange may take, and the time-out of groups made
-            by `subgroup` (torch's own default there is 30 minutes, whatever the world's time-out
-            is). Collectives of the group itself keep the time-out that it was made with.
+        timeout_s: seconds that a point-to-point exchange may take, and the timeout of groups made
+            by `subgroup` (torch's own default there is 30 minutes, whatever the world's timeout
+            is). Collectives of the group itself keep the timeout that it was made with.
+    Raises: ValueError: torch.distributed is not initialised.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> None:
@@ -44,10 +48,10 @@ class TorchComm(Comm):
                 "torch.distributed is not initialised; call torch.distributed.init_process_group "
                 "first"
             )
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.ranks = dist.get_process_group_ranks(self.group)
-        self.name = f"ranks {self.ranks}" if self.size <= 16 else (f"{self.size} ranks from "
-                                                                   f"{self.ranks[0]}")
+        name = f"ranks {self.ranks}" if size <= 16 else f"{size} ranks from {self.ranks[0]}"
+        super().__init__(rank, size, name, _state_of(self.group))
         self.timeout = timedelta(seconds=timeout_s)
         # by device, e.g. cpu:gloo,cuda:nccl
         self.backend = str(dist.get_backend_config(self.group))
@@ -57,86 +61,91 @@ class TorchComm(Comm):
         return self  # a copy of a model talks to the same ranks; a process group cannot be copied
 
     @property
-    def memo(self) -> dict[str, Any]:
-        return _MEMOS.setdefault(self.group, {})
-
-    @property
     def device(self) -> torch.device:
+        """The current CUDA device for NCCL, else the CPU."""
         return torch.device("cuda", torch.cuda.current_device(
         )) if "nccl" in self.backend and "gloo" not in self.backend else torch.device("cpu")
 
     def detect_topology(self) -> Topology:
-        """Ranks whose launcher and host say the same place share a node; collective."""
+        """Ranks with the same launcher's node index and host name share a node; collective."""
         mine = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8).to(self.device)
         keys = self.all_gather(mine).cpu().view(self.size, _KEY_BYTES)
         return Topology.from_keys([bytes(key.tolist()) for key in keys])
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        # a view for another thread: the group's own collectives would mix with the main thread's
+        """See `Comm`: torch's own all-to-all. Dtypes that a backend lacks travel as bytes.
+
+        A tagged view sends point-to-point messages instead.
+        """
+        # another thread: the group's own collectives would mix with the main thread's
         if self.tag:
             return receive_first(self, x, send, recv)
-        send = pieces(x.shape[0], self.size, send, "all_to_all send")
-        recv = pieces(x.shape[0], self.size, recv, "all_to_all receive")
+        send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
+        recv = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
         out = x.new_empty((sum(recv), *x.shape[1:]))
         others = [n for peer, n in enumerate(send) if peer != self.rank and n]
         self._count_rows(len(others), x, sum(others))
         source, target, factor = _as_supported(x.contiguous()), _as_supported(out), _widening(x)
-        with self.explained(
+        with self.error_context(
                 lambda: f"all_to_all of {x.dtype} {tuple(x.shape)}, send {send}, receive {recv}"):
             dist.all_to_all_single(target, source, [n * factor for n in recv],
                                    [n * factor for n in send], group=self.group)
         return out
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """See `Comm`. Not counted in bytes: the backend chooses the algorithm."""
         out = x.clone()
-        with self.explained(lambda: f"all_reduce({op}) of {x.dtype} {tuple(x.shape)}"):
+        with self.error_context(lambda: f"all_reduce({op}) of {x.dtype} {tuple(x.shape)}"):
             dist.all_reduce(out, _OPS[op], group=self.group)
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """See `Comm`; x: [n, ...] to [size * n, ...]."""
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] * (self.size - 1))
-        with self.explained(lambda: f"all_gather of {x.dtype} {tuple(x.shape)}"):
+        with self.error_context(lambda: f"all_gather of {x.dtype} {tuple(x.shape)}"):
             _gather(out, x.contiguous(), group=self.group)
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
+        """See `Comm`; x: [size * n, ...] to [n, ...]. On gloo a ring, see `ring_reduce_scatter`."""
         if self.receive_first:
             return ring_reduce_scatter(self, x)
-        length = pieces(x.shape[0], self.size, None, "reduce_scatter")[0]
+        length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
         out = x.new_empty((length, *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] - length)
-        with self.explained(lambda: f"reduce_scatter of {x.dtype} {tuple(x.shape)}"):
+        with self.error_context(lambda: f"reduce_scatter of {x.dtype} {tuple(x.shape)}"):
             dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        """See `Comm`; root: a rank of this group. Not counted in bytes."""
         out = x.clone()
-        with self.explained(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
+        with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
             dist.broadcast(out, self.ranks[root], group=self.group)
         return out
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
-                                                                                  Tensor]]) -> None:
+    def send_receive(self, sends: Messages, recvs: Messages) -> None:
+        """See `Comm`. Raises: CommError: a peer failed, or a message took longer than the timeout.
+        """
         if not sends and not recvs:
             return
-        self._count(len(sends), sum(x.nbytes for _, x in sends))
-        watchdog = self.memo.get("watchdog")
+        self._count_sent(len(sends), sum(x.nbytes for _, x in sends))
+        watchdog = self.state.watchdog
         if watchdog is not None:
-            watchdog.enter(f"exchange with {len(sends)} sends, {len(recvs)} receives")
+            watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
         if self.receive_first:
-            self._exchange_one_by_one(sends, recvs)
+            self._one_by_one(sends, recvs)
         else:
-            self._exchange_batched(sends, recvs)
+            self._batched(sends, recvs)
         if watchdog is not None:
-            watchdog.leave()
+            watchdog.end()
 
-    def _exchange_one_by_one(self, sends: Sequence[tuple[int, Tensor]],
-                             recvs: Sequence[tuple[int, Tensor]]) -> None:
-        """gloo: each message is awaited by itself, so that an error can name the peer."""
+    def _one_by_one(self, sends: Messages, recvs: Messages) -> None:
+        """gloo: wait for each message separately, so that an error can name the peer."""
         group, tag, deadline = self.group, self.tag, time.monotonic() + self.timeout.total_seconds()
-        with self.explained(lambda: _sizes(sends, recvs)):
+        with self.error_context(lambda: _sizes(sends, recvs)):
             # the group's own methods, as dist.isend calls them: a third of the time a message for
             # small ones
             works = [group.recv([buffer], peer, tag) for peer, buffer in recvs]
@@ -145,66 +154,67 @@ class TorchComm(Comm):
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
-                raise self._broken(index, sends, recvs, error) from error
+                raise self._message_failed(index, sends, recvs, error) from error
 
-    def _broken(self, index: int, sends: Sequence[tuple[int, Tensor]],
-                recvs: Sequence[tuple[int, Tensor]], error: RuntimeError) -> CommError:
-        way, (peer, x) = ("receive",
-                          recvs[index]) if index < len(recvs) else ("send",
-                                                                    sends[index - len(recvs)])
+    def _message_failed(self, index: int, sends: Messages, recvs: Messages,
+                        error: RuntimeError) -> CommError:
+        """index: of the message in `recvs` followed by `sends`."""
+        peer, x = [*recvs, *sends][index]
+        what = "receive of {} bytes from" if index < len(recvs) else "send of {} bytes to"
         waiting = sorted({p for p, _ in recvs[index:]})
-        return CommError(
-            f"rank {self.rank} of {self.size} in group {self.name!r}: {way} of "
-            f"{x.numel() * x.element_size()} bytes "
-            f"{'from' if way == 'receive' else 'to'} rank {peer} failed (not received yet: from "
-            f"ranks {waiting}) "
-            f"in {_sizes(sends, recvs)}: {error}{self.who_is_missing()}")
+        return self.error(
+            f"{what.format(x.nbytes)} rank {peer} failed (not received yet: from ranks {waiting}) "
+            f"in {_sizes(sends, recvs)}: {error}{self.missing_ranks()}")
 
-    def _exchange_batched(self, sends: Sequence[tuple[int, Tensor]],
-                          recvs: Sequence[tuple[int, Tensor]]) -> None:
+    def _batched(self, sends: Messages, recvs: Messages) -> None:
         """NCCL: one grouped call on the current stream, no host synchronisation."""
         ops = [
             dist.P2POp(dist.irecv, buffer, self.ranks[peer], self.group) for peer, buffer in recvs
         ]
         ops += [dist.P2POp(dist.isend, x, self.ranks[peer], self.group) for peer, x in sends]
-        with self.explained(lambda: _sizes(sends, recvs)):
+        with self.error_context(lambda: _sizes(sends, recvs)):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
     def subgroup(self, ranks: Sequence[int]) -> TorchComm | None:
-        """See `Comm`. Ranks of the world outside this group need not call it."""
+        """See `Comm`; not collective for ranks outside this group or outside `ranks`."""
         if self.rank not in ranks:
             return None
-        # local synchronisation: the world may hold ranks that know nothing of this group and would
-        # never answer
+        # local synchronisation: other ranks of the world may not know this group and would never
+        # answer
         group = dist.new_group([self.ranks[r] for r in ranks], timeout=self.timeout,
                                use_local_synchronization=True)
         child = TorchComm(group, self.timeout.total_seconds())
-        if "topology" in self.memo:
-            child.topology = self.topology.restrict([self.ranks.index(r) for r in child.ranks])
+        if self.state.topology is not None:
+            child.prepare(self.topology.restrict([self.ranks.index(r) for r in child.ranks]))
         return child
 
     def store(self) -> dist.Store | None:
-        """The job's store, on a connection of its own: the watchdog asks it while other threads
-        wait in theirs.
-        """
+        """The job's store, on its own connection: the watchdog uses it while other threads wait."""
         return dist.distributed_c10d._get_default_store().clone()
 
     def barrier(self) -> None:
-        with self.explained(lambda: "barrier"):
+        """See `Comm`."""
+        with self.error_context(lambda: "barrier"):
             dist.barrier(group=self.group)
 
     def _count_rows(self, messages: int, x: Tensor, rows: int) -> None:
-        self._count(messages, rows * math.prod(x.shape[1:]) * x.element_size())
+        self._count_sent(messages, rows * math.prod(x.shape[1:]) * x.element_size())
 
 
-def _sizes(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> str:
-    def short(items: Sequence[tuple[int, Tensor]]) -> str:
+def _state_of(group: dist.ProcessGroup) -> GroupState:
+    if group not in _STATES:
+        _STATES[group] = GroupState()
+    return _STATES[group]
+
+
+def _sizes(sends: Messages, recvs: Messages) -> str:
+    def short(items: Messages) -> str:
         shown = ", ".join(f"{peer}: {tuple(x.shape)}" for peer, x in items[:16])
         return shown + (f" and {len(items) - 16} more" if len(items) > 16 else "")
 
     dtype = next((x.dtype for _, x in (*sends, *recvs)), None)
-    return (f"exchange of {dtype} (send to rank {short(sends) or 'none'}; receive from rank "
+    return (f"send_receive of {dtype} (send to rank {short(sends) or 'none'}; receive from rank "
             f"{short(recvs) or 'none'})")
 
 
@@ -222,7 +232,7 @@ def _widening(x: Tensor) -> int:
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """The default torch.distributed group where one is initialised, else the group of one."""
+    """The default torch.distributed group where one is initialised, else a group of one rank."""
     from moe_plugin.comm.local import LocalComm
 
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

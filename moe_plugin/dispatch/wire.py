@@ -1,15 +1,16 @@
-"""Fewer bits on the wire than in memory, with stated error bounds.
+"""Wire formats: rows travel in fewer bits than in memory, with stated error bounds.
 
 For an element x of a row whose largest magnitude is m, and of a block of 128 consecutive elements
 of that row whose largest is b, with 2^-110 <= b <= m < 2^127, one exchange changes x by at most
 
     bf16   2^-8 |x|
-    fp16   2^-11 |x| + 2^-39 m     rows are scaled by a power of two, so nothing overflows: one byte
-    more a row fp8    2^-4 |x| + 2^-18 b      e4m3, blocks are scaled (`kernels.quantize_fp8`, in
-    Triton on a GPU): four bytes more a block
+    fp16   2^-11 |x| + 2^-39 m
+    fp8    2^-4 |x| + 2^-18 b
 
-A row with an infinity or a NaN keeps being not finite, so that loss scaling still sees it.
-Gradients take the same way back.
+fp16 scales rows by a power of two, so that nothing overflows, and adds one byte per row. fp8 (e4m3)
+scales blocks (`kernels.quantize_fp8`, in Triton on a GPU) and adds four bytes per block. A row with
+an infinity or a NaN stays not finite, so that loss scaling still sees it. Gradients travel in the
+same format.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from moe_plugin.kernels.fp8 import BLOCK
 
 @dataclass(frozen=True)
 class Format:
-    """encode: rows [R, ...] to what travels, each part [R, ...]. decode: parts and a dtype to rows.
-    row_bytes: what a row of n elements takes.
+    """How rows are converted.
+
+    encode: floating-point rows [R, ...] to the parts that travel, each [R, ...].
+    decode: these parts and `dtype` to rows [R, ...].
+    row_bytes: bytes that a row of n elements takes in this format.
     """
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
@@ -72,14 +76,14 @@ class WireFormat(Exchange):
 
 
 def _saves(form: Format, x: Tensor) -> bool:
-    # by the row's shape alone, so that all ranks decide alike, those without rows too
+    # from the row's shape alone, so that all ranks decide the same, including those without rows
     width = math.prod(x.shape[1:])
     return form.row_bytes(width) < width * x.element_size()
 
 
 def _scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows in fp16, int8 scale exponents [R]): x = row * 2^scale, exactly undone but for rounding;
-    magnitudes up to 2^15.
+    """(rows in fp16, int8 scale exponents [R]): x = row * 2^scale up to rounding, magnitudes up to
+    2^15.
     """
     largest_R = x.detach().flatten(1).abs().amax(1) if x[0:1].numel() else x.new_zeros(x.shape[0])
     power_R = torch.frexp(largest_R.float())[1]  # largest < 2^power
@@ -108,15 +112,16 @@ def _from_blocks(codes: Tensor, scales_RB: Tensor, dtype: torch.dtype) -> Tensor
 
 FORMATS: dict[str, Format] = {
     "bf16": Format(lambda x: (x.to(torch.bfloat16),), lambda rows, dtype: rows.to(dtype),
-                   lambda n: 2 * n), "fp16": Format(_scaled_rows, _unscaled_rows,
-                                                    lambda n: 2 * n + 1),
+                   lambda n: 2 * n),
+    "fp16": Format(_scaled_rows, _unscaled_rows, lambda n: 2 * n + 1),
     "fp8": Format(_blocks, _from_blocks, lambda n: n + 4 * -(-n // BLOCK)),
 }
 
 
 def with_wire(algorithm: Exchange, name: str) -> Exchange:
-    """The algorithm in a wire format: `none`, `bf16`, `fp16` or `fp8`; another name is a
-    `ValueError`.
+    """The algorithm in a wire format: `none`, `bf16`, `fp16` or `fp8`.
+
+    Raises: ValueError: another name.
     """
     if name == "none":
         return algorithm

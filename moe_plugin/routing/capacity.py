@@ -17,6 +17,7 @@ Worked example: T = 10, E = 4, k = 2 gives s = 3. f = 1: C = 6. f = 1.25: C = 2 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -85,9 +86,19 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     return load if factor == 0 else min(load, slots)
 
 
+@dataclass
+class _EqualTokens:
+    """The number of tokens that all ranks of a group were last found to have."""
+
+    tokens: int | None = None
+
+
 def _promised(routing: Routing, comm: Comm) -> int:
     tokens = routing.ids_TK.shape[0]
-    if comm.size > 1 and comm.memo.get("equal_tokens") != tokens:
+    if comm.size == 1:
+        return tokens
+    found = comm.state.get(_EqualTokens)
+    if found.tokens != tokens:
         seen_2 = torch.tensor([tokens, -tokens], device=routing.ids_TK.device)
         most, least = comm.all_reduce(seen_2, "max").tolist()
         if most != -least:
@@ -97,7 +108,7 @@ def _promised(routing: Routing, comm: Comm) -> int:
                 f"the same on all ranks, which have {-least} to {most}; pad the batch "
                 "(token_mask), or set dispatch.equal_tokens to False"
             )
-        comm.memo["equal_tokens"] = tokens
+        found.tokens = tokens
     return tokens
 
 

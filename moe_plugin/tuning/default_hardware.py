@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from moe_plugin.comm.base import Comm
@@ -21,12 +23,20 @@ _CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, laun
               memory_bytes=8e9)
 
 
+@dataclass
+class Calibration:
+    """What `tuning.exchange.prepare` keeps with a group; cluster: of its file, None without one."""
+
+    cluster: Cluster | None = None
+
+
 def default_cluster(comm: Comm, device: torch.device) -> Cluster:
-    """The calibrated cluster in the shape of the group, or one with typical links. The first use may
-    be collective.
+    """The calibrated cluster in the shape of the group, or one with typical links.
+
+    The group must be prepared: the shape is that of its topology.
     """
     nodes = len(comm.topology.nodes) if comm.size > 1 and comm.topology.uniform_nodes else 1
-    known: Cluster | None = comm.memo.get("cluster")
+    known = comm.state.get(Calibration).cluster
     if known is not None:
         return known.resized(nodes, comm.size // nodes)
     gpu = device.type == "cuda"

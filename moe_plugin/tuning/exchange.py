@@ -1,10 +1,9 @@
-"""From settings to a group that is ready: topology, cluster model, watchdog; and the all-to-all
-that a layer uses.
-"""
+"""`prepare`: topology, cluster model and watchdog of a group from settings, and its all-to-all."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_plugin.comm.algorithms import algorithms
@@ -15,15 +14,24 @@ from moe_plugin.config import CommConfig
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.tuning import exchange_tuner  # registers algorithm `auto`  # noqa: F401
+from moe_plugin.tuning.default_hardware import Calibration
 from moe_plugin.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
 
 
-def prepare(comm: Comm, config: CommConfig) -> Exchange:
-    """Give the group what `config` says of it, and return the configured all-to-all. All ranks call
-    it alike.
+@dataclass
+class _Announced:
+    """The all-to-alls that are logged for a group, by name."""
 
+    names: set[str] = field(default_factory=set)
+
+
+def prepare(comm: Comm, config: CommConfig) -> Exchange:
+    """Prepare a group by its settings and return the configured all-to-all.
+
+    Collective: all ranks call it with the same settings. The topology is agreed here and nowhere
+    else.
     Raises: ValueError: an unknown name, a file that cannot be read, a topology that does not fit
     the group.
     """
@@ -31,24 +39,23 @@ def prepare(comm: Comm, config: CommConfig) -> Exchange:
     if comm.size == 1:
         return algorithm
     cluster = load_cluster(config.cluster) if config.cluster else None
+    nics = cluster.nics if cluster else 1
+    comm.prepare(None if config.topology == "detect" else read_topology(
+        config.topology, comm.size, nics))
     if cluster is not None:
-        comm.memo["cluster"] = cluster
-    if config.topology != "detect":
-        comm.topology = read_topology(config.topology, comm.size, cluster.nics if cluster else 1)
+        comm.state.get(Calibration).cluster = cluster
     _announce(comm, config.all_to_all)
-    if config.watchdog_s > 0 and "watchdog" not in comm.memo:
-        comm.memo["watchdog"] = _watchdog(comm, config.watchdog_s)
+    if config.watchdog_s > 0 and comm.state.watchdog is None:
+        comm.state.watchdog = _watchdog(comm, config.watchdog_s)
     return algorithm
 
 
 def _announce(comm: Comm, name: str) -> None:
-    """Say once for a group where its ranks are, and where an algorithm that was asked for has
-    nothing to gain. Collective.
-    """
-    topology = comm.topology
-    if comm.rank or name in comm.memo.setdefault("announced", set()):
+    """Log once per group where its ranks are, and why an algorithm falls back to linear."""
+    topology, announced = comm.topology, comm.state.get(_Announced).names
+    if comm.rank or name in announced:
         return
-    comm.memo["announced"].add(name)
+    announced.add(name)
     reason = topology.why_flat() if name in ("2dh", "leader") else None
     log.info("all-to-all %s over %s: %s%s", name, comm.name, topology,
              f"; it runs as linear, because {reason}" if reason else "")

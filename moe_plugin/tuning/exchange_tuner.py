@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_plugin.comm import algorithms
 from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.planner.all_to_all import COSTS, predict
+from moe_plugin.tuning.default_hardware import Calibration
 from moe_plugin.tuning.engine import Tuner, TunerSettings
 
 log = logging.getLogger(__name__)
@@ -39,16 +40,14 @@ class ExchangeTuner:
             log.info("all-to-all auto falls back to linear: %s", flat)
         self.names = ["linear", *["native"] * comm.receive_first,
                       *([] if flat else ["2dh", "leader"])]
-        self.cluster = comm.memo.get("cluster")
+        self.cluster = comm.state.get(Calibration).cluster
         self.tuner: Tuner[int, str] = Tuner(lambda bucket: dict.fromkeys(self.names), RULES)
         self.uneven_calls, self.uneven_bytes = 0, 0.0
 
     @classmethod
     def of(cls, comm: Comm) -> ExchangeTuner:
         """The group's tuner, made at the first use."""
-        if "chooser" not in comm.memo:
-            comm.memo["chooser"] = cls(comm)
-        return comm.memo["chooser"]
+        return comm.state.get(cls, lambda: cls(comm))
 
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
         """Bytes per rank, equal on all ranks. Uneven exchanges agree at the first call and then

@@ -209,7 +209,7 @@ class Layouts:
         place = dataclasses.replace(place, copies=choice.r)
         dispatcher = self.dispatcher(place, Overlap(choice.d, choice.d_backward))
         size = place.token_shards
-        gather = place.comm.run_of(size) if size > 1 else None
+        gather = place.comm.contiguous_subgroup(size) if size > 1 else None
         return Layout(choice, dispatcher, strategy, gather, size, place.shard // size * size)
 
     def _check(self, choice: LayoutChoice) -> None:

@@ -52,7 +52,7 @@ def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Place
         nearest = max(d for d in range(1, size + 1) if place.comm.size % d == 0)
         raise ValueError(f"parallel.replicas={size} does not fit {place.comm.size} expert-parallel "
                          f"ranks: must be a divisor; the nearest is {nearest}")
-    replicas = place.comm.run_of(size)
+    replicas = place.comm.contiguous_subgroup(size)
     if schedule == "s1":
         return config, place, replicas
     dispatch = dataclasses.replace(config.dispatch, name="parm_s2")

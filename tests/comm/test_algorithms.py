@@ -4,6 +4,8 @@ its formula says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +25,12 @@ DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16,
     torch.uint8, torch.float8_e4m3fn
 ]
+
+
+def exchanged(name: str, x: torch.Tensor, send: list[int] | None = None,
+              recv: Callable[[int], list[int]] | None = None) -> Callable[[Comm], torch.Tensor]:
+    """What a rank runs; recv: lengths by rank."""
+    return lambda comm: algorithms.get(name)(comm, x, send, recv and recv(comm.rank))
 
 
 def check(topology: Topology, name: str, counts: list[list[int]],
@@ -178,9 +186,9 @@ def test_simulated_time_of_linear_shares_the_card() -> None:
 def test_wrong_splits_are_refused() -> None:
     for name in NAMES:
         with pytest.raises(ValueError, match="3 rows cannot be cut in 4"):
-            run_simulated(4, lambda comm: algorithms.get(name)(comm, torch.zeros(3, 1)), topology=Topology.uniform(4, 2))  # noqa: B023
+            run_simulated(4, exchanged(name, torch.zeros(3, 1)), topology=Topology.uniform(4, 2))
         with pytest.raises(CommError, match="expected|unread"):
-            run_simulated(2, lambda comm: algorithms.get(name)(comm, torch.zeros(3, 1), [1, 2], [1 + comm.rank, 2]))  # noqa: B023
+            run_simulated(2, exchanged(name, torch.zeros(3, 1), [1, 2], lambda r: [1 + r, 2]))
 
 
 def test_stride_copies_of_2dh_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
-"""Exchanges in the background, several tensors in one exchange, fewer bits on the wire: same rows,
-same gradients.
-"""
+"""Exchanges in the background, packing of several tensors, wire formats: same rows."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, run_simulated
 from moe_plugin.comm.coalesce import pack, unpack
-from moe_plugin.comm.functional import all_to_all, all_to_all_many, start_all_to_all
+from moe_plugin.comm.functional import all_to_all
 from moe_plugin.comm.handles import start
 from moe_plugin.dispatch.wire import FORMATS, with_wire
 from moe_plugin.kernels import kernels
@@ -25,19 +24,16 @@ WORLD = 4
 PAIRS = Topology.uniform(WORLD, 2)
 
 
-def _gradient(comm: Comm, name: str, background: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = random_counts(WORLD, 5)
-    x = rows_of(comm.rank, counts, torch.float64).requires_grad_()
-    args = (comm, algorithms.get(name), counts[comm.rank], column(counts, comm.rank))
-    out = start_all_to_all(x, *args).wait() if background else all_to_all(x, *args)
-    (out.square().sum() * (2.0 + comm.rank)).backward()
-    return out.detach(), x.grad
-
-
 def _equal_in_background(comm: Comm) -> bool:
-    return all(
-        torch.equal(a, b) for name in algorithms.names()
-        for a, b in zip(_gradient(comm, name, True), _gradient(comm, name, False), strict=True))
+    """Rows there, and back: an exchange and the one of its gradient."""
+    counts, equal = random_counts(WORLD, 5), []
+    x, (send, recv) = rows_of(comm.rank, counts, torch.float64), (counts[comm.rank],
+                                                                  column(counts, comm.rank))
+    for algorithm in (entry.value for entry in algorithms):
+        rows = start(comm, algorithm, x, send, recv).wait()
+        equal.append(torch.equal(rows, algorithm(comm, x, send, recv)))
+        equal.append(torch.equal(start(comm, algorithm, rows, recv, send).wait(), x))
+    return len(equal) == 2 * len(algorithms.names()) and all(equal)
 
 
 def test_background_equals_foreground_simulated() -> None:
@@ -46,7 +42,7 @@ def test_background_equals_foreground_simulated() -> None:
 
 def _gloo_background() -> bool:
     comm = TorchComm(timeout_s=30)
-    comm.topology = PAIRS
+    comm.prepare(PAIRS)
     return _equal_in_background(comm)
 
 
@@ -60,7 +56,7 @@ def _many_at_once() -> bool:
     of its own, waits in another order.
     """
     comm = TorchComm(timeout_s=30)
-    comm.topology = PAIRS
+    comm.prepare(PAIRS)
     handles = []
     for index in range(10):
         name = ("linear", "2dh", "leader", "native")[index % 4]
@@ -89,15 +85,29 @@ def _overlap() -> bool:
     wait for rank 1.
     """
     comm = TorchComm(timeout_s=20)
-    comm.topology = Topology.one_node(2)
+    comm.prepare(Topology.one_node(2))
     x, word = torch.full((2, 1), float(comm.rank)), torch.ones(1)
     if comm.rank == 0:
         handle = start(comm, algorithms.get("linear"), x)
-        comm.exchange([(1, word)], [])
+        comm.send_receive([(1, word)], [])
     else:
-        comm.exchange([], [(0, word)])
+        comm.send_receive([], [(0, word)])
         handle = start(comm, algorithms.get("linear"), x)
     return handle.wait().flatten().tolist() == [0.0, 1.0]
+
+
+def _one_worker() -> tuple[bool, int]:
+    comm = TorchComm(timeout_s=20)
+    again = TorchComm(timeout_s=20)  # as the next layer's
+    start(comm, algorithms.get("linear"), torch.ones(2, 1)).wait()
+    worker = comm.state.worker
+    start(again, algorithms.get("linear"), torch.ones(2, 1)).wait()
+    return worker is not None and again.state.worker is worker, again.state.last_tag
+
+
+@pytest.mark.distributed
+def test_a_group_has_one_worker_and_one_tag_counter() -> None:
+    assert run_gloo(2, _one_worker) == [(True, 2)] * 2
 
 
 @pytest.mark.distributed
@@ -132,29 +142,6 @@ def test_pack_is_undone_by_unpack(rows: int, seed: int) -> None:
 def test_tensors_of_different_lengths_cannot_travel_together() -> None:
     with pytest.raises(ValueError, match=r"lengths \[2, 3\]"):
         pack([torch.zeros(2), torch.zeros(3)])
-
-
-@pytest.mark.parametrize("name", algorithms.names())
-def test_several_tensors_in_the_messages_of_one(name: str) -> None:
-    counts, traffic = random_counts(WORLD, 9), Traffic()
-
-    def rank(comm: Comm) -> bool:
-        x = rows_of(comm.rank, counts, torch.float64).requires_grad_()
-        weights = x.detach()[:, 2].float().requires_grad_()
-        ids = x.detach()[:, 0].long()
-        args = (comm, algorithms.get(name), counts[comm.rank], column(counts, comm.rank))
-        rows, w, i = all_to_all_many([x, weights, ids], *args)
-        want = expected_of(comm.rank, counts, torch.float64)
-        assert torch.equal(rows, want) and torch.equal(w, want[:, 2].float()) and torch.equal(
-            i, want[:, 0].long())
-        assert not i.requires_grad
-        (rows.sum() * 3 + w.sum() * (1.0 + comm.rank)).backward()
-        return bool((x.grad == 3).all() and torch.equal(weights.grad, 1 + x.detach()[:, 1].float()))
-
-    assert all(run_simulated(WORLD, rank, topology=PAIRS, traffic=traffic))
-    if name in ("linear", "native"):
-        nonzero = sum(n > 0 for i, row in enumerate(counts) for j, n in enumerate(row) if i != j)
-        assert sum(traffic.messages.values()) == 2 * nonzero  # once there, once back
 
 
 # times |x|, times the largest magnitude of x's row (fp8: of its block of 128)
@@ -260,7 +247,8 @@ def test_bytes_on_the_wire() -> None:
     """
     for wire, per_row in [("none", 256), ("bf16", 128), ("fp16", 129), ("fp8", 68)]:
         traffic = Traffic()
-        run_simulated(2, lambda comm: with_wire(algorithms.get("linear"), wire)(comm, torch.ones(6, 64)), traffic=traffic)  # noqa: B023
+        exchange = with_wire(algorithms.get("linear"), wire)
+        run_simulated(2, partial(exchange, x=torch.ones(6, 64)), traffic=traffic)
         assert sum(traffic.bytes.values()) == 2 * 3 * per_row
 
 
@@ -273,7 +261,8 @@ def test_fp8_travels_only_where_it_is_smaller(dtype: torch.dtype, width: int,
                                               smaller: bool) -> None:
     traffic, plain = Traffic(), Traffic()
     for wire, seen in (("fp8", traffic), ("none", plain)):
-        run_simulated(2, lambda comm: with_wire(algorithms.get("linear"), wire)(comm, torch.ones(6, width, dtype=dtype)), traffic=seen)  # noqa: B023
+        exchange = with_wire(algorithms.get("linear"), wire)
+        run_simulated(2, partial(exchange, x=torch.ones(6, width, dtype=dtype)), traffic=seen)
     assert (sum(traffic.bytes.values()) < sum(plain.bytes.values())) == smaller
 
 

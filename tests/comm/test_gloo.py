@@ -39,7 +39,7 @@ def _all_cases() -> list[str]:
     for place, name, dtype in [(p, n, d) for p in PLACES for n in algorithms.names()
                                for d in DTYPES]:
         comm = TorchComm()
-        comm.topology = place
+        comm.prepare(place)
         for seed in range(2):
             counts = random_counts(WORLD, seed)
             got = algorithms.get(name)(comm, rows_of(comm.rank, counts, dtype), counts[comm.rank],
@@ -61,7 +61,7 @@ def test_every_algorithm_placement_and_dtype() -> None:
 
 def _gradients() -> bool:
     comm = TorchComm()
-    comm.topology = Topology.uniform(WORLD, 2)
+    comm.prepare(Topology.uniform(WORLD, 2))
     counts = random_counts(WORLD, 3)
     for name in algorithms.names():
         x = rows_of(comm.rank, counts, torch.float64).requires_grad_()
@@ -78,7 +78,7 @@ def test_gradients() -> None:
 
 def _counters(name: str) -> tuple[int, int]:
     comm = TorchComm()
-    comm.topology = Topology.uniform(WORLD, 2)
+    comm.prepare(Topology.uniform(WORLD, 2))
     algorithms.get(name)(comm, torch.zeros(WORLD, 5))
     return comm.counters.messages, comm.bytes_sent
 
@@ -96,14 +96,32 @@ def test_counted_messages_and_bytes(name: str, messages: list[int], sent: list[i
 def _detected(launcher: list[str]) -> tuple:
     os.environ["GROUP_RANK"] = launcher[dist.get_rank()]
     comm = TorchComm()
+    with pytest.raises(CommError, match="topology is not known; call comm.prepare"):
+        comm.topology  # noqa: B018 - reading is not collective, so it must not detect
+    early = comm.contiguous_subgroup(2)
+    detected = comm.prepare()
     pair = comm.subgroup([1, 2])
-    return comm.topology.nodes, pair and pair.topology.nodes
+    assert TorchComm().topology is detected, "layers over one process group share its state"
+    return detected.nodes, early.topology.nodes, pair and pair.topology.nodes
 
 
 def test_topology_is_detected_from_the_launcher() -> None:
     found = run_gloo(WORLD, _detected, ["0", "1", "1", "0"])
-    assert [nodes for nodes, _ in found] == [((0, 3), (1, 2))] * WORLD
-    assert found[1][1] == found[2][1] == ((0, 1),) and found[0][1] is None
+    assert [nodes for nodes, _, _ in found] == [((0, 3), (1, 2))] * WORLD
+    assert [early for _, early, _ in found] == [((0,), (1,))] * WORLD
+    assert found[1][2] == found[2][2] == ((0, 1),) and found[0][2] is None
+
+
+def _bytes_of_a_subgroup() -> tuple[bool, list[int]]:
+    layers = [TorchComm(), TorchComm()]
+    parts = [comm.contiguous_subgroup(2) for comm in layers]
+    for part, count in zip(parts, (1, 2), strict=True):
+        part.all_gather(torch.zeros(count))
+    return parts[0].group is parts[1].group, [comm.bytes_sent for comm in layers]
+
+
+def test_a_subgroup_is_made_once_and_counts_for_its_layer() -> None:
+    assert run_gloo(WORLD, _bytes_of_a_subgroup) == [(True, [4, 8])] * WORLD
 
 
 def _subgroups_of_a_part() -> float:
@@ -142,9 +160,10 @@ def test_a_missing_peer_is_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 2 died"):
         run_gloo(WORLD, _peer_that_never_comes, tmp_path)
     for rank in (0, 1, 3):
-        told = (tmp_path / str(rank)).read_text()
-        assert f"rank {rank} of 4 in group 'ranks [0, 1, 2, 3]'" in told and "of 20 bytes" in told and "torch.float32" in told
-        assert "2" in told.split("not received yet: from ranks [")[1].split("]")[0]
+        text = (tmp_path / str(rank)).read_text()
+        assert f"rank {rank} of 4 in group 'ranks [0, 1, 2, 3]'" in text
+        assert "of 20 bytes" in text and "torch.float32" in text
+        assert "2" in text.split("not received yet: from ranks [")[1].split("]")[0]
 
 
 def _copied_layer() -> tuple[bool, bool]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
+import pickle
 
-from moe_plugin.comm import LocalComm, Topology, run_simulated
+import pytest
+import torch
+
+from moe_plugin.comm import LocalComm, Topology, algorithms, run_simulated
 from moe_plugin.comm.nodes import node_key, node_name
+from moe_plugin.comm.state import MAX_TAG, GroupState
+
+PAIRS = Topology.uniform(4, 2)
 
 
 def test_uniform_and_what_is_left() -> None:
@@ -35,10 +42,10 @@ def test_nodes_that_are_no_partition_are_refused(nodes: tuple) -> None:
 def test_other_bad_values() -> None:
     with pytest.raises(ValueError, match="nics=0"):
         Topology(((0,),), nics=0)
-    with pytest.raises(ValueError, match="ranks a node=0"):
+    with pytest.raises(ValueError, match="ranks per node=0"):
         Topology.uniform(4, 0)
     with pytest.raises(ValueError, match="topology of 3 ranks does not fit"):
-        LocalComm().topology = Topology.one_node(3)
+        LocalComm().prepare(Topology.one_node(3))
 
 
 def test_why_flat() -> None:
@@ -53,6 +60,34 @@ def test_a_subgroup_inherits_its_part() -> None:
         return child and child.topology.nodes
 
     assert run_simulated(4, rank, topology=Topology.uniform(4, 2)) == [None] + [((0,), (1, 2))] * 3
+
+
+def test_another_topology_discards_what_depended_on_it_and_reaches_subgroups() -> None:
+    def rank(comm):
+        pair, found = comm.contiguous_subgroup(2), comm.state.get(list)
+        found.append("measured")
+        algorithms.get("2dh")(comm, torch.zeros(4), [1, 1, 1, 1], [1, 1, 1, 1])
+        assert comm.prepare(PAIRS) is not None and comm.state.get(list) is found
+        planned = comm.state.collects_for
+        comm.prepare(Topology.uniform(4, 1))
+        return (planned is not None, comm.state.collects_for, comm.state.get(list),
+                pair.topology.nodes)
+
+    assert run_simulated(4, rank, topology=PAIRS) == [(True, None, [], ((0,), (1,)))] * 4
+
+
+def test_a_copied_state_keeps_the_topology_only() -> None:
+    comm = LocalComm()
+    comm.state.get(list).append("measured")
+    comm.state.next_tag()
+    for other in (copy.deepcopy(comm), pickle.loads(pickle.dumps(comm))):
+        assert other.topology == comm.topology and other.state is not comm.state
+        assert other.state.last_tag == 0 and other.state.get(list) == []
+
+
+def test_tags_start_again_after_the_last() -> None:
+    state = GroupState(last_tag=MAX_TAG - 1)
+    assert [state.next_tag() for _ in range(3)] == [MAX_TAG, 1, 2]
 
 
 def test_nodes_by_launcher_and_host_name() -> None:

@@ -41,7 +41,7 @@ def dies_in_an_exchange(cluster: EmulatedCluster, run: Any, argv: Sequence[str],
     for end in survivors:
         assert end.seconds < ends[VICTIM].seconds + 2 * TIMEOUT_S + SLACK_S, (at, end)
     _all_named(survivors)
-    assert any(f"rank {VICTIM} failed" in end.error and "exchange of torch." in end.error
+    assert any(f"rank {VICTIM} failed" in end.error and "send_receive of torch." in end.error
                for end in survivors), (at, survivors)
 
 

@@ -74,7 +74,7 @@ def die_in_exchange(victim: int, at: int, run: Any, *args: Any) -> None:
     """`run(*args)`; rank `victim` is killed, without a word, when it begins its `at`-th exchange of
     messages.
     """
-    exchange = TorchComm.exchange
+    exchange = TorchComm.send_receive
 
     def counted(self: TorchComm, *tensors: Any) -> None:
         if counted.calls == at:
@@ -84,7 +84,7 @@ def die_in_exchange(victim: int, at: int, run: Any, *args: Any) -> None:
 
     counted.calls = 0
     if int(os.environ["RANK"]) == victim:
-        TorchComm.exchange = counted  # in this forked rank alone
+        TorchComm.send_receive = counted  # in this forked rank alone
     run(*args)
 
 

@@ -29,7 +29,7 @@ Make = Callable[..., EmulatedCluster]
 def _where() -> tuple:
     comm = TorchComm()
     total = comm.all_reduce(torch.tensor(float(comm.rank)))
-    return socket.gethostname(), os.environ["LOCAL_RANK"], total.item(), comm.topology.nodes
+    return socket.gethostname(), os.environ["LOCAL_RANK"], total.item(), comm.prepare().nodes
 
 
 def test_ranks_are_on_their_nodes(cluster: Make) -> None:

@@ -168,6 +168,7 @@ def _reform(folder: Path) -> tuple[int, float]:
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store),
                             rank=survivors.index(rank), world_size=len(survivors))
     comm = TorchComm(timeout_s=TIMEOUT_S)
+    comm.prepare()
     total = algorithms.get("2dh")(comm, torch.full((comm.size,), float(rank)))
     return len(comm.topology.nodes), total.sum().item()
 

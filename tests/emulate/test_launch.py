@@ -24,12 +24,13 @@ import torch, torch.distributed as dist
 from moe_plugin.comm import TorchComm
 dist.init_process_group("gloo")
 comm = TorchComm()
+nodes = comm.prepare().nodes
 total = comm.all_reduce(torch.tensor(float(comm.rank)))
 mark = Path(sys.argv[1], f"died{comm.rank}")
 if comm.rank == int(sys.argv[2]) and not mark.exists():
     mark.touch()
     os.kill(os.getpid(), 9)
-os.write(1, f"rank {comm.rank} sum {total.item()} nodes {comm.topology.nodes} {os.uname().nodename}\\n".encode())  # lines whole, also where unbuffered
+os.write(1, f"rank {comm.rank} sum {total.item()} nodes {nodes} {os.uname().nodename}\\n".encode())  # lines whole, also where unbuffered
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -36,7 +36,7 @@ def cells(world: int) -> list[tuple[Case, dict]]:
 
 def _run_cells(world: int) -> list[RankResult]:
     comm = TorchComm()
-    comm.topology = Topology.uniform(world, 2)  # as if on two nodes
+    comm.prepare(Topology.uniform(world, 2))  # as if on two nodes
     return [run_rank(case, comm, config_of(case, **changes)) for case, changes in cells(world)]
 
 

@@ -43,7 +43,7 @@ def check(case: Case, choices: list[LayoutChoice], nodes: int = 1, **changes) ->
         config = with_layout(config_of(case, **changes), choice)
 
         def rank(comm: Comm, config: MoEConfig = config) -> RankResult:
-            comm.topology = Topology.uniform(case.world, -(-case.world // nodes))
+            comm.prepare(Topology.uniform(case.world, -(-case.world // nodes)))
             return run_rank(case, comm, config)
 
         try:
@@ -250,7 +250,7 @@ def _run_gloo_cells(world: int) -> list[RankResult]:
     from moe_plugin import TorchComm
 
     comm = TorchComm()
-    comm.topology = Topology.uniform(world, 2)
+    comm.prepare(Topology.uniform(world, 2))
     return [
         run_rank(case, comm, with_layout(config_of(case, dispatch__name=dispatch), choice))
         for case, choice, dispatch in _gloo_cells(world)

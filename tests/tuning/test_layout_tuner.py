@@ -65,7 +65,7 @@ def drive(comm: Comm, seconds, calls: int, tokens=lambda call: 16,
 
 def test_ranks_with_different_clocks_and_loads_run_the_same_layouts() -> None:
     def rank(comm):
-        comm.topology = Topology.uniform(8, 4)
+        comm.prepare(Topology.uniform(8, 4))
         return drive(comm, lambda c: {0: 3.0, 1: 2.0, 2: 1.0, 4: 4.0}[c.r] + c.d / 10, 80,
                      lambda call: (5 + 3 * comm.rank) * (1 + 3 * (call > 50)))[1:]
 

@@ -1,6 +1,4 @@
-"""All-to-all algorithms by name. Each takes (comm, x, send, recv) and returns what
-`Comm.all_to_all` would.
-"""
+"""All-to-all algorithms by name, each an `Exchange` with the result of `Comm.all_to_all`."""
 
 from moe_plugin.comm.algorithms import leader, linear, two_d
 from moe_plugin.comm.algorithms.registry import algorithms

@@ -1,8 +1,8 @@
-"""Leader all-to-all (HetuMoE): one rank of each node talks for all of them. For nodes with one
+"""Leader all-to-all (HetuMoE): one rank of each node sends for all of them. For nodes with one
 network card.
 
-n ranks, m a node, S bytes a rank: gather the node's buffers on its leader, order them by
-destination node, exchange among leaders (n/m - 1 messages of m^2 * S/n bytes a node), order by
+n ranks, m per node, S bytes per rank: gather the node's buffers on its leader, order them by
+destination node, exchange among leaders (n/m - 1 messages of m^2 * S/n bytes per node), order by
 destination rank, scatter.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_plugin.comm.algorithms.linear import linear
 from moe_plugin.comm.algorithms.registry import algorithms
-from moe_plugin.comm.base import Comm, pieces
+from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, swap_equal
 from moe_plugin.comm.topology import Topology
 
@@ -34,21 +34,21 @@ class _Node:
 @algorithms.register("leader")
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """Over one rank a node: the fewest and largest messages between nodes, at the price of a gather
-    and a scatter inside.
+    """Through one rank per node: few large messages between nodes, a gather and a scatter inside.
 
-    Equal and unequal pieces, equal and unequal nodes, ranks in any order. One node, or one rank a
-    node: `linear`. Unequal pieces cost one small message of counts from each rank to its leader.
+    Pieces and nodes may be unequal, ranks in any order. One node, or one rank per node: `linear`.
+    Unequal pieces cost one small message of counts from each rank to its leader. Needs
+    `Comm.prepare`.
     """
     topology = comm.topology
     if topology.why_flat():
         return linear(comm, x, send, recv)
-    comm.ran("leader")
+    comm.count_exchange("leader")
     even = send is None and recv is None
     if even and topology.regular:
         return _even(comm, topology, x)
-    send = pieces(x.shape[0], comm.size, send, "all_to_all send")
-    recv = pieces(x.shape[0], comm.size, recv, "all_to_all receive")
+    send = piece_lengths(x.shape[0], comm.size, send, "all_to_all send")
+    recv = piece_lengths(x.shape[0], comm.size, recv, "all_to_all receive")
     node = topology.peers(comm.rank)
     counts = _counts(comm, node, send, recv, even)
     out = x.new_empty((sum(recv), *x.shape[1:]))
@@ -65,7 +65,7 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     """Equal pieces, equal nodes in rank order: two strided copies on leaders, no lists of lengths.
     """
-    pieces(x.shape[0], comm.size, None, "all_to_all send")
+    piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)
     if comm.rank != node[0]:
         exchange_pieces(comm, [(node[0], x)], [])
@@ -132,7 +132,7 @@ def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _No
 
 
 def _scatter(comm: Comm, got: Tensor, out: Tensor, topology: Topology, counts: _Node) -> None:
-    """Order rows by (destination rank on this node, source rank) and hand them out."""
+    """Order rows by (destination rank on this node, source rank) and send them to these ranks."""
     node = list(counts.recv)
     sources = [rank for other in topology.nodes for rank in other]
     lengths = [counts.recv[d][s] for s in sources for d in node]

@@ -14,14 +14,13 @@ from moe_plugin.comm.chunks import receive_first
 @algorithms.register("linear")
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """Every rank sends to every rank directly; on gloo as messages whose receives are all posted
-    before any send.
+    """Every rank sends to every rank directly; on gloo as messages, all receives posted first.
 
-    gloo's own all-to-all queues a peer's notice that it is ready behind bulk data, which costs
-    where pieces are skewed; posting all receives first avoids that, any dtype passes, and an error
-    names the peer. NCCL's own is already one grouped call.
+    gloo's own all-to-all queues a peer's ready signal behind bulk data, which is slow where pieces
+    are skewed. Posting all receives first avoids that, supports any dtype, and an error names the
+    peer. NCCL's own is already one grouped call.
     """
-    comm.ran("linear")
+    comm.count_exchange("linear")
     return receive_first(comm, x, send, recv) if comm.receive_first else comm.all_to_all(
         x, send, recv)
 
@@ -30,5 +29,5 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """Every rank sends to every rank directly: always the backend's own all-to-all."""
-    comm.ran("native")
+    comm.count_exchange("native")
     return comm.all_to_all(x, send, recv)

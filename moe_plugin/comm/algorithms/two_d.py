@@ -1,12 +1,11 @@
 """Two-dimensional hierarchical all-to-all (2DH, Tutel): inside the node first, then between ranks
-of equal place.
+of equal local rank.
 
-n ranks, m a node, S bytes a rank. Phase 1 collects, on the rank of place l, everything its node has
-for place l of any
-node: messages of S/m bytes inside the node. Phase 2 sends each of these collections to its node:
-n/m - 1 messages of S*m/n bytes instead of n - m of S/n. For equal nodes. On unequal ones, what is
-meant for place j of another node goes over place j mod m, so that every rank still sends at most
-one message to each rank it serves.
+n ranks, m per node, S bytes per rank. Phase 1 collects, on local rank l, everything its node sends
+to local rank l of any node: messages of S/m bytes inside the node. Phase 2 sends each of these
+collections to its node: n/m - 1 messages of S*m/n bytes instead of n - m of S/n. This is for equal
+nodes. On unequal ones, rows for local rank j of another node go through local rank j mod m, so that
+every rank still sends at most one message to each rank that it collects for.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from moe_plugin.comm.algorithms.linear import linear
 from moe_plugin.comm.algorithms.registry import algorithms
-from moe_plugin.comm.base import Comm, pieces
+from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, stride_copy, swap_equal
 from moe_plugin.comm.topology import Topology
 
@@ -28,8 +27,9 @@ from moe_plugin.comm.topology import Topology
 class _Plan:
     """Lengths of one exchange.
 
-    served: for each rank of this node, the destinations it collects for. counts: for each rank i of
-    this node, how many rows it has for each destination that this rank serves.
+    served: for each rank of this node, the destinations it collects for.
+    counts: for each rank of this node, how many rows it has for each destination that this rank
+        collects for.
     """
 
     served: dict[int, list[int]]
@@ -39,21 +39,20 @@ class _Plan:
 @algorithms.register("2dh")
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
-    """Inside the node by destination place, then between nodes: few large messages, every rank at
-    its own network card.
+    """First inside the node by destination, then between nodes: few large messages on all cards.
 
-    Equal and unequal pieces, equal and unequal nodes, ranks in any order. One node, or one rank a
-    node: `linear`. Unequal pieces cost one small exchange of counts inside the node.
+    Pieces and nodes may be unequal, ranks in any order. One node, or one rank per node: `linear`.
+    Unequal pieces cost one small exchange of counts inside the node. Needs `Comm.prepare`.
     """
     topology = comm.topology
     if topology.why_flat():
         return linear(comm, x, send, recv)
-    comm.ran("2dh")
+    comm.count_exchange("2dh")
     even = send is None and recv is None
     if even and topology.regular:
         return _even(comm, topology, x)
-    send = pieces(x.shape[0], comm.size, send, "all_to_all send")
-    recv = pieces(x.shape[0], comm.size, recv, "all_to_all receive")
+    send = piece_lengths(x.shape[0], comm.size, send, "all_to_all send")
+    recv = piece_lengths(x.shape[0], comm.size, recv, "all_to_all receive")
     plan = _plan(comm, topology, send, even)
     gathered = _inside(comm, x, send, plan)
     return _between(comm, topology, gathered, recv, plan)
@@ -61,7 +60,7 @@ def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     """Equal pieces, equal nodes in rank order: two strided copies, no lists of lengths."""
-    pieces(x.shape[0], comm.size, None, "all_to_all send")
+    piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node = topology.peers(comm.rank)
     places, nodes = len(node), len(topology.nodes)
     by_place, at_place, out = stride_copy(x, nodes,
@@ -73,7 +72,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 
 def _via(topology: Topology, node: Sequence[int], destination: int) -> int:
-    """The rank of `node` that collects for a destination: of the same place where there is one."""
+    """The rank of `node` that collects for a destination: the same local rank where it exists."""
     return node[topology.local_of[destination] % len(node)]
 
 
@@ -86,9 +85,9 @@ def _served(topology: Topology, node: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
-    served = comm.memo.get("2dh")
-    if served is None:
-        served = comm.memo["2dh"] = _served(topology, topology.peers(comm.rank))
+    if comm.state.collects_for is None:
+        comm.state.collects_for = _served(topology, topology.peers(comm.rank))
+    served = comm.state.collects_for
     mine = served[comm.rank]
     if even:
         counts = {rank: [send[0]] * len(mine) for rank in served}

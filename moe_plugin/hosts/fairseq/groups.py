@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm import Comm, LocalComm, TorchComm
-from moe_plugin.comm.base import pieces
+from moe_plugin.comm.base import Messages, piece_lengths
 from moe_plugin.hosts.fairseq.compat.timeouts import shorten_timeouts
 
 _whole_model: ContextVar[bool] = ContextVar("moe_plugin_fairseq_whole_model", default=False)
@@ -36,7 +36,7 @@ class MeasuredComm(TorchComm):
     (`--dummy-a2a`).
 
     Host time is measured around every exchange; on a CUDA device also the time between events on
-    the stream. Views of this group (`tagged`) add to the same totals.
+    the stream. Views of this group (`with_tag`) add to the same totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -51,21 +51,20 @@ class MeasuredComm(TorchComm):
                    recv: Sequence[int] | None = None) -> Tensor:
         """As `TorchComm.all_to_all`, measured."""
         if self.dummy and x.is_floating_point():
-            rows = sum(pieces(x.shape[0], self.size, recv, "all_to_all receive"))
+            rows = sum(piece_lengths(x.shape[0], self.size, recv, "all_to_all receive"))
             return x[:rows].clone() if rows <= x.shape[0] else torch.cat(
                 [x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
         with self._timed(x.is_cuda):
             return super().all_to_all(x, send, recv)
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int,
-                                                                                  Tensor]]) -> None:
-        """As `TorchComm.exchange`, measured. Counts are exchanged also under `--dummy-a2a`."""
+    def send_receive(self, sends: Messages, recvs: Messages) -> None:
+        """As `TorchComm.send_receive`, measured. Counts are exchanged also under `--dummy-a2a`."""
         if self.dummy and all(x.is_floating_point() for _, x in (*sends, *recvs)):
             for _, buffer in recvs:
                 buffer.zero_()
             return
         with self._timed(any(x.is_cuda for _, x in (*sends, *recvs))):
-            super().exchange(sends, recvs)
+            super().send_receive(sends, recvs)
 
     @contextmanager
     def _timed(self, cuda: bool) -> Iterator[None]:

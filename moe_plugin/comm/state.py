@@ -1,0 +1,72 @@
+"""`GroupState`: what is known of one group of ranks for as long as the group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from moe_plugin.comm.topology import Topology
+from moe_plugin.comm.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from moe_plugin.comm.base import Comm
+
+T = TypeVar("T")
+MAX_TAG = (1 << 20) - 1
+
+
+@dataclass
+class GroupState:
+    """Found out or made once for a group and used by all its layers.
+
+    All `Comm` objects over one process group share one `GroupState`, and so do their tagged views.
+
+    topology: which ranks share a node; set by `Comm.prepare`, None before. Hierarchical exchanges,
+        routers that prefer near experts and cost models depend on it.
+    watchdog: sends heartbeats, so that an error can name the missing ranks; None: not asked for.
+    worker: the thread that runs exchanges in the background; made at the first one.
+    stream: the CUDA stream for the same purpose.
+    last_tag: of the last exchange in the background; all ranks count alike.
+    subgroups: by size, the subgroup of consecutive ranks that this rank is in. To make one is
+        collective and costs connections.
+    collects_for: for each rank of this node, the destination ranks whose rows it collects in the
+        2DH all-to-all under this topology.
+    """
+
+    topology: Topology | None = None
+    watchdog: Watchdog | None = None
+    worker: ThreadPoolExecutor | None = None
+    stream: torch.cuda.Stream | None = None
+    last_tag: int = 0
+    subgroups: dict[int, Comm] = field(default_factory=dict)
+    collects_for: dict[int, list[int]] | None = None
+    _by_class: dict[type, Any] = field(default_factory=dict)
+
+    def get(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
+        """The object of class `kind` that a higher room keeps with the group.
+
+        It is made at the first use, by `make` or `kind()`, and dropped when the topology changes.
+        """
+        if kind not in self._by_class:
+            self._by_class[kind] = (make or kind)()
+        return self._by_class[kind]
+
+    def set_topology(self, topology: Topology) -> None:
+        """Set another topology and drop what was measured and planned under the previous one."""
+        self.topology, self.collects_for = topology, None
+        self._by_class.clear()
+
+    def next_tag(self) -> int:
+        """A tag for an exchange in the background, from 1 to `MAX_TAG`, in the same order on all
+        ranks.
+        """
+        self.last_tag = self.last_tag % MAX_TAG + 1
+        return self.last_tag
+
+    def __reduce__(self) -> tuple[type[GroupState], tuple[Topology | None]]:
+        # a copy of a model or its pickle: threads, streams and measurements stay here
+        return type(self), (self.topology,)
