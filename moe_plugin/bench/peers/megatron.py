@@ -19,7 +19,7 @@ from moe_plugin.bench.problem import Data, Problem
 @contextlib.contextmanager
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Megatron-core's own MoE layer: all-to-all dispatcher, grouped GEMM where it supports one."""
-    from moe_plugin.hosts.megatron import cpu
+    from moe_plugin.hosts.megatron.compat import cpu
 
     if problem.device == "cpu":
         cpu.enable(force=True)
@@ -44,7 +44,7 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 def _layer(problem: Problem) -> tuple[nn.Module, str]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from moe_plugin.hosts.megatron import compat
+    from moe_plugin.hosts.megatron.compat import core
 
     values: dict[str, Any] = {
         "num_layers": 1, "hidden_size": problem.model_dim, "num_attention_heads": 1,
@@ -58,12 +58,12 @@ def _layer(problem: Problem) -> tuple[nn.Module, str]:
     }
     if problem.gated:
         values["activation_func"] = F.silu
-    spec = compat.gpt_moe_layer_spec(problem.device == "cuda" and compat.has_transformer_engine())
+    spec = core.gpt_moe_layer_spec(problem.device == "cuda" and core.has_transformer_engine())
     # megatron-core gives a ModuleSpec or, from 0.18 on, a functools.partial
     submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
     config = TransformerConfig(**values)
     layer = (submodules.mlp(config=config) if isinstance(submodules.mlp, partial) else
-             compat.build_module(submodules.mlp, config=config))
+             core.build_module(submodules.mlp, config=config))
     layer.set_layer_number(1)
     return layer.to(problem.device), type(layer.experts).__name__
 

@@ -21,20 +21,21 @@ from torch import Tensor
 
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import METRICS, layer_metrics
+from moe_plugin.hosts.fairseq.translate import plain_value
 from moe_plugin.routing.replay import forget
 
 
-class _GateLoss:
+class GateLoss:
     """Adds the gate loss to another criterion and logs the branch's metrics."""
 
     def _set_gate_loss(self: Any, weight: float, combine: str, transform: str) -> None:
         if weight < 0:
             raise ValueError(
                 f"--moe-gate-loss-wt {weight} is out of bounds: must be >= 0; use 0 for no gate "
-                "loss"
-            )
-        self.gate_loss_weight, self.gate_loss_combine, self.gate_loss_transform = weight, _text(
-            combine), _text(transform)
+                "loss")
+        self.gate_loss_weight = weight
+        self.gate_loss_combine = plain_value(combine)
+        self.gate_loss_transform = plain_value(transform)
 
     def forward(self: Any, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
@@ -88,7 +89,7 @@ class _GateLoss:
                 metrics.log_scalar(key, value / batches, batches, round=3)
 
 
-class MoECrossEntropyCriterion(_GateLoss, CrossEntropyCriterion):
+class MoECrossEntropyCriterion(GateLoss, CrossEntropyCriterion):
     """`moe_cross_entropy`."""
 
     def __init__(self, task: Any, sentence_avg: bool, moe_gate_loss_wt: float = 1.0,
@@ -98,7 +99,7 @@ class MoECrossEntropyCriterion(_GateLoss, CrossEntropyCriterion):
         self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
 
 
-class MoELabelSmoothedCrossEntropyCriterion(_GateLoss, LabelSmoothedCrossEntropyCriterion):
+class MoELabelSmoothedCrossEntropyCriterion(GateLoss, LabelSmoothedCrossEntropyCriterion):
     """`moe_label_smoothed_cross_entropy`."""
 
     def __init__(self, task: Any, sentence_avg: bool, label_smoothing: float,
@@ -107,7 +108,3 @@ class MoELabelSmoothedCrossEntropyCriterion(_GateLoss, LabelSmoothedCrossEntropy
                  moe_gate_loss_transform: str = "none") -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
-
-
-def _text(value: Any) -> str:
-    return str(getattr(value, "value", value))

@@ -14,9 +14,9 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from torch import Tensor
 
 from moe_plugin.ensembles import EnsembleHeads, confident_oracle_loss, ensemble_errors
-from moe_plugin.hosts.fairseq.criterion import _GateLoss, _text
+from moe_plugin.hosts.fairseq.criterion import GateLoss
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
-from moe_plugin.hosts.fairseq.translate import setting
+from moe_plugin.hosts.fairseq.translate import plain_value, setting
 
 
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
@@ -90,7 +90,7 @@ class _ConfidentOracle(CrossEntropyCriterion):
             metrics.log_scalar(f"{name}_error", errors / max(1, tokens), tokens, round=4)
 
 
-class ConfidentOracleCriterion(_GateLoss, _ConfidentOracle):
+class ConfidentOracleCriterion(GateLoss, _ConfidentOracle):
     """`moe_confident_oracle`."""
 
     def __init__(self, task: Any, sentence_avg: bool, oracle_k: int = 1, oracle_beta: float = 0.75,
@@ -98,6 +98,6 @@ class ConfidentOracleCriterion(_GateLoss, _ConfidentOracle):
                  moe_gate_loss_wt: float = 1.0, moe_gate_loss_combine_method: str = "average",
                  moe_gate_loss_transform: str = "none") -> None:
         super().__init__(task, sentence_avg)
-        self.k, self.beta, self.labels, self.unit = oracle_k, oracle_beta, _text(
-            oracle_labels), _text(oracle_unit)
+        self.k, self.beta = oracle_k, oracle_beta
+        self.labels, self.unit = plain_value(oracle_labels), plain_value(oracle_unit)
         self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)

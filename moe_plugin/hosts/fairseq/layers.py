@@ -19,7 +19,7 @@ from moe_plugin.comm import default_comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import is_expert
-from moe_plugin.hosts.fairseq.compat.runtime import FUSED_PATH_COPIES
+from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
 from moe_plugin.hosts.fairseq.gradients import mark_replicas
 from moe_plugin.hosts.fairseq.groups import Groups
 from moe_plugin.hosts.fairseq.tokens import token_info
@@ -46,8 +46,12 @@ class LayerSettings:
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     config = settings.config
-    asked = [f"dispatch.name={config.dispatch.name!r}"] * dispatchers.get(config.dispatch.name).traits.shares_tokens
-    asked += [f"parallel.replicas={config.parallel.replicas}"] * (config.parallel.replicas > 1)
+    name, replicas = config.dispatch.name, config.parallel.replicas
+    asked = []
+    if dispatchers.get(name).traits.shares_tokens:
+        asked.append(f"dispatch.name={name!r}")
+    if replicas > 1:
+        asked.append(f"parallel.replicas={replicas}")
     if config.parallel.shards is not None:
         raise ValueError(
             f"parallel.shards={config.parallel.shards} does not fit fairseq, whose checkpoints "
@@ -151,9 +155,7 @@ class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
 
     def __init__(self, cfg: Any, return_fc: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, return_fc)
-        for name in FUSED_PATH_COPIES:
-            if hasattr(self, name):
-                delattr(self, name)
+        drop_fused_path_copies(self)
         self.BT_version = self.can_use_fastpath = False
         self._become_moe(settings)
 

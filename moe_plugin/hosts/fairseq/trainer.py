@@ -19,6 +19,8 @@ from torch import Tensor
 
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies
+from moe_plugin.hosts.fairseq.criterion import GateLoss
 from moe_plugin.hosts.fairseq.gradients import (
     expert_norm_squared,
     mark_replicas,
@@ -42,9 +44,10 @@ class MoETrainer(Trainer):
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
         self._skipped = 0
+        self._replicas: dist.ProcessGroup | None = None  # made where it is needed first
         if self.has_experts:
             _refuse_unsupported(cfg)
-            if not hasattr(criterion, "gate_loss"):
+            if not isinstance(criterion, GateLoss):
                 logger.warning(
                     "criterion %s does not add the routers' losses (--moe-losses): nothing keeps "
                     "the experts balanced; use "
@@ -86,10 +89,8 @@ class MoETrainer(Trainer):
 
     def _build_optimizer(self) -> None:
         super()._build_optimizer()
-        copies = getattr(self._optimizer, "fp32_params", None)
-        if self.has_experts and isinstance(copies, list):
-            for parameter, copy in zip(self._optimizer.fp16_params, copies, strict=True):
-                mark_replicas(copy, replicas_of(parameter))
+        for parameter, copy in fp32_copies(self._optimizer):
+            mark_replicas(copy, replicas_of(parameter))
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Norm over all parameters, each expert counted once; equal on all ranks. Gradients are
@@ -125,7 +126,7 @@ class MoETrainer(Trainer):
         replicas = {replicas_of(p) for p in expert_parameters(self._model).values()}
         if max(replicas, default=1) == 1 or self.data_parallel_world_size == 1:
             return None
-        if not hasattr(self, "_replicas"):
+        if self._replicas is None:
             self._replicas = _make_replica_group(
                 max(replicas),
                 moe_layers(self._model)[0].moe_layer.moe.config.comm.timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from moe_plugin.config import MoEConfig, settings_from_yaml
@@ -35,8 +36,12 @@ DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_fact
 
 def setting(args: Any, name: str, default: Any = None) -> Any:
     """Attribute of a namespace or config; `default` where absent. Choices read as text."""
-    value = getattr(args, name, default)
-    return getattr(value, "value", value)
+    return plain_value(getattr(args, name, default))
+
+
+def plain_value(value: Any) -> Any:
+    """A choice of fairseq's dataclasses as its text; anything else unchanged."""
+    return value.value if isinstance(value, Enum) else value
 
 
 def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) -> MoEConfig:

@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
         group = p.add_argument_group(title)
         for name, options in flags:
             group.add_argument("--" + name, **options)
-    add_arguments(p, frozenset(NATIVE_ARGUMENTS))
+    add_arguments(p, NATIVE_ARGUMENTS)
     return p
 
 
@@ -163,7 +163,7 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
     """Megatron's `TransformerConfig`; what it refuses becomes a `ValueError`."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from moe_plugin.hosts.megatron.compat import call_supported
+    from moe_plugin.hosts.megatron.compat.core import call_supported
 
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values = {

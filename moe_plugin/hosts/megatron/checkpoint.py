@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_plugin.hosts.megatron import compat
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.model import Training
 from moe_plugin.hosts.megatron.state import without_missing
 
@@ -58,7 +59,7 @@ def shape(training: Training) -> dict[str, Any]:
     names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
              "num_moe_experts", "moe_ffn_hidden_size", "gated_linear_unit", "add_bias_linear",
              "normalization")
-    parts = getattr(training.optimizer, "chained_optimizers", [training.optimizer])
+    parts = optimizers.parts(training.optimizer)
     return {
         **{name: getattr(config, name) for name in names}, "distributed_optimizer": isinstance(
             parts[0], DistributedOptimizer), "optimizer": type(parts[0].optimizer).__name__
@@ -97,7 +98,7 @@ def _write_meta(part: str, training: Training, progress: Progress) -> None:
     files = {name: os.path.getsize(os.path.join(part, name)) for name in sorted(os.listdir(part))}
     meta = {
         "model": shape(training), "layout": layout(),
-        **asdict(progress), "megatron_core": compat.core_version, "files": files
+        **asdict(progress), "megatron_core": core.core_version, "files": files
     }
     _write_text(os.path.join(part, META), json.dumps(meta, indent=1))
 
@@ -153,7 +154,7 @@ def load(root: str, training: Training) -> Progress:
     path = folder(root, iteration)
     meta = check(path, training)
     same = meta["layout"] == layout()
-    compat.prepare_optimizer_for_load(training.optimizer)
+    optimizers.prepare_optimizer_for_load(training.optimizer)
     try:
         state = _state(training, loading=True, same_layout=same)
         without_missing((state[f"model{i}"] for i in range(len(training.chunks))), path)
@@ -167,7 +168,7 @@ def load(root: str, training: Training) -> Progress:
             f"{os.path.join(root, LATEST)}") from error
     for index, model in enumerate(training.bare()):
         model.load_state_dict(found[f"model{index}"])
-    compat.load_optimizer(training.optimizer, found["optimizer"])
+    optimizers.load_optimizer(training.optimizer, found["optimizer"])
     if same:
         _set_random(found["random"])
     else:
@@ -208,14 +209,14 @@ def check(path: str, training: Training) -> dict[str, Any]:
 
 
 def _state(training: Training, *, loading: bool, same_layout: bool) -> dict[str, Any]:
-    metadata = compat.checkpoint_metadata()
+    metadata = optimizers.checkpoint_metadata()
     models = {
-        f"model{i}": compat.call_supported(m.sharded_state_dict, metadata=metadata)
+        f"model{i}": core.call_supported(m.sharded_state_dict, metadata=metadata)
         for i, m in enumerate(training.bare())
     }
     # nested: with virtual stages every chunk numbers its layers from 0, and keys would hide one
     # another
-    optimizer = compat.call_supported(training.optimizer.sharded_state_dict,
+    optimizer = core.call_supported(training.optimizer.sharded_state_dict,
                                       model_sharded_state_dict=models, is_loading=loading,
                                       metadata=metadata)
     state: dict[str, Any] = {**models, "optimizer": optimizer}

@@ -39,7 +39,7 @@ def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float =
             f"tensor_model_parallel_size={config.tensor_model_parallel_size} cannot be used with "
             "ensemble heads: must be 1; "
             "the heads are whole")
-    if getattr(model, "output_layer", None) is None:
+    if "output_layer" not in dict(model.named_children()):
         return model
     if model.share_embeddings_and_output_weights:
         raise ValueError(

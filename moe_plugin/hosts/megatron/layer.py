@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
-from moe_plugin.hosts.megatron import compat, parameters, state
+from moe_plugin.hosts.megatron import parameters, state
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
-from moe_plugin.hosts.megatron.tokens import StepClock, token_info
+from moe_plugin.hosts.megatron.tokens import StepClock, TakesTokenIds, token_info
 from moe_plugin.hosts.megatron.translate import (
     LOSS_NAMES,
     Translation,
@@ -33,7 +35,7 @@ _ONE_STEP = ("route", "preprocess", "dispatch", "shared_experts_compute", "route
              "combine", "postprocess", "router_and_preprocess", "backward_dw")
 
 
-class PluginMoELayer(compat.MoELayer):
+class PluginMoELayer(TakesTokenIds, core.MoELayer):
     """A drop-in for Megatron's `MoELayer`: its arguments, its groups, its losses and log; our
     routing, dispatch and experts.
 
@@ -60,16 +62,16 @@ class PluginMoELayer(compat.MoELayer):
     def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None,
                  pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
                  **extra: Any) -> None:
-        compat.check_version()
-        settings = settings_from_flags(compat.script_arguments()) if settings is None else settings
-        plan = translate(config, settings, injected_router=compat.injects_router(submodules))
-        groups = compat.groups(pg_collection)
-        compat.init_base(self, config, layer_number, groups.collection, extra)
+        core.check_version()
+        settings = settings_from_flags(script_arguments()) if settings is None else settings
+        plan = translate(config, settings, injected_router=core.injects_router(submodules))
+        groups = core.groups(pg_collection)
+        core.init_base(self, config, layer_number, groups.collection, extra)
         self.submodules, self.groups, self.plan = submodules, groups, plan
         self.tp_group = groups.tensor
         self.shares_tokens = shares_tokens(config, plan, groups)
         self._is_mtp = bool(extra.get("is_mtp_layer", False))
-        native = compat.native_router(config, submodules, groups, extra.get(
+        native = core.native_router(config, submodules, groups, extra.get(
             "is_mtp_layer", False)) if plan.native_router else None
         moe = self._build(config, plan, native)
         # its parts are registered before it: torch names a parameter by its first owner, so names
@@ -79,13 +81,12 @@ class PluginMoELayer(compat.MoELayer):
         self.moe = moe
         self.register_state_dict_post_hook(state.drop_repeated)
         self.register_load_state_dict_pre_hook(state.add_repeated)
-        self.shared_experts = compat.shared_experts(config, submodules,
+        self.shared_experts = core.shared_experts(config, submodules,
                                                     groups) if self.use_shared_expert else None
         self.recompute = config.recompute_granularity == "selective" and "moe" in (
             config.recompute_modules or [])
         self._prepare_parameters(native)
         self.needs_of_router = needs_of(moe.router)
-        self.tokens_BS: Tensor | None = None  # see `tokens.give_token_ids`
         self._clock = StepClock()
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
@@ -117,7 +118,7 @@ class PluginMoELayer(compat.MoELayer):
             return comm_of(group, plan) if group.size() > 1 else None
 
         split_loss = parts(groups.tokens)
-        split_batch = comm_of(compat.all_data_group(groups.collection), plan)
+        split_batch = comm_of(core.all_data_group(groups.collection), plan)
         if not self.shares_tokens:
             return replace(host, loss_comm=split_loss, batch_comm=split_batch)
         # tensor-parallel ranks route the same tokens, unless the layer splits these between them
@@ -212,7 +213,7 @@ class PluginMoELayer(compat.MoELayer):
             self.moe.router.batch_size = x_SBD.shape[1]
         parameters.wait_for(self.experts)
         if self.training and not inside_backward() and self._clock.new_step(
-                compat.microbatches_a_step()):
+                core.microbatches_a_step()):
             finish_step(self.router)
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
         out = self.moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS,
@@ -235,9 +236,9 @@ class PluginMoELayer(compat.MoELayer):
             if weight and name in out.losses:
                 loss = out.losses[name]
                 # by tokens: Megatron then divides every gradient by the number of tokens
-                y = compat.attach_loss(
+                y = core.attach_loss(
                     y, weight * loss * (tokens if self.config.calculate_per_token_loss else 1))
-                compat.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number,
+                core.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number,
                                 self.config, group)
         return y
 
@@ -251,7 +252,7 @@ class PluginMoELayer(compat.MoELayer):
                                                          f"{prefix}experts.", sharded_offsets)
         if self.plan.native_router:
             found.update(
-                compat.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
+                core.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
         else:  # saved under the native router's name, so that either router loads it
             if self._clock.ended():
                 finish_step(self.router)

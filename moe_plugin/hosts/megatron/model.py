@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.hosts.megatron import compat
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.norm import TorchNorm
 from moe_plugin.hosts.megatron.data import Batch
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.norm import TorchNorm
 from moe_plugin.hosts.megatron.spec import swap_moe
 from moe_plugin.hosts.megatron.tokens import give_token_ids
 
@@ -80,13 +80,13 @@ def _gpt(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], voc
     # for any usual size the same vocabulary, so that checkpoints fit
     step = math.lcm(128, args.tensor_model_parallel_size)
     padded = -(-vocab_size // step) * step
-    return compat.call_supported(
+    return core.call_supported(
         GPTModel, config=config, transformer_layer_spec=_spec(args, config, settings,
                                                               stage), vocab_size=padded,
         max_sequence_length=args.seq_length, position_embedding_type=args.position_embedding_type,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        parallel_output=True, pre_process=compat.call_supported(ps.is_pipeline_first_stage, **here),
-        post_process=compat.call_supported(ps.is_pipeline_last_stage, **here), vp_stage=stage,
+        parallel_output=True, pre_process=core.call_supported(ps.is_pipeline_first_stage, **here),
+        post_process=core.call_supported(ps.is_pipeline_last_stage, **here), vp_stage=stage,
     )
 
 
@@ -95,11 +95,11 @@ def _spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    engine = compat.has_transformer_engine()
-    spec = compat.call_supported(get_gpt_decoder_block_spec, config=config,
+    engine = core.has_transformer_engine()
+    spec = core.call_supported(get_gpt_decoder_block_spec, config=config,
                                  use_transformer_engine=engine, vp_stage=stage)
     if not engine:
-        spec = compat.replace_norms(spec, WrappedTorchNorm, TorchNorm)
+        spec = core.replace_norms(spec, WrappedTorchNorm, TorchNorm)
     if args.native_moe or not args.num_experts:
         return spec
     return swap_moe(spec, settings, allow_none=True)  # a pipeline stage may hold dense layers only
@@ -108,7 +108,7 @@ def _spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
 def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    settings = compat.call_supported(
+    settings = core.call_supported(
         OptimizerConfig, optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr,
         weight_decay=args.weight_decay, adam_beta1=args.adam_beta1, adam_beta2=args.adam_beta2,
         sgd_momentum=args.sgd_momentum, clip_grad=args.clip_grad, bf16=args.bf16,
@@ -125,7 +125,7 @@ def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable
     batch = next(batches)
     length = batch.tokens.shape[1]
     mask = None
-    if not compat.has_transformer_engine():
+    if not core.has_transformer_engine():
         mask = torch.ones(1, 1, length, length, dtype=torch.bool,
                           device=batch.tokens.device).triu(1)
     output = model(batch.tokens, batch.positions, mask, labels=batch.labels)

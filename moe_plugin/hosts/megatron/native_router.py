@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.hosts.megatron import compat
+from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule
 
@@ -40,7 +40,7 @@ class NativeRouter(RouterModule):
                 "pass None"
             )
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
-        probs_TE, map_TE = compat.call_native_router(self.native,
+        probs_TE, map_TE = core.call_native_router(self.native,
                                                      x_TD.view(-1, self.batch_size, x_TD.shape[-1]),
                                                      padding_SB)
         probs_TE, map_TE = probs_TE.view(-1,

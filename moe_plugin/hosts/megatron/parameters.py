@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from moe_plugin.hosts.megatron.compat import Groups
+from moe_plugin.hosts.megatron.compat.core import Groups
 from moe_plugin.records import Placement
 
 # axis along which an expert is cut where it lies on several ranks
@@ -47,8 +47,8 @@ def wait_for(experts: nn.Module) -> None:
     called as well, the hook finds nothing left to do.
     """
     for key, hook in tuple(experts._forward_pre_hooks.items()):
-        if key not in experts._forward_pre_hooks_with_kwargs and (getattr(hook, "__module__", None)
-                                                                  or "").startswith("megatron."):
+        of_megatron = (hook.__module__ or "").startswith("megatron.")
+        if of_megatron and key not in experts._forward_pre_hooks_with_kwargs:
             hook(experts, ())
 
 

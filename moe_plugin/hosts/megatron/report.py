@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.config import ObserveConfig
-from moe_plugin.hosts.megatron import compat
+from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.model import Training
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.timeline import Timeline
@@ -33,7 +33,7 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
     """
     from megatron.core import parallel_state as ps
 
-    here = compat.logged_losses()
+    here = core.logged_losses()
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, {name: entry.values.numel() for name, entry in here.items()})
     sizes = {name: size for each in names for name, size in each.items()}
@@ -47,7 +47,7 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
         data = ps.get_data_parallel_group()
         dist.all_reduce(values, group=data)
         found[name] = (values / (data.size() * microbatches)).tolist()
-    compat.clear_logged_losses()
+    core.clear_logged_losses()
     return found
 
 

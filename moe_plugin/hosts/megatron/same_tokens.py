@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.hosts.megatron.compat import Groups
+from moe_plugin.hosts.megatron.compat.core import Groups
 from moe_plugin.hosts.megatron.translate import Translation
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.config import settings_from_yaml
-from moe_plugin.hosts.megatron import compat
+from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 
 
@@ -39,7 +39,7 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
         ValueError: no MoE layer in the spec, or bad settings.
     """
     settings = settings_from_yaml(settings) if isinstance(settings, str) else settings
-    swapped, count = compat.swap_spec(spec, PluginMoELayer, {"settings": settings})
+    swapped, count = core.swap_spec(spec, PluginMoELayer, {"settings": settings})
     if not count and not allow_none:
         raise ValueError(
             f"no MoE layer found in a spec of type {type(spec).__name__}; build it with "
@@ -53,7 +53,7 @@ def moe_layer_spec(settings: Mapping[str, Any] | str | None = None, *,
     """A GPT transformer layer spec with our MoE layer. transformer_engine: None takes it where it
     is installed.
     """
-    return swap_moe(compat.gpt_moe_layer_spec(transformer_engine), settings)
+    return swap_moe(core.gpt_moe_layer_spec(transformer_engine), settings)
 
 
 moe_layer = moe_layer_spec()

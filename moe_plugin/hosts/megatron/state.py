@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import nn
 
-from moe_plugin.hosts.megatron.compat import Groups
+from moe_plugin.hosts.megatron.compat.core import Groups
 from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,18 @@ from torch import Tensor, nn
 from moe_plugin.records import TokenInfo
 
 
+class TakesTokenIds:
+    """Base of layers to which `give_token_ids` hands token ids.
+
+    Attributes:
+        needs_of_router: what the router wants of a call, see `RouterModule.needs`.
+        tokens_BS: int64 [B, S], token ids of the next call.
+    """
+
+    needs_of_router: frozenset[str] = frozenset()
+    tokens_BS: Tensor | None = None
+
+
 def give_token_ids(model: nn.Module) -> None:
     """Before each forward pass of a GPT model (chunk) hand its `input_ids` [B, S] to the MoE layers
     in it that need them.
@@ -19,7 +31,8 @@ def give_token_ids(model: nn.Module) -> None:
     Call it on what the model provider returns. Every pipeline stage must be called with the tokens,
     not the first alone.
     """
-    layers = [m for m in model.modules() if "token_ids" in getattr(m, "needs_of_router", ())]
+    layers = [m for m in model.modules()
+              if isinstance(m, TakesTokenIds) and "token_ids" in m.needs_of_router]
 
     def hand_over(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens_BS = args[0] if args else kwargs.get("input_ids")

@@ -61,7 +61,7 @@ def start(args: argparse.Namespace) -> None:
     """Process group, device, Megatron's groups, random seeds. Alone (without torchrun) it is a
     world of one.
     """
-    from moe_plugin.hosts.megatron import cpu
+    from moe_plugin.hosts.megatron.compat import cpu
 
     gpu = torch.cuda.is_available() and not args.cpu
     if not gpu:
@@ -82,7 +82,7 @@ def start(args: argparse.Namespace) -> None:
         determinism.enable()
     from megatron.core import parallel_state as ps
 
-    from moe_plugin.hosts.megatron.compat import quiet_unknown_mlp
+    from moe_plugin.hosts.megatron.compat.core import quiet_unknown_mlp
 
     quiet_unknown_mlp()
 

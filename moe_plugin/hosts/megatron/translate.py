@@ -25,6 +25,7 @@ from moe_plugin.config import (
     with_overrides,
 )
 from moe_plugin.config.flags import CONFIG_FLAG
+from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
 
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not
 # offered.
@@ -85,7 +86,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     for path, value in known.items():
         _check_agreement(path, settings, value)
     # Megatron's init methods fill the weights
-    _check_agreement("experts.init_std", settings, getattr(native, "init_method_std", None))
+    _check_agreement("experts.init_std", settings, setting(native, "init_method_std"))
     known["losses"] = _losses(native, settings.get("losses"), bool(reasons))
     config = with_overrides(from_dict({"losses": {}}), {**settings, **known})
     if reasons:
@@ -94,14 +95,14 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
 
 def _native_values(native: Any) -> dict[str, Any]:
-    post_softmax = native.moe_router_score_function == "sigmoid" or not native.moe_router_pre_softmax
+    sigmoid = native.moe_router_score_function == "sigmoid"
+    post_softmax = sigmoid or not native.moe_router_pre_softmax
     return {
         "model_dim": native.hidden_size,
         "num_experts": native.num_moe_experts,
-        "deterministic": bool(getattr(native, "deterministic_mode", False)),
+        "deterministic": bool(setting(native, "deterministic_mode", False)),
         "router.top_k": native.moe_router_topk,
-        "router.score": native.moe_router_score_function
-        if native.moe_router_score_function == "sigmoid" else "softmax",
+        "router.score": "sigmoid" if sigmoid else "softmax",
         "router.normalize": "before_drop" if post_softmax else "none",
         "router.scaling": float(native.moe_router_topk_scaling_factor or 1.0),
         "router.input_jitter": float(native.moe_input_jitter_eps or 0.0),
@@ -185,8 +186,8 @@ def native_router_reasons(native: Any) -> Iterable[str]:
     for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
                  "moe_expert_capacity_factor", "moe_router_force_load_balancing",
                  "moe_router_force_biased", "moe_enable_routing_replay"):
-        if getattr(native, name, None) not in (None, False):
-            yield f"{name}={getattr(native, name)}"
+        if setting(native, name) not in (None, False):
+            yield f"{name}={setting(native, name)}"
 
 
 def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str]) -> None:
@@ -246,7 +247,7 @@ def refuse_unsupported(native: Any) -> None:
             "--num-experts"
         )
     for name, supported, remedy in _UNSUPPORTED:
-        value = getattr(native, name, None)
+        value = setting(native, name)
         if not any(value is ok or (ok is not None and value is not None and value == ok)
                    for ok in supported):
             raise ValueError(
@@ -257,22 +258,19 @@ def refuse_unsupported(native: Any) -> None:
 
 
 def _refuse_lists(native: Any) -> None:
-    scopes = {
-        str(getattr(scope, "name", scope))
-        for scope in _as_list(getattr(native, "cuda_graph_scope", None) or [])
-    }
-    if getattr(native, "cuda_graph_impl", "none") not in (None, "none") and scopes != {"attn"}:
+    scopes = {plain_name(scope) for scope in _as_list(setting(native, "cuda_graph_scope") or [])}
+    if setting(native, "cuda_graph_impl", "none") not in (None, "none") and scopes != {"attn"}:
         raise ValueError(
             f"cuda_graph_impl={native.cuda_graph_impl!r} with scope {sorted(scopes)} is not "
             "supported: sizes inside an MoE "
             "layer change from step to step; use the scope 'attn' alone, or cuda_graph_impl='none'")
-    if "moe_act" in (getattr(native, "recompute_modules", None) or []):
+    if "moe_act" in (setting(native, "recompute_modules") or []):
         raise ValueError(
             "recompute_modules contains 'moe_act', which is not supported: must be without it; use "
             "'moe'"
         )
-    offloaded = {"expert_fc1", "moe_act"} & set(getattr(native, "offload_modules", None) or [])
-    if getattr(native, "fine_grained_activation_offloading", False) and offloaded:
+    offloaded = {"expert_fc1", "moe_act"} & set(setting(native, "offload_modules") or [])
+    if setting(native, "fine_grained_activation_offloading", False) and offloaded:
         raise ValueError(
             f"offload_modules contains {sorted(offloaded)}, which is not supported: must be "
             "without; remove them"
@@ -287,8 +285,8 @@ _WITHOUT_EFFECT = ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_d
 
 def _notices(native: Any) -> Iterable[str]:
     given = [
-        f"{name}={getattr(native, name)}" for name in _WITHOUT_EFFECT
-        if getattr(native, name, None)
+        f"{name}={setting(native, name)}" for name in _WITHOUT_EFFECT
+        if setting(native, name)
     ]
     if given:
         yield f"choose a native implementation and have no effect on this layer: {', '.join(given)}"

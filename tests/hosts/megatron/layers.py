@@ -84,18 +84,18 @@ def initialise_parallel(case: Case, pp: int = 1) -> None:
 
 def build(case: Case, ours: bool, settings: dict[str, Any] | None = None) -> torch.nn.Module:
     """Megatron's layer, or ours, with the case's weights."""
-    from moe_plugin.hosts.megatron import compat
+    from moe_plugin.hosts.megatron.compat import core
     from moe_plugin.hosts.megatron.layer import PluginMoELayer
     from moe_plugin.hosts.megatron.spec import swap_moe
 
-    spec = compat.gpt_moe_layer_spec(False)
+    spec = core.gpt_moe_layer_spec(False)
     if ours:
         spec = swap_moe(spec, settings)
     submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
     mlp = submodules.mlp
     config = case.config()
     layer = mlp(
-        config=config) if hasattr(mlp, "keywords") else compat.build_module(mlp, config=config)
+        config=config) if hasattr(mlp, "keywords") else core.build_module(mlp, config=config)
     assert isinstance(layer, PluginMoELayer) == ours
     layer.set_layer_number(1)
     load(layer, case, draw(case))
@@ -196,17 +196,17 @@ def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def run(layer: Any, case: Case) -> dict[str, Any]:
     """Forward and backward once: output, input gradient, whole gradients, logged losses."""
-    from moe_plugin.hosts.megatron import compat
+    from moe_plugin.hosts.megatron.compat import core
 
-    compat.clear_logged_losses()
+    core.clear_logged_losses()
     x, weigh, padding = batch(case)
     x.requires_grad_()
     y, bias = layer(x, padding_mask=padding) if padding is not None else layer(x)
     assert bias is None
     (y.float() * weigh).sum().backward()
     grads = whole_gradients(layer, case)
-    logged = {name: entry.values.clone() for name, entry in compat.logged_losses().items()}
-    for name, entry in compat.logged_losses().items():
+    logged = {name: entry.values.clone() for name, entry in core.logged_losses().items()}
+    for name, entry in core.logged_losses().items():
         if entry.reduce_group is not None:
             dist.all_reduce(logged[name], group=entry.reduce_group)
     real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()

@@ -12,7 +12,7 @@ warnings.filterwarnings("ignore")
 
 
 def _preload() -> None:
-    from moe_plugin.hosts.megatron import cpu
+    from moe_plugin.hosts.megatron.compat import cpu
 
     cpu.enable()
     import moe_plugin.hosts.megatron as host

@@ -40,7 +40,7 @@ def test_loss_function() -> None:
 def _train(steps: int) -> tuple[list[float], str]:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from moe_plugin.hosts.megatron import compat
+    from moe_plugin.hosts.megatron.compat import core
     from moe_plugin.hosts.megatron.ensemble import add_heads
     from moe_plugin.hosts.megatron.spec import moe_layer_spec
 
@@ -48,7 +48,7 @@ def _train(steps: int) -> tuple[list[float], str]:
     initialise_parallel(case)
 
     def gpt(shared: bool) -> Any:
-        return compat.call_supported(
+        return core.call_supported(
             GPTModel, config=case.config(),
             transformer_layer_spec=moe_layer_spec(transformer_engine=False), vocab_size=32,
             max_sequence_length=12, position_embedding_type="rope",

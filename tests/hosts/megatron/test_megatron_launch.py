@@ -31,7 +31,7 @@ def mine(parser):
 args = parse_args(mine)
 from megatron.training import global_vars
 global_vars._GLOBAL_ARGS = args
-from moe_plugin.hosts.megatron.compat import script_arguments
+from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 print(args.num_experts, args.mine, settings_from_flags(script_arguments()))
 '''
@@ -126,6 +126,6 @@ def test_configs_are_valid() -> None:
 
 
 def test_every_cpu_patch_states_versions_and_reason() -> None:
-    from moe_plugin.hosts.megatron.cpu import PATCHES
+    from moe_plugin.hosts.megatron.compat.cpu import PATCHES
 
     assert len(PATCHES) >= 8 and all(patch.versions and len(patch.reason) > 20 for patch in PATCHES)

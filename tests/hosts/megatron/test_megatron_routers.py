@@ -21,7 +21,7 @@ pytestmark = pytest.mark.megatron
 
 
 def _layer(case: Case, name: str, **settings: Any) -> Any:
-    from moe_plugin.hosts.megatron import compat
+    from moe_plugin.hosts.megatron.compat import core
     from moe_plugin.hosts.megatron.spec import swap_moe
     from tests.routing.references import reference_of
 
@@ -33,11 +33,11 @@ def _layer(case: Case, name: str, **settings: Any) -> Any:
         flat |= {f"router.{key}.{inner}": v
                  for inner, v in value.items()} if isinstance(value, dict) else {}
     torch.manual_seed(2)
-    spec = swap_moe(compat.gpt_moe_layer_spec(False), {"router.name": name, **flat, **settings})
+    spec = swap_moe(core.gpt_moe_layer_spec(False), {"router.name": name, **flat, **settings})
     submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
     config = case.config()
     layer = submodules.mlp(config=config) if hasattr(
-        submodules.mlp, "keywords") else compat.build_module(submodules.mlp, config=config)
+        submodules.mlp, "keywords") else core.build_module(submodules.mlp, config=config)
     layer.set_layer_number(1)
     layer.tokens_BS = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 11
     return layer.train()
@@ -103,7 +103,7 @@ def test_token_ids_are_those_of_this_tensor_parallel_ranks_positions(
 
 
 def _biases(case: Case) -> tuple[list[float], list[float]]:
-    from moe_plugin.hosts.megatron import compat
+    from moe_plugin.hosts.megatron.compat import core
     from moe_plugin.routing import finish_step
 
     initialise_parallel(case)
@@ -114,7 +114,7 @@ def _biases(case: Case) -> tuple[list[float], list[float]]:
     # Megatron's own loop: two micro-batches a step by its calculator; the third pass is the next
     # step's first
     clocked = _layer(case, "sigmoid_bias")
-    compat.microbatches_a_step = lambda: 2
+    core.microbatches_a_step = lambda: 2
     for _ in range(2):
         clocked(batch(case)[0])
     assert clocked.router.bias_E.abs().sum() == 0

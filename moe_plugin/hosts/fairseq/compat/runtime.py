@@ -104,7 +104,7 @@ def ddp_wrapping() -> None:
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             device_ids = output_device = None
         ignored = [
-            *getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_fused_path_copies(module)
+            *getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_encoder_copies(module)
         ]
         module._ddp_params_and_buffers_to_ignore = ignored  # what torch's DDP reads
         return original(module, device_ids=device_ids, output_device=output_device, **options)
@@ -134,13 +134,33 @@ def bf16_without_tpu() -> None:
     options.parse_args_and_arch = parse_args_and_arch
 
 
-def _fused_path_copies(model: torch.nn.Module) -> list[str]:
+def fused_path_copies(layer: torch.nn.Module) -> list[str]:
+    """fairseq >= 0.12: the attributes of an encoder layer that copy parameters for torch's fused
+    inference path.
+    """
+    return [name for name in FUSED_PATH_COPIES if hasattr(layer, name)]
+
+
+def drop_fused_path_copies(layer: torch.nn.Module) -> None:
+    """Delete these copies, for a layer that does not use the fused path."""
+    for name in fused_path_copies(layer):
+        delattr(layer, name)
+
+
+def fp32_copies(optimizer: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """(parameter, fp32 copy) of an fp16 optimizer; fairseq <= 0.12.3 keeps the copies in a list
+    under `--fp16-no-flatten-grads` and has the attribute in no other optimizer.
+    """
+    copies = getattr(optimizer, "fp32_params", None)
+    return list(zip(optimizer.fp16_params, copies, strict=True)) if isinstance(copies, list) else []
+
+
+def _encoder_copies(model: torch.nn.Module) -> list[str]:
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
     return [
         f"{path}.{name}" for path, layer in model.named_modules()
-        if isinstance(layer, TransformerEncoderLayerBase) for name in FUSED_PATH_COPIES
-        if hasattr(layer, name)
+        if isinstance(layer, TransformerEncoderLayerBase) for name in fused_path_copies(layer)
     ]
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from moe_plugin.hosts.megatron.compat.settings import setting
+
 _KINDS = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
 
@@ -24,7 +26,7 @@ class TorchNorm:
         """
         for name in ("layernorm_zero_centered_gamma", "persist_layer_norm",
                      "memory_efficient_layer_norm"):
-            if getattr(config, name, False):
+            if setting(config, name):
                 raise ValueError(
                     f"{name}=True needs Apex or Transformer Engine; install one of them or leave "
                     "it False"
@@ -32,8 +34,7 @@ class TorchNorm:
         if config.normalization not in _KINDS:
             raise ValueError(
                 f"normalization={config.normalization!r} must be one of {', '.join(_KINDS)} "
-                "without "
-                "Transformer Engine; choose one of these")
+                "without Transformer Engine; choose one of these")
         norm = _KINDS[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

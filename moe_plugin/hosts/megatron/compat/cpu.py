@@ -186,7 +186,7 @@ def _literals() -> None:
     "it refuses sequence parallelism; without Apex and "
     "Transformer Engine there is no other norm")
 def _norm() -> None:
-    from moe_plugin.hosts.megatron.norm import TorchNorm
+    from moe_plugin.hosts.megatron.compat.norm import TorchNorm
 
     module = importlib.import_module("megatron.core.transformer.torch_norm")
     module.WrappedTorchNorm.__new__ = lambda _cls, *args, **kwargs: TorchNorm(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Everything that differs between versions of Megatron-core (0.15 to 0.19), and nothing else.
+"""Layer, groups, specs and losses of Megatron-core, versions 0.15 to 0.19.
 
 | seam | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
 |---|---|---|---|---|
@@ -16,7 +16,6 @@ import copy
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import __version__ as core_version
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -261,90 +259,6 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
     return outer, 1
 
 
-def checkpoint_metadata() -> dict[str, Any]:
-    """How optimizer state is laid out in a checkpoint: so that it loads at any parallel sizes."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True
-    }
-
-
-def _torch_adam_parts(optimizer: Any) -> list[Any]:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    return [
-        part for part in getattr(optimizer, "chained_optimizers", [optimizer])
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, (
-            torch.optim.Adam, torch.optim.AdamW))
-    ]
-
-
-def prepare_optimizer_for_load(optimizer: Any) -> None:
-    """Give a distributed optimizer around torch's Adam the empty state that its checkpoint is
-    loaded into.
-
-    0.15 to 0.19: without Apex and Transformer Engine it reads the step number from that state, also
-    before loading; and for SGD it calls a function that is not there.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",
-                                                                   _sgd_state) is None:
-            part.init_state_fn = _sgd_state
-    for part in _torch_adam_parts(optimizer):
-        inner = part.optimizer
-        for parameter in (p for group in inner.param_groups for p in group["params"]
-                          if not inner.state[p]):
-            inner.state[parameter] = {
-                "step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter)
-            }
-
-
-def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
-    """What a checkpoint of SGD is loaded into."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-def load_optimizer(optimizer: Any, state: Any) -> None:
-    """`optimizer.load_state_dict(state)`, and the torch Adam's step number with it.
-
-    0.15 to 0.19: the distributed optimizer sets the step from the common state and then looks for
-    it among each parameter's tensors, where no checkpoint has it: it is kept out of sight
-    meanwhile. It also gives one and the same step tensor to all parameters, which torch's Adam then
-    counts up once for each of them: every parameter gets its own.
-    """
-    for part in _torch_adam_parts(optimizer):
-        part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)
-    try:
-        optimizer.load_state_dict(state)
-    finally:
-        for part in _torch_adam_parts(optimizer):
-            part.__dict__.pop("_set_main_param_and_optimizer_states", None)
-            for state in part.optimizer.state.values():
-                if "step" in state:
-                    state["step"] = state["step"].clone()
-
-
-def _set_without_step(part: Any, model_param: Any, tensors: dict[str, Tensor]) -> None:
-    group, order = part.model_param_group_index_map[model_param]
-    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-    step = state.pop("step", None)
-    type(part)._set_main_param_and_optimizer_states(part, model_param, tensors)
-    if step is not None:
-        state["step"] = step
-
-
-def script_arguments() -> dict[str, Any]:
-    """The parsed arguments of Megatron's own training script; empty where none runs (only
-    megatron-core is installed, say).
-    """
-    state = sys.modules.get("megatron.training.global_vars")
-    arguments = getattr(state, "_GLOBAL_ARGS", None)
-    return {} if arguments is None else vars(arguments)
-
-
 def has_transformer_engine() -> bool:
     """True where Transformer Engine can be imported by Megatron."""
     from megatron.core.models.gpt import gpt_layer_specs
@@ -382,12 +296,3 @@ def call_supported(fn: Callable[..., Any], **kwargs: Any) -> Any:
     known = inspect.signature(fn).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     return fn(**{name: value for name, value in kwargs.items() if takes_all or name in known})
-
-
-__all__ = [
-    "BaseMoELayer", "Groups", "LoggedLoss", "MoELayer", "ModuleSpec", "ProcessGroupCollection",
-    "all_data_group", "attach_loss", "call_native_router", "call_supported", "check_version",
-    "clear_logged_losses", "core_version", "groups", "init_base", "injects_router", "log_loss",
-    "logged_losses", "microbatches_a_step", "module_shards", "native_router", "replace_norms",
-    "shared_experts", "swap_mlp", "swap_spec"
-]
