@@ -1,122 +1,121 @@
 """The page in a real browser, without a screen: the script runs, nothing complains, the plots are
-there and lie within a phone's width.
+there, fit a phone, and can be saved.
 """
 
 from __future__ import annotations
 
+import base64
 import re
-import shutil
-import subprocess
-from dataclasses import dataclass
-from pathlib import Path
+import struct
+from collections.abc import Iterator
 
 import pytest
 
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.report import render
+from tests.observe.chromium import Browser
 from tests.observe.test_report import DATA, embedded, hostile_run
 
-BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
-                if (path := shutil.which(name))), None)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--disable-extensions", "--disable-default-apps", "--enable-logging=stderr")
-pytestmark = pytest.mark.skipif(BROWSER is None,
-                                reason="no Chromium here (Debian: apt-get install chromium)")
-
-# measures the page from inside, as a person's actions would find it
-PROBE = """<script>
-addEventListener("load", () => {
-  const out = document.createElement("pre"), area = document.querySelector("#loss .area"), heat = document.querySelector("#experts-0 .area");
-  out.id = "probe";
-  const told = (a) => { if (!a) return ""; const box = a.getBoundingClientRect();
-    a.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width * 0.999, clientY: box.top + 1})); return a.querySelector(".tip").innerText; };
-  const key = document.querySelector("#loss .plot");
-  const tip = told(area), cell = told(heat);
-  key.focus(); key.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft", cancelable: true}));
-  const box = document.querySelector("#loss path.line").getBoundingClientRect();
-  out.textContent = JSON.stringify({tip, cell, left: key.querySelector(".tip").innerText, wide: document.documentElement.scrollWidth, window: innerWidth,
-    curve: [box.width, box.height], images: [...document.images].filter((i) => i.complete && i.naturalWidth > 0).length, all: document.images.length,
-    requests: performance.getEntriesByType("resource").filter((r) => !r.name.startsWith("data:")).length,
-    handlers: document.querySelectorAll("[onerror]").length, light: getComputedStyle(document.body).backgroundColor});
-  document.body.append(out);
-});
-</script>"""
+FIGURES = ("loss", "speed", "max-mean", "drops", "entropy", "bytes", "layers", "experts-0",
+           "experts-1", "decisions", "timeline-0")
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What the browser made of a page."""
-
-    dom: str
-    complaints: list[str]
-
-    @property
-    def probe(self) -> dict:
-        import html
-        import json
-
-        return json.loads(
-            html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', self.dom, re.DOTALL)[1]))
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    started = Browser(tmp_path_factory.mktemp("browser"))
+    yield started
+    started.close()
 
 
-def look(page: str, folder: Path, width: int = 1200, *more: str) -> Seen:
-    file = folder / "page.html"
-    file.write_text(page, encoding="utf-8")
-    command = [
-        BROWSER, *FLAGS, *more, f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={width},900", "--dump-dom",
-        file.as_uri()
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    return Seen(done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line])
-
-
-def test_the_browser_would_tell_of_errors(tmp_path: Path) -> None:
-    seen = look("<!doctype html><script>noSuchThing()</script>", tmp_path)
-    assert any("noSuchThing is not defined" in line for line in seen.complaints)
+def test_the_browser_reports_errors_and_requests(browser: Browser) -> None:
+    page = browser.open("<!doctype html><script>noSuchThing()</script>"
+                        "<img src='http://127.0.0.1:9/x.png'>")
+    assert any("noSuchThing is not defined" in text for text in page.complaints)
+    assert page.requests == ["http://127.0.0.1:9/x.png"]
 
 
 @pytest.mark.parametrize("host", ["fairseq", "megatron"])
-def test_plots_are_there_and_the_console_is_silent(tmp_path: Path, host: str) -> None:
+def test_plots_are_there_and_the_console_is_silent(browser: Browser, host: str) -> None:
     run = read_run(DATA / host)
-    page = render(run)
-    seen = look(page.replace("</body>", PROBE + "</body>"), tmp_path)
-    assert seen.complaints == []
-    assert f'data-ready="{len(embedded(page))}"' in seen.dom
-    for id in ("loss", "speed", "max-mean", "drops", "entropy", "bytes", "layers", "experts-0",
-               "experts-1", "decisions", "timeline-0"):
-        assert f'<figure id="{id}"' in seen.dom, id
-    probe, last = seen.probe, run.steps[-1]
-    assert f"step {last.step}" in probe["tip"] and f"training: {last.loss:.5g}"[:14] in probe["tip"]
-    assert f"step {run.steps[-2].step}" in probe["left"]
-    assert f"step {last.step}" in probe["cell"] and "expert 0: " in probe["cell"]
-    assert probe["curve"][0] > 300 and probe["curve"][1] > 50
-    assert probe["images"] == probe["all"] > 0 and probe["requests"] == 0
+    text = render(run)
+    page = browser.open(text)
+    assert page.value("document.documentElement.dataset.ready") == str(len(embedded(text)))
+    shown = page.value("[...document.querySelectorAll('figure')].map((f) => f.id)")
+    assert set(FIGURES) <= set(shown)
+    last = run.steps[-1]
+    page.point("#loss .area", 0.999, 0.1)
+    tip = page.value("document.querySelector('#loss .tip').innerText")
+    assert f"step {last.step}" in tip and f"training: {last.loss:.5g}"[:14] in tip
+    page.value("document.querySelector('#loss .plot').focus()")
+    page.press("ArrowLeft")
+    tip = page.value("document.querySelector('#loss .tip').innerText")
+    assert f"step {run.steps[-2].step}" in tip
+    page.point("#experts-0 .area", 0.999, 0.1)
+    tip = page.value("document.querySelector('#experts-0 .tip').innerText")
+    assert f"step {last.step}" in tip and "expert 0: " in tip
+    width, height = page.value(
+        "(({width, height}) => [width, height])"
+        "(document.querySelector('#loss path.line').getBoundingClientRect())")
+    assert width > 300 and height > 50
+    assert page.complaints == [] and page.requests == []
 
 
-def test_a_phone_needs_no_sideways_scrolling(tmp_path: Path) -> None:
-    page = render(read_run(DATA / "fairseq")).replace("</body>", PROBE + "</body>")
-    probe = look(page, tmp_path, 500).probe  # the narrowest window that Chromium opens
-    assert probe["window"] <= 500 and probe["wide"] <= probe["window"]
+def test_cells_of_a_heat_map_have_the_colours_of_their_loads(browser: Browser) -> None:
+    page = browser.open(render(read_run(DATA / "fairseq")))
+    strokes = dict(page.value(
+        "[...document.querySelectorAll('#experts-0 path')].map((path) => "
+        "[path.className.baseVal + path.style.getPropertyValue('--share'), "
+        "getComputedStyle(path).stroke])"))
+    reds = {share: [float(v) for v in re.findall(r"[\d.]+", colour)[-3:]]
+            for share, colour in strokes.items()}
+    under = [reds[share] for share in reds if share.startswith("under")]
+    over = [reds[share] for share in reds if share.startswith("over")]
+    assert len(under) > 2 and len(over) > 2 and len({tuple(c) for c in reds.values()}) == len(reds)
+    assert all(r <= b for r, _, b in under[:1]) and all(r > b for r, _, b in over)
 
 
-def test_dark_where_the_reader_prefers_it(tmp_path: Path) -> None:
-    page = render(read_run(DATA / "fairseq")).replace("</body>", PROBE + "</body>")
+@pytest.mark.parametrize("width", [360, 500])
+def test_a_phone_needs_no_sideways_scrolling(browser: Browser, width: int) -> None:
+    page = browser.open(render(read_run(DATA / "fairseq")), width)
+    assert page.value("innerWidth") == width >= page.value("document.documentElement.scrollWidth")
+
+
+def test_dark_where_the_reader_prefers_it(browser: Browser) -> None:
+    text = render(read_run(DATA / "fairseq"))
     shades = [
-        sum(
-            map(
-                int,
-                re.findall(
-                    r"\d+",
-                    look(page, tmp_path, 1200,
-                         f"--blink-settings=preferredColorScheme={scheme}").probe["light"])))
-        for scheme in (0, 1)
+        sum(map(int, re.findall(r"\d+", browser.open(text, scheme=scheme).value(
+            "getComputedStyle(document.body).backgroundColor"))))
+        for scheme in ("dark", "light")
     ]
     assert shades[0] < 150 and shades[1] > 600
 
 
-def test_hostile_text_runs_nothing(tmp_path: Path) -> None:
-    seen = look(render(hostile_run()).replace("</body>", PROBE + "</body>"), tmp_path)
-    assert seen.complaints == [] and "data-ready=" in seen.dom and seen.probe["handlers"] == 0
+@pytest.mark.parametrize("figure", ["loss", "experts-0", "timeline-0"])
+def test_a_plot_is_saved_as_a_png_file(browser: Browser, figure: str) -> None:
+    page = browser.open(render(read_run(DATA / "fairseq")))
+    name, data, colours = page.value(f"""new Promise((resolve) => {{
+        HTMLAnchorElement.prototype.click = async function () {{
+            const image = new Image();
+            image.src = this.href;
+            await image.decode();
+            const canvas = new OffscreenCanvas(image.width, image.height);
+            const context = canvas.getContext("2d");
+            context.drawImage(image, 0, 0);
+            const pixels = context.getImageData(0, 0, image.width, image.height).data;
+            resolve([this.download, this.href, new Set(new Uint32Array(pixels.buffer)).size]);
+        }};
+        document.querySelector("#{figure} button.save").click();
+    }})""")
+    image = base64.b64decode(data.removeprefix("data:image/png;base64,"))
+    box = page.value(f"document.querySelector('#{figure}').getBoundingClientRect().width")
+    width, height = struct.unpack(">II", image[16:24])
+    assert name == f"{figure}.png" and image.startswith(b"\x89PNG") and height > 200
+    assert width == int(2 * box) and colours > 20  # drawn, at twice the size on the screen
+    assert page.complaints == []
+
+
+def test_hostile_text_runs_nothing(browser: Browser) -> None:
+    page = browser.open(render(hostile_run()))
+    assert page.complaints == [] and page.requests == []
+    assert int(page.value("document.documentElement.dataset.ready")) > 0
+    assert page.value("document.querySelectorAll('[onerror]').length") == 0

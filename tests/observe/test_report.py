@@ -1,4 +1,4 @@
-"""The report: numbers are the records', hostile text stays text, it loads nothing, it stays small."""
+"""The report: its numbers are the records', hostile text stays text, it loads nothing and is small."""
 
 from __future__ import annotations
 
