@@ -1,4 +1,4 @@
-"""A progress bar where a person waits, nothing where a file listens."""
+"""A progress bar on a terminal, nothing in a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 
 class _Silent:
-    """Has the few methods of a tqdm bar that we use, and shows nothing."""
+    """The methods of a tqdm bar that we use; shows nothing."""
 
     def update(self, n: float = 1) -> None:
         """Ignore."""
@@ -29,8 +29,8 @@ def progress(total: int | None, description: str, *, unit: str = "step",
              stream: TextIO | None = None) -> Any:
     """A bar with `update(n)`, `set_postfix_str(text)` and `close()`, also a context manager.
 
-    A tqdm bar where `stream` (default: standard error) is a terminal and tqdm is installed; else
-    one that shows nothing.
+    A tqdm bar if `stream` (default: standard error) is a terminal and tqdm is installed; otherwise
+    a bar that shows nothing.
     """
     stream = stream if stream is not None else sys.stderr
     if not stream.isatty():

@@ -1,5 +1,4 @@
-"""`StatsRecorder`: collects `LayerStats`, reduces them once an interval, writes them where the
-config says.
+"""`StatsRecorder`: collects `LayerStats`, reduces them once per interval, writes them to files.
 
     recorder = StatsRecorder(config.observe, comm)
     for step in ...:
@@ -8,12 +7,13 @@ config says.
         host_logs = recorder.step(step)     # {} except at the end of an interval
 
 Between two records nothing is copied to the host and nothing is sent: each interval costs one
-all-reduce and one copy.
+all-reduce and one copy. What the files are is set by `config.observe`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,29 +26,31 @@ from moe_plugin.config import ObserveConfig
 from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink
 from moe_plugin.records import LayerStats
 
-# stats kept as they are before they are summed: bounds memory, spares small device operations
+# LayerStats kept before they are summed: bounds memory, saves small device operations
 _FOLD_AT = 64
 
 
 @dataclass
 class _Collected:
-    """Of one layer since the last record: stats not yet summed, the sum of older ones, host-side
-    counts.
+    """Statistics of one layer since the last record.
+
+    pending: not yet summed. sums_V: float64 [E + 4], `_device_sums` of older ones. losses: by
+    name, float64 [2]: the sum, and the number of calls that had this loss. capped: calls with a
+    capacity.
     """
 
     experts: int
     pending: list[LayerStats] = field(default_factory=list)
     sums_V: Tensor | None = None
-    # [2]: sum, number of calls that had this loss
     losses: dict[str, Tensor] = field(default_factory=dict)
     calls: int = 0
     bytes_sent: int = 0
     rows: int = 0
     capacity: int = 0
     capped: int = 0
-    layouts: dict[str, int] = field(default_factory=dict)
-    exchanges: dict[str, int] = field(default_factory=dict)
-    routers: dict[str, int] = field(default_factory=dict)
+    layouts: Counter[str] = field(default_factory=Counter)
+    exchanges: Counter[str] = field(default_factory=Counter)
+    routers: Counter[str] = field(default_factory=Counter)
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stats: LayerStats) -> None:
@@ -58,12 +60,9 @@ class _Collected:
         self.rows += stats.rows
         self.capacity += stats.capacity or 0
         self.capped += stats.capacity is not None
-        if stats.layout is not None:
-            self.layouts[stats.layout] = self.layouts.get(stats.layout, 0) + 1
-        if stats.router is not None:
-            self.routers[stats.router] = self.routers.get(stats.router, 0) + 1
-        for name, count in stats.exchanges.items():
-            self.exchanges[name] = self.exchanges.get(name, 0) + count
+        self.layouts.update([stats.layout] if stats.layout is not None else [])
+        self.routers.update([stats.router] if stats.router is not None else [])
+        self.exchanges.update(stats.exchanges)
         self.decisions += stats.decisions
         if len(self.pending) >= _FOLD_AT:
             self.fold()
@@ -74,10 +73,9 @@ class _Collected:
         sums_V = _device_sums(self.pending)
         self.sums_V = sums_V if self.sums_V is None else self.sums_V + sums_V
         for name in sorted({name for stats in self.pending for name in stats.losses}):
-            values = [stats.losses[name].double() for stats in self.pending if name in stats.losses]
-            sum_2 = torch.stack(
-                [torch.stack(values).sum(),
-                 torch.full_like(values[0], len(values))])
+            values_N = torch.stack([s.losses[name] for s in self.pending if name in s.losses])
+            values_N = values_N.double()
+            sum_2 = torch.stack([values_N.sum(), torch.full_like(values_N[0], len(values_N))])
             self.losses[name] = self.losses[name] + sum_2 if name in self.losses else sum_2
         self.pending.clear()
 
@@ -87,23 +85,49 @@ class _Collected:
         assert self.sums_V is not None
         host = [self.calls, self.bytes_sent, self.rows, self.capacity, self.capped]
         host_5 = torch.tensor(host, dtype=torch.float64, device=self.sums_V.device)
-        return torch.cat(
-            [self.sums_V, host_5, *(self.losses[name] for name in sorted(self.losses))])
+        losses = [self.losses[name] for name in sorted(self.losses)]
+        return torch.cat([self.sums_V, host_5, *losses])
+
+    def record(self, sums: Tensor) -> dict[str, Any]:
+        """One record, ready for JSON: see docs/observability.md. sums: `vector` over all ranks."""
+        e = self.experts
+        # ranks that report the same tokens report shares of them: their sum is whole up to rounding
+        *load, kept, tokens = map(int, sums[: e + 2].round().tolist())
+        entropy, peak, calls, sent, rows, capacity, capped = sums[e + 2 : e + 9].tolist()
+        losses = zip(sorted(self.losses), sums[e + 9 :].view(-1, 2).tolist(), strict=True)
+        routed = sum(load)
+        return {
+            "calls": int(calls),
+            "tokens": tokens,
+            "load": load,
+            "max_over_mean": max(load) / (routed / e) if routed else 0.0,
+            "max_over_mean_call": peak / calls,
+            "dropped": routed - kept,
+            "drop_fraction": (routed - kept) / routed if routed else 0.0,
+            "unused_experts": load.count(0),
+            "entropy": entropy / tokens if tokens else 0.0,
+            "losses": {name: total / max(count, 1) for name, (total, count) in losses},
+            "bytes_sent": int(sent),
+            "rows": int(rows),
+            "capacity": capacity / capped if capped else None,
+            # agreed between ranks, so the same on all
+            "layouts": dict(self.layouts),
+            "decisions": self.decisions,
+            "exchanges": dict(self.exchanges),
+            "routers": dict(self.routers),
+        }
 
 
 class StatsRecorder:
-    """Accumulates statistics by layer; every `config.interval` steps reduces them over `comm` and
-    writes one record a layer.
+    """Collects statistics by layer; every `config.interval` steps writes one record per layer.
 
     Args:
-        config: interval, JSONL file, TensorBoard directory; files are written by rank 0 of `comm`
-            alone.
-        comm: ranks whose numbers belong together. All of them must have the same layers and make
-            the same calls of `step` (with pipeline stages: the ranks of one stage). None: this rank
-            alone.
+        config: interval, JSONL file, TensorBoard directory; only rank 0 of `comm` writes files.
+        comm: ranks whose numbers belong together; None: this rank alone. All of them must have the
+            same layers and make the same calls of `step` (with pipeline stages: the ranks of one
+            stage).
     Raises:
-        ValueError: a file that cannot be written, or TensorBoard asked for and not installed; with
-            the remedy.
+        ValueError: a file that cannot be written, or TensorBoard is wanted and not installed.
     """
 
     def __init__(self, config: ObserveConfig, comm: Comm | None = None) -> None:
@@ -116,22 +140,20 @@ class StatsRecorder:
             self.sinks.append(TensorBoardSink(config.tensorboard))
 
     def add(self, layer: str, stats: LayerStats) -> None:
-        """Take the statistics of one forward pass of a layer. No copy to the host, no
-        communication.
-        """
+        """Take the statistics of one forward pass; no copy to the host, no communication."""
         if layer not in self._layers:
             self._layers[layer] = _Collected(stats.load_KE.shape[1])
         self._layers[layer].add(stats)
 
     def step(self, step: int) -> dict[str, float]:
-        """To be called once a step on every rank. At the end of an interval: reduce, write, return
-        numbers for the host's log.
-        """
+        """Call once per step on every rank; `flush` at the end of an interval, else {}."""
         return self.flush(step) if (step + 1) % self.config.interval == 0 else {}
 
     def flush(self, step: int) -> dict[str, float]:
-        """Reduce and write now what was collected since the last record; {} where nothing was. A
-        collective call.
+        """Reduce and write what was collected since the last record. A collective call.
+
+        Returns:
+            Numbers for the host's log; {} if nothing was collected.
         """
         records = self.reduce()
         now = time.time()
@@ -141,19 +163,15 @@ class StatsRecorder:
         return summary(records)
 
     def reduce(self) -> dict[str, dict[str, Any]]:
-        """Records by layer over all ranks and calls since the last one, and start anew. One
-        all-reduce.
-        """
+        """Records by layer, over all ranks and all calls since the last one. One all-reduce."""
         if not self._layers:
             return {}
         layers = dict(sorted(self._layers.items()))
         self._layers = {}
         vectors = [collected.vector() for collected in layers.values()]
-        total = self.comm.all_reduce(torch.cat(vectors))
-        parts = total.cpu().split([v.numel() for v in vectors])
-        return {
-            name: _record(c, part) for (name, c), part in zip(layers.items(), parts, strict=True)
-        }
+        parts = self.comm.all_reduce(torch.cat(vectors)).cpu().split([v.numel() for v in vectors])
+        return {name: collected.record(sums)
+                for (name, collected), sums in zip(layers.items(), parts, strict=True)}
 
     def close(self) -> None:
         """Close the files."""
@@ -162,8 +180,7 @@ class StatsRecorder:
 
 
 def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Numbers for a host's log line: over layers, the mean of each figure and the worst
-    `max_over_mean`.
+    """Numbers for a host's log line: means over layers, the worst `max_over_mean`, sums of counts.
     """
     if not records:
         return {}
@@ -181,8 +198,9 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _device_sums(pending: list[LayerStats]) -> Tensor:
-    """Sums over calls, float64 [E + 4]: load, kept choices, tokens, entropy * tokens, max / mean of
-    the load.
+    """Sums over calls, float64 [E + 4].
+
+    In this order: load by expert, kept choices, tokens, entropy * tokens, max / mean of the load.
     """
     copies_N = pending[0].load_KE.new_tensor([s.copies for s in pending], dtype=torch.float64)
     load_NE = torch.stack([s.load_KE.sum(0) for s in pending]) / copies_N[:, None]
@@ -190,42 +208,5 @@ def _device_sums(pending: list[LayerStats]) -> Tensor:
     tokens_N = torch.stack([s.tokens for s in pending]) / copies_N
     entropy_N = torch.stack([s.entropy for s in pending]).double()
     peak_N = load_NE.amax(1) / load_NE.mean(1).clamp(min=1e-9)
-    return torch.cat([
-        load_NE.sum(0),
-        torch.stack([kept, tokens_N.sum(), (entropy_N * tokens_N).sum(),
-                     peak_N.sum()])
-    ])
-
-
-def _record(collected: _Collected, sums: Tensor) -> dict[str, Any]:
-    """One JSON-ready record, fields as in `LayerStats.as_dict`; see docs/observability.md for each.
-    """
-    e = collected.experts
-    # counts of ranks that report the same tokens are shares: together whole, up to rounding
-    load, kept, tokens, (
-        entropy,
-        peak) = sums[:e].round().tolist(), *sums[e:e + 2].round().tolist(), sums[e + 2:e +
-                                                                                 4].tolist()
-    calls, sent, rows, capacity, capped = sums[e + 4 : e + 9].tolist()
-    losses = zip(sorted(collected.losses), sums[e + 9 :].view(-1, 2).tolist(), strict=True)
-    routed = sum(load)
-    return {
-        "calls": int(calls),
-        "tokens": int(tokens),
-        "load": [int(n) for n in load],
-        "max_over_mean": max(load) / (routed / e) if routed else 0.0,
-        "max_over_mean_call": peak / calls,
-        "dropped": int(routed - kept),
-        "drop_fraction": (routed - kept) / routed if routed else 0.0,
-        "unused_experts": sum(n == 0 for n in load),
-        "entropy": entropy / tokens if tokens else 0.0,
-        "losses": {name: total / max(count, 1) for name, (total, count) in losses},
-        "bytes_sent": int(sent),
-        "rows": int(rows),
-        "capacity": capacity / capped if capped else None,
-        # agreed, so the same on all ranks
-        "layouts": collected.layouts,
-        "decisions": collected.decisions,
-        "exchanges": collected.exchanges,
-        "routers": collected.routers,
-    }
+    scalars_4 = torch.stack([kept, tokens_N.sum(), (entropy_N * tokens_N).sum(), peak_N.sum()])
+    return torch.cat([load_NE.sum(0), scalars_4])

@@ -8,20 +8,19 @@ from typing import Any, Protocol
 
 
 class Sink(Protocol):
-    """Takes records: `step`, `time` (seconds since the epoch), `layer`, and the fields of
-    `StatsRecorder`.
-    """
+    """Takes records: `step`, `time` (seconds since the epoch), `layer`, the fields of a record."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take one record."""
+        """Write one record."""
 
     def close(self) -> None:
-        """No more records."""
+        """Close the files."""
 
 
 class JsonlSink:
-    """Appends one JSON object a line. Every record is on disk when `write` returns, so a killed run
-    loses none.
+    """Appends one JSON object per line.
+
+    Every record is in the file when `write` returns, so a killed run loses none.
     """
 
     def __init__(self, path: str) -> None:
@@ -29,10 +28,8 @@ class JsonlSink:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until `close`
         except OSError as error:
-            raise ValueError(
-                f"observe.jsonl={path!r} cannot be written ({error.strerror}); give the path of a "
-                "file"
-            ) from error
+            raise ValueError(f"observe.jsonl={path!r} cannot be written ({error.strerror}); give "
+                             "the path of a file") from error
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""
@@ -45,9 +42,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars `moe/<layer>/<field>` and `moe/<layer>/loss/<name>`, and each expert's share of the
-    load.
-    """
+    """Writes scalars `moe/<layer>/<field>`, `.../loss/<name>` and `.../share/expert<number>`."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -59,25 +54,22 @@ class TensorBoardSink:
         try:
             self._writer = SummaryWriter(directory)
         except OSError as error:
-            raise ValueError(
-                f"observe.tensorboard={directory!r} cannot be written ({error.strerror}); give a "
-                "directory"
-            ) from error
+            raise ValueError(f"observe.tensorboard={directory!r} cannot be written "
+                             f"({error.strerror}); give a directory") from error
 
     def write(self, record: dict[str, Any]) -> None:
-        """One point for each number of the record."""
-        step, where = record["step"], f"moe/{record['layer']}"
-        for key, value in record.items():
-            if key not in ("step", "time", "layer", "load", "losses", "layouts", "decisions",
-                           "exchanges", "routers") and value is not None:
-                self._writer.add_scalar(f"{where}/{key}", value, step, record["time"])
-        for name, value in record["losses"].items():
-            self._writer.add_scalar(f"{where}/loss/{name}", value, step, record["time"])
+        """Write one point for each number of the record."""
         total = sum(record["load"]) or 1
-        for expert, count in enumerate(record["load"]):
-            self._writer.add_scalar(f"{where}/share/expert{expert:03d}", count / total, step,
+        numbers = {
+            **{key: value for key, value in record.items()
+               if isinstance(value, (int, float)) and key not in ("step", "time")},
+            **{f"loss/{name}": value for name, value in record["losses"].items()},
+            **{f"share/expert{i:03d}": n / total for i, n in enumerate(record["load"])},
+        }
+        for key, value in numbers.items():
+            self._writer.add_scalar(f"moe/{record['layer']}/{key}", value, record["step"],
                                     record["time"])
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write what is buffered and close the file."""
         self._writer.close()

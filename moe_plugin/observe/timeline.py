@@ -1,13 +1,11 @@
-"""What ran when in one training step, by torch's profiler: layers, exchanges, matrix products, and
-a GPU's kernels.
+"""A timeline of one training step, by torch's profiler: layers, exchanges, matmuls, GPU kernels.
 
     timeline = Timeline(config.observe, {"layer3": layer}, comm)
     for step in ...:
-        with timeline.around(step):     # does nothing unless this is the step of
-        `observe.timeline`, and rank 0 of `comm`
+        with timeline.around(step):     # records step `observe.timeline` on rank 0 of `comm`
             train(step)
 
-The other ranks run undisturbed; they wait for rank 0 no longer than it takes to start the profiler.
+The other ranks do not record; they wait for rank 0 only while it starts the profiler.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,23 +26,33 @@ from moe_plugin.observe.sinks import JsonlSink
 
 MARK = "moe-plugin layer "
 BACKWARD = "autograd::engine::evaluate_function: "
-PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_grouped_mm"}
+MATMULS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_grouped_mm"}
 EXCHANGES = ("gloo:", "nccl:")
-GPU_KINDS = (("GPU exchange", ("nccl",)), ("GPU products", ("gemm", "cutlass", "_mm_", "matmul",
-                                                            "grouped")), ("GPU other", ("",)))
+GPU_KINDS = (("GPU exchange", ("nccl",)),
+             ("GPU matmuls", ("gemm", "cutlass", "_mm_", "matmul", "grouped")),
+             ("GPU other", ("",)))
+TRACKS = ("layers", "exchange", "matmuls", *(kind for kind, _ in GPU_KINDS))
 SPANS = 2000  # kept of one step, the longest
-JOINED_S = 5e-5  # spans of one name closer than this become one
+JOINED_US = 50  # spans of one name closer than this become one
 
-_Row = tuple[str, str, float, float]  # track, name, begin, end; seconds
+
+class _Row(NamedTuple):
+    """One span; begin and end in microseconds of the profiler's clock."""
+
+    track: str
+    name: str
+    begin: float
+    end: float
 
 
 class Timeline:
     """Records one step.
 
     Args:
-        config: `timeline`, the step; `jsonl`, the file that one record is appended to. layers: by
-            name; their forward and backward passes are shown. comm: whose rank 0 records; None:
-            this rank does. rank: written into the record.
+        config: `timeline`, the step; `jsonl`, the file to which one record is appended.
+        layers: by name; their forward and backward passes are shown.
+        comm: its rank 0 records; None: this rank does.
+        rank: written into the record.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, nn.Module],
@@ -54,7 +62,7 @@ class Timeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Around everything of a training step; records the one asked for."""
+        """Put this around a whole training step; records the step of the config."""
         if self.path is None or not self.step or step != self.step:
             yield
             return
@@ -97,9 +105,7 @@ def _marked(name: str, layer: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A layer's forward pass: when, and the numbers of the autograd nodes that it made, [first,
-    after).
-    """
+    """A layer's forward pass, and the numbers [first, after) of the autograd nodes that it made."""
 
     name: str
     begin: float
@@ -109,11 +115,10 @@ class _Pass:
 
 
 def spans(events: Sequence[Any]) -> list[list[Any]]:
-    """[track, name, begin, end] of what a profile's events tell, seconds since its first event; at
-    most `SPANS`, by begin.
+    """The longest `SPANS` spans of a profile as [track, name, begin, end], seconds from its start.
 
-    events: with `name`, `time_range.start/end` (microseconds), `sequence_nr` and `device_type`, as
-    `torch.profiler.profile.events()` has them.
+    events: `torch.profiler.profile.events()`; used are `name`, `time_range` (microseconds),
+    `sequence_nr` and `device_type`.
     """
     timed = sorted((e for e in events if e.time_range.end >= e.time_range.start),
                    key=lambda e: e.time_range.start)
@@ -121,19 +126,17 @@ def spans(events: Sequence[Any]) -> list[list[Any]]:
         return []
     zero = timed[0].time_range.start
     passes = _passes(timed)
-    rows = [("layers", f"{p.name} forward", p.begin, p.end) for p in passes]
-    rows += [(track, name, e.time_range.start, e.time_range.end) for e in timed
-             if (named := _named(e, passes)) for track, name in [named]]
-    joined = sorted(
-        _joined([(track, name, (a - zero) / 1e6, (b - zero) / 1e6) for track, name, a, b in rows]),
-        key=lambda row: row[2] - row[3])[:SPANS]
-    return [[track, name, round(a, 7), round(b, 7)]
-            for track, name, a, b in sorted(joined, key=lambda row: (_order(row[0]), row[2]))]
+    rows = [_Row("layers", f"{p.name} forward", p.begin, p.end) for p in passes]
+    rows += [row for e in timed if (row := _row(e, passes)) is not None]
+    longest = sorted(_joined(rows), key=lambda row: row.begin - row.end)[:SPANS]
+    return [[row.track, row.name, round((row.begin - zero) / 1e6, 7),
+             round((row.end - zero) / 1e6, 7)]
+            for row in sorted(longest, key=lambda row: (TRACKS.index(row.track), row.begin))]
 
 
 def _passes(timed: Sequence[Any]) -> list[_Pass]:
-    # autograd numbers its nodes as the forward pass makes them: those made between begin and end of
-    # a layer are the layer's
+    # autograd numbers its nodes in the order of the forward pass: those between begin and end of a
+    # layer belong to it
     made = [(e.time_range.start, e.sequence_nr) for e in timed
             if e.sequence_nr >= 0 and not e.name.startswith(BACKWARD)]
     starts = [start for start, _ in made]
@@ -146,8 +149,8 @@ def _passes(timed: Sequence[Any]) -> list[_Pass]:
     for e in timed:
         if e.name.startswith(MARK) and _on_host(e):
             begin, end = e.time_range.start, e.time_range.end
-            found.append(
-                _Pass(e.name.removeprefix(MARK), begin, end, following(begin), following(end)))
+            found.append(_Pass(e.name.removeprefix(MARK), begin, end, following(begin),
+                               following(end)))
     return found
 
 
@@ -155,37 +158,32 @@ def _on_host(event: Any) -> bool:
     return event.device_type == torch.autograd.DeviceType.CPU
 
 
-def _named(event: Any, passes: Sequence[_Pass]) -> tuple[str, str] | None:
-    """(track, name) of an event that is shown."""
-    name = event.name
+def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
+    """The span of an event; None for an event that is not shown."""
+    name, begin, end = event.name, event.time_range.start, event.time_range.end
     if not _on_host(event):
         if name.startswith((MARK, *EXCHANGES)):
             return None  # the profiler's copies of marks on the device's row
-        return next((track, name[:80]) for track, words in GPU_KINDS
-                    if any(word in name.lower() for word in words))
+        track = next(t for t, words in GPU_KINDS if any(word in name.lower() for word in words))
+        return _Row(track, name[:80], begin, end)
     if name.startswith(BACKWARD) and event.sequence_nr >= 0:
         owner = next((p for p in passes if p.first <= event.sequence_nr < p.after), None)
-        return None if owner is None else ("layers", f"{owner.name} backward")
+        return None if owner is None else _Row("layers", f"{owner.name} backward", begin, end)
     if name.startswith(EXCHANGES):
-        return "exchange", name.split(":", 1)[1]
-    return ("products", name.removeprefix("aten::")) if name in PRODUCTS else None
+        return _Row("exchange", name.split(":", 1)[1], begin, end)
+    return _Row("matmuls", name.removeprefix("aten::"), begin, end) if name in MATMULS else None
 
 
 def _joined(rows: Sequence[_Row]) -> list[_Row]:
-    """Spans of one track and name that follow each other at once, as one."""
+    """Consecutive spans of one track and name as one."""
     done: list[_Row] = []
-    open_rows: dict[tuple[str, str], _Row] = {}
-    for row in sorted(rows, key=lambda r: r[2]):
-        track, name, begin, end = row
-        last = open_rows.get((track, name))
-        if last is not None and begin - last[3] <= JOINED_S:
-            open_rows[track, name] = (track, name, last[2], max(last[3], end))
-            continue
-        if last is not None:
+    latest: dict[tuple[str, str], _Row] = {}
+    for row in sorted(rows, key=lambda r: r.begin):
+        key = (row.track, row.name)
+        last = latest.get(key)
+        if last is not None and row.begin - last.end <= JOINED_US:
+            row = last._replace(end=max(last.end, row.end))
+        elif last is not None:
             done.append(last)
-        open_rows[track, name] = row
-    return [*done, *open_rows.values()]
-
-
-def _order(track: str) -> int:
-    return ("layers", "exchange", "products", *(kind for kind, _ in GPU_KINDS)).index(track)
+        latest[key] = row
+    return [*done, *latest.values()]

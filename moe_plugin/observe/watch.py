@@ -193,7 +193,7 @@ class Watch:
         """Show the present state.
 
         Raises:
-            ValueError: there is no run in the folder.
+            ValueError: the folder holds no run.
         """
         self.run = read_run(self.folder)
         self._print()

@@ -21,7 +21,7 @@ LIMIT_S = 120
 
 
 def executable() -> str:
-    """The path of Chromium; skips the test where there is none that starts."""
+    """The path of Chromium; skips the test if it is not installed or does not start."""
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
     if path is None:
         pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")

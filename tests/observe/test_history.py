@@ -62,7 +62,7 @@ def test_layers_have_what_the_statistics_say(host: str) -> None:
             record.shares) == pytest.approx(row["max_over_mean"])
     assert len(run.decisions) == sum(len(r["decisions"]) for r in rows if "layer" in r) > 0
     ((step, rank), spans), = run.timelines.items()
-    assert (step, rank) == (20, 0) and {"layers", "exchange", "products"
+    assert (step, rank) == (20, 0) and {"layers", "exchange", "matmuls"
                                         } == {s.track
                                               for s in spans} and all(s.end_s >= s.start_s >= 0
                                                                       for s in spans)

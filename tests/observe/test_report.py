@@ -1,4 +1,4 @@
-"""The report: its numbers are the records', hostile text stays text, it loads nothing and is small."""
+"""The report: numbers are the records', hostile text stays text, it loads nothing, it is small."""
 
 from __future__ import annotations
 

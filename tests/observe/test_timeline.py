@@ -41,7 +41,7 @@ def test_one_step_is_recorded_with_both_passes_of_each_layer(tmp_path: Path) -> 
         "first forward", "second forward", "second backward", "first backward"
     ]
     begins = [begin for track, _, begin, _ in row["timeline"] if track == "layers"]
-    assert begins == sorted(begins) and any(track == "products" for track, *_ in row["timeline"])
+    assert begins == sorted(begins) and any(track == "matmuls" for track, *_ in row["timeline"])
     (_, found), = read_run(tmp_path).timelines.items()
     assert [[s.track, s.name, s.start_s, s.end_s] for s in found] == row["timeline"]
     assert all(not layer._forward_pre_hooks and not layer._forward_hooks
@@ -79,9 +79,9 @@ def test_what_the_profiler_says_becomes_spans() -> None:
     ])
     assert found == [["layers", "a forward", 0.0, 0.0003], ["layers", "a backward", 0.0009, 0.0011],
                      ["exchange", "all_to_all", 0.0001, 0.0008],
-                     ["products", "mm", 0.00005, 0.00015],
+                     ["matmuls", "mm", 0.00005, 0.00015],
                      ["GPU exchange", "ncclDevKernel_SendRecv", 0.0002, 0.0004],
-                     ["GPU products", "sm90_gemm_bf16", 0.0004, 0.0005],
+                     ["GPU matmuls", "sm90_gemm_bf16", 0.0004, 0.0005],
                      ["GPU other", "elementwise", 0.0005, 0.00055]]
     assert spans([]) == []
 
