@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# axis along which an expert is cut where it lies on several ranks (axis 0 counts experts)
-SHARD_AXIS = {
-    "w_in_LDF": 2, "w_gate_LDF": 2, "w_out_LFD": 1, "b_in_LF": 1, "b_gate_LF": 1, "b_out_LD": 1
-}
+from moe_plugin.experts.ffn import SHARD_AXIS
+
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
 State = Mapping[str, Any]
 

@@ -12,13 +12,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
+from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.hosts.megatron.compat.core import Groups
 from moe_plugin.records import Placement
-
-# axis along which an expert is cut where it lies on several ranks
-SHARD_AXIS = {
-    "w_in_LDF": 2, "w_gate_LDF": 2, "w_out_LFD": 1, "b_in_LF": 1, "b_gate_LF": 1, "b_out_LD": 1
-}
 
 
 def mark(experts: nn.Module) -> None:
