@@ -29,8 +29,8 @@ class Activation:
 
 
 def _squared_relu_gradient(grad: Tensor, h: Tensor, out: Tensor) -> None:
-    slope = torch.clamp_min(h, 0)
-    torch.mul(grad, slope.add_(slope), out=out)
+    half = torch.clamp_min(h, 0)
+    torch.mul(grad, half.add_(half), out=out)
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -1,9 +1,11 @@
-"""How a rank's feed-forward experts are computed, by name.
+"""Strategies to compute a rank's feed-forward experts, by name; those in torch are defined here.
 
-A strategy is `(x, rows, parameters) -> y`, differentiable. `rows` is a `RowCounts`: x is [R, D]
-rows, expert after expert, and so is y. Or it is a `RowPlan`: x is [T, D] tokens, and y is [T, D],
-each token's rows weighed and summed; strategies that gather and combine inside their kernels save
-the copies. Experts without rows get zero gradients, not missing ones.
+A strategy is `(x, rows, parameters) -> y`, differentiable, y in x's shape and dtype. With a
+`RowCounts`, x is [R, D] rows, expert after expert. With a `RowPlan`, x is [T, D] tokens, and y each
+token's rows weighted and summed; strategies that gather and combine inside their kernels save the
+copies. Experts without rows get zero gradients, not missing ones.
+
+`cpu.expert_ffn` and `gpu.expert_ffn` define the strategies `fused` and `kernels`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 from moe_plugin.registry import Registry
@@ -25,13 +27,15 @@ from moe_plugin.registry import Registry
 
 @dataclass(frozen=True)
 class FFNParameters:
-    """Parameters of L experts as `FFNExperts` stores them; b_out_LD here has all D columns. memory:
-    for large temporaries.
+    """Parameters of L experts as `FFNExperts` stores them, and how to compute with them.
 
-    choice: how `auto` chooses, see `choice`.
+    w_in_LDF, w_gate_LDF: [L, D, F], b_in_LF, b_gate_LF: [L, F], w_out_LFD: [L, F, D], b_out_LD:
+    [L, D] (all D columns also where experts are cut); of one floating-point dtype. Plain experts
+    have no gate. activation: a name in `ACTIVATIONS`. memory: for large temporaries.
+    choice: how strategy `auto` chooses, see `experts.compute_choice`.
     owners: by field name, the parameters whose gradient the host keeps in `main_grad`. A strategy
-    need not know: the field's own tensor sees to it. One that computes with `operands()` must add
-    these gradients itself; see `experts.main_grad`.
+    that uses the fields need not know: their hooks add the gradients. One that computes with
+    `operands()` must add these gradients itself, see `kernels.main_grad`.
     """
 
     w_in_LDF: Tensor
@@ -46,11 +50,10 @@ class FFNParameters:
     owners: Mapping[str, Tensor] = field(default_factory=dict)
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
-        """([x, w_in, b_in, w_gate, b_gate, w_out, b_out], owners among them), for one autograd
-        function.
+        """Inputs of one autograd function: [x, w_in, b_in, w_gate, b_gate, w_out, b_out], owners.
 
-        In autocast's dtype where it is on, and then without owners: their fields' own tensors are
-        taken.
+        x: [R, D] or [T, D]. Under autocast all are in its dtype (float64 stays), and there are no
+        owners: the fields are used, whose hooks add to `main_grad`.
         """
         names = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
         fields = [x, *(getattr(self, name) for name in names)]
@@ -63,39 +66,44 @@ class FFNParameters:
         return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in fields], {}
 
 
-GroupedProduct = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]
+GroupedMatmul = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]
 Strategy = Callable[[Tensor, "RowCounts | RowPlan", FFNParameters], Tensor]
 strategies: Registry[Strategy] = Registry("expert_compute")
 
 
-def from_product(product: GroupedProduct) -> Strategy:
-    """A strategy out of a grouped product `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`: rows
-    of expert l times matrix l.
+def from_matmul(matmul: GroupedMatmul) -> Strategy:
+    """A strategy from a grouped matmul `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`.
+
+    The rows of expert l are multiplied by matrix l, and its bias is added.
     """
 
-    @functools.wraps(product)
+    @functools.wraps(matmul)
     def strategy(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
         if isinstance(rows, RowCounts):
-            return _ffn(product, x, rows, parameters)
+            return _ffn(matmul, x, rows, parameters)
         rows_RD = gather_rows(x, rows.source_R, rows.position_TK)
-        rows_RD = _ffn(product, rows_RD, rows.counts, parameters)
+        rows_RD = _ffn(matmul, rows_RD, rows.counts, parameters)
         return combine_rows(rows_RD, rows.weights_TK, rows.source_R, rows.position_TK)
 
     return strategy
 
 
-def _ffn(product: GroupedProduct, rows_RD: Tensor, counts: RowCounts, p: FFNParameters) -> Tensor:
+def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParameters) -> Tensor:
     act = ACTIVATIONS[p.activation].value
-    inner_RF = product(rows_RD, counts, p.w_in_LDF, p.b_in_LF)
+    inner_RF = matmul(rows_RD, counts, p.w_in_LDF, p.b_in_LF)
     if p.w_gate_LDF is None:
         inner_RF = act(inner_RF)
     else:
-        inner_RF = act(product(rows_RD, counts, p.w_gate_LDF, p.b_gate_LF)) * inner_RF
-    return product(inner_RF, counts, p.w_out_LFD, p.b_out_LD)
+        inner_RF = act(matmul(rows_RD, counts, p.w_gate_LDF, p.b_gate_LF)) * inner_RF
+    return matmul(inner_RF, counts, p.w_out_LFD, p.b_out_LD)
 
 
 def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """One dense product an expert, with torch's own autograd; can be differentiated twice."""
+    """One matmul per expert, with torch's own autograd; can be differentiated twice.
+
+    rows_RI: [R, I], expert after expert. w_LIO: [L, I, O]. b_LO: [L, O] or None. Returns [R, O].
+    All of one floating-point dtype.
+    """
     # unbind, not w[l]: indexing would make a gradient of the full stack for every expert
     weights = w_LIO.unbind(0)
     groups = rows_RI.split(counts.host)
@@ -107,8 +115,9 @@ def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None)
 
 
 def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """One batched product over experts padded to the largest load; best for many small, even
-    experts.
+    """One batched matmul over experts padded to the largest load.
+
+    Best for many small experts of even load. Shapes and dtypes: see `loop`.
     """
     longest = max(counts.host)
     if longest * len(counts.host) == counts.total:
@@ -122,8 +131,9 @@ def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """torch's grouped GEMM in one launch; good on GPU in bf16. Shapes or dtypes that it does not
-    take go through `loop`.
+    """torch's grouped GEMM in one launch; good on GPU in bf16.
+
+    Shapes and dtypes: see `loop`, which computes those that the grouped GEMM does not support.
     """
     if grouped_refusal(rows_RI, w_LIO) is not None:
         return loop(rows_RI, counts, w_LIO, b_LO)
@@ -135,7 +145,7 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
-    """Why `grouped` hands these arguments to `loop`; None where it does not."""
+    """Why `grouped` passes rows_RI [R, I] and w_LIO [L, I, O] to `loop`; None where it does not."""
     if torch.is_autocast_enabled(rows_RI.device.type):
         return "autocast"
     if rows_RI.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -144,25 +154,28 @@ def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
         return f"dtype {rows_RI.dtype} on a GPU"
     step = 16 // rows_RI.element_size()
     if w_LIO.shape[1] % step or w_LIO.shape[2] % step:
-        return f"widths {tuple(w_LIO.shape[1:])} that are no multiples of {step}"
+        return f"widths {tuple(w_LIO.shape[1:])}, which are not multiples of {step}"
     return "no rows" if rows_RI.shape[0] == 0 else None
 
 
 _NO_GROUPED = "torch has no grouped_mm: needs torch >= 2.10"
-strategies.register("loop")(from_product(loop))
-strategies.register("batched")(from_product(batched))
+# new in torch 2.10
+_HAS_GROUPED = hasattr(F, "grouped_mm")
+strategies.register("loop")(from_matmul(loop))
+strategies.register("batched")(from_matmul(batched))
 strategies.register("grouped", why_not=lambda: None
-                    if hasattr(F, "grouped_mm") else _NO_GROUPED)(from_product(grouped))
+                    if _HAS_GROUPED else _NO_GROUPED)(from_matmul(grouped))
 
 
 def _bmm(x_LCI: Tensor, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    return torch.bmm(x_LCI, w_LIO) if b_LO is None else torch.baddbmm(b_LO[:,
-                                                                           None, :], x_LCI, w_LIO)
+    if b_LO is None:
+        return torch.bmm(x_LCI, w_LIO)
+    return torch.baddbmm(b_LO[:, None, :], x_LCI, w_LIO)
 
 
 def _padded_slots(counts: RowCounts, longest: int, device: torch.device) -> Tensor:
     lengths_L = counts.device(device)
-    start_L = torch.arange(len(counts.host), device=device) * longest - (lengths_L.cumsum(0) -
-                                                                         lengths_L)
-    return torch.arange(counts.total, device=device) + start_L.repeat_interleave(
+    first_L = torch.arange(len(counts.host), device=device) * longest
+    shift_L = first_L - (lengths_L.cumsum(0) - lengths_L)
+    return torch.arange(counts.total, device=device) + shift_L.repeat_interleave(
         lengths_L, output_size=counts.total)

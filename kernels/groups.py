@@ -1,4 +1,4 @@
-"""Rows in groups: rows of expert after expert, and the tiles that a grouped product is cut in."""
+"""Rows in groups, one per expert, and the tiles that a grouped matmul is divided into."""
 
 from __future__ import annotations
 
@@ -9,60 +9,58 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moe_plugin.records import RowCounts
+
 
 @dataclass(frozen=True)
 class Groups:
-    """host: rows of each group. Nothing here copies from the device to the host."""
+    """Tables of row counts on one device; no copy from the device to the host."""
 
-    host: list[int]
+    counts: RowCounts
     device: torch.device
 
     @property
     def total(self) -> int:
         """R, rows of all groups."""
-        return sum(self.host)
+        return self.counts.total
 
     @property
-    def even(self) -> bool:
-        """All groups alike (fixed slots): then every table is made on the device, with no copy from
-        the host.
-        """
-        return len(set(self.host)) == 1
+    def number(self) -> int:
+        """L, groups."""
+        return len(self.counts.host)
 
     @cached_property
     def lengths_L(self) -> Tensor:
-        """int64 [L] on the device."""
-        if self.even:
-            return torch.full((len(self.host),), self.host[0], dtype=torch.int64,
-                              device=self.device)
-        return self._copy(torch.tensor(self.host, dtype=torch.int64))
+        """Rows of each group, int64 [L] on the device."""
+        return self.counts.device(self.device)
 
     @cached_property
     def ends_L(self) -> Tensor:
-        """int32 [L]: row after the last of each group."""
+        """Row after the last of each group, int32 [L] on the device."""
         return self.lengths_L.cumsum(0).to(torch.int32)
 
     def spans(self) -> Iterator[tuple[int, slice]]:
         """(group, its rows), empty groups included."""
         start = 0
-        for group, count in enumerate(self.host):
+        for group, count in enumerate(self.counts.host):
             yield group, slice(start, start + count)
             start += count
 
     def tiles(self, height: int) -> tuple[Tensor, Tensor]:
-        """(group, first row) of each tile of `height` rows, int32; no tile spans two groups."""
-        if self.even:
-            per_group = -(-self.host[0] // height)
-            tile_M = torch.arange(len(self.host) * per_group, dtype=torch.int32, device=self.device)
+        """(group, first row) of each tile of `height` rows, int32 [M]; no tile spans two groups.
+
+        Groups of one size (fixed slots) make the tables on the device: no copy from the host.
+        """
+        rows = self.counts.host[0] if self.number else 0
+        if all(count == rows for count in self.counts.host):
+            per_group = -(-rows // height)
+            tile_M = torch.arange(self.number * per_group, dtype=torch.int32, device=self.device)
             group_M = torch.div(tile_M, max(1, per_group), rounding_mode="floor")
-            return group_M, group_M * self.host[0] + (tile_M - group_M * per_group) * height
+            return group_M, group_M * rows + (tile_M - group_M * per_group) * height
         starts = [(g, row) for g, span in self.spans()
                   for row in range(span.start, span.stop, height)]
-        both_2M = self._copy(
-            torch.tensor(starts, dtype=torch.int32).reshape(-1, 2).t().contiguous())
-        return both_2M[0], both_2M[1]
-
-    def _copy(self, table: Tensor) -> Tensor:
-        # from pinned memory the copy does not wait for the device
-        return table.pin_memory().to(self.device,
-                                     non_blocking=True) if self.device.type == "cuda" else table
+        table_2M = torch.tensor(starts, dtype=torch.int32).reshape(-1, 2).t().contiguous()
+        if self.device.type == "cuda":
+            # from pinned memory the copy does not wait for the device
+            table_2M = table_2M.pin_memory().to(self.device, non_blocking=True)
+        return table_2M[0], table_2M[1]

@@ -3,10 +3,10 @@
 Megatron keeps a buffer `parameter.main_grad` (fp32 by default) over the micro-batches of a step.
 Its gradient hook adds `parameter.grad` to it, unless `parameter.grad_added_to_main_grad` says that
 backward has done so (megatron-core, `tensor_parallel/layers.py` and
-`distributed/distributed_data_parallel.py`). Here every contribution to such a weight takes that
-way: strategies that can, add their products themselves (`MainGrad`); what comes by another way
-(gathered or shadowed experts, other strategies, autocast) is added by `take_over`. So two ways may
-meet in one step, or in one backward, and nothing is lost or counted twice.
+`distributed/distributed_data_parallel.py`). Here every contribution to such a weight is added by
+backward: strategies that can, add their matmuls themselves (`MainGrad`); the others (gathered or
+shadowed experts, other strategies, autocast) compute with `redirect_grad(parameter)`. Both may
+occur in one step, or in one backward, and nothing is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.workspace import Workspace
 
-# biases are as small as a row: they take autograd's way
+# biases are as small as a row: autograd returns their gradients
 WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
 
-def keeps(parameter: Tensor) -> bool:
-    """Whether the host keeps this parameter's gradient in `main_grad` and takes what backward adds
-    there.
+def has_main_grad(parameter: Tensor) -> bool:
+    """Whether the host takes this parameter's gradient from `parameter.main_grad`.
 
-    Not where its hook reads the gradient all the same: Megatron-FSDP's parameters, and those with
-    `zero_out_wgrad`.
+    False where its hook reads the gradient nevertheless: Megatron-FSDP's parameters, and those with
+    `zero_out_wgrad`. All these attributes are Megatron's and absent in other hosts.
     """
     if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
         return False
@@ -39,46 +38,47 @@ def keeps(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class MainGrad:
-    """Where a backward pass adds the gradient of one weight [L, I, O], in place of a tensor to
-    return. memory: for temporaries.
+    """Where a backward pass adds the gradient of one weight, instead of returning a tensor.
+
+    parameter: [L, I, O], with `main_grad` of that shape. memory: for temporaries.
     """
 
     parameter: Tensor
     memory: Workspace
 
-    def add_product(self, expert: int, a_IN: Tensor, b_NO: Tensor) -> None:
-        """main_grad[expert] += a b. One expert's product is the largest temporary, and none where
-        the dtypes are the same.
+    def add_matmul(self, expert: int, a_IN: Tensor, b_NO: Tensor) -> None:
+        """main_grad[expert] += a b. a_IN: [I, N], b_NO: [N, O], of the weight's dtype.
+
+        The largest temporary is one expert's matmul, where the buffer has another dtype.
         """
         target_IO = self.parameter.main_grad[expert]  # type: ignore[attr-defined]
         if target_IO.dtype == a_IN.dtype:
             target_IO.addmm_(a_IN, b_NO)
-        else:  # no CPU product has operands of one dtype and a result of another
-            target_IO.add_(
-                torch.mm(
-                    a_IN, b_NO, out=self.memory.empty("product for main_grad",
-                                                      tuple(target_IO.shape), a_IN)))
+            return
+        # no CPU matmul has operands of one dtype and a result of another
+        made_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
+        target_IO.add_(torch.mm(a_IN, b_NO, out=made_IO))
 
-    def settled(self) -> Tensor | None:
-        """See `settled`."""
-        return settled(self.parameter)
+    def result(self) -> Tensor | None:
+        """What backward returns, see `placeholder_grad`."""
+        return placeholder_grad(self.parameter)
 
 
-def settled(parameter: Tensor) -> Tensor | None:
-    """What backward returns for a parameter whose gradient lies in `main_grad`: values that nobody
-    reads, so that its hooks run.
+def placeholder_grad(parameter: Tensor) -> Tensor | None:
+    """What backward returns for a parameter whose gradient is in `main_grad`.
 
-    None without the host's mark: then nobody waits for a hook.
+    A tensor of its shape and dtype whose values are never read; autograd needs one to run the
+    parameter's hooks. None without the host's mark `grad_added_to_main_grad`: no hook needs it.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    # anomaly mode reads them: garbage could be NaN
+    # anomaly mode reads them: uninitialised values could be NaN
     return torch.zeros_like(parameter) if torch.is_anomaly_enabled() else torch.empty_like(
         parameter)
 
 
-class _TakeOver(torch.autograd.Function):
+class _RedirectGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
         ctx.parameter = parameter
@@ -88,9 +88,9 @@ class _TakeOver(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Tensor | None:
         ctx.parameter.main_grad.add_(grad)
-        return settled(ctx.parameter)
+        return placeholder_grad(ctx.parameter)
 
 
-def take_over(parameter: nn.Parameter) -> Tensor:
-    """The parameter, for any use: the gradient of this use is added to `main_grad`."""
-    return _TakeOver.apply(parameter)
+def redirect_grad(parameter: nn.Parameter) -> Tensor:
+    """The parameter, for any use; the gradient of this use is added to `parameter.main_grad`."""
+    return _RedirectGrad.apply(parameter)

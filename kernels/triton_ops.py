@@ -20,10 +20,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODULES = {
     "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "running_count",
     "route_top_k": "router", "route_top_k_backward": "router", "transpose_chunks": "layout",
-    "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_product": "expert_products",
-    "expert_first": "expert_products", "expert_second_backward": "expert_products",
-    "expert_weight_grad": "expert_products", "expert_weight_grad_add": "expert_products",
-    "expert_bias_grad": "expert_products",
+    "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_matmul": "expert_matmul",
+    "expert_matmul_act": "expert_matmul", "expert_matmul_act_backward": "expert_matmul",
+    "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
+    "expert_bias_grad": "expert_matmul",
 }
 
 

@@ -38,8 +38,8 @@ class Workspace:
         `purpose` before, where free.
         """
         size = math.prod(shape) * like.element_size()
-        if like.device.type != "cpu" or size < SMALL_BYTES or _use_count is None or torch.compiler.is_compiling(
-        ):
+        reusable = like.device.type == "cpu" and size >= SMALL_BYTES and _use_count is not None
+        if not reusable or torch.compiler.is_compiling():
             return like.new_empty(shape)
         with self._lock:
             storage = self._take(purpose, like.dtype, size)

@@ -51,7 +51,7 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def slope(x, ACT: tl.constexpr):
+def activation_grad(x, ACT: tl.constexpr):
     """act'(x) in float32."""
     if ACT == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(

@@ -1,41 +1,43 @@
-"""The GPU's way through the experts: five grouped kernels, rows gathered while they are loaded,
-nothing kept but what must be.
+# ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
+"""Strategy `kernels`: grouped matmul kernels that gather rows while they load them, for GPU.
 
-Forward: h = x[token] w_in (and a = act(h) on the way out), rows = a w_out, y = weighted sum of
-rows. Kept for backward: x and h (and a gated expert's gate). Backward: the output's gradient goes
-through w_out^T and the activation in one kernel, which also computes a again and the gates'
-gradient as row dots, so that no output row is kept.
+Forward: h = x[token] w_in and a = act(h) in one kernel, rows = a w_out, y = weighted sum of rows.
+Kept for backward: x and h (and a gated expert's gate). Backward: the output's gradient goes through
+w_out^T and the activation in one kernel, which also recomputes a and makes the gates' gradient as
+row dots, so that no output row is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, List, Optional  # noqa: UP035  (torch.library reads these spellings)
+from typing import Any, List, Optional
 
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels import (
-    Groups,
-    expert_bias_grad,
-    expert_first,
-    expert_product,
-    expert_second_backward,
-    expert_weight_grad,
-    expert_weight_grad_add,
-    sum_rows,
-)
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
-from moe_plugin.kernels.main_grad import settled
+from moe_plugin.kernels.expert_matmul import (
+    expert_bias_grad,
+    expert_matmul,
+    expert_matmul_act,
+    expert_matmul_act_backward,
+    expert_weight_grad,
+    expert_weight_grad_add,
+)
+from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.main_grad import placeholder_grad
 from moe_plugin.kernels.registry import accumulate_dtype
+from moe_plugin.kernels.rows import sum_rows
 from moe_plugin.records import RowCounts, RowPlan
 
 
 @strategies.register("kernels")
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Grouped kernels with gather, activation and gate gradient inside; Triton on GPU, their
-    references elsewhere.
+    """Grouped kernels that include gather, activation and gate gradient; best on GPU with Triton.
+
+    x: [R, D] rows or [T, D] tokens; returns the same shape and dtype, see `Strategy`. On other
+    devices the kernels' references run.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows if plan is None else plan.counts
@@ -48,16 +50,18 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
         return expert_ffn(x, *maps, *tensors, counts.host, p.activation)[0]
 
 
-# One operation for torch: torch.compile sees it whole, with its shapes and its gradient, and makes
-# no graph break.
-# source_R, position_TK: see kernels.rows; None where x already is rows. counts: rows of each
-# expert.
+# one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break
 @torch.library.custom_op("moe_plugin::expert_ffn", mutates_args=())
-def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor], position_TK: Optional[Tensor], w_in: Tensor,  # noqa: UP045
-               b_in: Optional[Tensor], w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor, b_out: Optional[Tensor],  # noqa: UP045
-               counts: Sequence[int], activation: str) -> List[Tensor]:  # noqa: UP006
-    """[y, h, gate]: y is [T, D] (or rows); h and gate, [R, F], are what backward needs (gate: no
-    elements for a plain expert).
+def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor],
+               position_TK: Optional[Tensor], w_in: Tensor, b_in: Optional[Tensor],
+               w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor,
+               b_out: Optional[Tensor], counts: Sequence[int], activation: str) -> List[Tensor]:
+    """[y, h, gate] of feed-forward experts, differentiable.
+
+    x: [T, D] tokens with gates_TK (float32 or float64), source_R and position_TK (see
+    `kernels.rows`); [R, D] rows where these are None. w_in, w_gate: [L, D, F], b_in, b_gate:
+    [L, F], w_out: [L, F, D], b_out: [L, D], in x's dtype. counts: rows of each expert. y: x's
+    shape. h, gate: [R, F], kept for backward (gate: no elements for a plain expert).
     """
     return _forward(x, gates_TK, source_R, position_TK, w_in, b_in, w_gate, b_gate, w_out, b_out,
                     counts, activation)
@@ -67,11 +71,11 @@ def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
              position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None, w_gate: Tensor | None,
              b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
              activation: str) -> list[Tensor]:
-    groups, x = Groups(list(counts), x.device), x.contiguous()
+    groups, x = Groups(RowCounts(list(counts)), x.device), x.contiguous()
     token_R = _tokens(source_R, position_TK)
-    gate_RF = None if w_gate is None else expert_product(x, groups, w_gate, b_gate, token_R, None)
-    h_RF, a_RF = expert_first(x, groups, w_in, b_in, token_R, gate_RF, activation)
-    rows_RD = expert_product(a_RF, groups, w_out, b_out, None, None)
+    gate_RF = None if w_gate is None else expert_matmul(x, groups, w_gate, b_gate, token_R, None)
+    h_RF, a_RF = expert_matmul_act(x, groups, w_in, b_in, token_R, gate_RF, activation)
+    rows_RD = expert_matmul(a_RF, groups, w_out, b_out, None, None)
     y = rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, gates_TK)
     return [y, h_RF, x.new_empty(0) if gate_RF is None else gate_RF]
 
@@ -95,11 +99,15 @@ def _(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b
 
 
 @torch.library.custom_op("moe_plugin::expert_ffn_backward", mutates_args=())
-def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor], position_TK: Optional[Tensor],  # noqa: UP045
-                        h_RF: Tensor, gate_RF: Tensor, w_in: Tensor, w_gate: Optional[Tensor], w_out: Tensor, b_out: Optional[Tensor],  # noqa: UP045
-                        counts: Sequence[int], activation: str, needs: Sequence[bool]) -> List[Tensor]:  # noqa: UP006
-    """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; no elements where `needs`
-    says no.
+def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
+                        source_R: Optional[Tensor], position_TK: Optional[Tensor], h_RF: Tensor,
+                        gate_RF: Tensor, w_in: Tensor, w_gate: Optional[Tensor], w_out: Tensor,
+                        b_out: Optional[Tensor], counts: Sequence[int], activation: str,
+                        needs: Sequence[bool]) -> List[Tensor]:
+    """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out, each in its tensor's shape.
+
+    grad_y: gradient of y, in its shape and dtype; the others: see `expert_ffn`. needs: which of the
+    eight gradients are wanted; the others have no elements.
     """
     made = _gradients(grad_y, x, gates_TK, source_R, position_TK, h_RF, gate_RF, w_in, w_gate,
                       w_out, b_out, counts, activation, needs, {})
@@ -111,21 +119,19 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
                w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
                activation: str, needs: Sequence[bool],
                owners: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """As `expert_ffn_backward`, None where `needs` says no; the gradients of `owners` are added to
-    their main_grad.
-    """
-    groups, token_R = Groups(list(counts), x.device), _tokens(source_R, position_TK)
+    """As `expert_ffn_backward`, None where not needed; those of `owners` go to their main_grad."""
+    groups, token_R = Groups(RowCounts(list(counts)), x.device), _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None if gates_TK is None else _at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
                                                      source_R)
-    g_h, g_gate, a_RF, dots_R = expert_second_backward(grad_y, groups, w_out, h_RF, gate, scale_R,
-                                                       token_R, activation)
+    g_h, g_gate, a_RF, dots_R = expert_matmul_act_backward(grad_y, groups, w_out, h_RF, gate,
+                                                           scale_R, token_R, activation)
 
     def weight(name: str, x: Tensor, grad: Tensor, *tokens_scale: Tensor | None) -> Tensor | None:
         if name not in owners:
             return expert_weight_grad(x, grad, groups, *tokens_scale)
         expert_weight_grad_add(x, grad, groups, *tokens_scale, owners[name].main_grad)  # type: ignore[attr-defined]
-        return settled(owners[name])
+        return placeholder_grad(owners[name])
 
     return [
         _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK) if needs[0] else None,
@@ -159,7 +165,8 @@ def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any,
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out, counts, activation = inputs
+    (x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out, counts,
+     activation) = inputs
     ctx.counts, ctx.activation = list(counts), activation
     ctx.save_for_backward(x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate,
                           w_out, b_out)
@@ -176,8 +183,9 @@ expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """`expert_ffn` whose backward adds to `main_grad`; no torch operation: what it changes is none
-    of its arguments.
+    """`expert_ffn` whose backward adds to `main_grad`.
+
+    Not a torch operation, because it mutates a buffer that is not an argument.
     """
 
     @staticmethod
@@ -197,7 +205,7 @@ class _IntoMainGrad(torch.autograd.Function):
 
 
 def _at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Values of choices by row, 0 for an empty slot. [R]."""
+    """Values of choices by row, [R]; 0 for an empty slot."""
     if values_TK.numel() == 0:
         return values_TK.new_zeros(source_R.numel())
     return values_TK.reshape(-1)[source_R.clamp(min=0)] * (source_R >= 0)
@@ -207,16 +215,14 @@ def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_
             position_TK: Tensor | None) -> Tensor:
     rows_RD = None
     if g_gate is not None:
-        rows_RD = expert_product(g_gate, groups, w_gate.transpose(1, 2), None, None, None)
-    rows_RD = expert_product(g_h, groups, w_in.transpose(1, 2), None, None, rows_RD)
+        rows_RD = expert_matmul(g_gate, groups, w_gate.transpose(1, 2), None, None, None)
+    rows_RD = expert_matmul(g_h, groups, w_in.transpose(1, 2), None, None, rows_RD)
     return rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, None)
 
 
 def _grad_gates(groups: Groups, dots_R: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
-    """<gradient of y, output row> for each choice: <u, a> from the kernel, plus the output bias's
-    share.
-    """
+    """<gradient of y, output row> of each choice: <u, a> from the kernel, plus the bias's part."""
     if dots_R.numel() == 0:
         return dots_R.new_zeros(position_TK.shape)
     if b_out is not None and grad_y.shape[0]:

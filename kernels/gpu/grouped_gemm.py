@@ -7,11 +7,14 @@ result is the same every time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from moe_plugin.kernels.gpu.common import INTERPRETED, activate, slope
+from moe_plugin.kernels.gpu.common import INTERPRETED, activate, activation_grad
 
 BM = 64 if INTERPRETED else 128  # rows of a tile; the table of tiles is made for it
 # search spaces; the compiler's report (bench kernels) says which spill, those are left out
@@ -24,8 +27,8 @@ WEIGHT_SPACE = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 32, 4, 4)
 WEIGHT_ADD_SPACE = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 4)]
 
 
-def _tuned(space: list[tuple[int, ...]], names: tuple[str, ...], key: list[str], zeroed: tuple[str, ...] = (),  # noqa: ANN202
-           restored: tuple[str, ...] = ()):
+def _tuned(space: list[tuple[int, ...]], names: tuple[str, ...], key: list[str],
+           zeroed: tuple[str, ...] = (), restored: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     if INTERPRETED:
         # several configurations need a driver to be timed; launches pass one
         return lambda kernel: kernel
@@ -93,7 +96,7 @@ def accumulate(x, at, live, w, n, wide, K: tl.constexpr, stride_k, stride_n, UPC
 
 @_tuned(SPACE, ("BN", "BK"), ["wide", "K", "GATHER", "ACT"])
 @triton.jit
-def product_kernel(x, token, w, bias, base, gate, out, after, tile_group, tile_row, ends, tiles,
+def matmul_kernel(x, token, w, bias, base, gate, out, after, tile_group, tile_row, ends, tiles,
                    wide, stride_group, stride_k, stride_n, K: tl.constexpr, GATHER: tl.constexpr,
                    BIAS: tl.constexpr, BASE: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
                    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
@@ -125,13 +128,14 @@ def product_kernel(x, token, w, bias, base, gate, out, after, tile_group, tile_r
 
 @_tuned(BACKWARD_SPACE, ("BN", "BK"), ["wide", "K", "GATED"], ("dots",))
 @triton.jit
-def second_backward_kernel(
+def matmul_act_backward_kernel(
         grad, token, scale, w, h, gate, grad_h, grad_gate, after, dots, tile_group, tile_row, ends,
         tiles, wide, stride_group, stride_k, stride_n, rows, K: tl.constexpr, GATHER: tl.constexpr,
         SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """See expert_second_backward. dots: [column tiles, R], one partial sum a tile, added up outside
-    in one order.
+    """See expert_matmul_act_backward.
+
+    dots: [column tiles, R], one partial sum per tile; the caller adds them in a fixed order.
     """
     pm, pn = tile_at(tl.cdiv(wide, BN), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
@@ -151,14 +155,14 @@ def second_backward_kernel(
         tl.store(grad_h + tile + where, (s * open_).to(grad_h.dtype.element_ty), mask=written)
         # not before: one tile more at a time would spill
         mine = tl.load(h + tile + where, mask=written, other=0.0).to(tl.float32)
-        tl.store(grad_gate + tile + where,
-                 (s * mine * slope(before, ACT)).to(grad_gate.dtype.element_ty), mask=written)
+        grad_inner = s * mine * activation_grad(before, ACT)
+        tl.store(grad_gate + tile + where, grad_inner.to(grad_gate.dtype.element_ty), mask=written)
         value = open_ * mine
     else:
         mine = tl.load(h + tile + where, mask=written, other=0.0).to(tl.float32)
         value = activate(mine, ACT)
-        tl.store(grad_h + tile + where, (s * slope(mine, ACT)).to(grad_h.dtype.element_ty),
-                 mask=written)
+        grad_inner = s * activation_grad(mine, ACT)
+        tl.store(grad_h + tile + where, grad_inner.to(grad_h.dtype.element_ty), mask=written)
     tl.store(after + tile + where, value.to(after.dtype.element_ty), mask=written)
     tl.store(dots + pn.to(tl.int64) * rows + r, tl.sum(tl.where(written, u * value, 0.0), 1),
              mask=inside)

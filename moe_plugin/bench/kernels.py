@@ -143,16 +143,16 @@ def _rows(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Work]:
 
 
 def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Work]:
-    groups, token = Groups(plan.counts.host, rows_RD.device), plan.token_R
+    groups, token = Groups(plan.counts, rows_RD.device), plan.token_R
     h_RF = torch.randn(p.rows, p.hidden_dim, device=p.device).to(p.torch_dtype)
     gate, act = (h_RF.flip(0), "silu") if p.gated else (None, "gelu")
     flops, weights = 2 * p.rows * p.model_dim * p.hidden_dim, _size(data.w_in_LDF)
     scale = torch.rand(p.rows, device=p.device)
-    yield Work("expert_first", (data.x_TD, groups, data.w_in_LDF, None, token, gate, act),
+    yield Work("expert_matmul_act", (data.x_TD, groups, data.w_in_LDF, None, token, gate, act),
                _size(data.x_TD, h_RF, h_RF, gate) + weights, flops)
-    yield Work("expert_product", (h_RF, groups, data.w_out_LFD, None, None, None),
+    yield Work("expert_matmul", (h_RF, groups, data.w_out_LFD, None, None, None),
                _size(h_RF, rows_RD) + weights, flops)
-    yield Work("expert_second_backward",
+    yield Work("expert_matmul_act_backward",
                (data.grad_TD, groups, data.w_out_LFD, h_RF, gate, scale, token, act),
                _size(data.grad_TD, h_RF, h_RF, h_RF, gate, gate) + weights, flops)
     yield Work("expert_weight_grad", (data.x_TD, h_RF, groups, token, None, None),

@@ -82,11 +82,11 @@ def _products() -> Iterator[Case]:
     first = {"K": 4096, "GATHER": True, "BIAS": True, "BASE": False, "ACT": "gelu", "GATED": False}
     gated = {**first, "ACT": "silu", "GATED": True}
     for values, bn in ((plain, 128), (first, 128), (gated, 128)):
-        yield Case("product_kernel", "grouped_gemm", (X, I64, W, W, X, X, X, X, *tables, *sizes),
+        yield Case("matmul_kernel", "grouped_gemm", (X, I64, W, W, X, X, X, X, *tables, *sizes),
                    {**values, **tile, "BN": bn, "BK": 64}, 8)
     for act, is_gated in (("gelu", False), ("silu", True)):
         yield Case(
-            "second_backward_kernel", "grouped_gemm",
+            "matmul_act_backward_kernel", "grouped_gemm",
             (X, I64, F32, W, X, X, X, X, X, F32, *tables, *sizes, "i32"), {
                 "K": 4096, "GATHER": True, "SCALED": True, "ACT": act, "GATED": is_gated,
                 **tile, "BN": 64, "BK": 64

@@ -1,18 +1,15 @@
 """Experts: parameters in one storage for all layouts, and how a rank computes its own."""
 
-import moe_plugin.kernels.cpu.expert_ffn
-import moe_plugin.kernels.gpu.expert_ffn  # both register their strategies  # noqa: F401
 from moe_plugin.experts.base import Experts, apply_to_rows, expert_kinds
 from moe_plugin.experts.build import build_experts
 from moe_plugin.experts.custom import CustomExperts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
 from moe_plugin.experts.shared import SharedExpert, add_residual
-from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_product, strategies
+from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_matmul, strategies
 
 __all__ = [
     "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts", "SharedExpert",
     "Strategy", "add_residual", "apply_to_rows", "build_experts", "expert_kinds",
-    "expert_parameters", "from_product",
-    "is_expert", "mark_expert", "strategies",
+    "expert_parameters", "from_matmul", "is_expert", "mark_expert", "strategies",
 ]

@@ -102,7 +102,7 @@ class FFNExperts(Experts):
         """See `Experts`: those of `SHARD_AXIS` that this kind of expert has."""
         owners = self.owners()
         stored = {name: getattr(self, name) for name in SHARD_AXIS}
-        return {name: main_grad.take_over(value) if name in owners else value
+        return {name: main_grad.redirect_grad(value) if name in owners else value
                 for name, value in stored.items() if value is not None}
 
     def owners(self) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class FFNExperts(Experts):
             return {}
         return {
             name: value for name in main_grad.WEIGHTS
-            if (value := getattr(self, name)) is not None and main_grad.keeps(value)
+            if (value := getattr(self, name)) is not None and main_grad.has_main_grad(value)
         }
 
     def compute_parameters(self, tensors: Mapping[str, Tensor] | None = None,

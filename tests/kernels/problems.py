@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels import Groups
+from moe_plugin.records import RowCounts
 
 CPU = torch.device("cpu")
 
@@ -76,7 +77,7 @@ def make_plan(s: Shape, g: torch.Generator, empty_slots: bool = False) -> Plan:
     for row, choice in enumerate(sources):
         if choice >= 0:
             position_N[choice] = row
-    return Plan(ids_TK, source_R, position_N.view(ids_TK.shape), Groups(counts, CPU))
+    return Plan(ids_TK, source_R, position_N.view(ids_TK.shape), Groups(RowCounts(counts), CPU))
 
 
 def fresh(args: tuple[Any, ...]) -> list[Any]:
@@ -247,8 +248,8 @@ def _bias_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
 _MAKERS = {
     "take_rows": _take, "sum_rows": _sum, "dot_rows": _dot, "running_count": _count,
     "route_top_k": _top, "route_top_k_backward": _top_backward, "transpose_chunks": _chunks,
-    "quantize_fp8": _quantize, "dequantize_fp8": _dequantize, "expert_product": _product,
-    "expert_first": _first, "expert_second_backward": _second_backward,
+    "quantize_fp8": _quantize, "dequantize_fp8": _dequantize, "expert_matmul": _product,
+    "expert_matmul_act": _first, "expert_matmul_act_backward": _second_backward,
     "expert_weight_grad": _weight_grad, "expert_weight_grad_add": _weight_grad_add,
     "expert_bias_grad": _bias_grad,
 }

@@ -18,7 +18,7 @@ from moe_plugin.experts import FFNParameters, strategies
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import RowCounts, RowPlan
+from moe_plugin.records import RowPlan
 from moe_plugin.routing.replay import checkpoint
 from tests.kernels.problems import SHAPES, Shape, make_plan
 
@@ -43,7 +43,7 @@ def problem(s: Shape, gated: bool, bias: bool, empty_slots: bool,
     }
     gates = torch.rand(s.tokens, s.top_k, generator=g, dtype=torch.float64).requires_grad_()
     return draw(s.tokens, d), gates, p, RowPlan(plan.source_R, plan.position_TK, gates,
-                                                RowCounts(plan.groups.host))
+                                                plan.groups.counts)
 
 
 def parameters(p: dict, activation: str) -> FFNParameters:

@@ -12,6 +12,7 @@ import torch
 import moe_plugin
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels.groups import Groups
+from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
 from moe_plugin.tuning import compute_tuner as auto
 
@@ -128,7 +129,7 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "lse_T": torch.ones(4, device=device), "grad_z": torch.ones((), device=device),
         "grad_importance_E": torch.ones(2, device=device),
         "codes_RD": rows_RD.to(torch.float8_e4m3fn), "scales_RB": torch.ones(8, 1, device=device),
-        "groups": Groups([4, 4], device), "dtype": torch.float32, "activation": "gelu",
+        "groups": Groups(RowCounts([4, 4]), device), "dtype": torch.float32, "activation": "gelu",
         "normalize": True, "top_k": 2, "k": 2, "experts": 2, "outer": 2, "inner": 4, "block": 16,
     }
     names = list(inspect.signature(op.implementation("torch")).parameters)

@@ -1,0 +1,139 @@
+"""The matmuls of feed-forward experts over grouped rows, with gather and activation fused in.
+
+Rows are gathered from tokens while they are loaded, the activation is applied before the result is
+stored, and it is recomputed in backward. Five operations are enough for forward and backward of
+plain and gated experts, and a sixth where the host keeps weight gradients; each has a torch
+reference here (exact in float64) and a Triton kernel.
+
+Legend: T tokens, R rows, L groups (experts), I and O widths of a matmul, D and F widths of an
+expert. Tensors are of one floating-point dtype unless a docstring says otherwise. x and grad with a
+`token_R` (int64 [R], token of each row, -1: a row of zeros) are [T, .] tokens; without (None) they
+are [R, .] rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.registry import accumulate_dtype, op
+
+
+def _rows(x: Tensor, token_R: Tensor | None) -> Tensor:
+    if token_R is None:
+        return x
+    if x.shape[0] == 0:
+        return x.new_zeros(token_R.numel(), x.shape[1])
+    return x.index_select(0, token_R.clamp(min=0)).masked_fill_((token_R < 0)[:, None], 0)
+
+
+def _scaled(grad: Tensor, token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
+    rows_RO = _rows(grad, token_R)
+    return rows_RO if scale_R is None else (rows_RO * scale_R[:, None]).to(grad.dtype)
+
+
+@op
+def expert_matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
+                  token_R: Tensor | None, base_RO: Tensor | None) -> Tensor:
+    """base + rows w + b by group, [R, O] in x's dtype.
+
+    x: rows or tokens of width I. w_LIO: [L, I, O], also a transposed view. b_LO: [L, O]. base_RO:
+    [R, O].
+    """
+    rows_RI = _rows(x, token_R)
+    out_RO = rows_RI.new_empty(rows_RI.shape[0], w_LIO.shape[2])
+    for group, span in groups.spans():
+        torch.mm(rows_RI[span], w_LIO[group], out=out_RO[span])
+        if b_LO is not None:
+            out_RO[span] += b_LO[group]
+    return out_RO if base_RO is None else out_RO.add_(base_RO)
+
+
+@op
+def expert_matmul_act(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+                      token_R: Tensor | None, gate_RF: Tensor | None,
+                      activation: str) -> tuple[Tensor, Tensor]:
+    """(h, a), [R, F] each: h = rows w + b; a = act(h), or act(gate) * h with a gate.
+
+    x: rows or tokens of width D. w_LDF: [L, D, F]. b_LF: [L, F]. gate_RF: [R, F], the gate's value
+    before its activation. activation: a name in `ACTIVATIONS`.
+    """
+    h_RF = expert_matmul.implementation("torch")(x, groups, w_LDF, b_LF, token_R, None)
+    act = ACTIVATIONS[activation].value
+    return h_RF, act(h_RF) if gate_RF is None else act(gate_RF) * h_RF
+
+
+@op
+def expert_matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor,
+                               gate_RF: Tensor | None, scale_R: Tensor | None,
+                               token_R: Tensor | None,
+                               activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Back through the second matmul and the activation: (grad h, grad gate or None, a, dots).
+
+    u = grad rows w^T; s = scale * u; a as in `expert_matmul_act`. Plain: grad h = s act'(h). Gated:
+    grad h = s act(gate), grad gate = s h act'(gate). dots[r] = <u[r], a[r]>: the gate weight's
+    gradient, without keeping output rows.
+
+    grad: gradient of rows or tokens of width D. w_LFD: [L, F, D]. h_RF, gate_RF: [R, F]. scale_R:
+    float32 [R] (float64 for float64 inputs). Returns [R, F] three times, and dots [R] in scale's
+    dtype.
+    """
+    u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None, token_R,
+                                                 None)
+    act = ACTIVATIONS[activation]
+    s_RF = u_RF if scale_R is None else (u_RF * scale_R[:, None]).to(u_RF.dtype)
+    inner_RF = h_RF if gate_RF is None else gate_RF
+    a_RF, grad_inner_RF = torch.empty_like(inner_RF), torch.empty_like(inner_RF)
+    act.into(inner_RF, a_RF)
+    act.gradient(s_RF if gate_RF is None else s_RF * h_RF, inner_RF, grad_inner_RF)
+    grad_h_RF = grad_inner_RF if gate_RF is None else s_RF * a_RF
+    after_RF = a_RF if gate_RF is None else a_RF * h_RF
+    dtype = accumulate_dtype(u_RF.dtype)
+    dots_R = (u_RF.to(dtype) * after_RF.to(dtype)).sum(1)
+    return grad_h_RF, None if gate_RF is None else grad_inner_RF, after_RF, dots_R
+
+
+@op
+def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+                       grad_token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
+    """rows^T (scale * grad rows) by group, [L, I, O] in x's dtype; zeros for a group without rows.
+
+    x, grad: rows or tokens of widths I and O, each with its own token of each row. scale_R: float32
+    [R] (float64 for float64 inputs).
+    """
+    rows_RI, grad_RO = _rows(x, x_token_R), _scaled(grad, grad_token_R, scale_R)
+    out_LIO = x.new_empty(groups.number, rows_RI.shape[1], grad_RO.shape[1])
+    for group, span in groups.spans():
+        torch.mm(rows_RI[span].t(), grad_RO[span], out=out_LIO[group])
+    return out_LIO
+
+
+@op
+def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+                           grad_token_R: Tensor | None, scale_R: Tensor | None,
+                           into_LIO: Tensor) -> Tensor:
+    """`expert_weight_grad` added to `into_LIO`, which is returned.
+
+    into_LIO: [L, I, O], may have another dtype (float32 with bfloat16 rows). The gradient of all
+    experts is never stored anywhere else.
+    """
+    rows_RI, grad_RO = _rows(x, x_token_R), _scaled(grad, grad_token_R, scale_R)
+    for group, span in groups.spans():
+        if into_LIO.dtype == rows_RI.dtype:
+            into_LIO[group].addmm_(rows_RI[span].t(), grad_RO[span])
+        else:
+            into_LIO[group] += torch.mm(rows_RI[span].t(), grad_RO[span])
+    return into_LIO
+
+
+@op
+def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None,
+                     scale_R: Tensor | None) -> Tensor:
+    """Sum of (scale * grad rows) by group, [L, O] in grad's dtype.
+
+    grad: rows or tokens of width O. scale_R: float32 [R] (float64 for float64 inputs).
+    """
+    grad_RO = _scaled(grad, token_R, scale_R)
+    return torch.stack([grad_RO[span].sum(0) for _, span in groups.spans()])
