@@ -79,13 +79,23 @@ def from_matmul(matmul: GroupedMatmul) -> Strategy:
 
     @functools.wraps(matmul)
     def strategy(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-        if isinstance(rows, RowCounts):
-            return _ffn(matmul, x, rows, parameters)
-        rows_RD = gather_rows(x, rows.source_R, rows.position_TK)
-        rows_RD = _ffn(matmul, rows_RD, rows.counts, parameters)
-        return combine_rows(rows_RD, rows.weights_TK, rows.source_R, rows.position_TK)
+        return apply_to_rows(lambda rows_RD, counts: _ffn(matmul, rows_RD, counts, parameters), x,
+                             rows)
 
     return strategy
+
+
+def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
+                  rows: RowCounts | RowPlan) -> Tensor:
+    """`compute(rows_RD, counts) -> rows_RD` on work in either form; returns x's shape.
+
+    x: [R, D] rows with `RowCounts`; with a `RowPlan` [T, D] tokens, whose rows are gathered before
+    and combined after.
+    """
+    if isinstance(rows, RowCounts):
+        return compute(x, rows)
+    rows_RD = compute(gather_rows(x, rows.source_R, rows.position_TK), rows.counts)
+    return combine_rows(rows_RD, rows.weights_TK, rows.source_R, rows.position_TK)
 
 
 def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParameters) -> Tensor:

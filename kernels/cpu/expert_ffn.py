@@ -6,12 +6,12 @@ destination. Kept between forward and backward, in the module's `Workspace`: the
 activation; the value after it, where recomputing costs more than reading; and, for the gates'
 gradient, each output row.
 
-Experts are computed one after the other, each by all threads. Computing two experts of similar load
-in one batched matmul, a thread each, was measured and does not pay (milliseconds of forward and
-backward with pairs / without, 4096 tokens, D256 F512 E64 k2, 2 cores, medians of 15 to 25 interleaved
-rounds): float32 112.4 / 113.3 and 101.7 / 103.4 with 2 threads, 3 % slower (ratio of the rounds) with
-1; bfloat16 57.0 / 55.9 and 49.2 / 47.8 with 2 threads, 87 / 70 with 1. With 4 threads on 2 cores it
-saves 12 % in float32, but such a run takes 70 % longer than one with 2 threads.
+Experts are computed one after the other, each by all threads. Computing two experts of similar
+load in one batched matmul, a thread each, was measured and does not pay. Milliseconds of forward
+and backward with pairs / without (4096 tokens, D256 F512 E64 k2, 2 cores, medians of 15 to 25
+interleaved rounds): float32 112.4 / 113.3 and 101.7 / 103.4 with 2 threads, 3 % slower (ratio of
+the rounds) with 1; bfloat16 57.0 / 55.9 and 49.2 / 47.8 with 2 threads, 87 / 70 with 1. With 4
+threads on 2 cores it saves 12 % in float32, but such a run takes 70 % longer than with 2 threads.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
 from moe_plugin.kernels.cpu.blocks import Block, blocks_of
 from moe_plugin.kernels.derivatives import first_derivative_only
-from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
+from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.main_grad import WEIGHTS, MainGrad
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.rows import combine_rows, gather_rows, sum_rows
+from moe_plugin.kernels.rows import sum_rows
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
@@ -125,8 +125,7 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     # empty slots hold zero rows: gather them before
     if plan is not None and bool((plan.source_R < 0).any()):
-        rows_RD = fused(gather_rows(x, plan.source_R, plan.position_TK), plan.counts, p)
-        return combine_rows(rows_RD, plan.weights_TK, plan.source_R, plan.position_TK)
+        return apply_to_rows(lambda rows_RD, counts: fused(rows_RD, counts, p), x, plan)
     counts = rows.host if plan is None else plan.counts.host
     (x, *tensors), owners = p.operands(x)
     gates_TK = None if plan is None else plan.weights_TK

@@ -1,12 +1,18 @@
 """Experts: parameters in one storage for all layouts, and how a rank computes its own."""
 
-from moe_plugin.experts.base import Experts, apply_to_rows, expert_kinds
+from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.build import build_experts
 from moe_plugin.experts.custom import CustomExperts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
 from moe_plugin.experts.shared import SharedExpert, add_residual
-from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_matmul, strategies
+from moe_plugin.kernels.expert_ffn import (
+    FFNParameters,
+    Strategy,
+    apply_to_rows,
+    from_matmul,
+    strategies,
+)
 
 __all__ = [
     "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts", "SharedExpert",

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moe_plugin.experts.marks import mark_expert
-from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.expert_ffn import FFNParameters
-from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.records import ExpertRows
 from moe_plugin.registry import Registry
 
 
@@ -68,14 +66,3 @@ class Experts(nn.Module):
 
 
 expert_kinds: Registry[type[Experts]] = Registry("experts", base=Experts)
-
-
-def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], work: ExpertRows) -> Tensor:
-    """`compute(rows_RD, counts)` for work in either form: a `RowPlan`'s rows are gathered before
-    and combined after.
-    """
-    plan = work.rows
-    if isinstance(plan, RowCounts):
-        return compute(work.x, plan)
-    rows_RD = compute(gather_rows(work.x, plan.source_R, plan.position_TK), plan.counts)
-    return combine_rows(rows_RD, plan.weights_TK, plan.source_R, plan.position_TK)

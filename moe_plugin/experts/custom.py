@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.experts.base import Experts, apply_to_rows
+from moe_plugin.experts.base import Experts
+from moe_plugin.kernels.expert_ffn import apply_to_rows
 from moe_plugin.records import ExpertRows, Placement, RowCounts
 
 
@@ -32,7 +33,7 @@ class CustomExperts(Experts):
 
     def forward(self, work: ExpertRows) -> Tensor:
         """See `Experts`."""
-        return apply_to_rows(self._each, work)
+        return apply_to_rows(self._each, work.x, work.rows)
 
     def _each(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:
         # each expert, also on zero rows, so that every parameter gets a gradient

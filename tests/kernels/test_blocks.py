@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.dispatch.ragged import exact_rows
+from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.cpu import expert_ffn as fused
 from moe_plugin.kernels.cpu.blocks import Block, blocks_of

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.kernels import route, running_count, slot_index, top_k_stable
+from moe_plugin.kernels import route, slot_index, top_k_stable
+from moe_plugin.kernels.running_count import running_count
 
 
 @pytest.mark.parametrize("normalize", [False, True])
