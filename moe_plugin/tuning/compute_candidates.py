@@ -22,7 +22,7 @@ SMALL_LAYER = 1 << 30
 class Load:
     """What a choice depends on. device: its type. rows: of all experts. even: all experts have the
     same number of rows. planned: rows are gathered from this rank's own tokens, see `RowPlan`;
-    top_k: then, rows a token.
+    top_k: then, rows per token.
     """
 
     device: str

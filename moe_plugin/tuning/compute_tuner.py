@@ -86,7 +86,7 @@ def trial(load: Load, names: list[str], device: torch.device, parameters: FFNPar
 
 
 def _sample(load: Load, device: torch.device) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Rows, or tokens and their plan, of a bucket's load, assigned to the experts in turn."""
+    """Rows, or tokens and their plan, of a bucket's load, assigned to experts round robin."""
     total = load.experts * 2**load.bucket // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
     generator = torch.Generator(device).manual_seed(0)
@@ -120,8 +120,7 @@ def _compiled(x: Tensor, counts: list[int]) -> str:
 
 
 def _usable(x: Tensor, p: FFNParameters) -> set[str]:
-    """Strategies that compute such rows on this device themselves, without a fallback.
-    """
+    """Strategies that compute such rows on this device themselves, without a fallback."""
     names = {"fused", "batched", "loop"} if x.device.type == "cpu" else {"loop"}
     if x.device.type == "cuda" and INSTALLED and x.dtype in DTYPES:
         names.add("kernels")

@@ -1,8 +1,8 @@
-"""The trial engine: times candidates, settles on the fastest and remembers it by bucket of the load.
+"""The trial engine: times candidates and settles on the fastest for each bucket of the load.
 
 A pure state machine without torch, ranks or clocks; layouts, all-to-all algorithms and expert
 compute use it. A bucket that is not known starts with its best prediction, or the first candidate.
-Its candidates are timed in turn, then the fastest is kept, and its time is watched for drift.
+Its candidates are timed round robin, then the fastest is kept and watched for drift.
 
 Ranks agree because they compute the same: every rule is deterministic, and times are either reduced
 over ranks before they come here, or made equal by the `agree` function when a bucket settles.
@@ -33,7 +33,7 @@ class TunerSettings:
     tries: candidates timed in a new bucket, the best predicted first; None: all. within: candidates
     predicted slower than this factor times the best are not tried.
     warm_up, samples: calls per candidate that do not count, and that do. slow_warm_up_s: after a
-    longer warm-up there is one sample per candidate. statistic: one time from a candidate's samples.
+    longer warm-up there is one sample per candidate. statistic: one time from several samples.
     hysteresis: relative gain below which the current choice stays. ordered: a candidate must gain
     as much over every earlier one, not over the current choice alone.
     drift: relative change of the watched time that counts as drift, `patience` times in a row.
@@ -152,7 +152,7 @@ class Tuner(Generic[Bucket, Choice]):
         return entry.trials.popleft()
 
     def trials(self, bucket: Bucket) -> Iterator[Choice]:
-        """All trials of a bucket in turn, for work that is timed apart from the calls."""
+        """All trials of a bucket, for work that is timed apart from the calls."""
         entry = self._entry(bucket)
         while not entry.known and (entry.trials or not entry.exploring):
             yield self.choose(bucket)
@@ -226,7 +226,9 @@ class Tuner(Generic[Bucket, Choice]):
             return predicted
         near = self.entries[min(
             explored, key=lambda b: (sum(abs(i - j) for i, j in zip(b, bucket, strict=True)), b))]
-        ratios = {c: s / near.predicted[c] for c, s in near.measured.items() if near.predicted.get(c)}
+        ratios = {
+            c: s / near.predicted[c] for c, s in near.measured.items() if near.predicted.get(c)
+        }
         if not ratios:
             return predicted
         usual = statistics.median(ratios.values())

@@ -1,6 +1,4 @@
-"""`all_to_all: auto`: the fastest algorithm here, by a calibrated model or by measurement, agreed by
-all ranks.
-"""
+"""`all_to_all: auto`: the fastest algorithm, by a calibrated model or measured, agreed by ranks."""
 
 from __future__ import annotations
 

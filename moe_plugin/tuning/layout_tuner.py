@@ -176,7 +176,8 @@ class LayoutTuner(Replaying):
         name = self.config.comm.all_to_all
         if name == "auto" or self.comm.size == 1 or self.comm.topology.why_flat():
             return [name]
-        return list(dict.fromkeys([name, *(n for n in ("linear", "2dh", "leader") if n in algorithms)]))
+        names = (n for n in ("linear", "2dh", "leader") if n in algorithms)
+        return list(dict.fromkeys([name, *names]))
 
     def degrees(self) -> list[int]:
         """Overlap degrees to choose from: powers of two."""

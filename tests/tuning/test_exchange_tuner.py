@@ -90,7 +90,8 @@ def test_ranks_with_different_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> N
             got = algorithms.get("auto")(comm, rows_of(comm.rank, counts), counts[comm.rank],
                                          column(counts, comm.rank))
             assert torch.equal(got, expected_of(comm.rank, counts))
-        return [entry.settled for entry in ExchangeTuner.of(comm).tuner.entries.values() if entry.known]
+        entries = ExchangeTuner.of(comm).tuner.entries.values()
+        return [entry.settled for entry in entries if entry.known]
 
     chosen = run_simulated(4, rank, topology=PAIRS)
     assert chosen[0][0] in {"linear", "2dh", "leader"} and all(c == chosen[0] for c in chosen)
