@@ -40,7 +40,7 @@ def test_simulate_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("args", "said"), [(["--ranks", "many"], "must be whole numbers"),
-                                            (["--ranks", "12"], "no whole nodes"),
+                                            (["--ranks", "12"], "12 ranks do not fill nodes"),
                                             (["--sizes", "big"], "'big' is not a size"),
                                             (["--cluster", "/nowhere"], "cannot be read"),])
 def test_simulate_refuses(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +50,7 @@ def test_simulate_refuses(args: list[str], said: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     ("args", "said"),
-    [(["--emulate", "8"], "'8' is no grid"),
+    [(["--emulate", "8"], "'8' is not a grid"),
      (["--emulate", "2x2", "--rate", "fast"], "is not a rate"),
      (["--algorithms", "quick", "--emulate", "2x2"], "unknown all_to_all 'quick'"),
      (["--repeats", "0", "--emulate", "2x2"], "--repeats 0"),

@@ -1,4 +1,4 @@
-"""The timeline of a step: layers forward and backward, exchanges, products; only in the step asked
+"""The timeline of a step: layers forward and backward, exchanges, matmuls; only in the step asked
 for, only on rank 0.
 """
 
