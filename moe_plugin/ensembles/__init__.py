@@ -5,6 +5,7 @@ from moe_plugin.ensembles.cmcl import (
     confident_oracle_loss,
     ensemble_errors,
     responsible,
+    sequence_oracle_loss,
     share_features,
     uniform_divergence,
 )
@@ -12,5 +13,5 @@ from moe_plugin.ensembles.heads import EnsembleHeads
 
 __all__ = [
     "EnsembleHeads", "OracleLoss", "confident_oracle_loss", "ensemble_errors", "responsible",
-    "share_features", "uniform_divergence"
+    "sequence_oracle_loss", "share_features", "uniform_divergence"
 ]

@@ -115,6 +115,26 @@ def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tenso
     return ~right_NM.any(1), mean_NC.argmax(1) != target_N
 
 
+def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int,
+                         beta: float, *, labels: str = "exact",
+                         by_sequence: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss float32 [B * T] of each token, and errors bool [B * T] by name, False for padding.
+
+    Args:
+        logits_BTMC: [B, T, M, C]. target_BT: int64. real_BT: bool, True = not padding.
+        k, beta, labels: see `confident_oracle_loss`.
+        by_sequence: all tokens of a sequence have the same responsible members.
+    Returns: errors "oracle" (no member is right) and "top1" (the mean of the members is wrong).
+    """
+    real_N, target_N, logits_NMC = real_BT.flatten(), target_BT.flatten(), logits_BTMC.flatten(0, 1)
+    batch, length = target_BT.shape
+    group_N = torch.arange(batch, device=target_BT.device).repeat_interleave(length)
+    result = confident_oracle_loss(logits_NMC, target_N, k, beta, labels=labels, mask_N=real_N,
+                                   group_N=group_N if by_sequence else None, groups=batch)
+    oracle_N, top1_N = ensemble_errors(logits_NMC.detach(), target_N)
+    return result.loss_N, {"oracle": oracle_N & real_N, "top1": top1_N & real_N}
+
+
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
     """h_m + sum_{n != m} s_nm * h_n, s_nm drawn element by element, 1 with the given probability;
     not in training: its mean.

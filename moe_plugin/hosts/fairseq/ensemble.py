@@ -13,14 +13,14 @@ from fairseq import metrics
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from torch import Tensor
 
-from moe_plugin.ensembles import EnsembleHeads, confident_oracle_loss, ensemble_errors
+from moe_plugin.ensembles import EnsembleHeads, sequence_oracle_loss
 from moe_plugin.hosts.fairseq.criterion import GateLoss
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.hosts.fairseq.translate import plain_value, setting
 
 
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
-    """`moe_transformer_lm` whose output is [B, T, M, V]: one distribution a head. Probabilities are
+    """`moe_transformer_lm` whose output is [B, T, M, V]: one distribution per head. Probabilities are
     the mean over heads.
     """
 
@@ -63,21 +63,15 @@ class _ConfidentOracle(CrossEntropyCriterion):
                 f"logits of shape {tuple(logits_BTMV.shape)} are of one head; moe_confident_oracle "
                 "needs an ensemble: "
                 "use --arch moe_ensemble_lm")
-        real_N, target_N = target_BT.flatten() != self.padding_idx, target_BT.flatten()
-        logits_NMV = logits_BTMV.flatten(0, 1)
-        by_sentence = self.unit == "sentence"
-        sentence_N = torch.arange(len(target_BT), device=target_BT.device).repeat_interleave(
-            target_BT.shape[1]) if by_sentence else None
-        result = confident_oracle_loss(logits_NMV, target_N, self.k, self.beta,
-                                       labels=self.labels if model.training else "exact",
-                                       group_N=sentence_N, groups=len(target_BT), mask_N=real_N)
-        oracle_N, top1_N = ensemble_errors(logits_NMV.detach(), target_N)
+        loss_N, errors = sequence_oracle_loss(
+            logits_BTMV, target_BT, target_BT != self.padding_idx, self.k, self.beta,
+            labels=self.labels if model.training else "exact", by_sequence=self.unit == "sentence")
         size = target_BT.size(0) if self.sentence_avg else sample["ntokens"]
-        loss = result.loss_N.sum() if reduce else result.loss_N
+        loss = loss_N.sum() if reduce else loss_N
         return loss, size, {
             "loss": loss.data, "ntokens": sample["ntokens"], "nsentences": target_BT.size(0),
-            "sample_size": size, "oracle_errors": (oracle_N & real_N).sum(),
-            "top1_errors": (top1_N & real_N).sum(),
+            "sample_size": size, "oracle_errors": errors["oracle"].sum(),
+            "top1_errors": errors["top1"].sum(),
         }
 
     @classmethod

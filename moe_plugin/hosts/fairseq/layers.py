@@ -22,7 +22,8 @@ from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
 from moe_plugin.hosts.fairseq.gradients import mark_replicas
 from moe_plugin.hosts.fairseq.groups import Groups
-from moe_plugin.hosts.fairseq.tokens import token_info
+from moe_plugin.hosts.fairseq.tokens import ids_of
+from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext, LayerStats, weighted_loss
 from moe_plugin.routing import needs_of
@@ -64,12 +65,11 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
             "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
 
 
-class ExpertFFN(nn.Module):
+class ExpertFFN(TakesTokenIds, nn.Module):
     """`MoELayer` as fairseq wants it: gate loss summed by weight, statistics kept until the
     criterion reads them.
 
-    stats: of the last forward pass. needs: of the router; tokens_BT: see `tokens.give_token_ids`.
-    observer: where set, called with the statistics of every training pass. Expert parameters have
+    stats: of the last forward pass. observer: where set, called with the statistics of every training pass. Expert parameters have
     their gradient scaled by `gradient_factor` and carry `expert_replicas`.
     """
 
@@ -82,7 +82,6 @@ class ExpertFFN(nn.Module):
                             host=HostContext(layer_number=settings.layer_number,
                                              replay=settings.replay, batch_comm=everywhere))
         self.needs = needs_of(self.moe.router)
-        self.tokens_BT: Tensor | None = None
         self.mask_padding = settings.mask_padding
         self.stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
@@ -101,7 +100,8 @@ class ExpertFFN(nn.Module):
         mask_TB = None
         if padding_BT is not None and self.mask_padding:
             mask_TB = ~padding_BT[:, -x_TBD.shape[0]:].t().bool()
-        out = self.moe(x_TBD, mask_TB, info=token_info(x_TBD, self.tokens_BT, self.needs))
+        ids_TB = ids_of(x_TBD, self.tokens_BT, self.needs)
+        out = self.moe(x_TBD, mask_TB, info=token_info(x_TBD, ids_TB, self.needs))
         self.stats = out.stats
         if self.training and self.observer is not None and out.stats is not None:
             self.observer(out.stats)

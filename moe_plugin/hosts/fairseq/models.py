@@ -120,9 +120,7 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
         if module.cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=module.cfg.offload_activations)
         module.layers[index] = layer
-    give_token_ids(
-        module,
-        [module.layers[index].moe_layer for index in range(freq - 1, len(module.layers), freq)])
+    give_token_ids(module)
     if stack == "encoder":
         for layer in module.layers:
             # the fused path changes the order of axes for all layers together

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.ensembles import EnsembleHeads, confident_oracle_loss, ensemble_errors
+from moe_plugin.ensembles import EnsembleHeads, sequence_oracle_loss
 
 
 class _OutputHeads(nn.Module):
@@ -55,7 +55,7 @@ def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float =
 def oracle_loss_function(labels_BS: Tensor, loss_mask_BS: Tensor, k: int = 1, beta: float = 0.75, *,
                          labelling: str = "exact", by_sequence: bool = True,
                          per_token: bool = False) -> Callable[[Tensor], Any]:
-    """The loss function that Megatron's `forward_step` returns beside the logits [B, S, M, V].
+    """The loss function that Megatron's `forward_step` returns together with the logits [B, S, M, V].
 
     Args:
         labels_BS, loss_mask_BS: of the micro-batch; mask > 0: the token counts.
@@ -67,20 +67,14 @@ def oracle_loss_function(labels_BS: Tensor, loss_mask_BS: Tensor, k: int = 1, be
         "oracle loss", "oracle error" (no head is right) and "top-1 error" (the mean of the heads is
         wrong).
     """
-    real_N, target_N = loss_mask_BS.flatten() > 0, labels_BS.flatten()
-    batch, length = labels_BS.shape
-    sequence_N = torch.arange(
-        batch, device=labels_BS.device).repeat_interleave(length) if by_sequence else None
-
     def loss(logits_BSMV: Tensor) -> Any:
-        logits_NMV = logits_BSMV.flatten(0, 1)
-        result = confident_oracle_loss(logits_NMV, target_N, k, beta, labels=labelling,
-                                       group_N=sequence_N, groups=batch, mask_N=real_N)
-        oracle_N, top1_N = ensemble_errors(logits_NMV.detach(), target_N)
-        tokens, total = real_N.sum(), result.loss_N.sum()
+        real_BS = loss_mask_BS > 0
+        loss_N, errors = sequence_oracle_loss(logits_BSMV, labels_BS, real_BS, k, beta,
+                                              labels=labelling, by_sequence=by_sequence)
+        tokens, total = real_BS.sum(), loss_N.sum()
         sums = {
-            "oracle loss": total.detach(), "oracle error": (oracle_N & real_N).sum(),
-            "top-1 error": (top1_N & real_N).sum()
+            "oracle loss": total.detach(), "oracle error": errors["oracle"].sum(),
+            "top-1 error": errors["top1"].sum()
         }
         logged = {
             name: torch.stack([value.float(), tokens.float()]) for name, value in sums.items()

@@ -17,13 +17,14 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
-from moe_plugin.hosts.megatron.tokens import StepClock, TakesTokenIds, token_info
+from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
 from moe_plugin.hosts.megatron.translate import (
     LOSS_NAMES,
     Translation,
     settings_from_flags,
     translate,
 )
+from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext, LayerStats, MoEOutput
 from moe_plugin.routing import RouterSelector, finish_step, needs_of
@@ -86,7 +87,7 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
         self.recompute = config.recompute_granularity == "selective" and "moe" in (
             config.recompute_modules or [])
         self._prepare_parameters(native)
-        self.needs_of_router = needs_of(moe.router)
+        self.needs = needs_of(moe.router)
         self._clock = StepClock()
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
@@ -216,8 +217,8 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
                 core.microbatches_a_step()):
             finish_step(self.router)
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
-        out = self.moe(x_SBD, real_SB, info=token_info(x_SBD, self.tokens_BS,
-                                                       self.needs_of_router, part))
+        ids_SB = ids_of(x_SBD, self.tokens_BT, self.needs, part)
+        out = self.moe(x_SBD, real_SB, info=token_info(x_SBD, ids_SB, self.needs))
         if torch.is_grad_enabled() or not self.training:  # else the first pass of a recomputation
             self.last_stats = out.stats
             if self.observer is not None and out.stats is not None:

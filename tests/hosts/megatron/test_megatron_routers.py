@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from moe_plugin.hosts.megatron.tokens import StepClock, token_info
+from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
 from tests.hosts.megatron.layers import BATCH, EXPERTS, SEQUENCE, Case, batch, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 
@@ -39,7 +39,7 @@ def _layer(case: Case, name: str, **settings: Any) -> Any:
     layer = submodules.mlp(config=config) if hasattr(
         submodules.mlp, "keywords") else core.build_module(submodules.mlp, config=config)
     layer.set_layer_number(1)
-    layer.tokens_BS = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 11
+    layer.tokens_BT = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 11
     return layer.train()
 
 
@@ -91,7 +91,7 @@ def _hash_loads(case: Case) -> tuple[list[int], list[int]]:
     layer = _layer(case, "hash")
     layer(batch(case)[0])
     return layer.last_stats.load_KE[0].tolist(), torch.bincount(
-        layer.router.table_V[layer.tokens_BS.flatten()], minlength=EXPERTS).tolist()
+        layer.router.table_V[layer.tokens_BT.flatten()], minlength=EXPERTS).tolist()
 
 
 @pytest.mark.distributed
@@ -144,6 +144,6 @@ def test_step_clock() -> None:
 
 def test_missing_token_ids_are_explained() -> None:
     with pytest.raises(ValueError, match="give_token_ids"):
-        token_info(torch.zeros(4, 2, 8), None, frozenset({"token_ids"}), 0)
-    ids = token_info(torch.zeros(4, 2, 8), torch.arange(14).view(2, 7), frozenset({"token_ids"}), 1)
-    assert ids.token_ids_T.tolist() == [[4, 11], [5, 12], [6, 13], [0, 0]]
+        ids_of(torch.zeros(4, 2, 8), None, frozenset({"token_ids"}), 0)
+    ids_SB = ids_of(torch.zeros(4, 2, 8), torch.arange(14).view(2, 7), frozenset({"token_ids"}), 1)
+    assert ids_SB.tolist() == [[4, 11], [5, 12], [6, 13], [0, 0]]

@@ -1,0 +1,56 @@
+"""Token ids and sequences for routers and losses that need them (router hash, loss sequence)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.records import TokenInfo
+
+
+class TakesTokenIds:
+    """Base of a host's MoE layers, to which `hand_token_ids` hands token ids.
+
+    Attributes:
+        needs: what the layer's router needs of a call, see `RouterModule.needs`.
+        tokens_BT: int64 [B, T], token ids of the next call; None: not given.
+    """
+
+    needs: frozenset[str] = frozenset()
+    tokens_BT: Tensor | None = None
+
+
+def hand_token_ids(model: nn.Module, *names: str) -> None:
+    """Before each forward pass of a model hand its token ids [B, T] to the MoE layers in it that
+    need them.
+
+    Args:
+        model: its token ids are its first positional argument, or a keyword argument.
+        names: keyword arguments that may hold them, first match first.
+    """
+    layers = [m for m in model.modules() if isinstance(m, TakesTokenIds) and "token_ids" in m.needs]
+
+    def hand_over(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*args[:1], *(kwargs[name] for name in names if name in kwargs), None]
+        for layer in layers:
+            layer.tokens_BT = given[0]
+
+    if layers:
+        model.register_forward_pre_hook(hand_over, with_kwargs=True)
+
+
+def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str]) -> TokenInfo | None:
+    """What the router needs to know of a batch; None where it needs nothing.
+
+    Args:
+        x_TBD: [T, B, D] tokens, position after position.
+        ids_TB: int64 [T, B], their ids, where the router needs them.
+        needs: of the router.
+    """
+    if not needs:
+        return None
+    length, batch = x_TBD.shape[:2]
+    sequence_TB = torch.arange(batch, device=x_TBD.device).expand(length, batch)
+    return TokenInfo(ids_TB, sequence_TB if "sequences" in needs else None, batch)
