@@ -23,7 +23,7 @@ def enable() -> None:
 
 
 def check(wanted: bool) -> None:
-    """`ValueError` where a layer is to be deterministic and torch is not."""
+    """`ValueError` if a layer must be deterministic and torch is not."""
     strict = torch.are_deterministic_algorithms_enabled(
     ) and not torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted and not strict:

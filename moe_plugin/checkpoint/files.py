@@ -1,4 +1,4 @@
-"""Checkpoints of plain PyTorch training: a directory, written as a whole or not at all, read at any
+"""Checkpoints of plain PyTorch training: a directory, written completely or not at all, read at any
 number of ranks.
 
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
@@ -25,6 +25,9 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 
 VERSION = 1
+# what torch.load raises for a damaged file
+_UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError,
+               AttributeError, IndexError, TypeError)
 
 
 class CheckpointError(ValueError):
@@ -38,8 +41,8 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
          extra: Mapping[str, Any] | None = None) -> None:
     """Write a checkpoint; all ranks of `comm` (the expert-parallel group) call it.
 
-    Everything is written beside the target and moved into place at the end, so that a killed run
-    leaves either the old or the new checkpoint whole.
+    Everything is written next to the target and moved into place at the end, so that a killed run
+    leaves either the old or the new checkpoint complete.
 
     Args:
         extra: JSON values of the caller (step, seed, ...), equal on all ranks.
@@ -68,13 +71,11 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
 
 @contextmanager
 def _together(comm: Comm, target: Path) -> Iterator[None]:
-    """A step that ends on all ranks alike: where it failed on one, it is an error on every rank, at
-    once, that names the rank.
-    """
+    """A step that ends alike on all ranks: a failure of one is an error on all that names it."""
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
+    except Exception as caught:  # of any kind: the other ranks must know
         error = caught
     failed = [
         rank for rank, bad in enumerate(
@@ -90,8 +91,7 @@ def _together(comm: Comm, target: Path) -> Iterator[None]:
     if failed:
         raise CheckpointError(
             f"checkpoint {str(target)!r}: not written, because of an error on rank(s) "
-            f"{', '.join(map(str, failed))}; see there"
-        )
+            f"{', '.join(map(str, failed))}; see their logs")
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module,
@@ -164,7 +164,7 @@ def _read_index(source: Path) -> dict[str, Any]:
             f"no checkpoint at {str(source)!r}: index.json cannot be read ({error.strerror}); give "
             "the directory that save() wrote"
         ) from error
-    except ValueError as error:  # no JSON, or no text at all
+    except ValueError as error:  # not JSON, or not text
         raise CheckpointError(
             f"checkpoint {str(source)!r}: index.json is damaged ({error}); use an older checkpoint"
         ) from error
@@ -185,7 +185,7 @@ def _read_part(path: Path, size: int) -> dict[str, Any]:
             "missing; use an older checkpoint")
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(
             f"checkpoint file {str(path)!r} cannot be read: {error}; use an older checkpoint"
         ) from error
@@ -258,7 +258,7 @@ def _check_optimizer(source: Path, state: dict[str, Any] | None, model: nn.Modul
                      optimizer: torch.optim.Optimizer) -> None:
     if state is None:
         raise CheckpointError(
-            f"checkpoint {str(source)!r} holds no optimizer state; load it without an optimizer")
+            f"checkpoint {str(source)!r} has no optimizer state; load it without an optimizer")
     if len(state["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"checkpoint {str(source)!r} has {len(state['groups'])} optimizer groups, this "

@@ -1,8 +1,8 @@
-"""State dicts of ranks to whole experts and back.
+"""State dicts of ranks to one full state dict and back.
 
-A rank's state holds its own experts; a *whole* state holds all of them, as one rank alone would:
-expert tensors start with the axis of all E experts. `merge` and `split` are inverse for every
-number of ranks that the experts fit.
+A rank's state has its own experts; a *full* state has all of them, as a single rank would: expert
+tensors start with the axis of all E experts. `merge` and `split` are inverse for every number of
+ranks that the experts fit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ def moe_layers(state: State) -> dict[str, dict[str, int]]:
 
 def merge(states: Sequence[State],
           layers: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
-    """Whole state from the states of ranks 0..W-1 of one expert-parallel group. Shared entries are
-    taken from rank 0.
+    """Full state from the states of ranks 0..W-1 of one expert-parallel group.
+
+    Shared entries are taken from rank 0.
 
     Args:
-        states: one a rank, in rank order; tensors of experts, and anything else with the same keys.
-        layers: prefixes and origins; None: read from rank 0's state (pass them for states that hold
-            no layer, such as an optimizer's).
+        states: one per rank, in rank order; tensors of experts, and anything else with the same
+            keys.
+        layers: prefixes and origins; None: read from rank 0's state (pass them for states without
+            layers, such as an optimizer's).
     Raises:
         ValueError: the number of states is not the group's size, or they are not in rank order.
     """
@@ -46,7 +48,7 @@ def merge(states: Sequence[State],
         for prefix, origin in moe_layers(state).items():
             if origin["ep_size"] != len(states) or origin["ep_rank"] != rank:
                 raise ValueError(
-                    f"state {rank} of {len(states)} holds rank {origin['ep_rank']} of "
+                    f"state {rank} of {len(states)} is of rank {origin['ep_rank']} of "
                     f"{origin['ep_size']} for layer {prefix!r}; pass the "
                     "states of all ranks of the group in rank order")
     whole: dict[str, Any] = {}
@@ -66,10 +68,14 @@ def merge(states: Sequence[State],
 
 def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, int]] | None = None,
           shards: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The state of rank `rank` of `size` from a whole state.
+    """The state of rank `rank` of `size` from a full state.
 
-    shards: ranks over which the experts of a layer, by prefix, are cut where that was set
-    (`parallel.shards`).
+    Args:
+        whole: the full state.
+        rank, size: of the expert-parallel group.
+        layers: see `merge`.
+        shards: by prefix of a layer, the number of ranks over which each expert is cut, where
+            `parallel.shards` sets it.
     Raises:
         ValueError: the experts do not fit this number of ranks.
     """
@@ -119,16 +125,15 @@ def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key:
     if custom:
         local = experts // len(states)
         for rank, state in enumerate(states):
-            whole[
-                f"{prefix}experts.local_experts.{rank * local + int(custom[1])}.{custom[2]}"] = state[
-                    key]
+            index = rank * local + int(custom[1])
+            whole[f"{prefix}experts.local_experts.{index}.{custom[2]}"] = state[key]
         return
     pieces = [state[key] for state in states]
     if not isinstance(pieces[0], Tensor) or pieces[0].dim() == 0:
         whole[key] = pieces[0]
         return
     shards = shards or max(1, len(states) // experts)
-    if shards > 1:  # runs of ranks hold the shards of the same experts
+    if shards > 1:  # consecutive ranks have the shards of the same experts
         axis = _axis(key, name)
         pieces = [
             torch.cat(pieces[first:first + shards], axis)
@@ -157,7 +162,6 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
 def _axis(key: str, name: str) -> int:
     if name not in SHARD_AXIS:
         raise ValueError(
-            f"{key!r} is no parameter that can be cut; known: {', '.join(SHARD_AXIS)}; use at most "
-            "as many ranks as experts"
-        )
+            f"{key!r} is not a parameter that can be cut; known: {', '.join(SHARD_AXIS)}; use at "
+            "most as many ranks as experts")
     return SHARD_AXIS[name]

@@ -170,7 +170,7 @@ class RouterConfig(Section):
         flag="router-groups")
     group_top_k: int = option(1, "group_limited, sigmoid_bias: groups a token may choose from",
                               flag="router-group-top-k")
-    bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves a step",
+    bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves per step",
                               flag="router-bias-rate")
     cosine_dim: int = option(256, "cosine: width in which tokens and experts are compared",
                              flag="router-cosine-dim")

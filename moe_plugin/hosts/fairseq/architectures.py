@@ -4,6 +4,7 @@ functions do.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -24,17 +25,23 @@ TRANSLATION_MODELS = {
 }
 
 
+def set_missing(args: Namespace, values: dict[str, Any]) -> None:
+    """Set the arguments that the user did not give."""
+    for name, value in values.items():
+        vars(args).setdefault(name, value)
+
+
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """GPT-like decoder with an MoE layer every second layer and 8 experts, unless told otherwise.
+    """GPT-like decoder with an MoE layer every second layer and 8 experts, unless given otherwise.
     """
 
     def architecture(args: Any) -> None:
         from fairseq.models.transformer_lm import base_gpt3_architecture
 
-        for name, value in (("decoder_embed_dim", width), ("decoder_layers", layers),
-                            ("decoder_attention_heads", heads), ("moe_freq",
-                                                                 2), ("moe_expert_count", 8)):
-            setattr(args, name, getattr(args, name, value))
+        set_missing(args, {
+            "decoder_embed_dim": width, "decoder_layers": layers, "decoder_attention_heads": heads,
+            "moe_freq": 2, "moe_expert_count": 8
+        })
         base_gpt3_architecture(args)
 
     return architecture
@@ -42,23 +49,21 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
     """Encoder-decoder with pre-norm layers, an MoE layer every second layer and 8 experts, unless
-    told otherwise.
+    given otherwise.
     """
 
     def architecture(args: Any) -> None:
         from fairseq.models.transformer.transformer_legacy import base_architecture
 
         for stack in ("encoder", "decoder"):
-            for name, value in ((f"{stack}_embed_dim", width),
-                                (f"{stack}_ffn_embed_dim", 4 * width), (f"{stack}_layers", layers),
-                                (f"{stack}_attention_heads", heads), (f"{stack}_normalize_before",
-                                                                      True)):
-                setattr(args, name, getattr(args, name, value))
-        if not any(
-                hasattr(args, name)
-                for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")):
+            set_missing(args, {
+                f"{stack}_embed_dim": width, f"{stack}_ffn_embed_dim": 4 * width,
+                f"{stack}_layers": layers, f"{stack}_attention_heads": heads,
+                f"{stack}_normalize_before": True
+            })
+        if not {"moe_freq", "encoder_moe_freq", "decoder_moe_freq"} & set(vars(args)):
             args.moe_freq = 2
-        args.moe_expert_count = getattr(args, "moe_expert_count", 8)
+        set_missing(args, {"moe_expert_count": 8})
         base_architecture(args)
 
     return architecture

@@ -1,4 +1,4 @@
-"""Checkpoint files of a run whose ranks each hold some experts: `checkpoint_last-rank-N.pt`.
+"""Checkpoint files of a run whose ranks each store some experts: `checkpoint_last-rank-N.pt`.
 
 Saving has two phases, so that a killed run always leaves one step that every rank has: each rank
 writes `NAME.new`; when all have, each renames it to `NAME`. Loading looks at both names and takes
@@ -22,6 +22,9 @@ from moe_plugin.checkpoint import merge, split
 
 MANIFEST, VERSION, PENDING = "moe_plugin", 1, ".new"
 _RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
+# what torch.load raises for a damaged file
+_UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError,
+               AttributeError)
 
 
 def with_rank_suffix(suffix: str, rank: int) -> str:
@@ -69,14 +72,14 @@ def copy(source: str, target: str) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    """A checkpoint file, tensors mapped from disk. `ValueError` where it is truncated or no
+    """A checkpoint file, tensors mapped from disk. `ValueError` where it is truncated or not a
     checkpoint.
     """
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except FileNotFoundError:
         raise
-    except (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
+    except _UNREADABLE as error:
         size = os.path.getsize(path) if os.path.exists(path) else 0
         reason = str(error).split("\n")[0]
         raise ValueError(
@@ -86,7 +89,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def agree(filename: str, wanted: Mapping[str, int], group: Any) -> None:
-    """Make `filename` hold the newest step that all ranks have, or leave it absent on all of them.
+    """Make `filename` the newest step that all ranks have, or leave it absent on all of them.
 
     Args:
         filename: this rank's file. wanted: manifest entries that must match. group: data-parallel
@@ -156,7 +159,7 @@ def _checked(path: str, wanted: Mapping[str, int]) -> int:
     manifest = state.get(MANIFEST)
     if manifest is None:
         raise ValueError(
-            f"checkpoint {path!r} holds no experts; the model has {wanted['num_experts']} an MoE "
+            f"checkpoint {path!r} has no experts; the model has {wanted['num_experts']} an MoE "
             "layer. Use another --save-dir "
             "or --restore-file, or train the dense model with --moe-freq 0")
     for key, value in wanted.items():
@@ -201,7 +204,7 @@ def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
 
 def whole_state(path: str) -> dict[str, Any]:
     """One process's state, with all experts, from the file of any rank; the files of the other
-    ranks lie beside it.
+    ranks are next to it.
 
     Raises:
         ValueError: a file is missing, truncated or of another step.

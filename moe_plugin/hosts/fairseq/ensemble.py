@@ -20,8 +20,9 @@ from moe_plugin.hosts.fairseq.translate import plain_value, setting
 
 
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
-    """`moe_transformer_lm` whose output is [B, T, M, V]: one distribution per head. Probabilities are
-    the mean over heads.
+    """`moe_transformer_lm` whose output is [B, T, M, V]: one distribution per head.
+
+    Probabilities are the mean over heads.
     """
 
     @classmethod

@@ -20,11 +20,10 @@ def replicas_of(parameter: Tensor) -> int:
 
 
 def sum_over_replicas(parameters: list[torch.nn.Parameter], group: Any) -> None:
-    """Sum the gradients of experts over the ranks that hold the same experts, in place. None: there
-    are no replicas.
+    """Sum the gradients of experts over the ranks that store the same experts, in place.
 
     Each replica's gradient is already divided by the number of all data-parallel ranks
-    (`layers.ExpertFFN`).
+    (`layers.ExpertFFN`). group: those ranks; None: no replicas.
     """
     if group is not None:
         for parameter in parameters:

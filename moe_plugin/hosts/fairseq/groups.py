@@ -22,7 +22,7 @@ _whole_model: ContextVar[bool] = ContextVar("moe_plugin_fairseq_whole_model", de
 
 @dataclass(frozen=True)
 class Groups:
-    """expert: the ranks that hold one copy of the experts. replicas: how many copies there are.
+    """expert: the ranks that store one copy of the experts. replicas: how many copies there are.
     world: data-parallel ranks.
     """
 
@@ -98,7 +98,7 @@ class MeasuredComm(TorchComm):
 
 @contextmanager
 def whole_model() -> Iterator[None]:
-    """Models built inside hold all experts in this process (validation, scoring, generation from a
+    """Models built inside have all experts in this process (validation, scoring, generation from a
     checkpoint).
     """
     token = _whole_model.set(True)

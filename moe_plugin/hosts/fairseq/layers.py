@@ -31,7 +31,7 @@ from moe_plugin.routing import needs_of
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What an MoE transformer layer needs beside fairseq's own config.
+    """What an MoE transformer layer needs in addition to fairseq's own config.
 
     gradient_factor: see `translate.gradient_factor`. replay: activations are recomputed, so routing
     must be repeated. layer_number: of this MoE layer in its stack, from 0.
@@ -60,8 +60,8 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
             "fewer of them than ranks; leave it out")
     if asked and settings.groups.expert.size > 1:
         raise ValueError(
-            f"{asked[0]} does not fit fairseq, whose data-parallel ranks hold different tokens: it "
-            "is for ranks that hold the same ones; use "
+            f"{asked[0]} does not fit fairseq, whose data-parallel ranks have different tokens: it "
+            "is for ranks that have the same ones; use "
             "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
 
 
@@ -69,8 +69,9 @@ class ExpertFFN(TakesTokenIds, nn.Module):
     """`MoELayer` as fairseq wants it: gate loss summed by weight, statistics kept until the
     criterion reads them.
 
-    stats: of the last forward pass. observer: where set, called with the statistics of every training pass. Expert parameters have
-    their gradient scaled by `gradient_factor` and carry `expert_replicas`.
+    Attributes: `stats`: of the last forward pass. `observer`: if set, called with the statistics of
+    every training pass. Expert parameters have their gradient scaled by `gradient_factor`, and the
+    number of their replicas as a mark.
     """
 
     def __init__(self, settings: LayerSettings) -> None:

@@ -25,7 +25,7 @@ def layer_metrics(layers: list[Any]) -> dict[str, Any]:
 
     overflow_expert{1,2}: percent of first / second choices that found no slot. entropy_gating:
     nats. expert{1,2}_balance_top/bottom: percent of tokens at the most / least used 20 % of
-    experts. unused_expert{1,2}_count: experts that nobody chose.
+    experts. unused_expert{1,2}_count: experts that no token chose.
     """
     seen = [stats_metrics(layer.stats) for layer in layers if layer.stats is not None]
     # in one order: fairseq sums these over ranks by position

@@ -140,12 +140,12 @@ def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
 
 
 def _refuse_unsupported(args: Any) -> None:
-    """fairseq settings that cannot hold together with experts."""
+    """Refuse fairseq settings that cannot be combined with experts."""
     reasons = {
         "encoder_layerdrop": "ranks would skip different layers and wait for each other",
         "decoder_layerdrop": "ranks would skip different layers and wait for each other",
         "quant_noise_pq": "quantisation noise acts on nn.Linear, which experts are not",
-        "scale_fc": "its layer norm lies inside the feed-forward network",
+        "scale_fc": "its layer norm is inside the feed-forward network",
         "base_layers": "BASE layers have experts of their own",
     }
     for name, reason in reasons.items():

@@ -39,7 +39,7 @@ class Observer:
             layer.moe_layer.observer = functools.partial(self._add, names[id(layer)])
 
     def _add(self, name: str, stats: LayerStats) -> None:
-        # under activation checkpointing a layer runs twice a step, the first time without
+        # under activation checkpointing a layer runs twice per step, the first time without
         # gradients: that pass is not counted
         if torch.is_grad_enabled():
             self.recorder.add(name, stats)
@@ -52,7 +52,7 @@ class Observer:
 
     def after_step(self, updates: int) -> None:
         """To be called on every rank after an optimizer step; every `observe.interval` updates it
-        writes a record a layer.
+        writes a record per layer.
         """
         if updates % self.config.interval == 0:
             self.recorder.flush(updates)

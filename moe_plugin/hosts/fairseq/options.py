@@ -47,7 +47,7 @@ class BranchFlags(FairseqDataclass):
         False, "normalise gate weights before tokens are dropped, not after (fairseq moe)")
     moe_expert_ffn_dim: Optional[int] = _option(
         None, "accepted and not read, as in fairseq moe; see --moe-expert-hidden-dim")
-    moe_top1_expert: bool = _option(False, "one expert a token instead of two (fairseq moe)")
+    moe_top1_expert: bool = _option(False, "one expert per token instead of two (fairseq moe)")
     moe_eval_capacity_token_fraction: float = _option(
         0.25,
         "slots of an expert when not training, as a fraction of the batch's tokens; <= 0: as in "
@@ -64,8 +64,8 @@ class BranchFlags(FairseqDataclass):
                               "profiling only: skip the exchange, results are wrong (fairseq moe)")
     moe_expert_parallel_size: int = _option(
         0,
-        "ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller groups hold "
-        "replicas"
+        "ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller groups "
+        "store replicas"
     )
 
 

@@ -1,12 +1,11 @@
-"""Checkpoints of the training script: Megatron's distributed checkpoint, complete or not there at
-all.
+"""Checkpoints of the training script: Megatron's distributed checkpoint, complete or absent.
 
     SAVE/iter_0000100/...                      tensors by global index: loads at other parallel
     sizes SAVE/iter_0000100/moe_plugin.json          model, parallel sizes, progress, size of every
     file SAVE/latest_checkpointed_iteration.txt     100
 
-A checkpoint is written beside its place and renamed when complete; the file `latest...` changes
-last.
+A checkpoint is written next to its final folder and renamed when complete; the file `latest...`
+changes last.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def layout() -> dict[str, int]:
 
 
 def shape(training: Training) -> dict[str, Any]:
-    """What of the settings of model and optimizer must be equal for their state to fit."""
+    """Settings of model and optimizer that must be equal for their state to fit."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     config = training.config
@@ -67,7 +66,7 @@ def shape(training: Training) -> dict[str, Any]:
 
 
 def folder(root: str, iteration: int) -> str:
-    """Where the checkpoint of an iteration lies."""
+    """Folder of the checkpoint of an iteration."""
     return os.path.join(root, f"iter_{iteration:07d}")
 
 
@@ -121,7 +120,7 @@ def _replace_folder(part: str, final: str) -> None:
 
 
 def latest(root: str) -> int | None:
-    """Iteration of the newest checkpoint; None where there is none. `ValueError` where the file
+    """Iteration of the newest checkpoint; None if absent. `ValueError` where the file
     that names it is damaged.
     """
     path = os.path.join(root, LATEST)
@@ -131,15 +130,14 @@ def latest(root: str) -> int | None:
         text = stream.read().strip()
     if not text.isdigit():
         raise ValueError(
-            f"{path} holds {text!r}, must hold the number of an iteration; write the number of one "
-            "of the folders iter_... there"
-        )
+            f"{path} contains {text!r}, must contain the number of an iteration; write the number "
+            "of one of the folders iter_... there")
     return int(text)
 
 
 def load(root: str, training: Training) -> Progress:
-    """Load the newest checkpoint under `root`; a collective call. Without one, training starts anew
-    (with a warning).
+    """Load the newest checkpoint under `root`; a collective call. Without one, training starts from
+    the beginning (with a warning).
 
     Raises:
         ValueError: the checkpoint is of another model, incomplete, truncated or unreadable. Nothing
@@ -172,8 +170,8 @@ def load(root: str, training: Training) -> Progress:
     if same:
         _set_random(found["random"])
     else:
-        logger.info("checkpoint of %s loaded on %s; random states start anew", meta["layout"],
-                    layout())
+        logger.info("checkpoint of %s loaded on %s; random states start from the seed",
+                    meta["layout"], layout())
     return Progress(meta["iteration"], meta["consumed_samples"])
 
 

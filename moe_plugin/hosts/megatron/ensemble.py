@@ -55,7 +55,7 @@ def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float =
 def oracle_loss_function(labels_BS: Tensor, loss_mask_BS: Tensor, k: int = 1, beta: float = 0.75, *,
                          labelling: str = "exact", by_sequence: bool = True,
                          per_token: bool = False) -> Callable[[Tensor], Any]:
-    """The loss function that Megatron's `forward_step` returns together with the logits [B, S, M, V].
+    """The loss function that Megatron's `forward_step` returns with the logits [B, S, M, V].
 
     Args:
         labels_BS, loss_mask_BS: of the micro-batch; mask > 0: the token counts.

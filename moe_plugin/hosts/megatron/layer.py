@@ -40,12 +40,11 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
     """A drop-in for Megatron's `MoELayer`: its arguments, its groups, its losses and log; our
     routing, dispatch and experts.
 
-    It is a subclass so that Megatron's `isinstance` checks hold, and builds nothing of its parent.
+    It is a subclass so that Megatron's `isinstance` checks pass, and builds nothing of its parent.
     Attributes: `router` (ours, or Megatron's where a native setting needs it), `experts`,
     `shared_experts` (Megatron's), `moe` (the `MoELayer` that
     runs the first two), `last_stats` (`LayerStats` of the latest forward pass),
-    `observer` (called with the `LayerStats` of each pass, once where activations are recomputed;
-    None: nobody).
+    `observer` (called with the `LayerStats` of each pass, once where activations are recomputed).
 
     Args:
         config: `TransformerConfig`.
@@ -129,7 +128,7 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
 
     def _prepare_parameters(self, native: nn.Module | None) -> None:
         parameters.mark(self.experts)
-        # else the layer sees to it
+        # else the layer does it
         split = self.groups.tensor.size() > 1 and not self.shares_tokens
         for parameter in self.router.parameters():
             parameter.sequence_parallel = self.config.sequence_parallel
@@ -163,7 +162,7 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
             intermediate_tensors: of partial CUDA graphs; refused.
             padding_mask: [b, s] bool, True = padding, as Megatron's code reads it. Padding is not
                 routed and gives zeros.
-        Returns: ([s, b, h], None): there is no separate bias.
+        Returns: ([s, b, h], None): without a separate bias.
         """
         if intermediate_tensors is not None:
             raise ValueError(
@@ -191,7 +190,7 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
         return output if self.shared_experts is None else output + self.shared_experts(x_SBD)
 
     def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int) -> Tensor:
-        # every tensor-parallel rank holds all tokens: each routes its own part of the sequence, as
+        # every tensor-parallel rank has all tokens: each routes its own part of the sequence, as
         # under sequence parallelism
         from megatron.core.tensor_parallel import mappings
 
@@ -316,7 +315,7 @@ def _moe_layers_before(config: Any, layer_number: int, is_mtp: bool) -> int:
 
 
 def _first_moe_layer(config: Any) -> int:
-    # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry a layer
+    # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry per layer
     pattern = config.moe_layer_freq
     return 1 + list(pattern).index(1) if isinstance(pattern, (list, tuple)) and 1 in pattern else 1
 

@@ -22,7 +22,7 @@ from moe_plugin.hosts.megatron.tokens import give_token_ids
 
 @dataclass
 class Training:
-    """What a training step needs: wrapped model chunks (one, or one a virtual pipeline stage),
+    """What a training step needs: wrapped model chunks (one, or one per virtual pipeline stage),
     optimizer, Megatron's config.
     """
 
@@ -102,7 +102,7 @@ def _spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
         spec = core.replace_norms(spec, WrappedTorchNorm, TorchNorm)
     if args.native_moe or not args.num_experts:
         return spec
-    return swap_moe(spec, settings, allow_none=True)  # a pipeline stage may hold dense layers only
+    return swap_moe(spec, settings, allow_none=True)  # a pipeline stage may have dense layers only
 
 
 def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:

@@ -26,7 +26,7 @@ class NativeRouter(RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None,
                 top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
-        """Route tokens that lie in Megatron's order, position after position: T = S * batch_size.
+        """Route tokens in Megatron's order, position after position: T = S * batch_size.
 
         Args:
             x_TD: tokens.

@@ -20,13 +20,13 @@ from moe_plugin.records import Placement
 def mark(experts: nn.Module) -> None:
     """Set the attributes by which Megatron treats a parameter as an expert's.
 
-    `allreduce = False`: the gradient goes to the expert buffers, summed over the ranks that hold
+    `allreduce = False`: the gradient goes to the expert buffers, summed over the ranks that store
     the same experts and divided by the data-parallel size. Megatron's own layer uses the dense
-    buffers where there is no expert parallelism; ours never does: the numbers are the same,
+    buffers without expert parallelism; ours never does: the numbers are the same,
     replicas are right also where experts are cut otherwise than dense layers, and the optimizer has
     the same parts at every expert-parallel size, so that its checkpoint loads at another.
     `tensor_model_parallel = True`: the gradient norm counts the parameter on every rank of its
-    model-parallel group, each of which holds other experts (or other slices).
+    model-parallel group, each of which stores other experts (or other slices).
     """
     for parameter in experts.parameters():
         parameter.allreduce = False
@@ -38,7 +38,7 @@ def wait_for(experts: nn.Module) -> None:
     """Have Megatron finish what it gathers of these parameters behind the forward pass
     (`overlap_param_gather`).
 
-    It waits in a hook before the forward of the module that holds them. Experts are also used
+    It waits in a hook before the forward of the module that has them. Experts are also used
     without their forward: gathered (r = 0), broadcast, or token by token. Where their forward is
     called as well, the hook finds nothing left to do.
     """
@@ -80,7 +80,7 @@ def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
 
 def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: str,
                   offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Megatron sharded tensors of the expert parameters: global shape [E, ...] whatever the number
+    """Megatron sharded tensors of the expert parameters: global shape [E, ...] for any number
     of ranks.
 
     Args:
@@ -101,7 +101,7 @@ def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: 
 
 def replicated_shard(key: str, name: str, parameter: Tensor, groups: Groups,
                      offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """A parameter that every rank of a pipeline stage holds, under the state-dict key `key`, saved
+    """A parameter that every rank of a pipeline stage stores, under the state-dict key `key`, saved
     as `name`.
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))

@@ -95,7 +95,7 @@ class Observer:
 
 
 class RunLog:
-    """Rank 0's JSONL file; other ranks have none. settings: written beside it as `settings.json`,
+    """Rank 0's JSONL file; other ranks have none. settings: written next to it as `settings.json`,
     for the report.
     """
 

@@ -1,17 +1,16 @@
-"""Tensor-parallel ranks that hold the same tokens: who makes use of it, and whether Megatron's
-groups allow it.
+"""Tensor-parallel ranks that have the same tokens: what uses that, and which groups it needs.
 
-Without sequence parallelism the N tensor-parallel ranks hold the same tokens.
+Without sequence parallelism the N tensor-parallel ranks have the same tokens.
 
-| asked for | what each rank routes | needs |
+| setting | what each rank routes | needs |
 |---|---|---|
-| nothing | its part of the sequence; the host gathers the outputs | |
-| `dispatch.name: index_slice` (PPMoE) | all tokens | the experts on exactly the tensor-parallel ranks |
-| `parallel.replicas: N` (Parm) | S1: its part of the tokens; S2: all of them | the experts on whole tensor-parallel groups |
+| none | its part of the sequence; the host gathers the outputs | |
+| `dispatch.name: index_slice` (PPMoE) | all tokens | experts on exactly the tensor-parallel ranks |
+| `parallel.replicas: N` (Parm) | S1: its part; S2: all tokens | experts on whole such groups |
 
-With sequence parallelism they hold parts of them, and PPMoE's all-reduce comes as its two halves,
-as a dense layer's does there: the dispatcher `all_gather`, see `layer_config`. Parm has nothing to
-share out then.
+With sequence parallelism each has a part of them, and PPMoE's all-reduce is split into its two
+halves, as a dense layer's is there: the dispatcher `all_gather`, see `layer_config`. Parm has
+nothing to divide then.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ from moe_plugin.hosts.megatron.translate import Translation
 
 
 def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
-    """The settings of a layer that does what is asked for, with tokens laid as this
-    `TransformerConfig` lays them.
-    """
+    """The settings asked for, as they are under this `TransformerConfig`'s sequence parallelism."""
     if not (native.sequence_parallel and _inside(asked)):
         return asked
     return dataclasses.replace(asked, dispatch=dataclasses.replace(asked.dispatch,
@@ -38,20 +35,20 @@ def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
 
 
 def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
-    """Whether the layer itself is given all tokens that its tensor-parallel group holds in common.
+    """Whether the layer itself gets all tokens that the ranks of its tensor-parallel group share.
 
     Args:
         native: `TransformerConfig`. plan: its translation. groups: Megatron's.
     Raises:
         ValueError: what was asked for does not fit these groups; it names the nearest that does.
     """
-    name, replicas, ranks = plan.config.dispatch.name, plan.config.parallel.replicas, groups.tensor.size(
-    )
+    name, replicas = plan.config.dispatch.name, plan.config.parallel.replicas
+    ranks = groups.tensor.size()
     inside = _inside(plan.config)
     if replicas not in (1, ranks):
         raise ValueError(
             f"parallel.replicas={replicas} does not fit tensor_model_parallel_size={ranks}: must "
-            f"be 1 or {ranks}, as many ranks as hold the "
+            f"be 1 or {ranks}, the number of ranks that have the "
             f"same tokens; the nearest is {min((1, ranks), key=lambda n: abs(n - replicas))}")
     if not inside and replicas == 1:
         return False
@@ -66,7 +63,7 @@ def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
         if inside:
             return False
         raise ValueError(
-            f"{asked} does not fit sequence_parallel=True, under which tensor-parallel ranks hold "
+            f"{asked} does not fit sequence_parallel=True, under which tensor-parallel ranks have "
             "different tokens: there is nothing to share "
             "out; leave out --sequence-parallel, or use parallel.replicas=1, which then routes as "
             "Parm's S1 does"

@@ -46,7 +46,7 @@ def drop_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, _metadat
 def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
     """Hook before `load_state_dict`: the inverse of `drop_repeated`.
 
-    A checkpoint without tuner state is complete, and one with it is not used where nothing is tuned.
+    Tuner state is optional, and not used where nothing is tuned.
     """
     saved = state.pop(prefix + TUNER, None)
     own = layer.moe.get_extra_state()
@@ -82,5 +82,5 @@ def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
     for model, key, entry in wanted:
         if entry.unique_key not in known:
             del model[key]
-            logger.info("the checkpoint has no layout choices for %s: they are found anew",
+            logger.info("the checkpoint has no layout choices for %s: they are measured again",
                         key.removesuffix(f".{TUNER}"))

@@ -257,7 +257,7 @@ class Loop:
             decoder_seq_length=length, forward_only=forward_only)
 
     def _loss_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        # (sum of losses, tokens) over micro-batches and replicas; known on the last stage, told to
+        # (sum of losses, tokens) over micro-batches and replicas; known on the last stage, sent to
         # all
         from megatron.core import parallel_state as ps
 

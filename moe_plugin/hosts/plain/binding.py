@@ -1,4 +1,4 @@
-"""Bind a rank to the processors beside its GPU: copies between host and GPU, and NCCL's own
+"""Bind a rank to the processors of its GPU's NUMA node: copies between host and GPU, and NCCL's own
 threads, then cross no socket.
 
     torchrun --nproc-per-node 8 --no-python python -m moe_plugin.hosts.plain.binding python train.py
@@ -67,7 +67,7 @@ def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] 
 
     bus_ids: PCI addresses of all ranks' GPUs, in rank order; none: ranks are spread over NUMA nodes
     evenly. allowed: processors that may be used; None: those that this process may use now. Ranks
-    beside one node share its processors without overlap.
+    of one node share its processors without overlap.
     """
     if not 0 <= place < count:
         raise ValueError(
@@ -78,7 +78,7 @@ def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] 
     known = [gpu_node(sysfs, bus_id) for bus_id in bus_ids]
     names = list(nodes)
     if len(known) == count and all(node in nodes for node in known):
-        of_rank, reason = [int(node or 0) for node in known], f"beside its GPU {bus_ids[place]}"
+        of_rank, reason = [int(node or 0) for node in known], f"of its GPU {bus_ids[place]}"
     else:
         of_rank, reason = [names[i * len(names) // count]
                            for i in range(count)], "ranks spread evenly over the NUMA nodes"
@@ -100,7 +100,7 @@ def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
         if rank in environment and size in environment:
             return int(environment[rank]), int(environment[size])
     raise ValueError(
-        "no launcher told this process its local rank; start it with torchrun (LOCAL_RANK, "
+        "the local rank of this process is not known; start it with torchrun (LOCAL_RANK, "
         "LOCAL_WORLD_SIZE), Slurm with --ntasks-per-node, or mpirun"
     )
 

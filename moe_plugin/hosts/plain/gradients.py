@@ -13,7 +13,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
     """Make every rank's gradients those of the mean over ranks of the ranks' losses.
 
     Shared parameters are averaged over `world`. An expert's gradient already is the sum over the
-    ranks of its expert-parallel group; it is summed over `replicas` (the ranks that hold the same
+    ranks of its expert-parallel group; it is summed over `replicas` (the ranks that store the same
     experts, where there are several such groups) and divided by the size of `world` once.
 
     Args:
@@ -31,7 +31,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
         raise ValueError(
             f"expert group of {ep.size} times {copies} replicas is not the world of {world.size} "
             "ranks; pass `replicas`, the ranks "
-            "that hold the same experts")
+            "that store the same experts")
     for parameter in model.parameters():
         if parameter.grad is None:
             continue

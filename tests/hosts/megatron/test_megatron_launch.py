@@ -78,7 +78,8 @@ def test_launcher_offers_no_second_name_for_native_arguments(checkout: Path) -> 
 
 def test_launcher_without_a_script_says_what_it_wants() -> None:
     done = _launch("no_such_script.py")
-    assert done.returncode == 1 and "'no_such_script.py' not found" in done.stderr and "pretrain_gpt.py" in done.stderr
+    assert done.returncode == 1 and "'no_such_script.py' not found" in done.stderr
+    assert "pretrain_gpt.py" in done.stderr
 
 
 def test_spec_attributes_hold_our_layer() -> None:

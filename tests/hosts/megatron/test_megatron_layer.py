@@ -155,7 +155,8 @@ def _names(case: Case) -> tuple[list[str], list[str], bool]:
     initialise_parallel(case)
     layer, copy = build(case, True), build(case, True)
     copy.load_state_dict(layer.state_dict())
-    same = all(torch.equal(a, b) for a, b in zip(layer.parameters(), copy.parameters(), strict=True))
+    pairs = zip(layer.parameters(), copy.parameters(), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs)
     return ([name for name, _ in layer.named_parameters()], list(layer.state_dict()),
             same and not copy.eval().moe.training)
 

@@ -112,8 +112,8 @@ def _plain_state_dict() -> tuple[int, int]:
     fixed.load_state_dict(first.state_dict())
     first.load_state_dict(fixed.state_dict())
     calls = again.moe.layouts.tuner.tuner.calls
-    assert again.moe.layouts.tuner.tuner.state() == first.moe.layouts.tuner.tuner.state() and not any(
-        "tuner" in key for key in fixed.state_dict())
+    assert again.moe.layouts.tuner.tuner.state() == first.moe.layouts.tuner.tuner.state()
+    assert not any("tuner" in key for key in fixed.state_dict())
     again(x)
     return calls, again.moe.layouts.tuner.tuner.calls - calls
 

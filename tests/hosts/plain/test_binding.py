@@ -36,7 +36,7 @@ def test_beside_the_gpu(tmp_path: Path) -> None:
     bound = [plan(i, 4, ids, set(range(16)), sysfs) for i in range(4)]
     assert [b.node for b in bound] == [0, 1, 0, 1]
     assert [b.cpus for b in bound] == [(0, 1, 2, 3), (8, 9, 10, 11), (4, 5, 6, 7), (12, 13, 14, 15)]
-    assert "beside its GPU 0000:8b:00.0; 2 rank(s) share NUMA node 1 with 8 processors" in bound[
+    assert "of its GPU 0000:8b:00.0; 2 rank(s) share NUMA node 1 with 8 processors" in bound[
         3].why
 
 

@@ -24,7 +24,7 @@ def is_moe_flag() -> None:
         original(group)
         group.add_argument(
             "--is-moe", action="store_true",
-            help="accepted, not needed: the checkpoint says whether it holds experts")
+            help="accepted, not needed: the checkpoint says whether it has experts")
 
     options.add_common_eval_args = add_common_eval_args
 

@@ -55,7 +55,7 @@ def moe_without_sharding() -> None:
         ]
         if cfg.distributed_training.ddp_backend == "fully_sharded" and any(frequencies):
             logger.warning(
-                "--ddp-backend fully_sharded becomes legacy_ddp with MoE layers: every rank holds "
+                "--ddp-backend fully_sharded becomes legacy_ddp with MoE layers: every rank stores "
                 "all dense parameters and their optimizer state"
             )
             cfg.distributed_training.ddp_backend = "legacy_ddp"

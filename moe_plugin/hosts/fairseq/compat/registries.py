@@ -35,7 +35,7 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
 
 
 def use_trainer(trainer: type) -> None:
-    """fairseq 0.12.2 names its trainer class in `fairseq_cli.train`; there is no registry for it.
+    """fairseq 0.12.2 names its trainer class in `fairseq_cli.train`, without a registry.
     """
     import fairseq.trainer
 

@@ -14,7 +14,7 @@ def shorten_timeouts(timeout_s: float) -> None:
     there.
 
     fairseq <= 0.12.3 passes a time-out neither to `init_process_group` nor to the `new_group` in
-    which it reduces gradients, and has no setting for it: torch's 30 minutes hold (10 under NCCL).
+    which it reduces gradients, and has no setting for it: torch's 30 minutes apply (10 under NCCL).
     torch 2.6 to 2.13 change the time-out of a group that exists by `_set_pg_timeout` alone.
     """
     from fairseq.distributed import utils

@@ -2,8 +2,8 @@
 
 | seam | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
 |---|---|---|---|---|
-| an MoE layer in a spec | ModuleSpec | ModuleSpec | ModuleSpec | functools.partial (ModuleSpec by hand still works) |
-| groups given to the layer | by exact class only | by exact class only | by exact class only | always |
+| an MoE layer in a spec | ModuleSpec | ModuleSpec | ModuleSpec | functools.partial, or by hand |
+| groups given to the layer | by exact class | by exact class | by exact class | always |
 | more arguments of the layer | | | is_mtp_layer | is_mtp_layer, name |
 | `padding_mask` of layer and router | none | yes | yes | yes |
 | injectable router in `MoESubmodules` | no | yes | yes | yes |
@@ -48,9 +48,9 @@ class Groups:
     """Megatron's process groups as this host uses them.
 
     experts: ranks that share one copy of all experts (expert-tensor x expert-parallel).
-    expert_replicas: ranks that hold the same experts. tensor: tensor-parallel. context:
+    expert_replicas: ranks that store the same experts. tensor: tensor-parallel. context:
     context-parallel. tokens: ranks that share a batch's tokens (tensor x context parallel). data:
-    ranks that hold the same dense parameters.
+    ranks that store the same dense parameters.
     """
 
     collection: Any
@@ -63,7 +63,7 @@ class Groups:
 
 
 def groups(collection: Any | None) -> Groups:
-    """From the collection that Megatron passes to a layer, or from its global state where it passes
+    """From the collection that Megatron passes to a layer, or from its global state if it passes
     none.
     """
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):

@@ -174,9 +174,7 @@ def _tensor_type(kind: str, caller: str) -> str:
 
 @_patch(
     "device='cuda' literals, Tensor.cuda(), Tensor.type() in the optimizer", "0.12 to 0.19",
-    "schedules, optimizer, clip_grads, moe_utils name the device and the tensor type in so many "
-    "words"
-)
+    "schedules, optimizer, clip_grads, moe_utils name the device and the tensor type literally")
 def _literals() -> None:
     _CudaMeansCpu().__enter__()
 
@@ -184,7 +182,7 @@ def _literals() -> None:
 @_patch(
     "transformer.torch_norm.WrappedTorchNorm", "0.12 to 0.19",
     "it refuses sequence parallelism; without Apex and "
-    "Transformer Engine there is no other norm")
+    "Transformer Engine Megatron has only this norm")
 def _norm() -> None:
     from moe_plugin.hosts.megatron.compat.norm import TorchNorm
 
@@ -222,7 +220,8 @@ def _splits() -> None:
         "0.12 to 0.19", "gloo has no all-gather and reduce-scatter of unequal pieces")
 def _uneven() -> None:
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    even_gather = mappings._gather_along_first_dim
+    even_scatter = mappings._reduce_scatter_along_first_dim
 
     def gather(x: Tensor, group: Any, splits: Any = None,
                use_global_buffer: bool = False) -> Tensor:
