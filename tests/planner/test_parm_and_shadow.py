@@ -1,19 +1,20 @@
-"""Parm's choice against its event timeline over the published sweep, FasterMoE's policy against all
-subsets, PPMoE against all-to-all.
-"""
+"""Parm's choice over the published sweep, FasterMoE's policy over all subsets, PPMoE's gain."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 
+from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.collectives import Group, all_reduce_s, all_to_all_s
+from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.parm import ParmShape, choose_schedule, schedule_s, simulated_s
 from moe_plugin.planner.shadow import ShadowModel, choose_shadows
-from tests.planner.problems import cluster
+from tests.planner.problems import A100, cluster
 
 PARM = Cluster(nodes=4, ranks_per_node=8, nics=8, intra=Link(alpha_s=1e-5, beta_s=1 / 12e9),
                inter=Link(alpha_s=2e-5, beta_s=1 / 6e9))
@@ -42,13 +43,46 @@ def test_the_choice_is_the_simulated_best(overlap: bool) -> None:
     assert chosen == ({"s1", "s2"} if overlap else {"s1"})
 
 
-def test_gain_over_the_baseline_is_of_the_published_size() -> None:
-    """Published 1.13 to 5.77 over 1,296 layers."""
-    gains = [
-        schedule_s(s, PARM, "baseline") / min(schedule_s(s, PARM, x, True) for x in ("s1", "s2"))
-        for s in sweep() if s.replicas > 1 and s.shards > 1
-    ]
-    assert min(gains) > 1 and 4 < max(gains) < 20
+def by_hand(shape: ParmShape, whole: bool = False) -> tuple[float, float, float]:
+    """Seconds of baseline, S1 and overlapped S2 on four nodes without latency.
+
+    Gathers run inside a node at 12 GB/s: of a buffer over n ranks, (n - 1)/n arrive; a reduction
+    moves twice that. In an all-to-all 3/4 of each buffer leave the node at 6 GB/s. whole: count
+    whole buffers, with the part that a rank keeps.
+    """
+    def gather(size: float, ranks: int) -> float:
+        return size * (1 if whole and ranks > 1 else (ranks - 1) / ranks) / 12e9
+
+    def exchange(size: float) -> float:
+        return size * (1 if whole else 3 / 4) / 6e9
+
+    tokens = shape.tokens * shape.model_dim * 4
+    rows, esp, mp = shape.rows_factor * tokens, shape.shards, shape.replicas
+    baseline = gather(esp * tokens, esp) + 2 * gather(esp * rows, esp) + 2 * exchange(esp * rows)
+    split = exchange(esp * rows / mp)
+    return (baseline, 2 * split + gather(tokens, mp), split + max(split, gather(rows, mp)))
+
+
+def schedules(shape: ParmShape, cluster: Cluster) -> list[float]:
+    """Seconds of baseline, S1 and overlapped S2."""
+    return [schedule_s(shape, cluster, name, True) for name in ("baseline", "s1", "s2")]
+
+
+def test_gain_over_the_baseline_follows_the_formulas() -> None:
+    """Without latency the largest gain is (0.25 + 0.6 + 1.2) / 0.3 = 41/6, at k f = 1.2 and four
+    replicas and shards; published 1.13 to 5.77.
+    """
+    here = dataclasses.replace(PARM, intra=Link(beta_s=1 / 12e9), inter=Link(beta_s=1 / 6e9))
+    gains = []
+    for shape in sweep():
+        if shape.replicas > 1 and shape.shards > 1:
+            found = schedules(shape, here)
+            assert found == pytest.approx(by_hand(shape), rel=1e-9)
+            gains.append(found[0] / min(found[1:]))
+            with_latency = schedules(shape, PARM)
+            assert with_latency[0] > min(with_latency[1:])
+    assert len(gains) == 576 and max(gains) == pytest.approx(41 / 6, rel=1e-9)
+    assert min(gains) == pytest.approx(197 / 72, rel=1e-9)
 
 
 def test_gain_grows_with_replicas() -> None:
@@ -61,16 +95,21 @@ def test_gain_grows_with_replicas() -> None:
         schedule_s(sweep()[0], PARM, "s3")
 
 
-def test_worked_example() -> None:
-    """N_MP = N_ESP = 4, BL = 4096, M = 1024, fp32, 6 GB/s between nodes, 12 inside: baseline 39.8
-    ms, S1 7.5, S2 6.2; k f = 2.4: 86.7, 15.3, 14.3.
+@pytest.mark.parametrize("factor, replicas, published", [
+    (1.0, 4, (39.8, 7.5, 6.2)), (2.4, 4, (86.7, 15.3, 14.3)), (2.4, 2, (86.7, 28.7, 27.8))])
+def test_worked_example(factor: float, replicas: int, published: tuple[float, ...]) -> None:
+    """N_ESP = 4, BL = 4096, M = 1024, fp32, 6 GB/s between nodes, 12 inside; published in ms.
+
+    The published numbers count whole buffers and add a latency that is not stated: baseline, k f =
+    1: (5.59 + 11.18 + 22.37) ms + 0.65 ms. What remains of each number is 0.4 to 1 ms. Our model
+    counts only what leaves a rank or node, and equals the formulas exactly.
     """
-    here = Cluster(nodes=4, ranks_per_node=4, nics=4, intra=Link(alpha_s=1e-5, beta_s=1 / 12e9),
-                   inter=Link(alpha_s=1e-5, beta_s=1 / 6e9))
-    for factor, want in ((1.0, (39.8, 7.5, 6.2)), (2.4, (86.7, 15.3, 14.3))):
-        shape = ParmShape(tokens=4096, model_dim=1024, rows_factor=factor, replicas=4, shards=4)
-        found = [1e3 * schedule_s(shape, here, s, True) for s in ("baseline", "s1", "s2")]
-        assert found == pytest.approx(want, rel=0.3)
+    here = Cluster(nodes=4, ranks_per_node=4, nics=4, intra=Link(beta_s=1 / 12e9),
+                   inter=Link(beta_s=1 / 6e9))
+    shape = ParmShape(tokens=4096, model_dim=1024, rows_factor=factor, replicas=replicas, shards=4)
+    assert schedules(shape, here) == pytest.approx(by_hand(shape), rel=1e-9)
+    rest = [ms - 1e3 * s for ms, s in zip(published, by_hand(shape, whole=True), strict=True)]
+    assert all(0.4 < r < 1.0 for r in rest), rest
 
 
 def _counts(seed: int, ranks: int, experts: int) -> list[list[int]]:
@@ -80,26 +119,20 @@ def _counts(seed: int, ranks: int, experts: int) -> list[list[int]]:
             for _ in range(ranks)]
 
 
-def test_shadow_policy_against_every_subset() -> None:
-    """The greedy prefix is never worse than nothing and close to the best of all 2^E sets; the
-    largest gap is known.
-    """
-    gaps, used = [], 0
+def test_shadow_policy_is_the_best_of_all_subsets() -> None:
+    """For experts of equal size the greedy prefix is the optimum over all 2^E sets."""
+    used = 0
     for seed in range(60):
         ranks, experts = random.Random(seed).choice([(2, 4), (4, 8), (8, 8), (2, 8)])
         counts = _counts(seed, ranks, experts)
         model = ShadowModel(model_dim=512, hidden_dim=1024, flops=1e13,
                             bytes_s=random.Random(seed).choice([1e9, 6e9, 5e10]))
-        every = {
-            frozenset(s): model.layer_s(counts, frozenset(s)) for n in range(experts + 1)
-            for s in itertools.combinations(range(experts), n)
-        }
+        best = min(model.layer_s(counts, frozenset(s)) for n in range(experts + 1)
+                   for s in itertools.combinations(range(experts), n))
         chosen = choose_shadows(counts, model, experts)
-        assert every[chosen] <= every[frozenset()]
-        gaps.append(every[chosen] / min(every.values()) - 1)
+        assert model.layer_s(counts, chosen) == pytest.approx(best, rel=1e-12)
         used += bool(chosen)
-    assert used > 10 and sum(gap < 1e-9 for gap in gaps) >= 30
-    assert max(gaps) < 1.0 and sorted(gaps)[len(gaps) // 2] < 0.05
+    assert used == 25
 
 
 def test_shadows_by_hand() -> None:
@@ -117,8 +150,9 @@ def test_shadows_by_hand() -> None:
 
 
 def test_index_slice_gains_with_the_gap_between_links() -> None:
-    """PPMoE against two all-to-alls a direction between nodes: the gain grows with the bandwidth
-    gap, and passes 1.75 at V100 NVLink / IB.
+    """PPMoE against two all-to-alls per direction: the gain grows with the bandwidth gap.
+
+    It exceeds the published 1.75 with 12.5 GB/s between nodes.
     """
     size, gains = 8 * 2048 * 4096 * 2.0, []
     for inter in (150e9, 50e9, 12.5e9, 5e9):
@@ -127,17 +161,16 @@ def test_index_slice_gains_with_the_gap_between_links() -> None:
         moved = 2 * all_to_all_s(here, Group(8, 8), "linear", 2 * size) + all_reduce_s(
             here, Group(8), size)
         gains.append((compute + moved) / (compute + all_reduce_s(here, Group(8), size)))
-    assert gains == sorted(gains) and gains[2] > 1.75
+    assert gains == sorted(gains) and gains[1] < 1.75 < gains[2]
 
 
-def test_more_experts_a_rank_even_out_the_load() -> None:
-    """Largest rank's rows over the mean, random routing: falls towards 1 as E / T_p grows."""
-    dice, means = random.Random(0), []
-    for local in (1, 4, 16, 64):
-        worst = []
-        for _ in range(20):
-            weights = [dice.expovariate(1) for _ in range(4 * local)]
-            loads = [sum(weights[r * local : (r + 1) * local]) for r in range(4)]
-            worst.append(max(loads) / (sum(loads) / 4))
-        means.append(sum(worst) / len(worst))
-    assert means == sorted(means, reverse=True) and means[-1] < 1.25
+def test_uneven_load_costs_the_fullest_rank() -> None:
+    """Twice the mean rows on one rank: compute, not launches, and rows in memory double."""
+    device = dataclasses.replace(A100, launch_s=0.0, half_rows=0.0, memory_bytes_s=1e30)
+    even = LayerShape(tokens=4096, model_dim=1024, hidden_dim=4096, experts=16)
+    a, b = (layer_cost(dataclasses.replace(even, skew=skew), cluster(), device, LayoutChoice(r=1))
+            for skew in (1.0, 2.0))
+    assert b.phases()["experts"] == pytest.approx(2 * a.phases()["experts"])
+    assert b.phases()["a2a_out"] == a.phases()["a2a_out"]
+    rows = 4096 * 2 * 2 * (2 * 1024 + 4096)  # T k, bytes of an element, width in, out and inner
+    assert b.memory_bytes - a.memory_bytes == pytest.approx(rows)
