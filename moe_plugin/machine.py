@@ -1,6 +1,4 @@
-"""This machine: what its processors are called, and where results that are worth keeping between
-runs go.
-"""
+"""This machine: names of its processors, and a folder for results that outlive a run."""
 
 from __future__ import annotations
 
@@ -30,10 +28,12 @@ def device_name(device: torch.device) -> str:
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """A folder of this user that outlives the process, made where missing; in the temporary folder
-    where there is no home to write to.
+    """A folder of this user that outlives the process, created if missing.
 
-    Raises: ValueError: not writable; purpose says what cannot be done then.
+    Below the temporary folder if the home is not writable.
+
+    purpose: what errors say is impossible without it.
+    Raises: ValueError: not writable.
     """
     folder = folder or Path.home() / ".cache" / "moe-plugin"
     try:

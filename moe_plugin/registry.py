@@ -1,8 +1,7 @@
-"""One registry a kind: names map to implementations, an unknown name lists the known ones.
+"""One registry per kind: names map to implementations, an unknown name lists the known ones.
 
-A kind is created once (`routers = Registry("router")`); anything registered in it is found by
-config, listed by `moe-plugin doctor` and picked up by the exactness tests, without another line
-anywhere.
+A kind is created once (`routers = Registry("router")`); whatever is registered in it is found by
+config, listed by `moe-plugin doctor` and joins the exactness tests without another line.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ KINDS: dict[str, "Registry"] = {}
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered implementation. `why_not` returns None where it can run here, else the reason.
-    """
+    """One registered implementation. why_not: returns None if it can run here, else the reason."""
 
     name: str
     value: T
@@ -27,7 +25,7 @@ class Entry(Generic[T]):
     @property
     def summary(self) -> str:
         """First line of the implementation's docstring."""
-        return (getattr(self.value, "__doc__", None) or "").strip().split("\n")[0]
+        return (self.value.__doc__ or "").strip().split("\n")[0]
 
 
 def _always() -> str | None:
@@ -35,9 +33,7 @@ def _always() -> str | None:
 
 
 class Registry(Generic[T]):
-    """Named implementations of one kind (router, loss, dispatcher, all-to-all algorithm, kernel,
-    ...).
-    """
+    """Named implementations of one kind: router, loss, dispatcher, all-to-all algorithm, ..."""
 
     def __init__(self, kind: str, *, base: type | None = None,
                  check: Callable[[str, T], None] | None = None) -> None:
@@ -45,9 +41,9 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
         KINDS[kind] = self
 
-    def register(self, name: str, *, why_not: Callable[[],
-                                                       str | None] = _always) -> Callable[[T], T]:
-        """Decorator: `@routers.register("topk")`. A name already taken is a `ValueError`."""
+    def register(self, name: str, *,
+                 why_not: Callable[[], str | None] = _always) -> Callable[[T], T]:
+        """Decorator: `@routers.register("topk")`; `ValueError` if the name exists already."""
 
         def add(value: T) -> T:
             if name in self._entries:
@@ -64,8 +60,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The implementation called `name`; `ValueError` naming the known ones where there is none.
-        """
+        """The implementation called `name`; `ValueError` with the known names if absent."""
         return self.entry(name).value
 
     def entry(self, name: str) -> Entry[T]:

@@ -1,10 +1,10 @@
-"""Measure all tables and plots of docs/benchmarks/all_to_all.md on an emulated cluster (root,
-Linux; about a quarter of an hour).
+"""Measure all tables and plots of docs/benchmarks/all_to_all.md on an emulated cluster.
 
     python scripts/benchmark_all_to_all.py [--out docs/benchmarks] [--quick] [--fresh]
 
-Writes all_to_all.json (all numbers), all_to_all.md (tables), all_to_all*.png. Run it on a machine
-that does nothing else: run again, it measures only those cells again that other programs disturbed.
+Needs Linux and root, and about 15 minutes. Writes all_to_all.json (all numbers), all_to_all.md
+(tables), all_to_all*.png. Run it on an idle machine. A second run repeats only cells that other
+programs disturbed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GRIDS = ((4, 4), (8, 4))
 SMALL_GRIDS = ((2, 2), (2, 4), (4, 2), (4, 4))
 SIZES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)
 MODEL_SIZES = SIZES[:5]
-ROUNDS, REPEATS_A_ROUND = 4, 3
+ROUNDS, REPEATS_PER_ROUND = 4, 3
 RATE, DELAY, MESSAGE = 200e6, 1e-3, 1e-3
 ENOUGH = 0.08
 
@@ -59,10 +59,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
                         help="folder to write to")
     parser.add_argument("--cells", type=Path, default=ROOT / "runs" / "benchmark_all_to_all.json",
-                        help="what was measured so far; disturbed cells are measured again")
-    parser.add_argument("--fresh", action="store_true", help="forget what was measured so far")
+                        help="earlier measurements; disturbed cells are measured again")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     parser.add_argument("--tries", type=int, default=2,
-                        help="tries of a cell that other programs disturb (default: %(default)s)")
+                        help="attempts for a disturbed cell (default: %(default)s)")
     parser.add_argument("--quick", action="store_true",
                         help="two repeats and no size above 256 KiB, to try it out")
     args = parser.parse_args()
@@ -71,38 +71,40 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     quiet = Quiet(args.cells, 1 if args.quick else args.tries, args.fresh)
     rows = quiet.measure(GRIDS, NAMES, sizes, repeats)
-    dear = quiet.measure(GRIDS[1:], NAMES, sizes[1:4:2] if not args.quick else sizes[1:2], repeats,
-                         MESSAGE)
+    some = sizes[1:2] if args.quick else sizes[1:4:2]
+    costly = quiet.measure(GRIDS[1:], NAMES, some, repeats, MESSAGE)
     modelled = in_rounds(quiet, [size for size in MODEL_SIZES if size in sizes],
                          1 if args.quick else ROUNDS)
-    small, large = ([
-        row for row in modelled if ((row.nodes, row.ranks_per_node) in SMALL_GRIDS) == wanted
-    ] for wanted in (True, False))
+    small = [row for row in modelled if (row.nodes, row.ranks_per_node) in SMALL_GRIDS]
+    large = [row for row in modelled if row not in small]
     fitted = fit(measurements_of(small), Cluster(name="emulated", nodes=4, ranks_per_node=4),
                  emulated=True)
-    write(args.out, rows, dear, small, large, fitted, quiet.shares)
+    write(args.out, rows, costly, small, large, fitted, quiet.shares)
 
 
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[Row]:
-    """Cells of the model, the grids it is fitted to and the one it is held against, in turn and
-    again: machines are faster at one time than at another.
+    """Cells of the model: the grids of the fit and the one that tests it.
+
+    All cells are measured in several rounds, because the speed of a machine varies over time.
     """
+    grids = (*SMALL_GRIDS, GRIDS[1])
     found = [
-        quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_A_ROUND, tag=f"round {i}")
+        quiet.measure(grids, MODELLED, sizes, REPEATS_PER_ROUND, tag=f"round {i}")
         for i in range(rounds)
     ]
     return [pooled(same) for same in zip(*found, strict=True)]
 
 
 def pooled(rows: Sequence[Row]) -> Row:
-    """Rounds of one cell as one: the median of the medians, the least of the least."""
+    """The rounds of one cell as one row: median of the medians, minimum of the minima."""
     return replace(rows[0], median_ms=statistics.median(row.median_ms for row in rows), min_ms=min(
         row.min_ms for row in rows), cpu_ms=statistics.median(row.cpu_ms for row in rows))
 
 
 class Quiet:
-    """Measures cell by cell. Remembers cells in a file and measures those again that other programs
-    disturbed, keeping the quieter try.
+    """Measures cell by cell and keeps the cells in a file.
+
+    Cells that other programs disturbed are measured again; the attempt with less disturbance stays.
     """
 
     def __init__(self, memory: Path, tries: int, fresh: bool) -> None:
@@ -113,7 +115,7 @@ class Quiet:
 
     def measure(self, grids: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sequence[int],
                 repeats: int, message_s: float = 0.0, tag: str = "") -> list[Row]:
-        """Rows of several grids; says what it is at."""
+        """Rows of several grids; prints its progress."""
         return [
             row for grid in grids for size in sizes
             for row in self._cell(grid, Plan(tuple(names), (size,), repeats), message_s, tag)
@@ -128,7 +130,7 @@ class Quiet:
             share, rows = _measure_once(grid, plan, message_s)
             print(
                 f"{grid[0]}x{grid[1]}, {show_size(plan.sizes[0])}, message cost "
-                f"{message_s * 1e3:g} ms: others took {share:.0%}",
+                f"{message_s * 1e3:g} ms: other programs used {share:.0%}",
                 flush=True)
             if key not in self.cells or share < self.cells[key]["others"]:
                 self.cells[key] = {"others": share, "rows": [asdict(row) for row in rows]}
@@ -138,7 +140,7 @@ class Quiet:
 
 
 def _measure_once(grid: tuple[int, int], plan: Plan, message_s: float) -> tuple[float, list[Row]]:
-    """(share of the processors that other programs took, rows)."""
+    """(share of the CPU that other programs used, rows)."""
     busy, own, begun = _busy_s(), _own_s(), time.monotonic()
     with EmulatedCluster(*grid, rate_bit_s=RATE, delay_s=DELAY, message_s=message_s) as cluster:
         rows = measure_emulated(cluster, plan)
@@ -147,20 +149,20 @@ def _measure_once(grid: tuple[int, int], plan: Plan, message_s: float) -> tuple[
 
 
 def _busy_s() -> float:
-    """Processor seconds that all programs have used."""
+    """CPU seconds used by all programs."""
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:]
     return sum(int(fields[i]) for i in (0, 1, 2, 5, 6)) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_s() -> float:
-    """Those of this process and of those that it has waited for: ranks and switch."""
+    """CPU seconds of this process and its children that ended: ranks and switch."""
     return sum(
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def compare(fitted: Fit, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Predicted and measured times of what the model knows."""
+    """Predicted and measured times of the algorithms with a cost model."""
     found = []
     for m in measurements_of(rows):
         seconds = predict(fitted.cluster.resized(m.nodes, m.ranks_per_node), m.algorithm,
@@ -173,12 +175,12 @@ def compare(fitted: Fit, rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def write(out: Path, rows: list[Row], dear: list[Row], small: list[Row], large: list[Row],
+def write(out: Path, rows: list[Row], costly: list[Row], small: list[Row], large: list[Row],
           fitted: Fit, shares: list[float]) -> None:
-    """All files."""
+    """Write all files."""
     errors = compare(fitted, large)
     model = predict_table(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"),
-                     [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
+                          [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
     about = {
         "rate_bit_s": RATE, "delay_s": DELAY, "cores": os.cpu_count(),
         "python": platform.python_version(), "torch": torch.__version__,
@@ -186,35 +188,37 @@ def write(out: Path, rows: list[Row], dear: list[Row], small: list[Row], large: 
     }
     data = {
         **about, "rows": as_dicts(rows), "message_cost_s": MESSAGE,
-        "rows_with_message_cost": as_dicts(dear), "calibration": as_dicts(small),
-        "held_against": as_dicts(large), "model": asdict(fitted.cluster),
+        "rows_with_message_cost": as_dicts(costly), "calibration": as_dicts(small),
+        "tested_on": as_dicts(large), "model": asdict(fitted.cluster),
         "model_mean_error": fitted.mean_error, "prediction_8x4": errors
     }
     (out / "all_to_all.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    note = ("Fitted to emulated grids of 2x2 to 4x4 ranks, 200 Mbit/s, 1 ms: see "
+            "docs/benchmarks/all_to_all.md")
     (ROOT / "configs" / "clusters" / "emulated.yaml").write_text(
-        dump_cluster(
-            fitted.cluster,
-            "Fitted to emulated grids of 2x2 to 4x4 ranks, 200 Mbit/s, 1 ms: see "
-            "docs/benchmarks/all_to_all.md"
-        ))
+        dump_cluster(fitted.cluster, note), encoding="utf-8")
     plot(rows, str(out / "all_to_all.png"))
     plot_model(model, str(out / "all_to_all_model.png"))
-    (out / "all_to_all.md").write_text(page(about, rows, dear, fitted, errors, tables(model)),
+    (out / "all_to_all.md").write_text(page(about, rows, costly, fitted, errors, tables(model)),
                                        encoding="utf-8")
 
 
-def page(about: dict[str, Any], rows: list[Row], dear: list[Row], fitted: Fit,
+def page(about: dict[str, Any], rows: list[Row], costly: list[Row], fitted: Fit,
          errors: list[dict[str, Any]], model: str) -> str:
     """The markdown page."""
     mean = statistics.mean(abs(e["error"]) for e in errors)
     worst = max(abs(e["error"]) for e in errors)
+    others = about["share_of_other_programs_by_cell"]
     return f"""# All-to-all: measured and predicted
 
-Made by `python scripts/benchmark_all_to_all.py`; all numbers are in `docs/benchmarks/all_to_all.json`. An emulated cluster on {about["cores"]} cores: every node a
-network namespace, links of {RATE / 1e6:g} Mbit/s and {DELAY * 1e3:g} ms one way, gloo, torch {about["torch"]}. Other programs took {statistics.mean(about["share_of_other_programs_by_cell"]):.0%} of the
-processors on average over the cells, {max(about["share_of_other_programs_by_cell"]):.0%} in the worst. *Wire floor*: what the bytes need on one node's link. *Own CPU*: what the exchange costs this machine's
-processors, spread over all its cores; where it is near the measured time, the machine is measured and not the link. A time is the median of
-several repeats, each from the first rank's begin to the last one's end.
+Made by `python scripts/benchmark_all_to_all.py`; all numbers are in
+`docs/benchmarks/all_to_all.json`. An emulated cluster on {about["cores"]} cores: every node is a
+network namespace, links of {RATE / 1e6:g} Mbit/s and {DELAY * 1e3:g} ms one way, gloo, torch
+{about["torch"]}. Other programs used {statistics.mean(others):.0%} of the CPU on average over the
+cells, {max(others):.0%} in the worst. *Wire floor*: least time of the bytes on one node's link.
+*Own CPU*: CPU time of the exchange, divided by the number of cores; where it is close to the
+measured time, the machine limits the exchange and not the link. A time is the median of several
+repeats, each from the first rank's begin to the last one's end.
 
 {markdown(rows)}
 
@@ -224,24 +228,26 @@ several repeats, each from the first rank's begin to the last one's end.
 
 {auto_table(rows)}
 
-## With a cost a message
+## With a cost per message
 
-The same with {MESSAGE * 1e3:g} ms charged by a node's card for every message that leaves it:
+The same with {MESSAGE * 1e3:g} ms on a node's card for every message that leaves it:
 
-{markdown(dear)}
+{markdown(costly)}
 
-{gain_table(rows, dear)}
+{gain_table(rows, costly)}
 
 ## The fitted model
 
-Fitted to 2x2, 2x4, 4x2 and 4x4 ranks (mean error there {fitted.mean_error:.1%}), held against 8x4: mean error {mean:.1%}, largest {worst:.1%}. All
-these cells were measured in turn, {ROUNDS} times over; the fit and this comparison use medians.
+Fitted to 2x2, 2x4, 4x2 and 4x4 ranks (mean error {fitted.mean_error:.1%}), tested on 8x4: mean
+error {mean:.1%}, largest {worst:.1%}. All these cells were measured in {ROUNDS} rounds; the fit and
+this comparison use medians.
 
 {error_table(errors)}
 
-## A cluster that we do not have
+## A cluster of GPUs, predicted
 
-`configs/clusters/a100_ib.yaml` (8 GPUs a node with a card each; 5 us and 22 GB/s between nodes, 3 us and 250 GB/s inside, copies at 1.3 TB/s), by formula:
+`configs/clusters/a100_ib.yaml` (8 GPUs per node with a card each; 5 us and 22 GB/s between nodes,
+3 us and 250 GB/s inside, copies at 1.3 TB/s), by formula:
 
 {model}
 
@@ -250,47 +256,44 @@ these cells were measured in turn, {ROUNDS} times over; the fit and this compari
 
 
 def auto_table(rows: Sequence[Row]) -> str:
-    """How far auto is from the best, cell by cell."""
+    """Ratio of auto to the best algorithm, by cell."""
     lines = []
     for cell in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):
         times = {r.algorithm: r for r in rows if (r.nodes, r.ranks_per_node, r.bytes) == cell}
         auto = times.pop("auto")
         best = min(times.values(), key=lambda r: r.median_ms)
         lines.append([
-            f"{cell[0]}x{cell[1]}",
-            show_size(cell[2]), best.algorithm, auto.chosen or "",
+            f"{cell[0]}x{cell[1]}", show_size(cell[2]), best.algorithm, auto.chosen or "",
             f"{auto.median_ms / best.median_ms:.2f}", f"{best.median_ms / (best.floor_ms or 1):.2f}"
         ])
-    return table(["grid", "bytes a rank", "best", "auto took", "auto / best", "best / floor"],
+    return table(["grid", "bytes per rank", "best", "auto chose", "auto / best", "best / floor"],
                  lines)
 
 
-def gain_table(rows: Sequence[Row], dear: Sequence[Row]) -> str:
+def gain_table(rows: Sequence[Row], costly: Sequence[Row]) -> str:
     """Linear over hierarchical, without and with the message cost."""
     lines = []
-    for what, some in (("no message cost", rows), (f"{MESSAGE * 1e3:g} ms a message", dear)):
-        for size in dict.fromkeys(r.bytes for r in dear):
+    for what, some in (("no message cost", rows), (f"{MESSAGE * 1e3:g} ms per message", costly)):
+        for size in dict.fromkeys(r.bytes for r in costly):
             t = {
                 r.algorithm: r.median_ms for r in some
                 if r.bytes == size and (r.nodes, r.ranks_per_node) == GRIDS[1]
             }
-            lines.append([
-                what,
-                show_size(size),
-                *(f"{min(t['linear'], t['native']) / t[name]:.2f}" for name in ("2dh", "leader"))
-            ])
-    return "Better linear / hierarchical, 8x4:\n\n" + table(["", "bytes a rank", "2dh", "leader"],
-                                                            lines)
+            better = min(t["linear"], t["native"])
+            lines.append([what, show_size(size),
+                          *(f"{better / t[name]:.2f}" for name in ("2dh", "leader"))])
+    head = ["", "bytes per rank", "2dh", "leader"]
+    return f"Better linear / hierarchical, 8x4:\n\n{table(head, lines)}"
 
 
 def error_table(errors: Sequence[dict[str, Any]]) -> str:
     """Predicted against measured."""
     lines = [[
-        e["algorithm"],
-        show_size(e["bytes"]), f"{e['measured_ms']:.1f}", f"{e['predicted_ms']:.1f}",
-        f"{e['error']:+.0%}"
+        e["algorithm"], show_size(e["bytes"]), f"{e['measured_ms']:.1f}",
+        f"{e['predicted_ms']:.1f}", f"{e['error']:+.0%}"
     ] for e in errors]
-    return table(["algorithm (8x4)", "bytes a rank", "measured ms", "predicted ms", "error"], lines)
+    head = ["algorithm (8x4)", "bytes per rank", "measured ms", "predicted ms", "error"]
+    return table(head, lines)
 
 
 if __name__ == "__main__":

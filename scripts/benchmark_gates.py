@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Train the quick start's model with every router through both hosts, and write what came out
-(about a quarter of an hour).
+"""Train the quick start's model with every router through both hosts, and write a table.
 
     python scripts/benchmark_gates.py [--steps 100] [--gates topk,hash] [--hosts fairseq,megatron]
-    [--out docs/benchmarks]
+        [--out docs/benchmarks]
 
-Writes gates.md and gates.json. Run `bash scripts/setup.sh` first. Exit status 1 where a loss does
-not fall or a gate does not keep the balance that it promises. A second run trains only what is
-missing (runs/gates; --fresh starts again).
+Takes about 15 minutes; run `bash scripts/setup.sh` first. Writes gates.md and gates.json. Exit
+status 1 if a loss does not fall or a router exceeds its bound of imbalance. A second run trains
+only what is missing (runs/gates; --fresh starts again).
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ SWITCH = {"switch": 0.01}
 class Gate:
     """How a router is trained here.
 
-    most: the largest load of an expert over the mean load that it must keep at the end. capacity:
-    of the padded dispatcher; None: dropless.
-    apart: every rank is called a node.
+    most: bound of the largest expert load over the mean load at the end. capacity: of the padded
+    dispatcher; None: dropless. apart: every rank counts as a node.
     """
 
     most: float
@@ -50,31 +48,34 @@ class Gate:
     apart: bool = False
 
 
-# A bound of 3: where tokens that are alike choose alike, and the text's commonest byte, the space,
-# is a third of it.
-# topology_quota, ta_moe: each rank counts as a node of its own, else there is nothing for them to
-# do.
+# Bound 3: routers that send equal tokens to equal experts; a third of the text is spaces.
+# topology_quota, ta_moe: with one node they would do nothing, so each rank counts as a node.
 GATES = {
-    "topk": Gate(2.0, losses=SWITCH), "switch": Gate(2.0, losses=SWITCH, top_k=1), "gshard": Gate(
-        2.0, losses={"gshard": 0.01}), "ktop1": Gate(2.0, losses=SWITCH), "sam": Gate(
-            2.5, {"groups": 2}, {"switch": 0.01, "sam_alignment": 0.01}), "group_limited": Gate(
-                2.5, {"groups": 4, "group_top_k": 2}, SWITCH, top_k=4), "sigmoid_bias": Gate(
-                    2.5, {"score": "sigmoid", "bias_rate": 0.01}), "base": Gate(1.02, top_k=1),
-    "hash": Gate(3.0, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}},
-                 top_k=1), "dense_to_sparse": Gate(2.5, {"sparsity": {"steps": 100}}, SWITCH,
-                                                   None), "cosine": Gate(2.0, losses=SWITCH),
-    "noisy_topk": Gate(2.5, losses={"importance": 0.01, "noisy_load": 0.01}), "expert_choice": Gate(
-        1.0, capacity=None), "sinkhorn": Gate(3.0), "topology_quota": Gate(
-            2.0, {"links": {"quota": 0.3}}, SWITCH,
-            apart=True), "ta_moe": Gate(2.5, losses={"ta_moe": 0.01}, apart=True),
+    "topk": Gate(2.0, losses=SWITCH),
+    "switch": Gate(2.0, losses=SWITCH, top_k=1),
+    "gshard": Gate(2.0, losses={"gshard": 0.01}),
+    "ktop1": Gate(2.0, losses=SWITCH),
+    "sam": Gate(2.5, {"groups": 2}, {"switch": 0.01, "sam_alignment": 0.01}),
+    "group_limited": Gate(2.5, {"groups": 4, "group_top_k": 2}, SWITCH, top_k=4),
+    "sigmoid_bias": Gate(2.5, {"score": "sigmoid", "bias_rate": 0.01}),
+    "base": Gate(1.02, top_k=1),
+    "hash": Gate(3.0, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}}, top_k=1),
+    "dense_to_sparse": Gate(2.5, {"sparsity": {"steps": 100}}, SWITCH, None),
+    "cosine": Gate(2.0, losses=SWITCH),
+    "noisy_topk": Gate(2.5, losses={"importance": 0.01, "noisy_load": 0.01}),
+    "expert_choice": Gate(1.0, capacity=None),
+    "sinkhorn": Gate(3.0),
+    "topology_quota": Gate(2.0, {"links": {"quota": 0.3}}, SWITCH, apart=True),
+    "ta_moe": Gate(2.5, losses={"ta_moe": 0.01}, apart=True),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one run left. Losses in nats a byte; busiest: largest load of an expert over the mean in
-    the worst layer, of the last record;
-    drops: share of choices without a slot, there; step_ms: median.
+    """Result of one run.
+
+    Losses are in nats per byte. busiest: largest expert load over the mean, worst layer, last
+    record. drops: share of choices without a slot, likewise. step_ms: median.
     """
 
     gate: str
@@ -90,12 +91,12 @@ class Row:
 
     @property
     def faults(self) -> list[str]:
-        """What it promised and did not keep."""
+        """Which bounds the run exceeds."""
         found = [] if self.last_loss < 0.8 * self.first_loss else [
             f"loss {self.first_loss:.3f} -> {self.last_loss:.3f}"
         ]
         return found + ([] if self.busiest <= self.most else
-                        [f"busiest expert {self.busiest:.2f} times the mean, promised {self.most}"])
+                        [f"busiest expert {self.busiest:.2f} times the mean, bound {self.most}"])
 
 
 def counts(host: str, corpus: Path) -> list[int]:
@@ -115,7 +116,7 @@ def counts(host: str, corpus: Path) -> list[int]:
 
 
 def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
-    """The gate's settings as YAML, in a folder beside the run's."""
+    """The router's settings as YAML, in a folder next to the run's."""
     gate, home = GATES[name], folder.with_name(f"{folder.name}.settings")
     home.mkdir(parents=True, exist_ok=True)
     router = {"name": name, "top_k": gate.top_k, **gate.router}
@@ -141,7 +142,7 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
     if host == "fairseq":
         command = quickstart.fairseq_command(s, data, folder, False)
         i = command.index("--moe-capacity-factor")
-        del command[i : i + 2]  # it would win over the file
+        del command[i : i + 2]  # it would override the file
         command += [*extra, "--moe-gate-loss-wt", "1", "--moe-gate-loss-combine-method", "sum"]
     else:
         command = [
@@ -152,9 +153,8 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
         if name == "sigmoid_bias":
             command += ["--moe-router-score-function", "sigmoid"]
         if GATES[name].top_k == 1:
-            command += ["--moe-router-pre-softmax"]  # Megatron demands it
-    read = quickstart.read_fairseq if host == "fairseq" else quickstart.read_megatron
-    result, _ = quickstart.train(quickstart.Run(host, folder, command, s["steps"], read))
+            command += ["--moe-router-pre-softmax"]  # Megatron requires it
+    result, _ = quickstart.train(quickstart.Run(host, folder, command, s["steps"]))
     last = last_records(folder)
     return Row(gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"],
                last_loss=result["last_loss"], valid_loss=result["valid_loss"],
@@ -164,7 +164,7 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
 
 
 def last_records(folder: Path) -> list[dict[str, Any]]:
-    """The statistics of the last step that has some, a row a layer."""
+    """The statistics of the last step that has some, a row per layer."""
     rows = [
         json.loads(line)
         for line in (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()
@@ -179,7 +179,7 @@ def markdown(rows: list[Row], s: dict[str, Any], entropy: float) -> str:
               "-" if r.valid_loss is None else f"{r.valid_loss:.3f}", f"{r.busiest:.2f}",
               f"{r.most:g}", f"{r.drops:.1%}", f"{r.step_ms:.0f}") for r in rows]
     head = ("gate", "host", "first loss", "last loss", "valid loss", "busiest expert / mean",
-            "bound", "drops", "ms a step")
+            "bound", "drops", "ms per step")
     how = [(name, str(g.top_k), "dropless" if g.capacity is None else f"{g.capacity:g}",
             ", ".join(f"{k} {v:g}" for k, v in g.losses.items())
             or "-", json.dumps(g.router) if g.router else "-") for name, g in GATES.items()]
@@ -189,10 +189,10 @@ def markdown(rows: list[Row], s: dict[str, Any], entropy: float) -> str:
         f"{s['steps']} steps of the quick start's model "
         f"({s['layers']} layers, every second with {s['experts']} experts, width {s['width']}) on "
         f"its corpus, {s['ranks']} ranks on CPU, torch {torch.__version__}.",
-        "Losses are nats a byte without the balance loss; the corpus' unigram entropy is "
+        "Losses are nats per byte without the balance loss; the corpus' unigram entropy is "
         f"{entropy:.3f}. Balance and drops are the worst layer's in the last record "
-        "(both steps of it); *bound* is what the run must keep. So few steps rank no gates: they "
-        "show that each learns and keeps its balance.",
+        "(both steps of it); *bound* is the limit of the balance. So few steps do not rank the "
+        "routers: they show that each one learns and stays balanced.",
         "",
         table(head, cells), "", "How each was set:", "",
         table(("gate", "top_k", "capacity factor", "losses", "other settings"), how), ""
@@ -210,7 +210,7 @@ def main() -> int:
                         help="folder of the table")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gates",
                         help="folder of corpus and runs")
-    parser.add_argument("--fresh", action="store_true", help="train again what is there")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier runs")
     args = parser.parse_args()
     for given, known in ((args.gates, GATES), (args.hosts, quickstart.HOSTS)):
         if set(given) - set(known):
@@ -222,16 +222,15 @@ def main() -> int:
     s = quickstart.settings(ROOT / "configs" / "quickstart.yaml", args.steps)
     corpus = args.runs.resolve() / "corpus"
     info = build_corpus(corpus, size=s["corpus_bytes"])
-    data = {"fairseq": quickstart.prepare_fairseq, "megatron": quickstart.prepare_megatron}
     rows = []
     for host in args.hosts:
-        made = data[host](corpus)
+        made = quickstart.HOST_STEPS[host][0](corpus)
         for name in args.gates:
             rows.append(run(name, host, s, made, corpus, args.runs.resolve() / f"{name}-{host}"))
             r = rows[-1]
             print(
                 f"{name:<16} {host:<9} loss {r.first_loss:.3f} -> {r.last_loss:.3f}, busiest "
-                f"{r.busiest:.2f}, drops {r.drops:.1%}, {r.step_ms:.0f} ms a step"
+                f"{r.busiest:.2f}, drops {r.drops:.1%}, {r.step_ms:.0f} ms per step"
                 + "".join(f"; FAULT: {fault}" for fault in r.faults), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     about = {

@@ -1,19 +1,19 @@
-"""The planner's layout against the measured best on an emulated cluster (root, Linux; about five
-minutes).
+"""The planner's layout against the measured best on an emulated cluster.
 
     python scripts/benchmark_plan.py [--out docs/benchmarks] [--steps 15] [--most 0.1]
 
-For each grid, expert size and load it measures every layout in turn and asks the planner, which
-knows only the cluster file (configs/clusters/emulated.yaml, fitted to all-to-alls alone) and a
-profile of one rank's processor beside busy neighbours. Writes plan.json and plan.md; exits with 1
-where the planner's layout takes more than `--most` longer than the best. Run it on a machine that
-does nothing else.
+Needs Linux and root, and about five minutes on an idle machine. For each grid, expert size and load
+it measures every layout and asks the planner, which knows only the cluster file
+(configs/clusters/emulated.yaml, fitted to all-to-alls) and a profile of one rank's processor while
+all ranks are busy. Writes plan.json and plan.md; exit status 1 if the planner's layout takes more
+than `--most` longer than the best.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -35,7 +35,7 @@ from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, TOKENS, TOP_K, WARM_UP = (64, 512, 2048), (64, 512, 2048), 1, 2
-# (nodes, ranks a node): (experts, algorithms)
+# (nodes, ranks per node): (experts, algorithms)
 GRIDS = {(4, 1): (2, ("linear",)), (2, 2): (8, ("linear", "2dh", "leader"))}
 
 
@@ -54,7 +54,7 @@ def profile_rank() -> Device:
 
 def measure_rank(experts: int, hidden: int, tokens: int, steps: int,
                  choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rank: every layout in turn, step by step, so that all see the same machine."""
+    """One rank: every layout in every step, so all see the same machine."""
     torch.set_num_threads(1)
     tree = {
         "model_dim": WIDTH, "num_experts": experts, "router": {"top_k": TOP_K},
@@ -74,35 +74,29 @@ def measure(grid: tuple[int, int], steps: int, links: Cluster) -> list[dict[str,
     experts, choices = GRIDS[grid][0], choices_of(grid)
     with EmulatedCluster(*grid) as cluster:
         profiles = cluster.run(profile_rank)
-    device = dataclasses.replace(
-        profiles[0], **{
-            name: statistics.median(getattr(p, name) for p in profiles)
-            for name in ("flops", "half_rows", "memory_bytes_s", "launch_s")
-        })
+    medians = {
+        name: statistics.median(getattr(p, name) for p in profiles)
+        for name in ("flops", "half_rows", "memory_bytes_s", "launch_s")
+    }
+    device = dataclasses.replace(profiles[0], **medians)
     cells = []
-    for hidden in HIDDEN:
-        for tokens in TOKENS:
-            with EmulatedCluster(*grid) as cluster:
-                ranks = cluster.run(measure_rank, experts, hidden, tokens, steps,
-                                    [c.as_dict() for c in choices], timeout_s=900)
-            times = {c.label: statistics.median(slowest(ranks, c.label)) for c in choices}
-            shape = LayerShape(tokens=tokens, model_dim=WIDTH, hidden_dim=hidden, experts=experts,
-                               top_k=TOP_K, element_bytes=4)
-            planned = {
-                cost.choice.label: cost.seconds
-                for cost in rank_choices(shape, links.resized(*grid), device, choices)
-            }
-            cells.append(cell(grid, hidden, tokens, times, planned))
-            print(
-                f"{cells[-1]['grid']}, inner width {hidden}, {tokens} tokens: planned "
-                f"{cells[-1]['planned']}, best {cells[-1]['best']}, ratio {cells[-1]['ratio']:.2f}",
-                flush=True)
+    for hidden, tokens in itertools.product(HIDDEN, TOKENS):
+        with EmulatedCluster(*grid) as cluster:
+            ranks = cluster.run(measure_rank, experts, hidden, tokens, steps,
+                                [c.as_dict() for c in choices], timeout_s=900)
+        times = {c.label: statistics.median(slowest(ranks, c.label)) for c in choices}
+        shape = LayerShape(tokens=tokens, model_dim=WIDTH, hidden_dim=hidden, experts=experts,
+                           top_k=TOP_K, element_bytes=4)
+        costs = rank_choices(shape, links.resized(*grid), device, choices)
+        cells.append(cell(grid, hidden, tokens, times, {c.choice.label: c.seconds for c in costs}))
+        print("{grid}, inner width {hidden}, {tokens} tokens: planned {planned}, best {best}, "
+              "ratio {ratio:.2f}".format(**cells[-1]), flush=True)
     return cells
 
 
 def cell(grid: tuple[int, int], hidden: int, tokens: int, times: dict[str, float],
          planned: dict[str, float]) -> dict[str, Any]:
-    """One row: what was planned, what is best, and how much is lost."""
+    """One row: the planned layout, the best one, and their ratio."""
     chosen, best = min(planned, key=planned.get), min(times, key=times.get)
     return {
         "grid": f"{grid[0]}x{grid[1]}", "hidden": hidden, "tokens": tokens, "planned": chosen,
@@ -116,22 +110,23 @@ def cell(grid: tuple[int, int], hidden: int, tokens: int, times: dict[str, float
 def page(cells: list[dict[str, Any]], steps: int, most: float) -> str:
     """The markdown page."""
     lines = [[
-        c["grid"],
-        str(c["hidden"]),
-        str(c["tokens"]), c["planned"], f"{c['measured_ms'][c['planned']]:.1f}", c["best"],
+        c["grid"], str(c["hidden"]), str(c["tokens"]), c["planned"],
+        f"{c['measured_ms'][c['planned']]:.1f}", c["best"],
         f"{c['measured_ms'][c['best']]:.1f}", f"{c['ratio']:.2f}", f"{c['worst_ratio']:.1f}"
     ] for c in cells]
     head = [
-        "grid", "inner width", "tokens a rank", "planned", "ms", "measured best", "ms",
+        "grid", "inner width", "tokens per rank", "planned", "ms", "measured best", "ms",
         "planned / best", "worst / best"
     ]
     within = sum(c["ratio"] <= 1 + most for c in cells)
     return f"""# The planner against the measured best
 
-`python scripts/benchmark_plan.py`. {len(cells)} cells on emulated clusters, links of 200 Mbit/s and 1 ms, width {WIDTH}, top-{TOP_K}; grid 4x1 has 2 experts, 2x2 has 8.
-All layouts run in turn inside the same processes, forward and backward; a time is the median of {steps} steps on the slowest rank. The planner knows
-`configs/clusters/emulated.yaml`, which was fitted to all-to-alls, and a profile of one rank's processor (products and copies), and measured none of these cells.
-Within {most:.0%} of the measured best: {within} of {len(cells)} cells. All times, predicted ones too: `plan.json`.
+`python scripts/benchmark_plan.py`. {len(cells)} cells on emulated clusters, links of 200 Mbit/s and
+1 ms, width {WIDTH}, top-{TOP_K}; grid 4x1 has 2 experts, 2x2 has 8. All layouts run alternately in
+the same processes, forward and backward; a time is the median of {steps} steps on the slowest rank.
+The planner knows `configs/clusters/emulated.yaml`, which was fitted to all-to-alls, and a profile
+of one rank's processor (matmuls and copies); it measured none of these cells. Within {most:.0%} of
+the measured best: {within} of {len(cells)} cells. All times, predicted ones too: `plan.json`.
 
 {table(head, lines)}
 """

@@ -1,13 +1,10 @@
 #!/usr/bin/env python3
-"""The training part of scripts/quickstart.sh: corpus, data of both hosts, two training runs, a
-table.
-"""
+"""The training part of scripts/quickstart.sh: corpus, data of both hosts, two runs, a table."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import shutil
@@ -16,62 +13,61 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from moe_plugin.bench.corpus import CorpusInfo, build_corpus
+from moe_plugin.bench.corpus import CorpusInfo, build_corpus, read_info
 from moe_plugin.observe import progress
 from moe_plugin.observe.history import read_run
+from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.report import write_report
+from moe_plugin.yaml_file import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-LN2 = math.log(2)
 HOSTS = ("fairseq", "megatron")
 
 
 class Failed(Exception):
-    """A step did not succeed; the message says which and where its log is."""
+    """A step failed; the message names it and its log."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """One logged training step. loss: nats a token, without the balance loss. valid: of the
-    validation set, where it was measured.
-    """
-
-    step: int
-    loss: float | None = None
-    tokens_per_s: float | None = None
-    valid: float | None = None
-
-
-@dataclass
 class Run:
-    """One training run: what to start, where, how to read its log, and what it left."""
+    """One training run: its host, folder, command and number of steps."""
 
     host: str
     folder: Path
     command: list[str]
     steps: int
-    read: Callable[[Path], list[Record]]
-    log: Path = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.log = self.folder / "train.log"
+    @property
+    def log(self) -> Path:
+        """Standard output and error of the command."""
+        return self.folder / "train.log"
+
+    def losses(self) -> list[StepRecord]:
+        """Logged steps with a training loss; empty before the first one."""
+        return [r for r in steps_of(self.folder) if r.loss is not None]
+
+
+def steps_of(folder: Path) -> list[StepRecord]:
+    """Logged steps of a run; empty before the first one. Losses are nats per token."""
+    try:
+        return read_run(folder).steps
+    except ValueError:  # no record yet
+        return []
 
 
 def fairseq_command(s: dict[str, Any], data: Path, folder: Path, gpu: bool) -> list[str]:
     """Stock `fairseq-train`, with our `--user-dir` and flags."""
-    where = ["--ddp-backend", "legacy_ddp"
-             ] + ([] if gpu else ["--cpu", "--distributed-backend", "gloo"])
+    cpu = [] if gpu else ["--cpu", "--distributed-backend", "gloo"]
+    program = Path(sys.executable).with_name("fairseq-train")
     return [
-        *_torchrun(s),
-        str(Path(sys.executable).with_name("fairseq-train")),
-        str(data), "--user-dir", "moe_plugin", "--task", "language_modeling", *_flags({
+        *_torchrun(s), str(program), str(data), "--user-dir", "moe_plugin", *_flags({
+            "task": "language_modeling",
             "arch": "moe_lm_tiny", "decoder-layers": s["layers"], "decoder-embed-dim": s["width"],
             "decoder-ffn-embed-dim": s["hidden"], "decoder-attention-heads": s["heads"],
             "moe-freq": 2, "moe-expert-count": s["experts"], "moe-second-expert-policy": "all",
@@ -85,7 +81,7 @@ def fairseq_command(s: dict[str, Any], data: Path, folder: Path, gpu: bool) -> l
             "keep-interval-updates": 1, "max-valid-steps": 25, "log-format": "json",
             "log-interval": _interval(s), "moe-stats-jsonl": folder / "stats.jsonl",
             "moe-stats-interval": _interval(s), "moe-stats-timeline": _timeline_step(s)
-        }), "--no-epoch-checkpoints", *where,
+        }), "--no-epoch-checkpoints", "--ddp-backend", "legacy_ddp", *cpu,
     ]
 
 
@@ -129,127 +125,97 @@ def _flags(values: dict[str, Any]) -> list[str]:
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
-def read_fairseq(folder: Path) -> list[Record]:
-    """Records of fairseq's JSON log lines; its losses are in bits."""
-    found = []
-    for line in _lines(folder / "train.log"):
-        _, mark, text = line.partition("| train_inner | ")
-        if mark:
-            r = json.loads(text)
-            found.append(
-                Record(int(r["num_updates"]),
-                       float(r["inner_loss"]) * LN2, float(r["wps"])))
-        _, mark, text = line.partition("| valid | ")
-        if mark:
-            r = json.loads(text)
-            found.append(
-                Record(int(r["valid_num_updates"]), valid=float(r["valid_inner_loss"]) * LN2))
-    return found
-
-
-def read_megatron(folder: Path) -> list[Record]:
-    """Records of the training script's JSONL log."""
-    rows = [json.loads(line) for line in _lines(folder / "log.jsonl") if line.endswith("}\n")]
-    return [
-        Record(r["iteration"], r.get("lm_loss"), r.get("tokens_per_s"), r.get("valid_loss"))
-        for r in rows
-    ]
-
-
-def _lines(path: Path) -> Iterator[str]:
-    if path.is_file():
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            yield from stream
-
-
 def balance(folder: Path) -> float | None:
-    """The largest load of an expert over the mean load, worst layer, in the last statistics record.
-    """
-    rows = [json.loads(line) for line in _lines(folder / "stats.jsonl") if line.endswith("}\n")]
-    last = max((row["step"] for row in rows), default=None)
-    return max((row["max_over_mean"] for row in rows if row["step"] == last), default=None)
+    """The largest expert load over the mean load, worst layer, in the last statistics record."""
+    try:
+        last = read_run(folder).last_records.values()
+    except ValueError:
+        return None
+    return max((r.max_over_mean for r in last if r.max_over_mean is not None), default=None)
 
 
 def train(run: Run) -> tuple[dict[str, Any], bool]:
-    """Train, unless this very run is finished. Returns (result, whether it was there already)."""
-    key = " ".join(run.command)
-    done = run.folder / "result.json"
-    started = run.folder / "command.sh"
-    script = ("#!/usr/bin/env bash\n# what the quick start ran; change it and run it\ncd "
+    """Train, unless exactly this run is finished. Returns (result, whether it was reused)."""
+    done, started = run.folder / "result.json", run.folder / "command.sh"
+    script = ("#!/usr/bin/env bash\n# the command of the quick start; edit and run it\ncd "
               f"{shlex.quote(str(ROOT))}\nexport OMP_NUM_THREADS=1\n{shlex.join(run.command)}\n")
     if started.is_file() and started.read_text() != script:
-        kept = run.folder.with_name(
-            f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started.stat().st_mtime))}"
-        )
-        run.folder.rename(kept)
-        print(f"  {run.host}: the settings changed; the run with the old ones is now {kept}")
+        _rename_old(run, started)
     if done.is_file():
         return json.loads(done.read_text()), True
     run.folder.mkdir(parents=True, exist_ok=True)
     started.write_text(script)
     begin = time.monotonic()
     _follow(run, begin)
-    records = run.read(run.folder)
-    losses, speeds = [r for r in records
-                      if r.loss is not None], [r.tokens_per_s for r in records if r.tokens_per_s]
+    losses = run.losses()
     if not losses or losses[-1].step < run.steps:
         raise Failed(f"{run.host} ended before step {run.steps}; log: {run.log}")
+    steps = steps_of(run.folder)
     result = {
-        "host": run.host, "command": key, "steps": losses[-1].step, "first_loss": losses[0].loss,
-        "last_loss": losses[-1].loss, "valid_loss": next(
-            (r.valid for r in reversed(records) if r.valid is not None),
-            None), "tokens_per_s": statistics.median(speeds), "balance": balance(run.folder),
-        "seconds": round(time.monotonic() - begin), "checkpoints": str(run.folder / "checkpoints"),
+        "host": run.host, "command": " ".join(run.command), "steps": losses[-1].step,
+        "first_loss": losses[0].loss, "last_loss": losses[-1].loss,
+        "valid_loss": next((r.valid_loss for r in reversed(steps) if r.valid_loss is not None),
+                           None),
+        "tokens_per_s": statistics.median(r.tokens_per_s for r in steps if r.tokens_per_s),
+        "balance": balance(run.folder), "seconds": round(time.monotonic() - begin),
+        "checkpoints": str(run.folder / "checkpoints"),
     }
     done.write_text(json.dumps(result, indent=1) + "\n")
     return result, False
 
 
+def _rename_old(run: Run, started: Path) -> None:
+    """Move a run with other settings out of the way."""
+    date = time.strftime("%Y%m%d-%H%M%S", time.localtime(started.stat().st_mtime))
+    kept = run.folder.with_name(f"{run.folder.name}-{date}")
+    run.folder.rename(kept)
+    print(f"  {run.host}: the settings changed; the run with the old ones is now {kept}")
+
+
 def _follow(run: Run, begin: float) -> None:
     """Start the run and show its progress until it ends."""
-    # one thread a rank: two ranks on two cores; a session of its own, so that Ctrl-C reaches all
-    # its processes through us
+    # one thread per rank: two ranks on two cores; a session of its own, so that Ctrl-C reaches all
+    # its processes through this one
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    seen, told = 0, 0
+    seen = 0
     with open(run.log, "ab") as log, progress(run.steps, f"  {run.host}") as bar:
         process = subprocess.Popen(run.command, stdout=log, stderr=subprocess.STDOUT, env=env,
                                    cwd=ROOT, start_new_session=True)
         try:
             while process.poll() is None:
                 time.sleep(0.5)
-                losses = [r for r in run.read(run.folder) if r.loss is not None]
+                losses = run.losses()
                 if losses and losses[-1].step > seen:
                     bar.update(losses[-1].step - seen)
                     bar.set_postfix_str(
                         f"loss {losses[-1].loss:.3f}, {losses[-1].tokens_per_s:,.0f} tokens/s")
+                    _print_quarter(run, seen, losses[-1], begin)
                     seen = losses[-1].step
-                    if not sys.stderr.isatty() and seen * 4 // run.steps > told:
-                        told = seen * 4 // run.steps
-                        print(
-                            f"  {run.host}: step {seen} of {run.steps}, loss "
-                            f"{losses[-1].loss:.3f}, {time.monotonic() - begin:.0f} s",
-                            flush=True)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
     if process.returncode:
-        raise Failed(
-            f"{run.host} ended with status {process.returncode}; the end of "
-            f"{run.log}:\n\n{_tail(run.log)}"
-        )
+        raise Failed(f"{run.host} ended with status {process.returncode}; the end of "
+                     f"{run.log}:\n\n{_tail(run.log)}")
+
+
+def _print_quarter(run: Run, before: int, record: StepRecord, begin: float) -> None:
+    """Without a terminal for the bar: a line per quarter of the run."""
+    if not sys.stderr.isatty() and record.step * 4 // run.steps > before * 4 // run.steps:
+        print(f"  {run.host}: step {record.step} of {run.steps}, loss {record.loss:.3f}, "
+              f"{time.monotonic() - begin:.0f} s", flush=True)
 
 
 def _tail(path: Path, count: int = 25) -> str:
-    return "".join(f"    {line}" for line in list(_lines(path))[-count:])
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        return "".join(f"    {line}" for line in deque(stream, count))
 
 
 def prepare(command: Sequence[str], made: Path, log: Path, what: str) -> None:
-    """Run a command that makes the folder or file `made`, unless it is there; it appears complete
-    or not at all.
-    """
+    """Run a command unless the marker `made` exists; create the marker when it has succeeded."""
     if made.exists():
-        print(f"  {what}: there already")
+        print(f"  {what}: exists already")
         return
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
@@ -267,8 +233,7 @@ def prepare_fairseq(corpus: Path) -> Path:
     data = corpus / "fairseq"
     command = [
         str(Path(sys.executable).with_name("fairseq-preprocess")), "--only-source", "--srcdict",
-        str(corpus / "dict.txt"), "--destdir",
-        str(data), "--workers", "2",
+        str(corpus / "dict.txt"), "--destdir", str(data), "--workers", "2",
         *(t for s in ("train", "valid", "test") for t in (f"--{s}pref", str(corpus / f"{s}.tok")))
     ]
     prepare(command, data / "complete", corpus / "fairseq-preprocess.log", "fairseq-preprocess")
@@ -280,8 +245,7 @@ def prepare_megatron(corpus: Path) -> Path:
     prefix = corpus / "megatron" / "train"
     command = [
         sys.executable, "-m", "moe_plugin.hosts.megatron.data", "--input",
-        str(corpus / "train.txt"), "--output-prefix",
-        str(prefix)
+        str(corpus / "train.txt"), "--output-prefix", str(prefix)
     ]
     prepare(command, prefix.with_name("complete"), corpus / "megatron-data.log",
             "Megatron's indexed dataset")
@@ -289,7 +253,7 @@ def prepare_megatron(corpus: Path) -> Path:
 
 
 def table(results: list[dict[str, Any]], entropy: float) -> str:
-    """The results, one line a host."""
+    """The results, a line per host."""
     head = ("host", "tokens/s", "first loss", "last loss", "valid loss", "unigram entropy",
             "busiest expert / mean", "seconds")
     rows = [(r["host"], f"{r['tokens_per_s']:,.0f}", _number(r["first_loss"]),
@@ -309,13 +273,12 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
-    """Table, where things lie, how to go on."""
+    """Table, where the files are, and what to do next."""
     lines = [
         "",
         table(results, info.unigram_entropy), "",
-        "Losses are nats a byte, without the balance loss. The unigram entropy is what a model "
-        "reaches that knows only how",
-        "often each byte occurs: what lies below it was learned.", ""
+        "Losses are nats per byte, without the balance loss. The unigram entropy is the loss of a "
+        "model that", "knows only the frequency of each byte: a lower loss was learned.", ""
     ]
     for r in results:
         files = {
@@ -328,23 +291,23 @@ def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
             if (out / r["host"] / name).exists()
         ]
     lines += [
-        "", "Go on:",
+        "", "Next steps:",
         "  - change a setting: copy a command.sh, edit, run it; all settings: docs/flags.md, "
         "docs/config.md",
         "  - train on your own text:",
         "      bash scripts/train_fairseq.sh DATA SAVE      (DATA from fairseq-preprocess "
         "--only-source)",
         "      bash scripts/train_megatron.sh TEXT OUT      (TEXT: any text file)",
-        "  - look at a run while it trains: moe-plugin watch DIR; its report as a page: moe-plugin "
+        "  - watch a run while it trains: moe-plugin watch DIR; its report as a page: moe-plugin "
         "report DIR",
-        "  - what this machine has: moe-plugin doctor"
+        "  - what this machine supports: moe-plugin doctor"
     ]
     return "\n".join(lines)
 
 
 def settings(path: Path, steps: int | None) -> dict[str, Any]:
-    """The sizes of configs/quickstart.yaml."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    """The sizes of configs/quickstart.yaml, with another number of steps if given."""
+    values = read_yaml(path)
     if steps is not None:
         if steps < 1:
             raise ValueError(f"--steps {steps} is out of bounds: must be >= 1")
@@ -352,57 +315,57 @@ def settings(path: Path, steps: int | None) -> dict[str, Any]:
     return values
 
 
+def make_corpus(folder: Path, size: int) -> CorpusInfo:
+    """The corpus in `folder`; the hosts' data of another text is removed with it."""
+    before = read_info(folder)
+    info = build_corpus(folder, size=size)
+    if before is not None and before != info:
+        shutil.rmtree(folder)
+        info = build_corpus(folder, size=size)
+    print(f"  corpus: {info.tokens['train']:,} bytes to train on, unigram entropy "
+          f"{info.unigram_entropy:.3f} nats per byte")
+    return info
+
+
 def quickstart(args: argparse.Namespace) -> int:
-    """All of it."""
+    """Make the corpus, train in each host, write reports and print the summary."""
     import torch
 
     s = settings(ROOT / "configs" / "quickstart.yaml", args.steps)
     out, gpu = args.out.resolve(), torch.cuda.device_count() >= s["ranks"]
-    few = f", because {s['ranks']} ranks need as many GPUs and this machine has 1" if torch.cuda.device_count(
-    ) == 1 else ""
-    print(
-        f"training on {s['ranks']} {'GPUs (NCCL)' if gpu else 'CPU processes (gloo)'}{few}; "
-        f"everything goes to {out}"
-    )
+    few = (f", because {s['ranks']} ranks need as many GPUs and this machine has 1"
+           if torch.cuda.device_count() == 1 else "")
+    print(f"training on {s['ranks']} {'GPUs (NCCL)' if gpu else 'CPU processes (gloo)'}{few}; "
+          f"all files go to {out}")
     if args.fresh:
         for host in args.hosts:
             shutil.rmtree(out / host, ignore_errors=True)
     corpus = out / "corpus"
-    if (before := build_info(corpus)) != (info := build_corpus(
-            corpus, size=s["corpus_bytes"])) and before is not None:
-        shutil.rmtree(corpus)  # another text: the hosts' data of the old one goes with it
-        info = build_corpus(corpus, size=s["corpus_bytes"])
-    print(
-        f"  corpus: {info.tokens['train']:,} bytes to train on, unigram entropy "
-        f"{info.unigram_entropy:.3f} nats a byte"
-    )
+    info = make_corpus(corpus, s["corpus_bytes"])
     results = []
     for host in args.hosts:
-        data = prepare_fairseq(corpus) if host == "fairseq" else prepare_megatron(corpus)
-        make, read = (fairseq_command, read_fairseq) if host == "fairseq" else (megatron_command,
-                                                                                read_megatron)
-        run = Run(host, out / host, make(s, data, out / host, gpu), s["steps"], read)
-        result, reused = train(run)
-        print(
-            f"  {host}: " + ("finished before (--fresh trains again)"
-                             if reused else f"trained in {result['seconds']} s"), flush=True)
+        prepare_data, make_command = HOST_STEPS[host]
+        command = make_command(s, prepare_data(corpus), out / host, gpu)
+        result, reused = train(Run(host, out / host, command, s["steps"]))
+        print(f"  {host}: " + ("finished before (--fresh trains again)"
+                               if reused else f"trained in {result['seconds']} s"), flush=True)
         write_report(read_run(out / host), out / host / "report.html")
         results.append(result)
     print(summary(out, results, info))
     return 0
 
 
-def build_info(corpus: Path) -> CorpusInfo | None:
-    """What is there already."""
-    from moe_plugin.bench.corpus import read_info
-
-    return read_info(corpus)
+# by host: prepare its data, make its command
+HOST_STEPS = {
+    "fairseq": (prepare_fairseq, fairseq_command),
+    "megatron": (prepare_megatron, megatron_command),
+}
 
 
 def main() -> int:
     """Command line."""
-    sys.stdout.reconfigure(
-        line_buffering=True)  # type: ignore[union-attr]  # a log shows what happens when it happens
+    # show progress at once, also in a log file
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     parser = argparse.ArgumentParser(
         prog="scripts/quickstart.sh",
         description="Train a small MoE language model through fairseq and Megatron-core.")
@@ -422,7 +385,7 @@ def main() -> int:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped; run the same command again to go on from the last checkpoint",
+        print("\nstopped; run the same command again to continue from the last checkpoint",
               file=sys.stderr)
         return 130
 

@@ -1,6 +1,4 @@
-"""A cluster of network namespaces with shaped links on one machine (Linux, root or a user
-namespace).
-"""
+"""An emulated cluster on one machine: network namespaces with shaped links (Linux, root)."""
 
 from moe_plugin.emulate.cluster import EmulatedCluster, PortStats
 from moe_plugin.emulate.namespaces import why_not

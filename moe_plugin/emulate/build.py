@@ -1,4 +1,4 @@
-"""Compiles the switch when it is first needed, into the user's cache."""
+"""Compiles the switch at its first use, into the user's cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def compiler() -> str | None:
 
 
 def build_switch(cache: Path | None = None) -> Path:
-    """The compiled switch, named by its source's digest, so that a new version never runs an old
-    program.
+    """The compiled switch; its name contains the digest of its source, so a new version recompiles.
 
-    Raises: ValueError: no compiler, or it fails; with its message.
+    Raises: ValueError: no compiler, or it fails, with its message.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     target = user_cache("the emulated cluster's switch cannot be compiled there",
@@ -35,13 +34,12 @@ def build_switch(cache: Path | None = None) -> Path:
     if cc is None:
         raise ValueError(
             f"no C compiler ({', '.join(COMPILERS)}) for the emulated cluster's switch; on Debian "
-            "or Ubuntu: sudo apt-get install gcc"
-        )
+            "or Ubuntu: sudo apt-get install gcc")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "switch"
         done = subprocess.run([cc, "-O2", "-o", str(made), str(SOURCE)], capture_output=True,
                               text=True, check=False)
         if done.returncode:
             raise ValueError(f"{cc} could not compile {SOURCE}: {done.stderr.strip()}")
-        os.replace(made, target)  # whole or not at all, also when two processes build at once
+        os.replace(made, target)  # atomic, also when two processes build at once
     return target

@@ -1,5 +1,7 @@
-"""Simulated time: what messages cost on a cluster of given links, with ranks that share their
-node's network cards.
+"""Simulated time of messages on a cluster whose ranks share their node's network cards.
+
+Not `planner.events`: there each resource runs tasks in issue order, while here a card takes the
+message that is ready first, and a message occupies two cards at once.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from moe_plugin.planner.cluster import Cluster
 
 @dataclass
 class Clock:
-    """One clock a rank, in seconds.
+    """One clock per rank, in seconds; a `moe_plugin.comm.simulated.Clock`.
 
-    A rank issues its messages one after another, each for the alpha of its link. Between nodes a
-    message then holds its sender's network card, and its receiver's, for alpha + bytes * beta;
-    inside a node it holds the two ranks' own ports. A round ends for a rank when its own messages
-    have left and those for it have arrived, `phase_s` later.
+    A rank issues its messages one after another, each takes the alpha of its link. Between nodes a
+    message then occupies its sender's and its receiver's network card for alpha + bytes * beta;
+    inside a node it occupies a port of each rank. A round ends for a rank `phase_s` after its own
+    messages have left and those for it have arrived.
     """
 
     cluster: Cluster
@@ -35,9 +37,7 @@ class Clock:
         return max(self.now)
 
     def charge(self, messages: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """One round: for each source rank its (destination rank, bytes), in the order in which they
-        are issued.
-        """
+        """One round: (destination rank, bytes) by source rank, in issue order."""
         issue = {rank: self.now[rank] for rank in messages}
         done = dict(issue)
         queues = {
@@ -45,7 +45,7 @@ class Clock:
             for rank, queue in messages.items()
         }
         while waiting := [rank for rank, queue in queues.items() if queue]:
-            # in order of time: a card takes the message that is there first
+            # in order of time: a card takes the message that is ready first
             source = min(waiting, key=lambda rank: self._start(rank, queues[rank][-1][0], issue))
             target, size = queues[source].pop()
             left, arrived = self._send(source, target, size, issue)
@@ -55,8 +55,8 @@ class Clock:
             self.now[rank] = max(self.now[rank],
                                  time + (self.cluster.phase_s if time > self.now[rank] else 0.0))
 
-    def _send(self, source: int, target: int, size: int, issue: dict[int,
-                                                                     float]) -> tuple[float, float]:
+    def _send(self, source: int, target: int, size: int,
+              issue: dict[int, float]) -> tuple[float, float]:
         """(when it has left, when it has arrived)."""
         inside = self.topology.same_node(source, target)
         link = self.cluster.intra if inside else self.cluster.inter
@@ -74,12 +74,10 @@ class Clock:
         return max(issue[source], self._free.get(self._ports(source, target)[0], 0.0))
 
     def _ports(self, source: int, target: int) -> tuple[tuple, tuple]:
-        """What a message holds on its way out and in: ports of ranks inside a node, else network
-        cards.
-        """
+        """What a message occupies: ports of ranks inside a node, else network cards."""
         if self.topology.same_node(source, target):
             return ("out", source), ("in", target)
         return self._card("tx", source), self._card("rx", target)
 
-    def _card(self, way: str, rank: int) -> tuple:
-        return way, self.topology.node_of[rank], self.topology.local_of[rank] % self.cluster.nics
+    def _card(self, direction: str, rank: int) -> tuple:
+        return direction, self.topology.node_of[rank], self.topology.local_of[rank] % self.cluster.nics

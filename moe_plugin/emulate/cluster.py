@@ -1,6 +1,4 @@
-"""`EmulatedCluster`: nodes as network namespaces on this machine, joined by a switch with shaped
-ports.
-"""
+"""`EmulatedCluster`: nodes as network namespaces, connected by a switch with shaped ports."""
 
 from __future__ import annotations
 
@@ -31,8 +29,9 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class PortStats:
-    """What a node has sent and received. bytes_in: on the wire, from the node. messages: frames
-    that ended one.
+    """What a node has sent and received.
+
+    bytes_in: on the wire, from the node. messages: frames that ended one.
     """
 
     frames_in: int
@@ -46,15 +45,15 @@ class PortStats:
 class EmulatedCluster:
     """A cluster of `nodes` x `ranks_per_node` ranks on this machine; a context manager.
 
-    Every node has its own network, host name and link; ranks of a node talk over its loopback.
-    Nothing is left behind when this process ends, however it ends: namespaces have no names, the
-    switch ends with its control socket, ranks with us.
+    Every node has its own network, host name and link; ranks of a node communicate over its
+    loopback. Nothing remains after this process, however it ends: namespaces have no names, the
+    switch ends with its control socket, ranks end with their parent.
 
     Args:
-        rate_bit_s: of each node's link, both ways. delay_s: one way. message_s: extra cost a
-            message of a node's card.
+        rate_bit_s: of each node's link, in each direction. delay_s: of one direction. message_s:
+            extra time of a node's card per message.
         mtu: of the links, bytes.
-    Raises: ValueError: values out of bounds, or no such cluster can run here, with the reason.
+    Raises: ValueError: values out of bounds, or this machine cannot run it, with the reason.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, rate_bit_s: float = 200e6,
@@ -62,15 +61,14 @@ class EmulatedCluster:
         if not 1 <= nodes <= MAX_NODES or ranks_per_node < 1:
             raise ValueError(
                 f"emulated cluster {nodes}x{ranks_per_node}: must be 1 to {MAX_NODES} nodes and at "
-                "least one rank a node"
-            )
+                "least one rank per node")
         if rate_bit_s <= 0 or delay_s < 0 or message_s < 0:
             raise ValueError(
                 f"emulated cluster: rate {rate_bit_s} must be > 0, delay {delay_s} and message "
-                f"cost {message_s} >= 0; e.g. 200mbit, 1ms"
-            )
+                f"cost {message_s} >= 0; e.g. 200mbit, 1ms")
         self.nodes_wanted, self.ranks_per_node = nodes, ranks_per_node
-        self.rate_bit_s, self.delay_s, self.message_s, self.mtu = rate_bit_s, delay_s, message_s, mtu
+        self.rate_bit_s, self.delay_s = rate_bit_s, delay_s
+        self.message_s, self.mtu = message_s, mtu
         self.nodes: list[Node] = []
         self.running: list[RankProcess] = []
         self.commands: list[subprocess.Popen] = []
@@ -107,7 +105,8 @@ class EmulatedCluster:
                 self._switch.stdout.close()
         for node in self.nodes:
             node.close()
-        self.nodes, self.running, self.commands, self._control, self._switch = [], [], [], None, None
+        self.nodes, self.running, self.commands = [], [], []
+        self._control = self._switch = None
 
     def _start_switch(self, program: os.PathLike) -> None:
         self.nodes = [make_node(i) for i in range(self.nodes_wanted)]
@@ -121,17 +120,17 @@ class EmulatedCluster:
         self._switch = subprocess.Popen([str(program), *map(str, numbers)], stdout=subprocess.PIPE,
                                         text=True, pass_fds=inherited)
         theirs.close()
-        said = self._switch.stdout.readline()
-        if not said.startswith("ready"):
+        answer = self._switch.stdout.readline()
+        if not answer.startswith("ready"):
             raise ValueError(
-                f"the emulated cluster's switch did not start: {said.strip() or 'no word'}; run as "
-                "root, or see `moe-plugin doctor`"
-            )
+                f"the emulated cluster's switch did not start: {answer.strip() or 'no output'}; "
+                "run as root, or see `moe-plugin doctor`")
 
     def start(self, fn: Callable[..., Any], *args: Any, group_timeout_s: float = 60.0,
               join: bool = True) -> list[RankProcess]:
-        """Start `fn(*args)` on every rank, with the launcher's variables set and (join) the gloo
-        world initialised.
+        """Start `fn(*args)` on every rank, with the launcher's variables set.
+
+        join: also initialise the gloo world.
         """
         ours = [self._control.fileno()] if self._control else []
         store, port = serve_store(self.nodes[0], ours)
@@ -147,35 +146,32 @@ class EmulatedCluster:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
             group_timeout_s: float = 60.0) -> list[Any]:
-        """`fn(*args)` on every rank; the results in rank order. Any rank's failure is a
-        RuntimeError with all traces.
+        """Run `fn(*args)` on every rank; returns the results in rank order.
+
+        Raises: RuntimeError: a rank failed, with the traces.
         """
         ends = self.collect(self.start(fn, *args, group_timeout_s=group_timeout_s), timeout_s)
         failed = [end.error for end in ends if end.error is not None]
         if failed:
-            more = f"\nand {len(failed) - ERRORS_SHOWN} more ranks failed" if len(
-                failed) > ERRORS_SHOWN else ""
+            rest = len(failed) - ERRORS_SHOWN
+            more = f"\nand {rest} more ranks failed" if rest > 0 else ""
             raise RuntimeError("\n".join(failed[:ERRORS_SHOWN]) + more)
         return [end.value for end in ends]
 
     def collect(self, ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-        """How the ranks ended; those without an answer after `timeout_s` are killed. Stores are
-        stopped, too.
-        """
+        """How the ranks ended; ranks that run after `timeout_s` are killed. Stops the stores, too."""
         ends = collect(ranks, timeout_s)
         stop([process for process in self.running if process.rank < 0])
         self.running = []
         return ends
 
     def command(self, node: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen:
-        """Run a program on a node (torchrun, say). All that it starts dies with it, and it with
-        this cluster.
-        """
+        """Run a program on a node, e.g. torchrun. It and its children end with this cluster."""
         where = self.nodes[node]
         environment = {**os.environ, **popen.pop("env", {}), "GLOO_SOCKET_IFNAME": "eth0"}
         enter = ["nsenter", f"--net=/proc/self/fd/{where.net}", f"--uts=/proc/self/fd/{where.uts}"]
         seal = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        # setpriv: the chain begins to die when we do, and unshare --kill-child passes it on
+        # setpriv ends with this process, and unshare --kill-child passes that on
         started = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *enter, *seal, *argv],
                                    env=environment, pass_fds=[where.net, where.uts], **popen)
         self.commands.append(started)
@@ -186,11 +182,11 @@ class EmulatedCluster:
         self._tell(f"rate {node} {rate_bit_s}")
 
     def set_loss(self, node: int, probability: float) -> None:
-        """Lose frames of one node at random, each way."""
+        """Drop frames of one node at random, in each direction."""
         self._tell(f"loss {node} {probability}")
 
     def set_hole(self, node: int, on: bool = True) -> None:
-        """Swallow everything from and to one node (a black hole: nobody is told)."""
+        """Drop all frames from and to one node, without any error (a black hole)."""
         self._tell(f"hole {node} {int(on)}")
 
     def set_link(self, node: int, up: bool) -> None:
@@ -231,7 +227,7 @@ class EmulatedCluster:
             "GROUP_WORLD_SIZE": str(self.nodes_wanted),
             "MASTER_ADDR": self.nodes[0].address,
             "MASTER_PORT": str(port),
-            # the store is served already: with env:// rank 0 must not serve another
+            # the store exists already: with env:// rank 0 must not create another
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1"
@@ -250,7 +246,7 @@ def _rank(environment: dict[str, str], join_timeout_s: float | None, fn: Callabl
     initialise(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]),
                int(environment["RANK"]), int(environment["WORLD_SIZE"]), join_timeout_s)
     value = fn(*args)
-    if dist.is_initialized():  # unless `fn` took the group down itself
+    if dist.is_initialized():  # `fn` may have destroyed the group
         dist.barrier()
         dist.destroy_process_group()
     return value

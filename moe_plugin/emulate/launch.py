@@ -1,4 +1,4 @@
-"""Any training command on an emulated cluster: torchrun on every node, as on a real one."""
+"""Runs a training command on an emulated cluster: torchrun on every node, as on a real one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
         program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
             `fairseq-train ARGS`.
         max_restarts: how often torchrun starts all ranks again after one failed.
-        popen: of `EmulatedCluster.command`; `stdout`, say.
+        popen: options of `EmulatedCluster.command`, e.g. `stdout`.
     Raises: ValueError: no such program.
     """
     program = _python_or_command(program)
     first = cluster.nodes[0].address
     started = []
     for node in cluster.nodes:
-        # the host names of emulated nodes are in no register: everything is said by address
+        # emulated host names have no DNS entries, so addresses are given
         rendezvous = [
             "--rdzv-backend", "c10d", "--rdzv-id", "emulated", "--rdzv-endpoint", f"{first}:{PORT}",
             "--rdzv-conf", f"is_host={int(node.index == 0)}", "--local-addr", node.address
@@ -48,8 +48,9 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
 
 def start_plain(cluster: EmulatedCluster, program: Sequence[str],
                 **popen: object) -> list[subprocess.Popen]:
-    """Start a launch script of one's own on every node; it is told MASTER_ADDR, MASTER_PORT,
-    NNODES, NODE_RANK and NPROC_PER_NODE.
+    """Start a launch script on every node, with the usual variables.
+
+    MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and NPROC_PER_NODE are in its environment.
     """
     env = {
         "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
@@ -62,8 +63,9 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
 
 
 def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
-    """Wait for all; the first exit status that is not 0. After a failure the others have `grace_s`
-    seconds to end by themselves.
+    """Wait for all; returns the first exit status that is not 0.
+
+    After a failure the others have `grace_s` seconds to end.
     """
     deadline = None
     while any(process.poll() is None for process in started):
@@ -78,8 +80,8 @@ def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
 
 def _environment() -> dict[str, str]:
     # torchrun's c10d rendezvous keeps one store for all restarts, in which new ranks find the
-    # addresses of dead ones and are refused there (seen: torch 2.13, gloo; pytorch/pytorch 135712).
-    # With this each start has a store of its own.
+    # addresses of dead ones and fail to connect (torch 2.13, gloo; pytorch/pytorch 135712). With
+    # this variable each start has its own store.
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
@@ -94,6 +96,5 @@ def _python_or_command(program: Sequence[str]) -> list[str]:
     if found is None:
         raise ValueError(
             f"program {name!r} is not installed: give a script (train.py), a module (-m "
-            "package.module) or a command (fairseq-train)"
-        )
+            "package.module) or a command (fairseq-train)")
     return ["--no-python", found, *rest]

@@ -1,6 +1,4 @@
-"""Linux namespaces that no name and no file holds: they are gone when the last descriptor and
-process are.
-"""
+"""Linux namespaces without a name or file: they end with their last descriptor and process."""
 
 from __future__ import annotations
 
@@ -18,22 +16,20 @@ from moe_plugin.emulate.build import compiler
 _NEWUTS, _NEWNET = 0x04000000, 0x40000000
 _PR_SET_PDEATHSIG = 1
 _SYSCTL = {
-    # an exchange after a pause must not begin with a small window again, nor remember an earlier
-    # run's losses
+    # an exchange after a pause must not start with a small window, or with an earlier run's losses
     "/proc/sys/net/ipv4/tcp_slow_start_after_idle": "0",
     "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
-    # the same on every machine; BBR, some machines' default, paces itself to 80 % of a link that
-    # many flows share
+    # equal on every machine; BBR, the default of some, paces itself to 80 % of a shared link
     "/proc/sys/net/ipv4/tcp_congestion_control": "reno",
-    # frames of up to 46 KB cross the switch as one unit: pacing would cut them to two segments, for
-    # four times the processor time
+    # frames of up to 46 KB cross the switch as one unit: pacing would cut them to two segments, at
+    # four times the CPU time
     "/proc/sys/net/ipv4/tcp_min_tso_segs": "32",
 }
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node's network and host name, held by two descriptors."""
+    """A node's network and host name, as two descriptors of namespaces."""
 
     index: int
     net: int
@@ -55,7 +51,7 @@ class Node:
         _call("setns", self.uts, _NEWUTS)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptors."""
         os.close(self.net)
         os.close(self.uts)
 
@@ -86,15 +82,14 @@ def make_node(index: int) -> Node:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the process that made it ends, however that happens.
-    """
+    """Have the kernel kill this process when its parent ends, for any reason."""
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def why_not() -> str | None:
-    """Why no emulated cluster can run here; None where one can."""
+    """Why an emulated cluster cannot run here; None if it can."""
     if sys.platform != "linux":
         return f"an emulated cluster needs Linux namespaces; this is {sys.platform}"
     if compiler() is None:
@@ -106,10 +101,9 @@ def why_not() -> str | None:
     try:
         make_node(0).close()
     except OSError as error:
-        return (
-            "an emulated cluster needs CAP_SYS_ADMIN and CAP_NET_ADMIN "
-            f"({error.strerror or error}); run as root, "
-            "or in a user namespace: unshare --user --map-root-user --net COMMAND")
+        return ("an emulated cluster needs CAP_SYS_ADMIN and CAP_NET_ADMIN "
+                f"({error.strerror or error}); run as root, or in a user namespace: unshare --user "
+                "--map-root-user --net COMMAND")
     return None
 
 

@@ -1,6 +1,4 @@
-"""Ranks of an emulated cluster: forked from this process, which has imported torch once, each into
-its node.
-"""
+"""Ranks of an emulated cluster: forked from this process, after it has imported torch."""
 
 from __future__ import annotations
 
@@ -27,11 +25,10 @@ TRACE_S = 0.5  # for ranks to write their traces before they are killed
 
 @dataclass
 class RankEnd:
-    """How a rank ended: with a value; with an error (text with its trace); or without a word
-    (killed, no answer in time).
+    """How a rank ended: with a value, or with an error (text with its trace).
 
-    seconds: from its start to its end. exit: exit status, negative for a signal, None where it had
-    to be killed.
+    seconds: from its start to its end. exit: exit status, negative for a signal, None if it was
+    killed after the timeout.
     """
 
     rank: int
@@ -48,7 +45,7 @@ class RankEnd:
 
 @dataclass
 class RankProcess:
-    """A running rank. log: what it writes to its standard error, shown where it fails."""
+    """A running rank. log: its standard error, shown if it fails."""
 
     rank: int
     pid: int
@@ -58,8 +55,9 @@ class RankProcess:
 
 
 def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = ()) -> RankProcess:
-    """Run `work` in a forked process on `node`; it dies with this process. close: descriptors that
-    it must not keep.
+    """Run `work` in a forked process on `node`; it ends with this process.
+
+    close: descriptors that it must not keep.
     """
     ours, theirs = Pipe(duplex=False)
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_close`, when the rank has ended
@@ -89,8 +87,9 @@ def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = 
 
 
 def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-    """Wait for all; those that have not answered after `timeout_s` are killed, and their errors
-    tell where they were.
+    """Wait for all; ranks without an answer after `timeout_s` are killed.
+
+    Their errors contain the stacks of all threads.
     """
     ends: dict[int, RankEnd] = {}
     waiting = {process.pipe: process for process in ranks}
@@ -112,7 +111,7 @@ def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
 
 
 def stop(processes: Sequence[RankProcess]) -> None:
-    """Kill what still runs of these."""
+    """Kill those that still run."""
     for process in processes:
         try:
             if os.waitpid(process.pid, os.WNOHANG)[0] == 0:
@@ -124,7 +123,7 @@ def stop(processes: Sequence[RankProcess]) -> None:
 
 
 def initialise(address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
-    """Join the gloo world over the store at `address`, which lives in no rank."""
+    """Join the gloo world over the store at `address`, which is a process of its own."""
     import torch.distributed as dist
 
     store = dist.TCPStore(address, port, is_master=False,
@@ -134,23 +133,24 @@ def initialise(address: str, port: int, rank: int, world: int, timeout_s: float)
 
 
 def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int]:
-    """A process on `node` that holds the ranks' store, so that any rank may die. Returns it and its
-    port.
+    """Start a process on `node` with the ranks' store, so that any rank may die.
+
+    Returns the process and the port.
     """
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
 
     def work() -> None:
         import torch.distributed as dist
 
         store = dist.TCPStore(node.address, 0, is_master=True, wait_for_workers=False)
-        os.write(tell, str(store.port).encode())
+        os.write(writer, str(store.port).encode())
         while True:
             time.sleep(60)
 
     process = fork(work, node, -1, close)
-    os.close(tell)
-    port = os.read(told, 16)
-    os.close(told)
+    os.close(writer)
+    port = os.read(reader, 16)
+    os.close(reader)
     if not port:
         raise RuntimeError(
             f"the store on {node.hostname} did not start: {collect([process], 5)[0].error}")
@@ -177,7 +177,7 @@ def _read(process: RankProcess) -> RankEnd:
 
 
 def _close(process: RankProcess) -> str:
-    """Let go of a rank's pipe and log; the log's end, as text to add to an error."""
+    """Close a rank's pipe and log; returns the end of the log as text to add to an error."""
     process.pipe.close()
     with process.log as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_SHOWN))

@@ -27,8 +27,7 @@ def quickstart() -> ModuleType:
 
 
 def fake_run(quickstart: ModuleType, folder: Path, code: str, steps: int = 2):
-    return quickstart.Run("fake", folder, [sys.executable, "-c", code], steps,
-                          quickstart.read_megatron)
+    return quickstart.Run("fake", folder, [sys.executable, "-c", code], steps)
 
 
 def log_writer(folder: Path, steps: int) -> str:
@@ -43,25 +42,27 @@ def test_reads_fairseq_logs_in_nats(quickstart: ModuleType, tmp_path: Path) -> N
         'x | INFO | train_inner | {"inner_loss": "4.0", "loss": "9.9", "wps": "1500.5", '
         '"num_updates": "10"}\n'
         'x | INFO | valid | {"valid_inner_loss": "3.0", "valid_num_updates": "10"}\nsome warning\n')
-    first, second = quickstart.read_fairseq(tmp_path)
-    assert (first.step, first.tokens_per_s) == (10, 1500.5) and first.loss == pytest.approx(
-        4 * math.log(2))
-    assert second.valid == pytest.approx(3 * math.log(2)) and second.loss is None
+    (record,) = quickstart.steps_of(tmp_path)
+    assert (record.step, record.tokens_per_s) == (10, 1500.5)
+    assert record.loss == pytest.approx(4 * math.log(2))
+    assert record.valid_loss == pytest.approx(3 * math.log(2))
 
 
-def test_reads_megatron_logs_and_leaves_a_half_line(quickstart: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl"
-     ).write_text('{"iteration": 10, "lm_loss": 2.5, "tokens_per_s": 7}\n{"iteration": 20, "lm_')
-    assert quickstart.read_megatron(tmp_path) == [quickstart.Record(10, 2.5, 7, None)]
-    assert quickstart.read_megatron(tmp_path / "none") == [] == quickstart.read_fairseq(
-        tmp_path / "none")
+def test_reads_megatron_logs_without_an_unfinished_line(quickstart: ModuleType,
+                                                        tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"iteration": 10, "lm_loss": 2.5, "tokens_per_s": 7}\n{"iteration": 20, "lm_')
+    (record,) = quickstart.steps_of(tmp_path)
+    assert (record.step, record.loss, record.tokens_per_s, record.valid_loss) == (10, 2.5, 7, None)
+    assert quickstart.steps_of(tmp_path / "none") == []
 
 
 def test_balance_is_the_worst_layer_of_the_last_record(quickstart: ModuleType,
                                                        tmp_path: Path) -> None:
     rows = [(10, "a", 9.0), (20, "a", 1.5), (20, "b", 2.5)]
     (tmp_path / "stats.jsonl").write_text("".join(
-        json.dumps({"step": s, "layer": n, "max_over_mean": m}) + "\n" for s, n, m in rows))
+        json.dumps({"step": s, "layer": n, "load": [1, 1], "max_over_mean": m}) + "\n"
+        for s, n, m in rows))
     assert quickstart.balance(tmp_path) == 2.5 and quickstart.balance(tmp_path / "none") is None
 
 
@@ -105,7 +106,7 @@ def test_data_is_made_once(quickstart: ModuleType, tmp_path: Path,
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
     for _ in range(2):
         quickstart.prepare([sys.executable, "-c", count], made, log, "data")
-    assert (tmp_path / "count").read_text() == "x" and "there already" in capsys.readouterr().out
+    assert (tmp_path / "count").read_text() == "x" and "exists already" in capsys.readouterr().out
     with pytest.raises(quickstart.Failed, match="status 1"):
         quickstart.prepare([sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "other", log,
                            "data")
