@@ -1,10 +1,9 @@
-"""`parallel: auto` against every fixed layout on an emulated cluster, and what overlap hides (root,
-Linux; about twenty minutes).
+"""`parallel: auto` against every fixed layout on an emulated cluster, and the effect of overlap.
 
     python scripts/benchmark_adaptive.py [--out docs/benchmarks] [--steps 120] [--rate 200e6]
 
-Writes adaptive.json, adaptive.md, adaptive_overlap.png. Run it on a machine that does nothing else;
-the load average stands in the report.
+Needs Linux and root, and about 20 minutes on an idle machine. Writes adaptive.json, adaptive.md,
+adaptive_overlap.png; the report contains the load average.
 """
 
 from __future__ import annotations
@@ -39,19 +38,17 @@ OVERLAP = {"hidden": 1024, "tokens": 1024}
 
 
 def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
-    """Tokens of a rank: constant, or one half of the run after the other, twice."""
+    """Tokens of a rank: constant, or alternating between two loads, twice."""
     loads = regime["tokens"]
     return loads[step * 2 * len(loads) // steps % len(loads)]
 
 
 def run_regime(hidden: int, loads: list[int], steps: int, every: int,
                choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rank: forward and backward, step by step with `auto`, now and then in each fixed layout
-    as well, so that all see the same machine.
+    """One rank: forward and backward with `auto`, and at intervals also in each fixed layout.
 
-    A fixed layout takes two steps and the second one counts: the first brings its buffers and
-    connections back to life, as each step of `auto` finds them. None is measured in the first step
-    with a new load.
+    A fixed layout runs two steps and the second one counts: the first one warms up its buffers and
+    connections, which are always warm for `auto`. None is measured in the first step of a load.
     """
     torch.set_num_threads(1)
     tree: dict[str, Any] = {
@@ -89,7 +86,7 @@ def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple
 
 
 def run_overlap(d: int, steps: int) -> dict[str, Any]:
-    """One rank: median step, and the spans of exchanges and products of the last one."""
+    """One rank: median step, and the spans of exchanges and experts of its last step."""
     torch.set_num_threads(1)
     comm = TorchComm()
     layer = MoELayer(
@@ -115,9 +112,7 @@ def run_overlap(d: int, steps: int) -> dict[str, Any]:
 
 
 def _trace(layer: MoELayer, spans: list[tuple[str, float, float]]) -> None:
-    """Note when exchanges and products begin and end. d = 1 exchanges are seen through the
-    algorithm.
-    """
+    """Record begin and end of exchanges and experts."""
     def timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
@@ -151,8 +146,9 @@ def mean_over_loads(seconds: list[float], loads: list[int],
 
 
 def measure_regimes(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Every fixed layout and auto: means over every load's steps, the loads weighed alike; for auto
-    over all of its steps, and over those outside exploration.
+    """Every fixed layout and auto: mean over the steps of each load, with equal weight.
+
+    For auto over all its steps, and over those outside exploration.
     """
     choices = [c.as_dict() for c in legal_choices(EXPERTS, NODES, degrees=(1, 2))]
     for name, regime in REGIMES.items():
@@ -209,7 +205,7 @@ def measure_overlap(args: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def hidden_share(spans: list[tuple[str, float, float]]) -> float:
-    """Time in which exchange and products go on together, over the smaller of their totals."""
+    """Time in which exchange and experts run at once, over the smaller of their totals."""
     lanes = {name: [(a, b) for n, a, b in spans if n == name] for name in ("exchange", "experts")}
     both = sum(
         max(0.0,
@@ -239,10 +235,9 @@ def markdown(report: dict[str, Any]) -> str:
     """Tables."""
     lines = [
         "# Adaptive layouts on an emulated cluster", "",
-        "`python scripts/benchmark_adaptive.py`. Fixed layouts and `auto` run in turn inside the "
-        "same "
-        "processes, so that all see the same machine; times are the slowest rank's, forward and "
-        "backward.",
+        "`python scripts/benchmark_adaptive.py`. Fixed layouts and `auto` run alternately in the "
+        "same processes, so that all see the same machine; times are of the slowest rank, forward "
+        "and backward.",
         "",
         f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s; load average "
         f"before and after: {report['load']}.",
@@ -250,7 +245,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for name in [n for n in REGIMES if n in report]:
         found = report[name]
-        lines += [f"## {name}", "", "| layout | ms a step |", "|---|---|"]
+        lines += [f"## {name}", "", "| layout | ms per step |", "|---|---|"]
         lines += [
             f"| {label} | {1e3 * s:.1f} |"
             for label, s in sorted(found["fixed"].items(), key=lambda item: item[1])
@@ -265,18 +260,17 @@ def markdown(report: dict[str, Any]) -> str:
     found = report["overlap"]
     lines += [
         "## Overlap, forward", "",
-        f"Exchange {1e3 * found['exchange']:.1f} ms, products {1e3 * found['experts']:.1f} ms "
+        f"Exchange {1e3 * found['exchange']:.1f} ms, experts {1e3 * found['experts']:.1f} ms "
         "without overlap.",
         "",
-        "| d | ms, median of 9 | share of the smaller one that goes on beside the other (last run) "
-        "|",
+        "| d | ms, median of 9 | share of the smaller one that overlaps the other (last run) |",
         "|---|---|---|"
     ]
     lines += [
         f"| {d} | {1e3 * s:.1f} | {found['hidden_share'][d]:.2f} |"
         for d, s in found["seconds"].items()
     ]
-    return "\n".join([*lines, "", "![exchange and products on rank 0](adaptive_overlap.png)"
+    return "\n".join([*lines, "", "![exchange and experts on rank 0](adaptive_overlap.png)"
                       ]) + "\n"
 
 

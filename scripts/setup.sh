@@ -34,7 +34,7 @@ find_python() {
     local name
     for name in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10; do
         if recent "$name"; then PYTHON=$(command -v "$name"); return; fi
-        [ -z "$PYTHON" ] || die "--python $PYTHON is no Python 3.10 or newer; give another interpreter"
+        [ -z "$PYTHON" ] || die "--python $PYTHON is not Python 3.10 or newer; give another interpreter"
     done
     die "no Python 3.10 or newer found; on Debian or Ubuntu: sudo apt-get install python3 python3-venv python3-dev"
 }

@@ -3,7 +3,7 @@
 #
 #   sbatch scripts/slurm_fairseq.sh DATA --arch moe_lm_small --moe-expert-count 64 [any flag of fairseq-train]
 #
-# DATA is what fairseq-preprocess wrote, in a place that all nodes see. The virtual environment (default: .venv beside scripts/; or
+# DATA is what fairseq-preprocess wrote, in a place that all nodes see. The virtual environment (default: .venv next to scripts/; or
 # submit with VENV=/path/to/it) has to be visible, too. Start it again with the same arguments and it goes on from the last checkpoint.
 #SBATCH --job-name=moe-fairseq
 #SBATCH --nodes=2

@@ -3,7 +3,7 @@
 #
 #   sbatch scripts/slurm_megatron.sh PREFIX --num-layers 12 --hidden-size 768 ... [any flag of moe_plugin.hosts.megatron.train]
 #
-# PREFIX is an indexed dataset without .bin/.idx, in a place that all nodes see. The virtual environment (default: .venv beside
+# PREFIX is an indexed dataset without .bin/.idx, in a place that all nodes see. The virtual environment (default: .venv next to
 # scripts/; or submit with VENV=/path/to/it) has to be visible, too. To use Megatron-LM's own pretrain_gpt.py instead, see the README.
 #SBATCH --job-name=moe-megatron
 #SBATCH --nodes=2

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the Megatron tests against several versions of megatron-core, each installed beside this environment in a folder of its own.
+# Run the Megatron tests against several versions of megatron-core, each installed in its own folder next to this environment.
 #
 #   bash scripts/test_megatron_versions.sh [VERSION ...]        default: 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2
 set -euo pipefail

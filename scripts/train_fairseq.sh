@@ -5,7 +5,7 @@
 #
 #   DATA   folder written by fairseq-preprocess --only-source
 #   SAVE   folder for checkpoints; a second call resumes from them
-#   RANKS  processes that share the experts (default 2): one a GPU, or on the CPU where there is none
+#   RANKS  processes that share the experts (default 2): one per GPU, else on the CPU
 #
 # Flags given after RANKS win over the ones below, e.g. --max-update 100 --moe-expert-count 16 --arch moe_lm_small.
 set -euo pipefail

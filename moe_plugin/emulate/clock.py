@@ -80,4 +80,5 @@ class Clock:
         return self._card("tx", source), self._card("rx", target)
 
     def _card(self, direction: str, rank: int) -> tuple:
-        return direction, self.topology.node_of[rank], self.topology.local_of[rank] % self.cluster.nics
+        card = self.topology.local_of[rank] % self.cluster.nics
+        return direction, self.topology.node_of[rank], card

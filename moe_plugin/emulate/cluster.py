@@ -159,7 +159,7 @@ class EmulatedCluster:
         return [end.value for end in ends]
 
     def collect(self, ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-        """How the ranks ended; ranks that run after `timeout_s` are killed. Stops the stores, too."""
+        """How the ranks ended; those that run after `timeout_s` are killed. Stops the stores."""
         ends = collect(ranks, timeout_s)
         stop([process for process in self.running if process.rank < 0])
         self.running = []

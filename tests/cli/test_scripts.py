@@ -40,7 +40,7 @@ def test_setup_refuses_an_unknown_option() -> None:
 
 def test_setup_refuses_a_python_that_is_none(tmp_path: Path) -> None:
     done = bash(str(SCRIPTS / "setup.sh"), "--venv", str(tmp_path / "v"), "--python", "/bin/false")
-    assert done.returncode == 1 and "--python /bin/false is no Python 3.10 or newer" in done.stderr
+    assert done.returncode == 1 and "--python /bin/false is not Python 3.10 or newer" in done.stderr
     assert not (tmp_path / "v").exists()
 
 

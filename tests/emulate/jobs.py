@@ -89,7 +89,7 @@ def die_in_exchange(victim: int, at: int, run: Any, *args: Any) -> None:
 
 
 def start(cluster: EmulatedCluster, run: Any, *args: Any) -> list[RankProcess]:
-    """Start `run(*args)` on every rank; it joins the world by itself."""
+    """Start `run(*args)` on every rank; it joins the world itself."""
     return cluster.start(run, *args, join=False)
 
 
@@ -133,7 +133,7 @@ def same_parameters(one: Path, other: Path, world: int, atol: float = 0.0) -> No
     for rank in range(world):
         first, second = (torch.load(folder / f"checkpoint_last-rank-{rank}.pt",
                                     weights_only=False)["model"] for folder in (one, other))
-        # fairseq's `_float_tensor` is memory that nobody has written to: it only carries a dtype
+        # fairseq's `_float_tensor` is uninitialized memory: it only carries a dtype
         names = [
             name for name in first
             if torch.is_tensor(first[name]) and not name.endswith("._float_tensor")

@@ -180,7 +180,8 @@ def test_torchrun_restarts_it_from_the_checkpoint(cluster: Make, data: Path,
         int(step) for step in re.findall(r"Loaded checkpoint .*@ (\d+) updates", out.read_text())
     ]
     assert resumed and set(resumed) == {resumed[0]}  # each rank says so
-    assert killed - host_faults.SAVE_EVERY <= resumed[0] and resumed[0] % host_faults.SAVE_EVERY == 0
+    assert killed - host_faults.SAVE_EVERY <= resumed[0]
+    assert resumed[0] % host_faults.SAVE_EVERY == 0
     assert jobs.fairseq_losses(out.read_text()) == one_machine[1].losses
     # sums over memory that lies elsewhere may round otherwise
     jobs.same_parameters(one_machine[0], tmp_path, 4, atol=1e-6)

@@ -50,7 +50,7 @@ def _exchange_until(name: str, rounds: int, watchdog_s: float, folder: Path | No
         text = str(error)
     ended = time.monotonic()
     if text is not None:
-        dist.destroy_process_group()  # the group is dead: nobody may wait in it
+        dist.destroy_process_group()  # the group is dead: no rank may wait in it
     return {"done": done, "error": text, "waited": ended - begun, "ended": ended}
 
 

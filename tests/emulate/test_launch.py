@@ -30,7 +30,8 @@ mark = Path(sys.argv[1], f"died{comm.rank}")
 if comm.rank == int(sys.argv[2]) and not mark.exists():
     mark.touch()
     os.kill(os.getpid(), 9)
-os.write(1, f"rank {comm.rank} sum {total.item()} nodes {nodes} {os.uname().nodename}\\n".encode())  # lines whole, also where unbuffered
+line = f"rank {comm.rank} sum {total.item()} nodes {nodes} {os.uname().nodename}\\n"
+os.write(1, line.encode())  # one call, so lines of several ranks do not mix
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -95,7 +96,7 @@ def test_the_others_are_not_waited_for_without_end() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_command_leaves_nothing(number: signal.Signals) -> None:
-    nap = ["sleep", f"8642.{os.getpid()}{number:02d}"]  # nobody else's
+    nap = ["sleep", f"8642.{os.getpid()}{number:02d}"]  # unique to this test
     command = subprocess.Popen(
         [*EMULATE, "2x1", "--plain", "--", "sh", "-c", f"echo up; exec {' '.join(nap)}"],
         stdout=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c)

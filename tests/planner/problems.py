@@ -9,8 +9,8 @@ from moe_plugin.planner.model import ModelShape
 A100 = Device(name="a100", flops=150e12, half_rows=256, memory_bytes_s=1.3e12, launch_s=1e-5,
               memory_bytes=80e9)
 # the single-layer comparison of the Tutel blog (batch 32, sequence 1,024, k = 2, M = H = 2,048),
-# one expert a rank. Constants: 220 TFLOP/s in products, 1.3 TB/s memory, 250 GB/s inside a node, 8
-# GB/s a rank between nodes in all-to-all (untuned), 3 and 5 us a message.
+# one expert per rank. Constants: 220 TFLOP/s in matmuls, 1.3 TB/s memory, 250 GB/s inside a node, 8
+# GB/s per rank between nodes in all-to-all (untuned), 3 and 5 us per message.
 BLOG_DEVICE = Device(name="a100", flops=220e12, half_rows=256, memory_bytes_s=1.3e12, launch_s=1e-5)
 
 
