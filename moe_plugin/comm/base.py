@@ -278,7 +278,7 @@ def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: st
     """Lengths of the pieces of `length` rows for `size` ranks: `splits`, or equal ones.
 
     what: the argument's name, for the message.
-    Raises: ValueError: another number of splits than ranks, or rows that cannot be cut equally.
+    Raises: ValueError: another number of splits than ranks, or rows that cannot be split equally.
     """
     if splits is not None:
         if len(splits) != size:
@@ -286,7 +286,7 @@ def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: st
                 f"{what} splits {list(splits)} name {len(splits)} ranks; the group has {size}")
         return list(splits)
     if length % size:
-        raise ValueError(f"{what}: {length} rows cannot be cut in {size} equal pieces; pass splits")
+        raise ValueError(f"{what}: {length} rows cannot be split into {size} equal pieces; pass splits")
     return [length // size] * size
 
 

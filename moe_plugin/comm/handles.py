@@ -28,8 +28,9 @@ class Handle:
     result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The received rows, [sum(recv), ...]; may be called again. Raises what the exchange raised
-        (`CommError`).
+        """The received rows, [sum(recv), ...]; may be called again.
+
+        Raises: what the exchange raised (`CommError`).
         """
         if self.result is None:
             self.result = self.finish()

@@ -60,8 +60,9 @@ def gather(x: Tensor, comm: Comm) -> Tensor:
 
 
 def sum_parts(x: Tensor, comm: Comm) -> Tensor:
-    """Sum of the ranks' parts, any shape; the gradient of each part is that of the sum (Megatron's
-    g).
+    """Sum of the ranks' parts, any shape (Megatron's g).
+
+    The gradient of each part is that of the sum.
     """
     return with_backward(x, comm, "all_reduce", "identity")
 

@@ -24,8 +24,9 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """Messages and bytes by (source rank, destination rank) of the whole world, and collectives by
-    name. Empty pieces do not count.
+    """What all ranks sent: messages and bytes by (source, destination), collectives by name.
+
+    Ranks are those of the whole world. Empty pieces do not count.
     """
 
     messages: dict[tuple[int, int], int] = field(default_factory=dict)

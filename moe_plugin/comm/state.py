@@ -61,8 +61,9 @@ class GroupState:
         self._by_class.clear()
 
     def next_tag(self) -> int:
-        """A tag for an exchange in the background, from 1 to `MAX_TAG`, in the same order on all
-        ranks.
+        """A tag for an exchange in the background, 1 to `MAX_TAG`.
+
+        All ranks draw them in the same order.
         """
         self.last_tag = self.last_tag % MAX_TAG + 1
         return self.last_tag

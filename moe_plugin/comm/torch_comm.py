@@ -36,8 +36,8 @@ class TorchComm(Comm):
     Args:
         group: process group; None: the default group.
         timeout_s: seconds that a point-to-point exchange may take, and the timeout of groups made
-            by `subgroup` (torch's own default there is 30 minutes, whatever the world's timeout
-            is). Collectives of the group itself keep the timeout that it was made with.
+            by `subgroup` (torch's own default there is 30 minutes, not the world's timeout).
+            Collectives of the group itself keep the timeout that it was made with.
     Raises: ValueError: torch.distributed is not initialised.
     """
 

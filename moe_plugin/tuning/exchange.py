@@ -62,8 +62,11 @@ def _announce(comm: Comm, name: str) -> None:
 
 
 def read_topology(text: str, size: int, nics: int = 1) -> Topology:
-    """`4`: nodes of four ranks in rank order; otherwise a YAML file with `nodes: [[0, 1], [2, 3]]`,
-    ranks of the group by node.
+    """The topology that `comm.topology` describes, for a group of `size` ranks.
+
+    text: a number of ranks per node (in rank order), or a YAML file with the ranks of the group by
+        node, `nodes: [[0, 1], [2, 3]]`. nics: network cards per node.
+    Raises: ValueError: the file cannot be read or has no node lists, or ranks are missing.
     """
     if text.isdigit():
         return Topology.uniform(size, int(text), nics)

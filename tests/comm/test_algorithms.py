@@ -185,7 +185,7 @@ def test_simulated_time_of_linear_shares_the_card() -> None:
 
 def test_wrong_splits_are_refused() -> None:
     for name in NAMES:
-        with pytest.raises(ValueError, match="3 rows cannot be cut in 4"):
+        with pytest.raises(ValueError, match="3 rows cannot be split into 4"):
             run_simulated(4, exchanged(name, torch.zeros(3, 1)), topology=Topology.uniform(4, 2))
         with pytest.raises(CommError, match="expected|unread"):
             run_simulated(2, exchanged(name, torch.zeros(3, 1), [1, 2], lambda r: [1 + r, 2]))

@@ -119,7 +119,7 @@ def test_errors_come_out_of_wait() -> None:
     def rank(comm: Comm) -> None:
         start(comm, algorithms.get("linear"), torch.zeros(3, 1)).wait()
 
-    with pytest.raises(ValueError, match="cannot be cut"):
+    with pytest.raises(ValueError, match="cannot be split"):
         run_simulated(2, rank)
 
 
