@@ -286,7 +286,8 @@ def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: st
                 f"{what} splits {list(splits)} name {len(splits)} ranks; the group has {size}")
         return list(splits)
     if length % size:
-        raise ValueError(f"{what}: {length} rows cannot be split into {size} equal pieces; pass splits")
+        raise ValueError(
+            f"{what}: {length} rows cannot be split into {size} equal pieces; pass splits")
     return [length // size] * size
 
 

@@ -14,8 +14,7 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 class ExchangeRegistry(Registry[Exchange]):
     """All-to-all algorithms by name: `Exchange` objects, or plain functions, which become one."""
 
-    def register(self, name: str,
-                 **options: Any) -> Callable[[Algorithm], Algorithm]:
+    def register(self, name: str, **options: Any) -> Callable[[Algorithm], Algorithm]:
         """Decorator: `@algorithms.register("mine")` on a function `(comm, x, send, recv) -> rows`.
 
         It returns what it decorates; `get` returns the `Exchange`.
