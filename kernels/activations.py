@@ -1,5 +1,6 @@
-"""Activations that write into given memory, and their gradients from the value before the
-activation.
+"""Activations that write into given memory, and their gradients.
+
+Tensors are of any shape and one floating-point dtype; `h` is the value before the activation.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """value: y = act(h), differentiable. into(h, out): out = act(h). gradient(grad, h, out): out =
-    grad * act'(h); out may be grad.
+    """One activation in three forms.
 
-    cheap: computing it again takes no longer than reading it back.
+    value: y = act(h), differentiable. into(h, out): out = act(h). gradient(grad, h, out): out =
+    grad * act'(h), where out may be grad. cheap: recomputing it takes no longer than reading it
+    back.
     """
 
     value: Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""What an autograd function says of its second derivative."""
+"""What an autograd function declares about its second derivative."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 
 
 def wants_graph() -> bool:
-    """Inside a `backward`: whether it is itself to be differentiated (`create_graph=True`)."""
+    """Inside a `backward`: whether it is to be differentiated itself (`create_graph=True`)."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a `backward` that computes outside autograd: asking for a graph of it is an
-    error, at once.
+    """Decorator of a `backward` that cannot be differentiated: `create_graph=True` is an error.
 
     torch's `once_differentiable` raises only where the second pass reaches the node;
-    `torch.autograd.grad` to chosen inputs goes past it and gives wrong numbers.
+    `torch.autograd.grad` towards chosen inputs bypasses it and gives wrong numbers.
     """
 
     @functools.wraps(backward)

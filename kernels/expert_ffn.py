@@ -32,10 +32,10 @@ class FFNParameters:
     w_in_LDF, w_gate_LDF: [L, D, F], b_in_LF, b_gate_LF: [L, F], w_out_LFD: [L, F, D], b_out_LD:
     [L, D] (all D columns also where experts are cut); of one floating-point dtype. Plain experts
     have no gate. activation: a name in `ACTIVATIONS`. memory: for large temporaries.
-    choice: how strategy `auto` chooses, see `experts.compute_choice`.
-    owners: by field name, the parameters whose gradient the host keeps in `main_grad`. A strategy
-    that uses the fields need not know: their hooks add the gradients. One that computes with
-    `operands()` must add these gradients itself, see `kernels.main_grad`.
+    choice: how strategy `auto` chooses, see `experts.compute_selection`.
+    main_grad_weights: by field name, the parameters whose gradient the host keeps in `main_grad`. A
+    strategy that uses the fields need not know: `redirect_grad` adds the gradients. One that
+    computes with `operands()` must add these gradients itself, see `kernels.main_grad`.
     """
 
     w_in_LDF: Tensor
@@ -47,21 +47,22 @@ class FFNParameters:
     activation: str
     memory: Workspace
     choice: str = "rule"
-    owners: Mapping[str, Tensor] = field(default_factory=dict)
+    main_grad_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
-        """Inputs of one autograd function: [x, w_in, b_in, w_gate, b_gate, w_out, b_out], owners.
+        """Inputs of one autograd function, and the `main_grad_weights` among them.
 
-        x: [R, D] or [T, D]. Under autocast all are in its dtype (float64 stays), and there are no
-        owners: the fields are used, whose hooks add to `main_grad`.
+        x: [R, D] or [T, D]. Inputs: [x, w_in, b_in, w_gate, b_gate, w_out, b_out]. Under autocast
+        all are in its dtype (float64 stays), and no gradient is left to the function: the fields
+        are used, which redirect it themselves.
         """
         names = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
         fields = [x, *(getattr(self, name) for name in names)]
         if not torch.is_autocast_enabled(x.device.type):
             return [
-                x, *(self.owners.get(name, tensor)
+                x, *(self.main_grad_weights.get(name, tensor)
                      for name, tensor in zip(names, fields[1:], strict=True))
-            ], self.owners
+            ], self.main_grad_weights
         dtype = torch.get_autocast_dtype(x.device.type)
         return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in fields], {}
 

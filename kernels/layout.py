@@ -9,12 +9,11 @@ from moe_plugin.kernels.registry import op
 
 @op
 def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Equal chunks of dimension 0, laid out [outer, inner], in the order [inner, outer]; same shape
-    as x.
+    """Equal chunks of dimension 0 from [outer, inner] order to [inner, outer] order.
 
-    2DH (Tutel): chunks by destination rank (node, local) become chunks by (local, node), so that
-    the exchange inside the node sends one contiguous piece to each neighbour; and back with the
-    factors swapped.
+    x: [outer * inner * c, ...] of any dtype; the result has its shape and dtype. 2DH (Tutel):
+    chunks by destination rank (node, local) become chunks by (local, node), so that the exchange
+    inside the node sends one contiguous piece to each neighbour; and back with the factors swapped.
     """
     if x.shape[0] % (outer * inner):
         raise ValueError(

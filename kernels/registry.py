@@ -1,6 +1,4 @@
-"""One registry of operations. An operation has a torch implementation and may have faster ones for
-a device.
-"""
+"""The registry of operations: a torch implementation each, and faster ones for some devices."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ class Op:
     """An operation: a torch reference, decent on CPU, and implementations for devices.
 
     `add(name, why_not)` registers an implementation; `why_not(*args)` returns None where it can
-    take these arguments, else the reason. The implementation added last that can take the arguments
-    is used.
+    take these arguments, else the reason. A call uses the last added implementation that can.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any]) -> None:
@@ -74,5 +71,5 @@ def op(fn: Callable[..., Any]) -> Op:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums are made in float32, or in float64 for float64 inputs."""
+    """The dtype of sums: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)

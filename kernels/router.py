@@ -1,8 +1,8 @@
-"""Scores, the k best experts, their weights and all balance statistics of a router in one pass over
-the logits.
+"""Scores, the k best experts, their weights and all balance statistics in one pass over logits.
 
-Only [T, E] values that exist anyway (the logits) are read; nothing T x E is written. Legend: T
-tokens, E experts, K choices; p = softmax(logits). mask_T: bool, True = real token.
+Reads only the logits [T, E], which exist anyway, and writes nothing of that size. Legend: T tokens,
+E experts, K choices; p = softmax(logits). logits_TE: float32 (float64). mask_T: bool, True = real
+token. ids_TK, chosen_TK: int64. All others: in the logits' dtype.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor, chosen_TK: Tensor | None, k: 
                 normalize: bool) -> tuple[Tensor, ...]:
     """(ids_TK, weights_TK, lse_T, importance_E, z, entropy).
 
-    ids: the k largest p, ties to the lower index, or `chosen_TK` where given. weights: p of these,
-    divided by their sum where `normalize`. lse: logsumexp of the logits. importance_e = sum_t p(t,
+    ids: the k largest p, ties to the lower index, or `chosen_TK` where given. weights: their p,
+    divided by their sum with `normalize`. lse: logsumexp of the logits. importance_e = sum_t p(t,
     e), z = sum_t lse(t)^2, entropy = - sum_te p log p, each over real tokens.
     """
     p_TE = torch.softmax(logits_TE, 1)
@@ -48,7 +48,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor, ids_TK: Tensor, weig
                          grad_z: Tensor, normalize: bool) -> Tensor:
     """Gradient of the logits, [T, E], in one pass: p (g - <p, g>) + mask 2 lse grad_z p.
 
-    g(t, e) = mask grad_importance_e + (gradient of the score where e was chosen). For normalised
+    g(t, e) = mask grad_importance_e + (gradient of the score, where e was chosen). For normalised
     weights w the latter is (gw - <gw, w>) / sum of the chosen p.
     """
     p_TE = torch.exp(logits_TE - lse_T[:, None])
@@ -107,5 +107,8 @@ class _Route(torch.autograd.Function):
 
 def route(logits_TE: Tensor, mask_T: Tensor, k: int, normalize: bool,
           chosen_TK: Tensor | None = None) -> Routed:
-    """Differentiable `route_top_k`."""
+    """Differentiable `route_top_k`.
+
+    logits_TE: [T, E]. mask_T: bool [T]. chosen_TK: int64 [T, K], or None: the k largest scores.
+    """
     return Routed(*_Route.apply(logits_TE, mask_T, chosen_TK, k, normalize))

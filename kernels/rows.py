@@ -1,8 +1,7 @@
-"""Rows out of tokens and tokens out of rows: the two copies of every dispatcher, with their
-gradients.
+"""Tokens into rows and rows into tokens: the two copies of every dispatcher, with gradients.
 
-Legend: T tokens, K choices, R rows, D width. source_R: int64, the choice t*K + j that row r holds,
--1: an empty slot.
+Legend: T tokens, K choices, R rows, D width. x, rows, grad: one floating-point dtype. weights_TK:
+float32 (float64). source_R: int64, the choice t*K + j that row r holds, -1: an empty slot.
 position_TK: int64, the inverse: the row that holds a choice, -1: none. Each row holds one choice,
 each choice is in at most one row.
 """
@@ -21,8 +20,7 @@ from moe_plugin.kernels.registry import accumulate_dtype, op
 
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None) -> Tensor:
-    """rows[r] = weight(source r) * x[source r // K], zero for an empty slot. [R, D] in x's dtype.
-    """
+    """rows[r] = weight(source r) * x[source r // K], [R, D] in x's dtype; 0 for an empty slot."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     rows_RD = x_TD.index_select(0, torch.div(source_R.clamp(min=0), top_k, rounding_mode="floor"))
@@ -35,10 +33,10 @@ def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | N
 
 @op
 def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """y[t] = sum_j weight(t, j) * rows[position(t, j)], absent rows count nothing. [T, D] in the
-    rows' dtype.
+    """y[t] = sum_j weight(t, j) * rows[position(t, j)], [T, D] in the rows' dtype.
 
-    Summed in float32 in choice order, so the result is the same every time.
+    Choices without a row count nothing. Summed in float32 (float64) in choice order, so the result
+    is the same every time.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     tokens, k = position_TK.shape
@@ -57,9 +55,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) ->
 
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
-    """dw[t, j] = <grad[t], rows[position(t, j)]>, 0 where there is no row. float32 (float64) [T,
-    K].
-    """
+    """dw[t, j] = <grad[t], rows[position(t, j)]>, float32 (float64) [T, K]; 0 without a row."""
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
         return torch.zeros(position_TK.shape, dtype=dtype, device=rows_RD.device)
@@ -129,7 +125,7 @@ class _Permute(torch.autograd.Function):
 
 def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
                        position_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """What `_Combine.backward` computes, in operations that autograd knows."""
+    """The same as `_Combine.backward`, in operations that autograd can differentiate."""
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0
     scale_R = weights_TK.reshape(-1)[source_R.clamp(min=0)] * (source_R >= 0)
@@ -140,20 +136,25 @@ def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, sou
 
 
 def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Differentiable: copy tokens into rows (Tutel's encode). The gradient sums each token's rows
-    in choice order.
+    """Differentiable: tokens [T, D] into rows [R, D] (Tutel's encode).
+
+    The gradient sums each token's rows in choice order.
     """
     return _Gather.apply(x_TD, source_R, position_TK)
 
 
 def combine_rows(rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
                  position_TK: Tensor) -> Tensor:
-    """Differentiable: weigh rows and sum them into tokens (Tutel's decode); the weights' gradient
-    is a row dot.
+    """Differentiable: weighted sums of rows [R, D] into tokens [T, D] (Tutel's decode).
+
+    The weights' gradient is a row dot.
     """
     return _Combine.apply(rows_RD, weights_TK, source_R, position_TK)
 
 
 def permute_rows(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Differentiable: rows[order]; the gradient is grad[inverse], no scatter."""
+    """Differentiable: rows[order], [R, D]; the gradient is grad[inverse], without a scatter.
+
+    order_R, inverse_R: int64 [R], inverse permutations of each other.
+    """
     return _Permute.apply(rows_RD, order_R, inverse_R)

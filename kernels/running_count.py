@@ -10,10 +10,9 @@ from moe_plugin.kernels.registry import op
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(rank_N, count_E), int64: how many earlier choices have the same id (-1 for id -1), and how
-    often each id occurs.
+    """(rank_N, count_E), int64: earlier choices with the same id, and how often each id occurs.
 
-    One stable sort; nothing is E-wide by choice.
+    ids_N: int64 in -1..E-1; the rank of id -1 is -1. One stable sort; no tensor is [N, E].
     """
     key_N = torch.where(ids_N < 0, experts, ids_N)
     sorted_N, order_N = torch.sort(key_N, stable=True)
@@ -24,7 +23,7 @@ def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
-    """Slot of each choice inside its expert, int64 [T, K]; -1 where ids_TK is -1.
+    """Slot of each choice inside its expert, int64 [T, K]; -1 where ids_TK (int64 [T, K]) is -1.
 
     slot(t, j) = number of tokens whose choice i < j is the same expert, plus number of tokens
     before t whose choice j is the same expert (Tutel's "location").

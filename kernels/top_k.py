@@ -12,11 +12,10 @@ FEW = 8  # up to here k passes over the scores beat one sort
 
 @op
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
-    """Indices of the k largest scores in decreasing order, int64 [T, K]; of equal scores the lower
-    index first.
+    """Indices of the k largest scores in decreasing order, int64 [T, K]; ties to the lower index.
 
-    `torch.topk` does not promise which of two equal scores it returns; `argmax` and a stable sort
-    do.
+    scores_TE: floating point [T, E]. `torch.topk` does not promise which of two equal scores it
+    returns; `argmax` and a stable sort do.
     """
     if k > FEW or scores_TE.shape[0] == 0:
         return torch.argsort(scores_TE, dim=1, descending=True, stable=True)[:, :k].contiguous()

@@ -1,5 +1,6 @@
-"""Which operations have a Triton implementation, and when it can be used. Triton is imported at the
-first use, not before.
+"""Which operations have a Triton implementation, and when it can be used.
+
+Triton is imported when one of them first runs, not before.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ MODULES = {
     "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
     "expert_bias_grad": "expert_matmul",
 }
-
-
 INSTALLED = find_spec("triton") is not None
 
 
@@ -45,8 +44,7 @@ def why_not(*args: Any) -> str | None:
 
 
 def fp8_why_not(*args: Any) -> str | None:
-    """`why_not`; also where the GPU has no conversion to e4m3, which the reference then emulates.
-    """
+    """`why_not`; also where the GPU has no conversion to e4m3: the reference emulates it."""
     reason, device = why_not(*args), next(
         (a.device for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
     if reason is not None or device is None:
@@ -54,14 +52,13 @@ def fp8_why_not(*args: Any) -> str | None:
     if torch.version.hip is not None:
         return "Triton has another fp8 format on this GPU"
     capability = torch.cuda.get_device_capability(device)
-    return None if capability >= (
-        8,
-        9) else f"no e4m3 in a GPU of compute capability {capability[0]}.{capability[1]}: needs 8.9"
+    if capability >= (8, 9):
+        return None
+    return f"no e4m3 in a GPU of compute capability {capability[0]}.{capability[1]}: needs 8.9"
 
 
 def _interpreted() -> bool:
-    # a process on CPU never imports Triton to learn this: it is known once something has imported
-    # the kernels
+    # do not import Triton to find out: in the interpreter the kernels are already imported
     common = sys.modules.get("moe_plugin.kernels.gpu.common")
     return common is not None and common.INTERPRETED
 

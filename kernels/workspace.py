@@ -1,11 +1,11 @@
-"""Memory that is used again: large CPU tensors without a page fault for every page in every step.
+"""Memory that is used again: large CPU tensors without a page fault per page in every step.
 
 glibc maps every large tensor afresh, and the system clears each page when it is first touched:
 about 60 us per MiB, more than writing the values takes. A `Workspace` keeps the memory of a
-module's large tensors and hands it out again as soon as nothing refers to it any more. It never has
-to be told: it asks the storage how many owners it has. So a saved activation, a gradient that the
-user keeps, or a second use in the same graph simply stays with its owner and the next request gets
-other memory.
+module's large tensors and reuses it as soon as nothing refers to it any more. It needs no release
+calls: it reads the storage's count of owners. So a saved activation, a gradient that the user
+keeps, or a second use in the same graph stays with its owner, and the next request gets other
+memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Workspace:
-    """Reusable CPU memory by purpose. Copies (pickle, deepcopy) start empty. Safe under threads and
-    re-entrance.
+    """Reusable CPU memory by purpose.
+
+    Copies (pickle, deepcopy) start empty. Safe with threads and re-entrant calls.
     """
 
     def __init__(self) -> None:
@@ -34,8 +35,9 @@ class Workspace:
         self._kept: dict[tuple[str, torch.dtype], list[torch.UntypedStorage]] = {}
 
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Uninitialised tensor of a shape, in `like`'s dtype and device; memory that served
-        `purpose` before, where free.
+        """Uninitialised tensor of a shape, in `like`'s dtype and device.
+
+        Reuses memory that served `purpose` before, where it is free.
         """
         size = math.prod(shape) * like.element_size()
         reusable = like.device.type == "cpu" and size >= SMALL_BYTES and _use_count is not None
@@ -54,13 +56,13 @@ class Workspace:
             elif free is None and size <= kept[index].nbytes() <= SHRINK * size:
                 free = kept[index]
         if free is None:
-            # loads move from step to step: leave room
+            # loads change from step to step: leave room
             free = torch.UntypedStorage(size + size // 8)
         self._kept[purpose, dtype] = [*busy, free]
         return free
 
     def kept_bytes(self) -> int:
-        """Bytes held, in use or not."""
+        """Bytes of the kept memory, in use or not."""
         return sum(storage.nbytes() for kept in self._kept.values() for storage in kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
@@ -75,8 +77,7 @@ def _references(kept: list[torch.UntypedStorage], index: int) -> int:
 
 
 def _idle(kept: list[torch.UntypedStorage], index: int) -> bool:
-    # owners in C++ (tensors, saved activations) and in Python (a storage object someone took): none
-    # but this list
+    # only this list owns it, in C++ (tensors, saved activations) and in Python (storage objects)
     return _use_count(kept[index]._cdata) == 1 and _references(kept, index) == _ALONE
 
 

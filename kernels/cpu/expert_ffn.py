@@ -33,8 +33,7 @@ from moe_plugin.kernels.rows import sum_rows
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
-# of one value [N, F] of a block, so that values stay in the cache from one operation to the next;
-# by measurement
+# size of one value [N, F] of a block that stays in the cache between operations; measured
 BLOCK_BYTES = 4 << 20
 W_IN, W_GATE, W_OUT = WEIGHTS
 
@@ -44,7 +43,7 @@ class _FFNCall:
     """Arguments of one call that autograd does not differentiate.
 
     counts: rows of each expert. keep: whether backward will run. token_R, source_R, position_TK:
-    see `kernels.rows`; None where x already is rows. owners: see `FFNParameters`.
+    see `kernels.rows`; None where x already is rows. main_grad_weights: see `FFNParameters`.
     """
 
     counts: list[int]
@@ -55,7 +54,7 @@ class _FFNCall:
     source_R: Tensor | None
     position_TK: Tensor | None
     keep: bool
-    owners: Mapping[str, Tensor]
+    main_grad_weights: Mapping[str, Tensor]
 
     @property
     def total(self) -> int:
@@ -123,17 +122,17 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     x: [R, D] rows or [T, D] tokens; returns the same shape and dtype, see `Strategy`.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
-    # empty slots hold zero rows: gather them before
+    # an empty slot is a row of zeros, which `gather_rows` makes
     if plan is not None and bool((plan.source_R < 0).any()):
         return apply_to_rows(lambda rows_RD, counts: fused(rows_RD, counts, p), x, plan)
     counts = rows.host if plan is None else plan.counts.host
-    (x, *tensors), owners = p.operands(x)
+    (x, *tensors), redirected = p.operands(x)
     gates_TK = None if plan is None else plan.weights_TK
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad
                                            for t in (x, gates_TK, *tensors))
     maps = (None, None, None) if plan is None else (plan.token_R, plan.source_R, plan.position_TK)
     blocks = blocks_of(counts, BLOCK_BYTES // (p.w_in_LDF.shape[2] * x.element_size()))
-    call = _FFNCall(counts, blocks, ACTIVATIONS[p.activation], p.memory, *maps, keep, owners)
+    call = _FFNCall(counts, blocks, ACTIVATIONS[p.activation], p.memory, *maps, keep, redirected)
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
 
@@ -248,8 +247,8 @@ class _Backward:
     def _make_grads(self, weights: dict[str, Tensor | None], needs: list[bool]) -> None:
         call = self.call
         self.grads: dict[str, MainGrad | _WeightGrad] = {
-            name: MainGrad(call.owners[name], call.memory)
-            if name in call.owners else _WeightGrad(call, name, w)
+            name: MainGrad(call.main_grad_weights[name], call.memory)
+            if name in call.main_grad_weights else _WeightGrad(call, name, w)
             for (name, w), need in zip(weights.items(), needs[::2], strict=True) if need
         }
         self.bias_grads = {

@@ -1,4 +1,4 @@
-"""Shared by the Triton kernels: whether they are interpreted, and tile sizes."""
+"""Shared by the Triton kernels: whether they run in the interpreter, and tile sizes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ def _probe(x):
     tl.store(x, 0)
 
 
-# Triton reads its own switch (TRITON_INTERPRET) when a kernel is decorated; how this one came out
-# says how all did.
+# Triton reads TRITON_INTERPRET when a kernel is decorated: the type of this one holds for all
 INTERPRETED = type(_probe).__name__ == "InterpretedFunction"
-# the interpreter takes about 1 ms a program whatever its size: few, large tiles there
+# the interpreter takes about 1 ms per program of any size: few, large tiles there
 ROW_ELEMENTS = 1 << 17 if INTERPRETED else 1 << 12
 
 
 def row_tile(width: int) -> tuple[int, int]:
-    """(rows, columns) of a tile for kernels that move rows: 16-byte accesses, several in flight a
-    thread.
+    """(rows, columns) of a tile for kernels that move rows of `width` values.
+
+    16-byte accesses, several in flight per thread.
     """
     columns = min(triton.next_power_of_2(max(1, width)), 1024)
     return max(1, min(128, ROW_ELEMENTS // columns)), columns
 
 
 def needs_upcast(dtype: torch.dtype) -> bool:
-    """The interpreter multiplies bfloat16 matrices wrongly (3.6 to 3.9): there, widen before the
-    product.
+    """Whether to widen operands before a matmul.
+
+    The interpreter multiplies bfloat16 matrices wrongly (versions 3.6 to 3.9).
     """
     return INTERPRETED and dtype in (torch.bfloat16, torch.float16)
 

@@ -41,12 +41,12 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows if plan is None else plan.counts
-    (x, *tensors), owners = p.operands(x)
+    (x, *tensors), redirected = p.operands(x)
     maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R,
                                                     plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
-        if owners:
-            return _IntoMainGrad.apply(owners, x, *maps, *tensors, counts.host, p.activation)
+        if redirected:
+            return _IntoMainGrad.apply(redirected, x, *maps, *tensors, counts.host, p.activation)
         return expert_ffn(x, *maps, *tensors, counts.host, p.activation)[0]
 
 
@@ -118,8 +118,8 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
                position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor, w_in: Tensor,
                w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
                activation: str, needs: Sequence[bool],
-               owners: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """As `expert_ffn_backward`, None where not needed; those of `owners` go to their main_grad."""
+               main_grad_weights: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`."""
     groups, token_R = Groups(RowCounts(list(counts)), x.device), _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None if gates_TK is None else _at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
@@ -128,10 +128,10 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
                                                            scale_R, token_R, activation)
 
     def weight(name: str, x: Tensor, grad: Tensor, *tokens_scale: Tensor | None) -> Tensor | None:
-        if name not in owners:
+        if name not in main_grad_weights:
             return expert_weight_grad(x, grad, groups, *tokens_scale)
-        expert_weight_grad_add(x, grad, groups, *tokens_scale, owners[name].main_grad)  # type: ignore[attr-defined]
-        return placeholder_grad(owners[name])
+        expert_weight_grad_add(x, grad, groups, *tokens_scale, main_grad_weights[name].main_grad)  # type: ignore[attr-defined]
+        return placeholder_grad(main_grad_weights[name])
 
     return [
         _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK) if needs[0] else None,
@@ -189,10 +189,10 @@ class _IntoMainGrad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, owners: Mapping[str, Tensor], *inputs: Any) -> Tensor:
+    def forward(ctx: Any, main_grad_weights: Mapping[str, Tensor], *inputs: Any) -> Tensor:
         output = _forward(*inputs)
         _setup(ctx, inputs, output)
-        ctx.owners = owners
+        ctx.main_grad_weights = main_grad_weights
         return output[0]
 
     @staticmethod
@@ -200,7 +200,7 @@ class _IntoMainGrad(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
         x, gates, *rest = _gradients(grad_y, *ctx.saved_tensors, ctx.counts, ctx.activation, needed,
-                                     ctx.owners)
+                                     ctx.main_grad_weights)
         return None, x, gates, None, None, *rest, None, None
 
 

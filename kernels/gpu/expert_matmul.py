@@ -10,7 +10,7 @@ from moe_plugin.kernels.gpu import grouped_gemm as gg
 from moe_plugin.kernels.gpu.common import INTERPRETED, needs_upcast
 from moe_plugin.kernels.groups import Groups
 
-# the one configuration under the interpreter, where nothing is tuned
+# the interpreter runs one configuration without tuning
 _TILE = {"BN": 64, "BK": 64} if INTERPRETED else {}
 _WEIGHT_TILE = {"BI": 64, "BO": 64, "BR": 64} if INTERPRETED else {}
 
@@ -56,7 +56,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF
     grad, wide, rows = grad.contiguous(), w_LFD.shape[1], groups.total
     grad_h, after = torch.empty_like(h_RF), torch.empty_like(h_RF)
     grad_gate = None if gate_RF is None else torch.empty_like(h_RF)
-    # as many partial sums as the narrowest tile makes; those a wider tile does not write stay zero
+    # one partial sum per narrowest tile; those that a wider tile does not write stay zero
     dots = torch.zeros(triton.cdiv(wide, 64), max(1, rows), dtype=torch.float32, device=grad.device)
     if rows:
         tile_group, tile_row = groups.tiles(gg.BM)

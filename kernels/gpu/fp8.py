@@ -1,6 +1,4 @@
-"""Block-scaled fp8 in Triton: one pass reads a block of a row, finds its largest value and writes
-codes and scale.
-"""
+"""Block-scaled fp8 in Triton: one pass per block of a row finds its largest value and converts."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ ROWS = 64 if INTERPRETED else 16
 def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr,
                     SMALLEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
                     BLOCK: tl.constexpr):
-    """codes = x / scale, scale = largest finite |x| of the block / LARGEST (1 for a block of
-    zeros); NaN for what is not finite.
+    """codes = x / scale, scale = largest finite |x| of the block / LARGEST (1 for zeros).
+
+    Values that are not finite become NaN.
     """
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     b = tl.program_id(1)
@@ -32,13 +31,12 @@ def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr
     largest = tl.max(tl.where(finite, tl.abs(value), 0.0), 1)
     scale = tl.where(largest > 0, tl.maximum(largest / LARGEST, SMALLEST), 1.0)
     code = tl.minimum(tl.maximum(value / scale[:, None], -LARGEST), LARGEST)
-    # the interpreter loses the carry into the exponent: round to three bits of mantissa here, to
-    # even
+    # the interpreter loses the carry into the exponent: round to even here, three mantissa bits
     if ROUND:
         bits = code.to(tl.int32, bitcast=True)
         code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     bits = code.to(codes.dtype.element_ty).to(tl.uint8, bitcast=True)
-    # e4m3's NaN, whatever a conversion makes of one
+    # e4m3's NaN: conversions differ in what they make of one
     bits = tl.where(finite, bits, 0x7F).to(tl.uint8)
     tl.store(codes + at, bits.to(codes.dtype.element_ty, bitcast=True), mask=inside)
     tl.store(scales + r * blocks + b, scale, mask=r < rows)

@@ -1,8 +1,8 @@
-"""Grouped matrix products in Triton: gather on load, activation and its gradient on the way out.
+"""Grouped matmuls in Triton: gather while loading, activation and its gradient before storing.
 
-A tile is BM rows of one group times BN columns; which group and which rows is read from a table, so
-that no tile spans two groups and one launch does all groups. Sums are float32 in one order: the
-result is the same every time.
+A tile is BM rows of one group times BN columns; a table says which group and which rows, so that no
+tile spans two groups and one launch computes all groups. Sums are float32 in one order: the result
+is the same every time.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import triton.language as tl
 from moe_plugin.kernels.gpu.common import INTERPRETED, activate, activation_grad
 
 BM = 64 if INTERPRETED else 128  # rows of a tile; the table of tiles is made for it
-# search spaces; the compiler's report (bench kernels) says which spill, those are left out
+# search spaces, without configurations that spill by the compiler's report (bench kernels)
 SPACE = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4), (64, 64, 4, 4)]  # BN, BK, warps, stages
 BACKWARD_SPACE = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 32, 8, 4)]
 # BI, BO, BR, warps, stages
 WEIGHT_SPACE = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 32, 4, 4),
                 (64, 128, 64, 4, 4)]
-# what is added to is a second tile to hold at the end: larger ones spill
+# the tile added to is a second one in registers: larger configurations spill
 WEIGHT_ADD_SPACE = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 4)]
 
 
 def _tuned(space: list[tuple[int, ...]], names: tuple[str, ...], key: list[str],
            zeroed: tuple[str, ...] = (), restored: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     if INTERPRETED:
-        # several configurations need a driver to be timed; launches pass one
+        # timing several configurations needs a driver; launches pass one
         return lambda kernel: kernel
     configs = [
         triton.Config(dict(zip(names, values[:-2], strict=True)), num_warps=values[-2],
@@ -42,16 +42,18 @@ def _tuned(space: list[tuple[int, ...]], names: tuple[str, ...], key: list[str],
 
 
 def first_if_deterministic(configs: list, *_: object, **__: object) -> list:
-    """Of the search space the first alone where torch is to be deterministic: other tiles add up in
-    another order, and a clock would choose.
+    """Only the first configuration where torch is to be deterministic.
+
+    Other tiles add in another order, and the measured times would choose among them.
     """
     return configs[:1] if torch.are_deterministic_algorithms_enabled() else configs
 
 
 @triton.jit
 def tile_at(columns, rows_of_tiles, GROUP: tl.constexpr):
-    """(row tile, column tile) of this program: GROUP row tiles go through the columns together, so
-    that weights stay in L2.
+    """(row tile, column tile) of this program.
+
+    GROUP row tiles go through the columns together, so that weights stay in L2.
     """
     pid = tl.program_id(0)
     width = GROUP * columns
@@ -62,8 +64,9 @@ def tile_at(columns, rows_of_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.constexpr):
-    """Of row tile pm: its group, first row and rows; which lie in the group; the rows of x that
-    they take, and which of these exist.
+    """Of row tile pm: (group, first row, rows r, inside, at, live).
+
+    inside: which r are in the group. at: the rows of x that they take. live: which of these exist.
     """
     group = tl.load(tile_group + pm)
     first = tl.load(tile_row + pm)
@@ -80,7 +83,7 @@ def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.
 @triton.jit
 def accumulate(x, at, live, w, n, wide, K: tl.constexpr, stride_k, stride_n, UPCAST: tl.constexpr,
                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """float32 [BM, BN]: rows `at` of x [., K] times w [K, N], rows that are not live being zero."""
+    """float32 [BM, BN]: rows `at` of x [., K] times w [K, N]; rows that are not live are zero."""
     total = tl.zeros([BM, BN], tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
@@ -109,14 +112,14 @@ def matmul_kernel(x, token, w, bias, base, gate, out, after, tile_group, tile_ro
     if BIAS:
         total += tl.load(bias + group * wide + n, mask=n < wide, other=0.0).to(tl.float32)[None, :]
     tile = first.to(tl.int64) * wide
-    # from the tile on: 32 bits an element, where 64 would spill
+    # offsets inside the tile take 32 bits; 64 would spill
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
     written = (inside[:, None] & (n < wide)[None, :]) != 0
     if BASE:
         total += tl.load(base + tile + where, mask=written, other=0.0).to(tl.float32)
     tl.store(out + tile + where, total.to(out.dtype.element_ty), mask=written)
     if ACT != "none":
-        # what is kept is what backward will see
+        # backward will see the rounded value: activate that
         total = total.to(out.dtype.element_ty).to(tl.float32)
         if GATED:
             total = total * activate(
@@ -143,7 +146,7 @@ def matmul_act_backward_kernel(
     u = accumulate(grad, at, live, w + group.to(tl.int64) * stride_group, n, wide, K, stride_k,
                    stride_n, UPCAST, BM, BN, BK)
     tile = first.to(tl.int64) * wide
-    # from the tile on: 32 bits an element, where 64 would spill
+    # offsets inside the tile take 32 bits; 64 would spill
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
     written = (inside[:, None] & (n < wide)[None, :]) != 0
     s = u
@@ -153,7 +156,7 @@ def matmul_act_backward_kernel(
         before = tl.load(gate + tile + where, mask=written, other=0.0).to(tl.float32)
         open_ = activate(before, ACT)
         tl.store(grad_h + tile + where, (s * open_).to(grad_h.dtype.element_ty), mask=written)
-        # not before: one tile more at a time would spill
+        # loaded only here: one more live tile would spill
         mine = tl.load(h + tile + where, mask=written, other=0.0).to(tl.float32)
         grad_inner = s * mine * activation_grad(before, ACT)
         tl.store(grad_gate + tile + where, grad_inner.to(grad_gate.dtype.element_ty), mask=written)
@@ -200,8 +203,9 @@ def _weight_grad(x, grad, x_token, grad_token, scale, out, ends, lengths, I: tl.
                  O: tl.constexpr, X_GATHER: tl.constexpr, G_GATHER: tl.constexpr,
                  SCALED: tl.constexpr, UPCAST: tl.constexpr, ADD: tl.constexpr, WHILE: tl.constexpr,
                  BI: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr):
-    """out[group] = rows^T (scale * grad rows), or with ADD out[group] += it; one program a group
-    and a tile of the matrix, over the group's rows.
+    """out[group] = rows^T (scale * grad rows), or with ADD out[group] += it.
+
+    One program per group and tile of the matrix, over the group's rows.
     """
     group = tl.program_id(1)
     tiles_o: tl.constexpr = (O + BO - 1) // BO
@@ -210,7 +214,7 @@ def _weight_grad(x, grad, x_token, grad_token, scale, out, ends, lengths, I: tl.
     end = tl.load(ends + group)
     start = end - tl.load(lengths + group).to(tl.int32)
     total = tl.zeros([BI, BO], tl.float32)
-    # the interpreter of some versions refuses a range whose bounds are known at run time only
+    # some versions of the interpreter reject a range with bounds known only at run time
     if WHILE:
         first = start
         while first < end:
@@ -230,7 +234,7 @@ def _weight_grad(x, grad, x_token, grad_token, scale, out, ends, lengths, I: tl.
 
 _WEIGHT_KEY = ["I", "O", "X_GATHER", "G_GATHER"]
 weight_grad_kernel = _tuned(WEIGHT_SPACE, ("BI", "BO", "BR"), _WEIGHT_KEY)(_weight_grad)
-# trial launches add, too: the tuner puts back what was there
+# trial launches add, too: the tuner restores the tensor
 weight_add_kernel = _tuned(WEIGHT_ADD_SPACE, ("BI", "BO", "BR"), _WEIGHT_KEY,
                            restored=("out",))(_weight_grad)
 

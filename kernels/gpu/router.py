@@ -1,5 +1,6 @@
-"""route_top_k and its gradient in Triton: a tile of tokens by all experts in registers, k passes of
-an argmax over it.
+"""route_top_k and its gradient in Triton.
+
+A tile of tokens by all experts is in registers, and k argmax passes run over it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ EPS = torch.finfo(torch.float32).eps
 def top_k_kernel(logits, mask, chosen, ids, weights, lse_out, importance, sums, tokens, experts,
                  K: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
                  BT: tl.constexpr, BE: tl.constexpr):
-    """importance: [programs, E], sums: [programs, 2] (z, entropy): partial sums, added up outside
-    in one order.
+    """importance: [programs, E], sums: [programs, 2] (z, entropy): partial sums.
+
+    The caller adds them in a fixed order.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)

@@ -1,5 +1,6 @@
-"""take_rows, sum_rows and dot_rows in Triton. Each reads every needed row once, writes once, sums
-in choice order.
+"""take_rows, sum_rows and dot_rows in Triton.
+
+Each reads every needed row once, writes once, and sums in choice order.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED:
 @triton.jit
 def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
                WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """out[t] = sum_j weights[t, j] * rows[position[t, j]], absent rows left out; float32 sums in
-    the order of j.
+    """out[t] = sum_j weights[t, j] * rows[position[t, j]], float32 sums in the order of j.
+
+    Choices without a row are left out.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -56,7 +58,7 @@ def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
 @triton.jit
 def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl.constexpr,
                BT: tl.constexpr, BD: tl.constexpr):
-    """out[t, j] = <grad[t], rows[position[t, j]]>, 0 where there is no row."""
+    """out[t, j] = <grad[t], rows[position[t, j]]>, 0 without a row."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     for j in tl.static_range(K):
         row = tl.load(position + t * K + j, mask=t < tokens, other=-1)

@@ -1,5 +1,6 @@
-"""running_count in Triton: two passes over blocks of choices, one expert at a time; nothing E-wide
-by choice.
+"""running_count in Triton: two passes over blocks of choices, one expert at a time.
+
+No tensor is [N, E].
 """
 
 from __future__ import annotations

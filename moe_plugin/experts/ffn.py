@@ -100,15 +100,13 @@ class FFNExperts(Experts):
 
     def local_parameters(self) -> dict[str, Tensor]:
         """See `Experts`: those of `SHARD_AXIS` that this kind of expert has."""
-        owners = self.owners()
+        redirected = self.main_grad_weights()
         stored = {name: getattr(self, name) for name in SHARD_AXIS}
-        return {name: main_grad.redirect_grad(value) if name in owners else value
+        return {name: main_grad.redirect_grad(value) if name in redirected else value
                 for name, value in stored.items() if value is not None}
 
-    def owners(self) -> dict[str, Tensor]:
-        """The weights, by name, whose gradients now go to the host's `main_grad` and not to
-        autograd.
-        """
+    def main_grad_weights(self) -> dict[str, Tensor]:
+        """The weights, by name, whose gradients now go to the host's `main_grad`."""
         if not (self.adds_to_main_grad and torch.is_grad_enabled()):
             return {}
         return {
@@ -125,7 +123,7 @@ class FFNExperts(Experts):
                 consecutive shards; None: what is stored here.
             first_shard: the first of these shards; None: that of this rank.
         """
-        owners = self.owners() if tensors is None else {}
+        redirected = self.main_grad_weights() if tensors is None else {}
         tensors = self.local_parameters() if tensors is None else tensors
         first_shard = self.placement.shard if first_shard is None else first_shard
         bias_LD = tensors.get("b_out_LD")
@@ -136,13 +134,14 @@ class FFNExperts(Experts):
         return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"),
                              tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
                              self.config.activation, self.memory, self.config.compute_selection,
-                             owners)
+                             redirected)
 
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out; with silu this is SwiGLU
-    (Shazeer 2020).
+    """y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out.
+
+    With silu this is SwiGLU (Shazeer 2020).
     """
 
     gated = True

@@ -1,5 +1,6 @@
-"""Expert parameters gathered from other ranks for one call; the local ones stay where they are,
-their gradients come back.
+"""Expert parameters gathered from other ranks for one call.
+
+The local ones stay where they are; backward returns their gradients.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ def _together(part_WN: Tensor, like: Tensor, axis: int, shards: int) -> Tensor:
 
 def fetch_experts(local: Mapping[str, Tensor], place: Placement,
             experts: tuple[int, ...]) -> dict[str, Tensor]:
-    """Whole parameters of some experts on every rank, [len(experts), ...]: one broadcast a shard,
-    backward one all-reduce each.
+    """Whole parameters of some experts on every rank, [len(experts), ...].
+
+    One broadcast per shard; backward is one all-reduce each. local: this rank's parameters by name,
+    expert axis first. experts: global numbers.
     """
     anchor = next(iter(local.values()))
     whole: dict[str, list[Tensor]] = {name: [] for name in local}

@@ -47,8 +47,9 @@ class SharedExpert(nn.Module):
 
 def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
                  shared: SharedExpert | None) -> Tensor:
-    """Routed outputs [T, D] in the tokens' dtype, plus the shared expert's, plus the token itself
-    by `routing.passthrough_T`.
+    """Routed outputs, plus the shared expert's, plus the token weighted by `passthrough_T`.
+
+    y_TD: [T, D] outputs of the routed experts. Returns [T, D] in the tokens' dtype.
     """
     x_TD, mask_T = tokens.x_TD, tokens.mask_T
     y_TD = y_TD.to(x_TD.dtype)

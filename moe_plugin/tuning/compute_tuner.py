@@ -72,7 +72,7 @@ def trial(load: Load, names: list[str], device: torch.device, parameters: FFNPar
             for n, t in tensors.items()
         }
         # trial gradients are discarded
-        p = FFNParameters(**{**own, "memory": Workspace(), "owners": {}})
+        p = FFNParameters(**{**own, "memory": Workspace(), "main_grad_weights": {}})
         x, rows = _sample(load, device)
         grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
                            device=device).to(load.dtype)
