@@ -146,7 +146,7 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
     """The best point over the free columns; columns that would become negative are fixed at 0."""
-    while True:
+    for _ in range(len(x)):  # every round fixes at least one column, but for rounding
         target = np.zeros_like(x)
         target[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
         bad = free & (target <= 0)
@@ -157,7 +157,8 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
         free &= x > 1e-14
         x[~free] = 0
         if not free.any():
-            return x
+            break
+    return x
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:

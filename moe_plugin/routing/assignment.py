@@ -17,6 +17,8 @@ from torch import Tensor
 ROUNDS, COOLING = 12, (0.1, 0.03, 0.01)
 # relative to the spread: a path must be better by that much, so that rounding makes no cycle
 SLACK = 1e-12
+# scores up to here have finite sums and differences in float64
+LARGEST = 1e100
 
 
 def balanced_assignment(scores_TE: Tensor) -> Tensor:
@@ -24,11 +26,13 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
     E where E divides T.
 
     The sum of the chosen scores is the largest possible (up to rounding). Where E does not divide
-    T, tokens that are worth nothing to anybody fill up. NaN counts as 0. Source of the problem:
-    BASE layers (Lewis et al. 2021), which solves it by an auction to within epsilon a token.
+    T, tokens that are worth nothing to anybody fill up. NaN counts as 0, +Inf and -Inf as finite
+    extremes: a whole spread above the largest and below the smallest finite score, so that the
+    assignment is balanced whatever the scores are. Source of the problem: BASE layers (Lewis et
+    al. 2021), which solves it by an auction to within epsilon a token.
     """
     tokens, experts = scores_TE.shape
-    value_TE = scores_TE.detach().to("cpu", torch.float64).nan_to_num(0.0)
+    value_TE = _finite(scores_TE.detach().to("cpu", torch.float64))
     each = -(-tokens // experts)
     value_NE = torch.cat([value_TE, value_TE.new_zeros(each * experts - tokens, experts)])
     if experts == 1 or not tokens:
@@ -36,6 +40,23 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
     spread = float(value_NE.max() - value_NE.min())
     owner_N = (value_NE - _prices(value_NE, each, spread)).argmax(1)
     return _level(value_NE, owner_N, each, SLACK * spread)[:tokens]
+
+
+def _finite(value_TE: Tensor) -> Tensor:
+    """The scores with NaN as 0, and infinities one spread (at least 1) beyond the finite ones.
+
+    Scores above `LARGEST` are scaled down with all others, which changes no assignment: sums and
+    differences stay finite.
+    """
+    value_TE = value_TE.nan_to_num(0.0, float("inf"), float("-inf"))
+    known_N = value_TE[value_TE.isfinite()]
+    if not known_N.numel():
+        return value_TE.clamp(-1.0, 1.0)
+    scale = max(float(known_N.abs().max()) / LARGEST, 1.0)
+    value_TE, known_N = value_TE / scale, known_N / scale
+    low, high = float(known_N.min()), float(known_N.max())
+    margin = max(high - low, 1.0)
+    return value_TE.clamp(low - margin, high + margin)
 
 
 def _prices(value_NE: Tensor, each: int, spread: float) -> Tensor:
@@ -69,15 +90,17 @@ def _level(value_NE: Tensor, owner_N: Tensor, each: int, slack: float) -> Tensor
     owner_N, cost_EE = owner_N.clone(), value_NE.new_full((experts, experts), float("inf"))
     for e in range(experts):
         cost_EE[e] = _costs(value_NE, owner_N, e)
-    while True:
+    # a round moves at least one token out of an expert with too many, so tokens bound the rounds
+    for _ in range(len(owner_N)):
         excess_E = torch.bincount(owner_N, minlength=experts) - each
         if not bool((excess_E > 0).any()):
-            return owner_N
+            break
         path = _cheapest_path(cost_EE, excess_E, slack)
         _move(value_NE, owner_N, cost_EE, path, min(int(excess_E[path[0]]),
                                                     -int(excess_E[path[-1]])))
         for e in path:
             cost_EE[e] = _costs(value_NE, owner_N, e)
+    return owner_N
 
 
 def _costs(value_NE: Tensor, owner_N: Tensor, e: int) -> Tensor:
@@ -101,9 +124,12 @@ def _cheapest_path(cost_EE: Tensor, excess_E: Tensor, slack: float) -> list[int]
                                        dist_E), torch.where(better_E, best_E, parent_E)
     at = int(torch.where(excess_E < 0, dist_E, float("inf")).argmin())
     path = [at]
-    while int(parent_E[path[-1]]) >= 0:
+    for _ in range(len(excess_E)):
+        if int(parent_E[path[-1]]) < 0:
+            return path[::-1]
         path.append(int(parent_E[path[-1]]))
-    return path[::-1]
+    # rounding made a cycle of negative cost: move directly, at its price, so that loads get level
+    return [int(excess_E.argmax()), at]
 
 
 def _move(value_NE: Tensor, owner_N: Tensor, cost_EE: Tensor, path: list[int], most: int) -> None:

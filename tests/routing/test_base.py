@@ -61,6 +61,30 @@ def test_nan_scores_end() -> None:
                                                          float("nan")))).tolist() == [4, 4, 4]
 
 
+@given(st.integers(2, 5), st.integers(1, 6), st.integers(0, 10**6),
+       st.sampled_from([torch.float32, torch.float64]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_scores_that_are_not_finite_or_huge_are_balanced(experts: int, each: int, seed: int,
+                                                         dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(seed)
+    largest = torch.finfo(dtype).max
+    odd = torch.tensor([float("inf"), float("-inf"), float("nan"), largest, -largest, 1e-30, 0.0])
+    scores = torch.randn(experts * each, experts, generator=g, dtype=dtype)
+    where = torch.rand(scores.shape, generator=g) < 0.5
+    picked = odd.to(dtype)[torch.randint(len(odd), scores.shape, generator=g)]
+    chosen = balanced_assignment(torch.where(where, picked, scores))
+    assert torch.bincount(chosen, minlength=experts).tolist() == [each] * experts
+
+
+def test_infinite_scores_count_as_extremes() -> None:
+    inf = float("inf")
+    ends = balanced_assignment(torch.tensor([[inf, -inf], [0.5, 0.0]]))
+    assert ends.tolist() == [0, 1]
+    # a wish without bound outweighs any finite one, and is not granted above the finite balance
+    wishes = torch.tensor([[1.0, 0.0], [inf, 0.0], [5.0, 0.0], [inf, 2.0]])
+    assert balanced_assignment(wishes).tolist() == [1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("counts", [[8, 8, 8, 8], [5, 0, 11, 2], [0, 0, 0, 0]])
 def test_every_expert_gets_the_same_number_from_each_problem(world: int, counts: list[int]) -> None:
