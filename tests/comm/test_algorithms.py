@@ -56,13 +56,16 @@ def test_uneven_pieces(size: int, per_node: int, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("size", "per_node"), GRIDS)
 def test_even_pieces(size: int, per_node: int, name: str) -> None:
-    """Also without given splits, where no sizes are exchanged."""
-    counts = [[2] * size for _ in range(size)]
-    check(Topology.uniform(size, per_node), name, counts)
-    got = run_simulated(size, lambda comm: algorithms.get(name)(comm, rows_of(comm.rank, counts)),
-                        topology=Topology.uniform(size, per_node))
-    for me in range(size):
-        assert torch.equal(got[me], expected_of(me, counts))
+    """Also without given splits, where no sizes are exchanged; also without any row."""
+    for rows in (2, 0):
+        counts = [[rows] * size for _ in range(size)]
+        check(Topology.uniform(size, per_node), name, counts)
+        got = run_simulated(size,
+                            lambda comm, counts=counts: algorithms.get(name)(
+                                comm, rows_of(comm.rank, counts)),
+                            topology=Topology.uniform(size, per_node))
+        for me in range(size):
+            assert torch.equal(got[me], expected_of(me, counts))
 
 
 @st.composite

@@ -1,8 +1,12 @@
-"""Runs one case of the matrix through `MoELayer` on a `Comm` and holds it to the dense reference.
+"""Runs one case of the matrix through `MoELayer` on a `Comm` and compares it with the dense
+reference.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +69,7 @@ def slice_of(name: str, whole: Tensor, case: Case, rank: int) -> Tensor:
 
 
 def load(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> None:
-    """Give a rank's layer its part of the whole parameters."""
+    """Give a rank's layer its part of the whole parameters; `case.world` ranks have experts."""
     with torch.no_grad():
         layer.router.weight_ED.copy_(parameters["router"])
     load_experts(layer, parameters, case)
@@ -82,13 +86,18 @@ def load_experts(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> 
 
 def run_rank(case: Case, comm: Comm, config: MoEConfig,
              dtype: torch.dtype = torch.float64) -> RankResult:
-    """One rank: build, load, forward, backward."""
+    """One rank: build, load, forward, backward.
+
+    Where `comm` has more ranks than the case, runs of ranks share the tokens of one rank of the
+    case.
+    """
     layer = MoELayer(config, comm, dtype=dtype)
-    load(layer, make_parameters(case, dtype), case)
+    load(layer, make_parameters(case, dtype), dataclasses.replace(case, world=comm.size))
     xs, masks = make_inputs(case, dtype)
-    x = xs[comm.rank].clone().requires_grad_()
-    out = layer(x, masks[comm.rank])
-    objective(out.output, out.losses, comm.rank).backward()
+    group = comm.rank * case.world // comm.size
+    x = xs[group].clone().requires_grad_()
+    out = layer(x, masks[group])
+    objective(out.output, out.losses, group).backward()
     grads = {"router": layer.router.weight_ED.grad}
     for name, (attribute, _) in NAMES.items():
         parameter = getattr(layer.experts, attribute, None)
@@ -99,6 +108,15 @@ def run_rank(case: Case, comm: Comm, config: MoEConfig,
                       grads, out.stats.as_dict())
 
 
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """An error inside names the cell that it comes from."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{what}\n{type(error).__name__}: {error}") from error
+
+
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
     """The dense answer for the same (rounded) parameters and inputs."""
     return dense(case, make_parameters(case, dtype), *make_inputs(case, dtype))
@@ -106,8 +124,10 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
 
 def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float = 1e-9,
             atol: float = 1e-10) -> None:
-    """Outputs, losses, input gradients, router and expert gradients, drops.
+    """Outputs, losses and their names, input gradients, router and expert gradients, drops.
 
+    More results than the case has ranks: see `run_rank`. All ranks with the same tokens must have
+    the same output, losses, input gradient and router gradient, each of them complete.
     atol is relative to the largest element of what is compared: rounding in a sum is of the size of
     its largest terms.
     """
@@ -117,15 +137,20 @@ def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float =
         torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol * scale,
                                    msg=lambda m: f"{what}: {m}")
 
+    copies, ranks = len(results) // case.world, dataclasses.replace(case, world=len(results))
     for rank, result in enumerate(results):
-        same(result.output, answer.outputs[rank], f"output of rank {rank}")
-        same(result.input_grad, answer.input_grads[rank], f"input gradient of rank {rank}")
+        group = rank // copies
+        same(result.output, answer.outputs[group], f"output of rank {rank}")
+        same(result.input_grad, answer.input_grads[group], f"input gradient of rank {rank}")
+        assert result.losses.keys() == answer.losses[group].keys(), f"losses of rank {rank}"
         for name, loss in result.losses.items():
-            same(loss, answer.losses[rank][name], f"loss {name} of rank {rank}")
-        assert result.stats["dropped"] == answer.dropped[rank]
+            same(loss, answer.losses[group][name], f"loss {name} of rank {rank}")
+        assert result.stats["dropped"] == answer.dropped[group], f"dropped on rank {rank}"
         for name, grad in result.grads.items():
             if name != "router":
-                same(grad, slice_of(name, answer.grads[name], case, rank),
+                same(grad, slice_of(name, answer.grads[name], ranks, rank),
                      f"gradient of {name} on rank {rank}")
-    same(sum(r.grads["router"].double() for r in results), answer.grads["router"],
+        same(result.grads["router"], results[group * copies].grads["router"].double(),
+             f"router gradient of rank {rank}, beside a rank with the same tokens")
+    same(sum(r.grads["router"].double() for r in results[::copies]), answer.grads["router"],
          "router gradient")

@@ -10,41 +10,55 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin import MoELayer, TorchComm, weighted_loss
-from moe_plugin.comm import LocalComm, Topology, algorithms
+from moe_plugin.comm import LocalComm, Topology
 from moe_plugin.config import from_dict
+from moe_plugin.dispatch import dispatchers
 from moe_plugin.hosts.plain.gradients import exclude_experts, sync_gradients
+from tests.combinations import Cell, name_of
 from tests.distributed import run_gloo
-from tests.exactness.harness import RankResult, compare, config_of, reference, run_rank
-from tests.oracle import Case
+from tests.exactness import cells
+from tests.exactness.harness import RankResult, compare, naming, reference, run_rank
 
 pytestmark = pytest.mark.distributed
 
 
-def cells(world: int) -> list[tuple[Case, dict]]:
-    """What is worth a real network: uneven, empty, padded, sharded; every algorithm."""
-    found = []
-    for algorithm in algorithms.names():
-        for experts, tokens, masked in [(1, [3, 4, 0, 2], None), (world, [5, 0, 3, 9], None),
-                                        (8, [6, 6, 6, 6], [0, 6, 2, 1])]:
-            for dispatch, factor in [("ragged", None), ("ragged", 1.0), ("padded", 0.0),
-                                     ("padded", -1.0)]:
-                case = Case(world, experts, min(2, experts), tokens[:world], masked
-                            and masked[:world], factor)
-                found.append((case, {"dispatch__name": dispatch, "comm__all_to_all": algorithm}))
-    return found
+SIZES = {2: [(2, 1, None), (2, 8, None), (2, 4, 2)], 4: [(4, 2, None), (4, 4, 2)]}
+# what a network does not see, the simulated group covers
+FEWER = {
+    "factor": [0.0, 1.0], "tokens": ["uneven", "padding", "one"], "compute": ["auto"],
+    "activation": ["gelu"], "pieces": [(1, 0), (3, 0), (1, 2)]
+}
+
+
+def gloo_cells(world: int) -> list[Cell]:
+    """All pairs of all settings for every dispatcher, also with ranks that hold the same tokens.
+    """
+    found = [
+        cell for dispatch in dispatchers.names()
+        for cell in cells.cells_of(dispatch, SIZES[world], **FEWER)
+    ]
+    return found + [
+        cell for dispatch in cells.own_tokens()
+        for cell in cells.parm_cells(dispatch, SIZES[world][:1], **FEWER)
+    ]
 
 
 def _run_cells(world: int) -> list[RankResult]:
-    comm = TorchComm()
+    comm, found = TorchComm(), []
     comm.prepare(Topology.uniform(world, 2))  # as if on two nodes
-    return [run_rank(case, comm, config_of(case, **changes)) for case, changes in cells(world)]
+    for cell in gloo_cells(world):
+        with naming(name_of(cell)):
+            found.append(run_rank(cells.case_of(cell), comm, cells.settings_of(cell)))
+    return found
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_cells(world: int) -> None:
     by_rank = run_gloo(world, _run_cells, world)
-    for cell, (case, _) in enumerate(cells(world)):
-        compare(case, [results[cell] for results in by_rank], reference(case))
+    for index, cell in enumerate(gloo_cells(world)):
+        case = cells.case_of(cell)
+        with naming(name_of(cell)):
+            compare(case, [results[index] for results in by_rank], reference(case))
 
 
 def _train(expert_parallel: bool, optimizer: str, steps: int = 12) -> list[float]:
@@ -104,7 +118,8 @@ def _under_ddp(excluded: bool) -> tuple[str, list[torch.Tensor], list[torch.Tens
 
 def test_torch_ddp_leaves_experts_alone_or_is_refused() -> None:
     for said, _, _ in run_gloo(2, _under_ddp, False):
-        assert "DistributedDataParallel averages 'experts." in said and "exclude_experts(model)" in said
+        assert "DistributedDataParallel averages 'experts." in said
+        assert "exclude_experts(model)" in said
     for said, plain, wrapped in run_gloo(2, _under_ddp, True):
         assert said == "fine"
         torch.testing.assert_close(wrapped, plain)
@@ -133,7 +148,8 @@ def _break_the_promise(dispatch: str, tokens: list[list[int]]) -> list[str]:
 def test_a_broken_promise_of_equal_tokens_is_an_error(dispatch: str) -> None:
     for seen in run_gloo(2, _break_the_promise, dispatch, [[6, 6], [3, 3], [6, 2], [6, 6]]):
         assert seen[:2] == ["fine", "fine"] and seen[3] == "fine"
-        assert "ValueError: dispatch.equal_tokens=True" in seen[2] and "which have 2 to 6" in seen[2]
+        assert "ValueError: dispatch.equal_tokens=True" in seen[2]
+        assert "which have 2 to 6" in seen[2]
 
 
 def test_a_promise_broken_by_one_rank_alone_ends_in_an_error_on_all() -> None:

@@ -1,30 +1,24 @@
-"""Every layout, overlap and algorithm against the dense reference; switching in mid-training; what
-is sent.
+"""Layouts change while a layer trains; what each of them sends; which do not fit. Their numbers:
+test_matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 
 import pytest
 import torch
 
 from moe_plugin import MoELayer, weighted_loss
-from moe_plugin.comm import Comm, Topology, Traffic, algorithms, run_simulated
+from moe_plugin.comm import Comm, Traffic, run_simulated
 from moe_plugin.config import MoEConfig, from_dict
-from moe_plugin.dispatch import dispatchers
-from moe_plugin.experts import expert_kinds
 from moe_plugin.hosts.plain.gradients import sync_gradients
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
-from tests.distributed import run_gloo
-from tests.exactness.harness import RankResult, compare, config_of, reference, run_rank
+from tests.exactness.harness import config_of
 from tests.oracle import Case
 
-WORLDS = [1, 2, 4, 8]
 TOKENS = [5, 0, 3, 7, 1, 2, 6, 4]
-CUTTING = [name for name in dispatchers.names() if dispatchers.get(name).traits.cuts]
 
 
 def with_layout(config: MoEConfig, choice: LayoutChoice) -> MoEConfig:
@@ -34,86 +28,6 @@ def with_layout(config: MoEConfig, choice: LayoutChoice) -> MoEConfig:
                                              d_backward=choice.d_backward),
         comm=dataclasses.replace(config.comm, all_to_all=choice.algorithm),
         experts=dataclasses.replace(config.experts, compute=choice.kernel))
-
-
-def check(case: Case, choices: list[LayoutChoice], nodes: int = 1, **changes) -> None:
-    """Every choice of a case."""
-    answer = reference(case)
-    for choice in choices:
-        config = with_layout(config_of(case, **changes), choice)
-
-        def rank(comm: Comm, config: MoEConfig = config) -> RankResult:
-            comm.prepare(Topology.uniform(case.world, -(-case.world // nodes)))
-            return run_rank(case, comm, config)
-
-        try:
-            compare(case, run_simulated(case.world, rank), answer)
-        except AssertionError as error:
-            raise AssertionError(f"{choice.label}: {error}") from error
-
-
-@pytest.mark.parametrize("dispatch,factor",
-                         [(d, f) for d in CUTTING
-                          for f in (None, 0.6, 0.0) if d != "padded" or f is not None])
-@pytest.mark.parametrize("world", WORLDS)
-def test_r_and_d(world: int, dispatch: str, factor: float | None) -> None:
-    for experts in (1, 2, 8):
-        case = Case(world, experts, min(2, experts), TOKENS[:world], None, factor, seed=experts)
-        choices = legal_choices(experts, world, degrees=(1, 2, 3),
-                                backward_degrees=(0, 2) if world < 8 else (0,))
-        check(case, list(choices), dispatch__name=dispatch)
-
-
-@pytest.mark.parametrize("kind", expert_kinds.names())
-@pytest.mark.parametrize("dispatch,factor",
-                         [(d, f) for d in CUTTING
-                          for f in (None, 0.6, 0.0) if d != "padded" or f is not None])
-@pytest.mark.parametrize("world,experts,shards", [(2, 4, 2), (2, 1, 2), (4, 4, 2), (4, 8, 4),
-                                                  (4, 2, 4), (8, 8, 2), (8, 4, 4), (8, 8, 8)])
-def test_several_experts_cut_on_every_rank(world: int, experts: int, shards: int, dispatch: str,
-                                           factor: float | None, kind: str) -> None:
-    """Expert-tensor parallelism by setting: W / S runs of S ranks, each with a shard of E S / W
-    experts; every r that divides S.
-    """
-    case = Case(world, experts, min(2, experts), TOKENS[:world], None, factor, kind, seed=shards,
-                shards=shards)
-    choices = list(legal_choices(experts, world, degrees=(1, 2), shards=shards))
-    assert {c.r for c in choices} == {0, *(r for r in range(1, shards + 1) if shards % r == 0)}
-    check(case, choices, dispatch__name=dispatch)
-    check(case, choices[:2], dispatch__name=dispatch, experts__compute="loop")
-
-
-@pytest.mark.parametrize("algorithm", algorithms.names())
-@pytest.mark.parametrize("dispatch,factor", [("ragged", None), ("padded", 1.0)])
-def test_d_with_every_algorithm(algorithm: str, dispatch: str, factor: float | None) -> None:
-    for world, experts in [(4, 2), (4, 8), (8, 4)]:
-        case = Case(world, experts, 2, TOKENS[:world], None, factor)
-        choices = [
-            c for c in legal_choices(experts, world, degrees=(1, 2), algorithms=(algorithm,)) if c.r
-        ]
-        check(case, choices, nodes=2, dispatch__name=dispatch)
-
-
-@pytest.mark.parametrize("kind", expert_kinds.names())
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kernel", ["loop", "batched", "auto"])
-def test_gathered_parameters_with_every_kind_and_kernel(kind: str, bias: bool, kernel: str) -> None:
-    for world, experts in [(4, 1), (4, 2), (2, 4)]:
-        case = Case(world, experts, 1, TOKENS[:world], None, None, kind, bias=bias)
-        check(case, list(legal_choices(experts, world, degrees=(1, 2), kernels=(kernel,))))
-
-
-@pytest.mark.parametrize(
-    "tokens,masked,skew", [([0] * 4, None, 0.0), ([6] * 4, [6, 0, 2, 6], 0.0),
-                           ([1] * 4, None, 3.0)],
-    ids=["no tokens at all", "padding", "starving experts and fewer rows than pieces"])
-@pytest.mark.parametrize("dispatch,factor", [("ragged", None), ("padded", 0.0)])
-def test_edges(tokens: list[int], masked: list[int] | None, skew: float, dispatch: str,
-               factor: float | None) -> None:
-    for experts in (2, 8):
-        case = Case(4, experts, 2, tokens, masked, factor, skew=skew)
-        check(case, list(legal_choices(experts, 4, degrees=(1, 4), backward_degrees=(0, 3))),
-              dispatch__name=dispatch)
 
 
 def _train(comm: Comm, pick, steps: int = 15) -> tuple[list[float], dict[str, torch.Tensor], list]:
@@ -234,38 +148,6 @@ def test_pieces_change_messages_and_no_bytes() -> None:
     assert sum(four.bytes.values()) == sum(one.bytes.values())
     # two slots an expert: two pieces
     assert four.collectives["all_to_all"] == 8 and one.collectives["all_to_all"] == 4
-
-
-def _gloo_cells(world: int) -> list[tuple[Case, LayoutChoice, str]]:
-    cells = []
-    for experts, (dispatch, factor) in itertools.product([1, 2, 8], [("ragged", None),
-                                                                     ("padded", 0.0)]):
-        case = Case(world, experts, min(2, experts), TOKENS[:world], None, factor)
-        cells += [(case, c, dispatch) for c in legal_choices(experts, world, degrees=(
-            1, 3), algorithms=("linear", "2dh"), backward_degrees=(0, 2))]
-    return cells
-
-
-def _run_gloo_cells(world: int) -> list[RankResult]:
-    from moe_plugin import TorchComm
-
-    comm = TorchComm()
-    comm.prepare(Topology.uniform(world, 2))
-    return [
-        run_rank(case, comm, with_layout(config_of(case, dispatch__name=dispatch), choice))
-        for case, choice, dispatch in _gloo_cells(world)
-    ]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 4])
-def test_over_processes(world: int) -> None:
-    by_rank = run_gloo(world, _run_gloo_cells, world)
-    for index, (case, choice, _) in enumerate(_gloo_cells(world)):
-        try:
-            compare(case, [results[index] for results in by_rank], reference(case))
-        except AssertionError as error:
-            raise AssertionError(f"{choice.label}: {error}") from error
 
 
 @pytest.mark.parametrize("settings,words", [

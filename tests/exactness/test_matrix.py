@@ -3,103 +3,81 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from moe_plugin.comm import Topology, algorithms, run_simulated
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import expert_kinds, strategies
-from tests.exactness.harness import compare, config_of, reference, run_rank
-from tests.oracle import ACTIVATIONS, Case
+from tests.combinations import Cell, all_pairs, name_of
+from tests.exactness import cells
+from tests.exactness.harness import compare, config_of, naming, reference, run_rank
+from tests.oracle import Case
 
-TOKENS = {
-    "even": lambda w: ([6] * w, None, 0.0), "uneven, a rank with none": lambda w:
-    ([[7, 0, 3, 11, 1, 0, 5, 2][i] for i in range(w)], None, 0.0), "padding": lambda w:
-    ([6] * w, [[2, 6, 0, 1, 3, 0, 6, 1][i] for i in range(w)], 0.0), "starving experts": lambda w:
-    ([5] * w, None, 3.0), "no tokens at all": lambda w: ([0] * w, None, 0.0),
-}
-FACTORS = [None, 1.0, 0.5, 1.6, 0.0, -1.0]
+MATRIX = [cell for dispatch in dispatchers.names() for cell in cells.cells_of(dispatch)]
+SAME_TOKENS = [cell for dispatch in cells.own_tokens() for cell in cells.parm_cells(dispatch)]
+LOOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
-def run(case: Case, dtype: torch.dtype = torch.float64, **changes) -> None:
-    config = config_of(case, **changes)
-    # two ranks a node, so that hierarchical exchanges have something to do
-    results = run_simulated(case.world, lambda comm: run_rank(case, comm, config, dtype),
-                            topology=Topology.uniform(case.world, 2))
-    if dtype == torch.float64:
-        compare(case, results, reference(case))
-    else:
-        loose = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
-        compare(case, results, reference(case, dtype), rtol=loose, atol=loose)
-
-
-def dispatch_cells() -> list[tuple[str, float | None]]:
-    """Every dispatcher with every capacity it takes (fixed slots need one). Those for ranks that
-    hold the same tokens: test_shared_tokens.
+def run_cell(cell: Cell) -> None:
+    """One cell against the reference; two ranks per node, so that hierarchical exchanges have work.
     """
-    own = [d for d in dispatchers.names() if not dispatchers.get(d).traits.shares_tokens]
-    return [(d, f) for d, f in itertools.product(own, FACTORS)
-            if not (d in ("padded", "parm_s2") and f is None)]
+    case, config = cells.case_of(cell), cells.settings_of(cell)
+    with naming(name_of(cell)):
+        world = cell["size"].world
+        results = run_simulated(world, lambda comm: run_rank(case, comm, config),
+                                topology=Topology.uniform(world, 2))
+        compare(case, results, reference(case))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("dispatch,factor", dispatch_cells())
-def test_dispatch(dispatch: str, factor: float | None, world: int, tokens: str) -> None:
-    counts, masked, skew = TOKENS[tokens](world)
-    for seed, (experts, top_k) in enumerate([(2, 1), (2, 2), (4, 1), (4, 2), (8, 2), (8, 4)]):
-        run(Case(world, experts, top_k, counts, masked, factor, skew=skew, seed=seed),
-            dispatch__name=dispatch)
+@pytest.mark.parametrize("cell", MATRIX, ids=name_of)
+def test_cell(cell: Cell) -> None:
+    run_cell(cell)
 
 
-@pytest.mark.parametrize("kind", expert_kinds.names())
-@pytest.mark.parametrize("compute", strategies.names())
-@pytest.mark.parametrize("dispatch,factor", [("ragged", None), ("padded", 1.0)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_expert_compute(compute: str, kind: str, dispatch: str, factor: float | None,
-                        dtype: torch.dtype) -> None:
-    for world, experts, bias in [(1, 4, True), (2, 8, False), (4, 2, True)]:
-        case = Case(world, experts, 2, [7, 0, 5, 3][:world], None, factor, kind, bias=bias, width=8,
-                    hidden=16)
-        run(case, dtype, dispatch__name=dispatch, experts__compute=compute)
+@pytest.mark.parametrize("cell", SAME_TOKENS, ids=name_of)
+def test_cell_of_ranks_with_the_same_tokens(cell: Cell) -> None:
+    run_cell(cell)
 
 
-@pytest.mark.parametrize("algorithm", algorithms.names())
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("dispatch,factor", [("ragged", None), ("padded", 1.0)])
-def test_all_to_all(algorithm: str, world: int, dispatch: str, factor: float | None) -> None:
-    for experts, tokens in itertools.product(
-        [2, 8], ["even", "uneven, a rank with none", "starving experts"]):
-        counts, masked, skew = TOKENS[tokens](world)
-        case = Case(world, experts, 2, counts, masked, factor, skew=skew)
-        run(case, dispatch__name=dispatch, comm__all_to_all=algorithm)
+def test_all_that_is_registered_is_in_the_matrix() -> None:
+    for setting, registry in (("kind", expert_kinds), ("compute", strategies),
+                              ("all_to_all", algorithms)):
+        for dispatch in dispatchers.names():
+            seen = {cell[setting] for cell in MATRIX if cell["dispatch"] == dispatch}
+            assert seen >= set(registry.names()), (dispatch, setting)
+    schedules = {(cell["dispatch"], cell["schedule"]) for cell in SAME_TOKENS}
+    assert {name for name, _ in schedules} == set(cells.own_tokens())
+    assert {schedule for _, schedule in schedules} == {"s1", "s2"}
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("normalize", ["none", "before_drop", "after_drop"])
-@pytest.mark.parametrize("prioritized", [False, True])
-def test_router_options(score: str, normalize: str, prioritized: bool) -> None:
-    for dispatch, factor, top_k in [("ragged", None, 2), ("ragged", 0.5, 2), ("padded", 0.7, 3),
-                                    ("padded", 1.0, 1)]:
-        case = Case(2, 4, top_k, [9, 6], [2, 0], factor, score=score, normalize=normalize,
-                    scaling=1.7, prioritized=prioritized)
-        run(case, dispatch__name=dispatch)
+def test_a_layout_for_every_r() -> None:
+    for world, experts, shards in cells.SIZES:
+        parts = shards or max(1, world // experts)
+        divisors = {0, *(r for r in range(1, parts + 1) if parts % r == 0)}
+        for dispatch in dispatchers.names():
+            traits = cells.traits_of(dispatch)
+            found = {size.r for size in cells.layouts(dispatch, [(world, experts, shards)])}
+            one = traits.single_layout or traits.splits_slots
+            assert found == ({None} if one else {1} if world == 1 else divisors), dispatch
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("kind", expert_kinds.names())
-def test_activations(activation: str, kind: str) -> None:
-    run(Case(2, 2, 1, [4, 3], activation=activation, kind=kind))
+PRECISIONS = all_pairs({
+    "dtype": list(LOOSE), "dispatch": cells.own_tokens(), "compute": strategies.names(),
+    "world": [1, 2, 4], "kind": expert_kinds.names()
+})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dispatch,factor", [("ragged", None), ("padded", 1.0)])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_dtypes(dtype: torch.dtype, dispatch: str, factor: float | None, world: int) -> None:
-    for kind in expert_kinds.names():
-        # seeds whose routing does not hinge on rounding: the reference routes the same rounded
-        # inputs in float64
-        run(Case(world, 4, 2, [6, 0, 4, 3][:world], None, factor, kind, seed=3), dtype,
-            dispatch__name=dispatch)
+@pytest.mark.parametrize("cell", PRECISIONS, ids=name_of)
+def test_lower_precision(cell: Cell) -> None:
+    """A seed whose routing does not hinge on rounding: the reference routes the same rounded inputs
+    in float64.
+    """
+    world, dtype, dispatch = cell["world"], cell["dtype"], cell["dispatch"]
+    factor = 1.0 if cells.traits_of(dispatch).fixed_slots else None
+    case = Case(world, 4, 2, [6, 0, 4, 3][:world], None, factor, cell["kind"], seed=3)
+    config = config_of(case, dispatch__name=dispatch, experts__compute=cell["compute"])
+    results = run_simulated(world, lambda comm: run_rank(case, comm, config, dtype),
+                            topology=Topology.uniform(world, 2))
+    with naming(name_of(cell)):
+        compare(case, results, reference(case, dtype), rtol=LOOSE[dtype], atol=LOOSE[dtype])

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from moe_plugin.comm import Topology, run_simulated
 from moe_plugin.config import from_dict, to_dict
-from moe_plugin.dispatch import dispatchers
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import routers
-from tests.exactness.harness import NAMES, config_of, load_experts, slice_of
+from tests.combinations import Cell, all_pairs, name_of
+from tests.exactness.cells import own_tokens, traits_of
+from tests.exactness.harness import NAMES, config_of, load_experts, naming, slice_of
 from tests.oracle import Case, expert, make_inputs, make_parameters, objective
 from tests.routing.references import Call, gradient_of, namespace, reference_of, tensors_of
 
-CELLS = [(d, 0.0 if d in ("padded", "parm_s2") else None) for d in dispatchers.names()
-         if not dispatchers.get(d).traits.shares_tokens]
 TOKENS = {
     "uneven": ([7, 0, 3, 11, 1, 0, 5, 2], None), "padding": ([6] * 8, [2, 6, 0, 1, 3, 0, 6, 1])
 }
@@ -131,12 +130,17 @@ def check(case: Case, name: str, **changes: Any) -> None:
                                    msg=lambda m, key=key: f"router gradient of {key}: {m}")
 
 
-@pytest.mark.parametrize("dispatch,factor", CELLS)
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", routers.names())
-def test_router(name: str, world: int, dispatch: str, factor: float | None) -> None:
-    for seed, (tokens, experts) in enumerate([("uneven", 8), ("padding", 4)]):
-        counts, masked = TOKENS[tokens]
-        case = Case(world, experts, 2, counts[:world], None if masked is None else masked[:world],
-                    factor, seed=seed)
-        check(case, name, dispatch__name=dispatch)
+CELLS = all_pairs({
+    "router": routers.names(), "world": [1, 2, 4, 8], "dispatch": own_tokens(),
+    "tokens": list(TOKENS)
+})
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_router(cell: Cell) -> None:
+    world, dispatch, (counts, masked) = cell["world"], cell["dispatch"], TOKENS[cell["tokens"]]
+    factor = 0.0 if traits_of(dispatch).fixed_slots else None
+    case = Case(world, 8 if masked is None else 4, 2, counts[:world],
+                None if masked is None else masked[:world], factor, seed=world)
+    with naming(name_of(cell)):
+        check(case, cell["router"], dispatch__name=dispatch)

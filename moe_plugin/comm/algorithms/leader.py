@@ -67,6 +67,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)
+    if not x.numel():  # on every rank: all take part in every exchange, or none does
+        return out
     if comm.rank != node[0]:
         exchange_pieces(comm, [(node[0], x)], [])
         exchange_pieces(comm, [], [])

@@ -1,0 +1,165 @@
+"""The cells of the exactness matrix, made from what is registered and the traits of dispatchers.
+
+Whatever registers joins: nothing here names a dispatcher, an exchange, a compute strategy or an
+expert kind.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_plugin.comm import algorithms
+from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch import dispatchers
+from moe_plugin.dispatch.base import DispatchTraits
+from moe_plugin.experts import expert_kinds, strategies
+from moe_plugin.planner.choice import legal_r
+from tests.combinations import Cell, all_pairs, name_of
+from tests.exactness.harness import config_of
+from tests.oracle import ACTIVATIONS, Case
+
+FACTORS = [None, 1.0, 0.5, 1.6, 0.0, -1.0]
+# tokens of each rank, padding tokens of each rank, pull towards the first expert
+TOKENS: dict[str, tuple[list[int], list[int] | None, float]] = {
+    "even": ([6] * 8, None, 0.0),
+    "uneven": ([7, 0, 3, 11, 1, 0, 5, 2], None, 0.0),
+    "padding": ([6] * 8, [2, 6, 0, 1, 3, 0, 6, 1], 0.0),
+    "starving": ([5] * 8, None, 3.0),
+    "one": ([1] * 8, None, 3.0),  # fewer rows than pieces
+    "none": ([0] * 8, None, 0.0),
+}
+PIECES = [(1, 0), (2, 0), (3, 0), (1, 2), (4, 3)]  # forward, backward (0: as forward)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Ranks and experts; every expert cut over `shards` ranks (None: as few as possible); r of the
+    layout (None: the only one).
+    """
+
+    world: int
+    experts: int
+    shards: int | None = None
+    r: int | None = None
+
+    def __str__(self) -> str:
+        shown = {"experts": self.experts, "ranks": self.world, "shards": self.shards, "r": self.r}
+        return ",".join(f"{name}={value}" for name, value in shown.items() if value is not None)
+
+
+# ranks, experts, ranks over which each expert is cut (None: as few as possible)
+SIZES = [
+    (1, 1, None), (1, 2, None), (1, 8, None), (2, 1, None), (2, 2, None), (2, 8, None), (2, 4, 2),
+    (4, 1, None), (4, 2, None), (4, 8, None), (4, 4, 2), (4, 8, 4), (4, 2, 4), (8, 2, None),
+    (8, 8, None), (8, 8, 2), (8, 4, 4)
+]
+PARM_SIZES = [(2, 1, None), (2, 8, None), (4, 2, None), (4, 4, 2), (8, 2, None), (8, 8, 2)]
+
+
+def own_tokens() -> list[str]:
+    """Registered dispatchers for ranks that have tokens of their own."""
+    return [name for name in dispatchers.names() if not traits_of(name).shares_tokens]
+
+
+def traits_of(dispatch: str) -> DispatchTraits:
+    return dispatchers.get(dispatch).traits
+
+
+def layouts(dispatch: str, sizes: Sequence[tuple[int, int, int | None]]) -> list[Size]:
+    """Every layout of these sizes that a dispatcher declares."""
+    traits = traits_of(dispatch)
+    one = traits.single_layout or traits.splits_slots
+    return [
+        Size(world, experts, shards, r) for world, experts, shards in sizes
+        for r in ([None] if one else legal_r(experts, world, shards))
+    ]
+
+
+def cells_of(dispatch: str, sizes: Sequence[tuple[int, int, int | None]] = tuple(SIZES),
+             **fewer: Sequence[Any]) -> list[Cell]:
+    """All pairs of all settings of one dispatcher, in every layout that it declares.
+
+    Where its ranks hold the same tokens, all ranks of the group do. fewer: the only values of a
+    setting to take.
+    """
+    traits = traits_of(dispatch)
+    more = {"replicas": ["all"]} if traits.shares_tokens else {}
+    return _pairs(_settings(dispatch, layouts(dispatch, sizes)) | more, fewer)
+
+
+def parm_cells(dispatch: str,
+               sizes: Sequence[tuple[int, int, int | None]] = tuple(PARM_SIZES),
+               **fewer: Sequence[Any]) -> list[Cell]:
+    """All pairs for ranks of which some hold the same tokens, in the schedules that a dispatcher's
+    traits allow: S1 splits tokens before they are routed, S2 splits slots.
+    """
+    traits, cells = traits_of(dispatch), []
+    more = {"replicas": [2, 4]}
+    if not traits.splits_slots:  # a capacity would be that of a part of the tokens
+        exact = {"factor": [0.0] if traits.fixed_slots else [None, 0.0], "schedule": ["s1"]}
+        cells += _pairs(_settings(dispatch, layouts(dispatch, sizes)) | more | exact, fewer)
+    if traits.fixed_slots:
+        one_layout = [Size(*size) for size in sizes]
+        slots = {"pieces": PIECES[:1], "schedule": ["s2"]}
+        cells += _pairs(_settings(dispatch, one_layout) | more | slots, fewer)
+    return cells
+
+
+def _pairs(settings: dict[str, Sequence[Any]], fewer: dict[str, Sequence[Any]]) -> list[Cell]:
+    return all_pairs({
+        name: [value for value in values if value in fewer.get(name, values)]
+        for name, values in settings.items()
+    })
+
+
+def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
+    traits = traits_of(dispatch)
+    return {
+        "dispatch": [dispatch],
+        "size": sizes,
+        "pieces": PIECES if traits.cuts else PIECES[:1],
+        "factor": [f for f in FACTORS if f is not None or not traits.fixed_slots],
+        "tokens": list(TOKENS),
+        "k": [1, 2, 4],
+        "kind": expert_kinds.names(),
+        "compute": ["auto", *strategies.names()],
+        "all_to_all": algorithms.names(),
+        "bias": [True, False],
+        "activation": list(ACTIVATIONS),
+        "score": ["softmax", "sigmoid"],
+        "normalize": ["none", "before_drop", "after_drop"],
+        "prioritized": [False, True],
+    }
+
+
+def replicas_of(cell: Cell) -> int:
+    """Ranks that hold the same tokens."""
+    asked, world = cell.get("replicas", 1), cell["size"].world
+    return world if asked == "all" else min(asked, world)
+
+
+def case_of(cell: Cell) -> Case:
+    """What the dense reference computes for a cell: its ranks are groups of ranks with the same
+    tokens.
+    """
+    size, groups = cell["size"], cell["size"].world // replicas_of(cell)
+    tokens, masked, skew = TOKENS[cell["tokens"]]
+    return Case(groups, size.experts, min(cell["k"], size.experts), tokens[:groups],
+                None if masked is None else masked[:groups], cell["factor"], cell["kind"],
+                cell["activation"], cell["bias"], cell["score"], cell["normalize"], 1.7,
+                cell["prioritized"], skew, seed=zlib.crc32(name_of(cell).encode()) % 1000,
+                shards=size.shards)
+
+
+def settings_of(cell: Cell) -> MoEConfig:
+    """The layer's settings for a cell."""
+    forward, backward = cell["pieces"]
+    config = config_of(case_of(cell), dispatch__name=cell["dispatch"], parallel__r=cell["size"].r,
+                       parallel__d=forward, parallel__d_backward=backward,
+                       comm__all_to_all=cell["all_to_all"], experts__compute=cell["compute"])
+    if "schedule" in cell:
+        config.parallel.replicas, config.parallel.schedule = replicas_of(cell), cell["schedule"]
+    return config
