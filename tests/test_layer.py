@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_plugin import MoELayer, weighted_loss
-from moe_plugin.comm import run_simulated
+from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.records import HostContext
@@ -342,3 +342,10 @@ def test_one_rank_without_input_gradient_does_not_hang() -> None:
         return layer.experts.w_in_LDF.grad is not None
 
     assert run_simulated(2, rank, timeout_s=20) == [True, True]
+
+
+def test_a_launched_process_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 .*init_process_group"):
+        MoELayer(config())
+    assert MoELayer(config(), LocalComm()).comm.size == 1

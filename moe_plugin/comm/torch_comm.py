@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -232,9 +233,20 @@ def _widening(x: Tensor) -> int:
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """The default torch.distributed group where one is initialised, else a group of one rank."""
+    """The default torch.distributed group where one is initialized, else a group of one rank.
+
+    Raises:
+        ValueError: a launcher started several processes and no group is initialized: each would
+            make a model of its own, and nothing would say so.
+    """
     from moe_plugin.comm.local import LocalComm
 
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchComm(None, timeout_s)
+    if dist.is_available() and dist.is_initialized():
+        return TorchComm(None, timeout_s) if dist.get_world_size() > 1 else LocalComm()
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes.isdigit() and int(processes) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={processes} does not fit a layer without a group: each of these processes "
+            "would train a model of its own; call torch.distributed.init_process_group() before "
+            "the layer is built, or pass comm=LocalComm() for a layer of this process alone")
     return LocalComm()
