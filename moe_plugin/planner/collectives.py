@@ -75,12 +75,3 @@ def reduce_scatter_s(cluster: Cluster, group: Group, piece: float) -> float:
 def all_reduce_s(cluster: Cluster, group: Group, size: float) -> float:
     """Ring all-reduce of `size` bytes: reduce-scatter, all-gather; 2 size (n-1)/n per rank."""
     return 2 * all_gather_s(cluster, group, size / group.size)
-
-
-def broadcast_s(cluster: Cluster, group: Group, size: float) -> float:
-    """Pipelined broadcast of a large buffer: its bytes on the slowest hop, plus the latency."""
-    if group.size == 1 or not size:
-        return 0.0
-    here = group.shape(cluster)
-    slow = cluster.inter if here.nodes > 1 else cluster.intra
-    return (group.size - 1).bit_length() * slow.alpha_s + size * slow.beta_s + cluster.phase_s

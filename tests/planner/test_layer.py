@@ -14,7 +14,6 @@ from moe_plugin.planner.collectives import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
-    broadcast_s,
 )
 from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.events import Task, simulate
@@ -76,7 +75,7 @@ def test_collectives_follow_their_formulas() -> None:
                         8e6) == pytest.approx(7 * alpha + 7 * piece * beta)
     assert all_to_all_s(here, Group(8), "somebody's own",
                         8e6) == all_to_all_s(here, Group(8), "linear", 8e6)
-    for f in (all_gather_s, all_reduce_s, broadcast_s):
+    for f in (all_gather_s, all_reduce_s):
         assert f(here, Group(1), 1e6) == 0
         assert f(cluster(4, 8), Group(32), 1e8) > f(cluster(1, 8), Group(8), 1e8)
 
