@@ -28,8 +28,9 @@ routers = registry.routers  # the registry; the package of this name holds its m
 
 __all__ = [
     "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
-    "SelectionCall", "RouterSelector", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
-    "PrototypeRouter", "Router", "RouterModule", "SAMRouter", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter",
-    "TAMoERouter", "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step",
-    "router_selections", "losses", "needs_of", "number_layers", "routers",
+    "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter", "PrototypeRouter",
+    "Router", "RouterModule", "RouterSelector", "SAMRouter", "SelectionCall", "SigmoidBiasRouter",
+    "SinkhornRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",
+    "build_router", "finish_step", "losses", "needs_of", "number_layers", "router_selections",
+    "routers",
 ]

@@ -1,11 +1,10 @@
-"""Balanced assignment of tokens to experts, the heart of the BASE router: of all balanced
-assignments the one with the largest score.
+"""Balanced assignment of tokens to experts with the largest total score, for the BASE router.
 
-Prices p_e as in an auction (Bertsekas): with every token where v(t, e) - p_e is largest, an
-assignment is the best for the loads that it has. So prices are moved until loads are almost equal,
-and what is still too much somewhere goes where it is missing by cheapest paths, after each of which
-the assignment is again the best for its loads. Pure functions on the CPU, without gradient, in
-float64.
+Prices p_e as in an auction (Bertsekas): if every token takes the expert with the largest
+v(t, e) - p_e, the assignment is the best one for its loads. Prices are adjusted until loads are
+almost equal. The remaining surplus moves along cheapest paths to experts with too few tokens; after
+each path the assignment is again the best one for its loads. Pure functions on the CPU, without
+gradient, in float64.
 """
 
 from __future__ import annotations
@@ -13,23 +12,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# of scaling, at temperatures relative to the spread of the scores
-ROUNDS, COOLING = 12, (0.1, 0.03, 0.01)
-# relative to the spread: a path must be better by that much, so that rounding makes no cycle
-SLACK = 1e-12
-# scores up to here have finite sums and differences in float64
-LARGEST = 1e100
+ROUNDS = 12  # of scaling at each temperature
+COOLING = (0.1, 0.03, 0.01)  # temperatures, relative to the spread of the scores
+SLACK = 1e-12  # relative to the spread: a path must be better by this much, against rounding cycles
+LARGEST = 1e100  # scores up to here have finite sums and differences in float64
 
 
 def balanced_assignment(scores_TE: Tensor) -> Tensor:
-    """An expert for each token, int64 [T], no expert with more than ceil(T / E) tokens: exactly T /
-    E where E divides T.
+    """Expert of each token, int64 [T], with at most ceil(T / E) tokens per expert.
 
-    The sum of the chosen scores is the largest possible (up to rounding). Where E does not divide
-    T, tokens that are worth nothing to anybody fill up. NaN counts as 0, +Inf and -Inf as finite
-    extremes: a whole spread above the largest and below the smallest finite score, so that the
-    assignment is balanced whatever the scores are. Source of the problem: BASE layers (Lewis et
-    al. 2021), which solves it by an auction to within epsilon a token.
+    The sum of the chosen scores is the largest possible (up to rounding). If E does not divide T,
+    dummy tokens with score 0 fill up. Source of the problem: BASE layers (Lewis et al. 2021), which
+    solve it by an auction to within epsilon per token.
+
+    Args:
+        scores_TE: float. NaN counts as 0, +Inf and -Inf as finite extremes: one spread above the
+            largest and below the smallest finite score. The assignment is always balanced.
     """
     tokens, experts = scores_TE.shape
     value_TE = _finite(scores_TE.detach().to("cpu", torch.float64))
@@ -60,7 +58,7 @@ def _finite(value_TE: Tensor) -> Tensor:
 
 
 def _prices(value_NE: Tensor, each: int, spread: float) -> Tensor:
-    """Prices [E] at which experts are about equally wanted: log-sum-exp demand, scaled at falling
+    """Prices [E] of about equal demand for experts: log-sum-exp demand, scaled at falling
     temperatures, then exact demand.
     """
     price_E = value_NE.new_zeros(value_NE.shape[1])
@@ -77,7 +75,7 @@ def _prices(value_NE: Tensor, each: int, spread: float) -> Tensor:
 
 
 def _clearing_price(value_NE: Tensor, price_E: Tensor, e: int, each: int) -> Tensor:
-    """The price at which exactly `each` tokens prefer e, where no two are equal."""
+    """The price at which exactly `each` tokens prefer e, if no two scores are equal."""
     net_NE = value_NE - price_E
     net_NE[:, e] = float("-inf")
     margin_N = torch.sort(value_NE[:, e] - net_NE.amax(1), descending=True).values
@@ -96,15 +94,15 @@ def _level(value_NE: Tensor, owner_N: Tensor, each: int, slack: float) -> Tensor
         if not bool((excess_E > 0).any()):
             break
         path = _cheapest_path(cost_EE, excess_E, slack)
-        _move(value_NE, owner_N, cost_EE, path, min(int(excess_E[path[0]]),
-                                                    -int(excess_E[path[-1]])))
+        most = min(int(excess_E[path[0]]), -int(excess_E[path[-1]]))
+        _move(value_NE, owner_N, cost_EE, path, most)
         for e in path:
             cost_EE[e] = _costs(value_NE, owner_N, e)
     return owner_N
 
 
 def _costs(value_NE: Tensor, owner_N: Tensor, e: int) -> Tensor:
-    """What the cheapest move of one of e's tokens to each expert costs, [E]; inf: it has none."""
+    """Cost [E] of the cheapest move of one of e's tokens to each expert; inf: e has no token."""
     mine_ME = value_NE[owner_N == e]
     if not mine_ME.shape[0]:
         return value_NE.new_full((value_NE.shape[1],), float("inf"))
@@ -120,8 +118,8 @@ def _cheapest_path(cost_EE: Tensor, excess_E: Tensor, slack: float) -> list[int]
         better_E = through_E < dist_E - slack
         if not bool(better_E.any()):
             break
-        dist_E, parent_E = torch.where(better_E, through_E,
-                                       dist_E), torch.where(better_E, best_E, parent_E)
+        dist_E = torch.where(better_E, through_E, dist_E)
+        parent_E = torch.where(better_E, best_E, parent_E)
     at = int(torch.where(excess_E < 0, dist_E, float("inf")).argmin())
     path = [at]
     for _ in range(len(excess_E)):
@@ -133,8 +131,8 @@ def _cheapest_path(cost_EE: Tensor, excess_E: Tensor, slack: float) -> list[int]
 
 
 def _move(value_NE: Tensor, owner_N: Tensor, cost_EE: Tensor, path: list[int], most: int) -> None:
-    """Along each step of the path move the cheapest tokens, as many as every step has at its least
-    cost, at most `most`.
+    """Move the cheapest tokens along each step of the path: at most `most`, and as many as every
+    step has at its least cost.
     """
     steps = []
     for source, target in zip(path, path[1:], strict=False):

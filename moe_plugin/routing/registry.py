@@ -14,6 +14,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.records import HostContext
 from moe_plugin.registry import Registry
 from moe_plugin.routing.contract import RouterModule
+from moe_plugin.routing.selector import RouterSelector
 
 routers: Registry[Callable[..., nn.Module]] = Registry("router")
 
@@ -30,27 +31,24 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
         host: what the host knows of the layer.
         dtype, device: of the parameters.
     """
-    from moe_plugin.routing.selector import RouterSelector
-
     where = {"comm": comm, "host": host, "dtype": dtype, "device": device}
     factories = [routers.get(name) for name in config.router.names]
     if len(factories) == 1:
         return factories[0](config, **where)
-    return RouterSelector(
-        [factory(_with_own_losses(config, factory, factories), **where) for factory in factories],
-        config.router, comm=comm, host=host, device=device)
+    made = [factory(_with_own_losses(config, factory, factories), **where) for factory in factories]
+    return RouterSelector(made, config.router, comm=comm, host=host, device=device)
 
 
 def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
                      factories: list[Callable[..., nn.Module]]) -> MoEConfig:
-    """Without the losses that only other routers of the list can compute; one that none can is left
-    for the router to refuse.
+    """Without the losses that only other routers of the list can compute. A loss that none of them
+    can compute stays, and the router refuses it.
     """
-    def own(one: Callable[..., nn.Module]) -> frozenset[str]:
-        declared = isinstance(one, type) and issubclass(one, RouterModule)
-        return one.own_losses if declared else frozenset()
+    others = frozenset().union(*map(_own_losses, factories)) - _own_losses(factory)
+    losses = {name: weight for name, weight in config.losses.items() if name not in others}
+    return replace(config, losses=losses)
 
-    others = frozenset().union(*(own(one) for one in factories)) - own(factory)
-    return replace(
-        config,
-        losses={name: weight for name, weight in config.losses.items() if name not in others})
+
+def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
+    declared = isinstance(factory, type) and issubclass(factory, RouterModule)
+    return factory.own_losses if declared else frozenset()

@@ -1,5 +1,6 @@
-"""Which router of a list decides a call, by name. A rule sees only what all ranks share, so that
-all of them take the same one.
+"""Rules that select one of several routers for a call, by name.
+
+A rule reads only what all ranks share, so all of them select the same router.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from moe_plugin.registry import Registry
 
 @dataclass(frozen=True)
 class SelectionCall:
-    """What a rule may look at.
+    """What a rule may read.
 
-    count: routers in the list. step: optimizer steps that are over. layer: number of this MoE layer
-    in its model, from 0; None: nobody said (`moe_plugin.routing.number_layers`). training: of the
-    layer. settings: `router.selection`.
+    Attributes:
+        count: number of routers.
+        step: completed optimizer steps.
+        layer: number of this MoE layer in its model, from 0; None: unknown.
+        training: of the layer.
+        settings: `router.selection`.
     """
 
     count: int
@@ -28,8 +32,8 @@ class SelectionCall:
     settings: SelectionConfig
 
     @property
-    def turn(self) -> int:
-        """Number of the present run of `every` steps."""
+    def period(self) -> int:
+        """Number of the current period of `every` steps, from 0."""
         return self.step // self.settings.every
 
 
@@ -49,25 +53,26 @@ def layer(call: SelectionCall) -> int:
     if call.layer is None:
         raise ValueError(
             "layer=None does not fit router.selection.rule=layer: must be the number of this MoE "
-            "layer in its model; call "
-            "moe_plugin.routing.number_layers(model) once (fairseq and Megatron-core do so)")
+            "layer in its model; build the layer with HostContext(layer_number=...), or call "
+            "moe_plugin.routing.number_layers(model) once")
     return call.layer % call.count
 
 
 @router_selections.register("cycle")
 def cycle(call: SelectionCall) -> int:
-    """Each in its turn, `every` optimizer steps long; outside training number `outside_training`.
+    """One after the other, for `every` optimizer steps each; outside training number
+    `outside_training`.
     """
-    return call.turn % call.count if call.training else call.settings.outside_training
+    return call.period % call.count if call.training else call.settings.outside_training
 
 
 @router_selections.register("random")
 def drawn(call: SelectionCall) -> int:
-    """A uniform draw every `every` optimizer steps, from seed, step and layer alone; outside
+    """A uniform draw every `every` optimizer steps, from seed, step and layer only; outside
     training number `outside_training`.
     """
     if not call.training:
         return call.settings.outside_training
     # seeded by text, which Python hashes alike on every machine and in every version since 3.2
-    return random.Random(f"{call.settings.seed} {call.turn} {call.layer or 0}").randrange(
+    return random.Random(f"{call.settings.seed} {call.period} {call.layer or 0}").randrange(
         call.count)

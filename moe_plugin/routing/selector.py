@@ -19,49 +19,51 @@ from moe_plugin.routing.router_selection import SelectionCall, router_selections
 
 
 class RouterSelector(RouterModule):
-    """Routers of which one decides a call: the one that `TokenInfo.router_index` names, else the one
-    that `router.selection` chooses.
+    """Routers of which one decides a call: the one that `TokenInfo.router_index` names, else the
+    one that `router.selection` chooses.
 
-    All micro-batches of an optimizer step take the same one, and a recomputation takes the one of
-    its first pass. The choice follows from settings, the layer's number and the steps that are over
-    (`finish_step`), which all ranks share; these steps are saved with the weights, so that a run
-    that goes on from a checkpoint goes on in the sequence. Parameters of the routers that did not
-    decide get a gradient of zero, so that data-parallel wrappers that wait for every parameter do
-    not wait for ever.
-
-    Attributes: `layer`: number of this MoE layer in its model, from 0; None: not known. `steps`:
-    optimizer steps that are over.
+    All micro-batches of an optimizer step take the same router, and a recomputation takes the one
+    of its first pass. The choice follows from settings, the layer's number and the completed steps
+    (`finish_step`), which all ranks share. The number of steps is saved with the weights, so a
+    resumed run continues the sequence. Parameters of the other routers get a zero gradient:
+    data-parallel wrappers that expect a gradient for every parameter would hang otherwise.
 
     Args:
-        routers: in the order of `router.name`. config: its section `router`; None: the first
-            decides.
+        routers: in the order of `router.name`.
+        config: settings `router`; None: the first router decides.
         comm: ranks that hold the experts; with more than one, building is collective.
         host: what the host knows of the layer; the routers are built with it, too.
+        device: of the saved number of steps.
+    Attributes:
+        layer: number of this MoE layer in its model, from 0; None: unknown. See `number_layers`.
+        steps: completed optimizer steps.
     Raises:
         ValueError: an unknown rule; ranks whose settings differ.
     """
 
-    def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None,
-                 *, comm: Comm | None = None, host: HostContext = HostContext(),
+    def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None, *,
+                 comm: Comm | None = None, host: HostContext = HostContext(),
                  device: Any = None) -> None:
         super().__init__(host)
         self.routers = nn.ModuleList(routers)
-        self.config = config or RouterConfig(name=",".join(type(router).__name__ for router in routers))
+        self.config = config or RouterConfig(name=",".join(type(r).__name__ for r in routers))
         self.rule = router_selections.get(self.config.selection.rule)
         self.layer = host.layer_number
         self.needs = frozenset().union(*(needs_of(router) for router in routers))
-        self.steps = 0  # the buffer's value, here without asking a device
+        self.steps = 0  # the value of the buffer, without a read from the device
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
         _check_agreement(self.config, comm if comm is not None else LocalComm())
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """As the chosen router. `ValueError`: there is no router of that index."""
+        """Route as the chosen router does; see `RouterModule.forward`.
+
+        Raises:
+            ValueError: no router has the chosen index.
+        """
         if torch.compiler.is_compiling():
             index = self._choose(info)
-        # recorded with the router's choice: replayed elsewhere, under another step number, it must
-        # be the same router's
-        else:
+        else:  # a tape records the router, too: another step number must not change it
             index = int(self.replayed(lambda: torch.tensor(self._choose(info))))
         router = self.routers[index]
         routing = router(x_TD, mask_T, top_k, info)
@@ -75,24 +77,19 @@ class RouterSelector(RouterModule):
         return replace(routing, weights_TK=weights_TK, router=self.config.names[index])
 
     def _choose(self, info: TokenInfo | None) -> int:
-        count = len(self.routers)
+        count, settings = len(self.routers), self.config.selection
         if info is not None and info.router_index is not None:
-            index, who = info.router_index, "router_index"
+            index, source = info.router_index, "router_index"
         else:
-            index, who = self.rule(
-                SelectionCall(count, self.steps, self.layer, self.training,
-                         self.config.selection)), f"selection {self.config.selection.rule!r}: index"
+            index = self.rule(SelectionCall(count, self.steps, self.layer, self.training, settings))
+            source = f"selection {settings.rule!r}: index"
         if not 0 <= index < count:
-            raise ValueError(
-                f"{who}={index} is out of bounds: must be in 0..{count - 1}; router.name lists "
-                f"{count}"
-            )
+            raise ValueError(f"{source}={index} is out of bounds: must be in 0..{count - 1}; "
+                             f"router.name lists {count}")
         return index
 
     def finish_step(self) -> None:
-        """One optimizer step further; the routers themselves are told by
-        `moe_plugin.routing.finish_step`.
-        """
+        """Count the step; `moe_plugin.routing.finish_step` also calls the routers."""
         self.steps += 1
         self.step.fill_(self.steps)
 
@@ -104,8 +101,8 @@ class RouterSelector(RouterModule):
 
 
 class _WithIdle(torch.autograd.Function):
-    """Gate weights as they are; parameters that had no part in them get a gradient of zero (not 0 *
-    value, which may be NaN).
+    """Gate weights unchanged; parameters without a part in them get a zero gradient (not 0 * value,
+    which may be NaN).
     """
 
     @staticmethod
@@ -119,18 +116,24 @@ class _WithIdle(torch.autograd.Function):
                            for shape, dtype, device in ctx.like))
 
 
-def number_layers(model: nn.Module) -> int:
-    """Number the lists of routers in a model from 0 in the order of its modules, for
-    `router.selection.rule`; returns how many there are.
+def number_layers(model: nn.Module, first: int = 0) -> int:
+    """Number the router selectors of a model in the order of its modules, for rules that use the
+    layer's number, where `HostContext.layer_number` did not.
+
+    Args:
+        model: any module. first: number of its first selector.
+    Returns: how many there are.
     """
     found = [module for module in model.modules() if isinstance(module, RouterSelector)]
-    for index, gates in enumerate(found):
-        gates.layer = index
+    for number, selector in enumerate(found, first):
+        selector.layer = number
     return len(found)
 
 
 def _check_agreement(config: RouterConfig, comm: Comm) -> None:
-    """Ranks that take different routers would wait in different collectives."""
+    """`ValueError` if settings differ: ranks with different routers would hang in different
+    collectives.
+    """
     if comm.size == 1:
         return
     text = repr((config.names, config.selection))
@@ -140,5 +143,4 @@ def _check_agreement(config: RouterConfig, comm: Comm) -> None:
     if high != -low:
         raise ValueError(
             f"router.name and router.selection differ between the {comm.size} ranks that share "
-            f"experts; rank {comm.rank} has {text}: "
-            "give all ranks the same settings, the seed too")
+            f"experts; rank {comm.rank} has {text}: give all ranks the same settings, the seed too")

@@ -139,7 +139,7 @@ def own_rule() -> Iterator[None]:
     @router_selections.register("test_warm_up")
     def warm_up(call: SelectionCall) -> int:
         """The first router for `every` steps, then the last, then one too many."""
-        return min(call.turn, 1) * (call.count - 1) + (call.step > 4)
+        return min(call.period, 1) * (call.count - 1) + (call.step > 4)
 
     yield
     del router_selections._entries["test_warm_up"]

@@ -312,7 +312,7 @@ def test_a_router_of_ones_own() -> None:
 
         fixed_k = 2
 
-        def make_parameters(self, dtype, device) -> None:
+        def build(self, dtype, device) -> None:
             """None."""
 
         def route(self, x_TD, mask_T, k, info):

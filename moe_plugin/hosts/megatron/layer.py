@@ -27,7 +27,7 @@ from moe_plugin.hosts.megatron.translate import (
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext, LayerStats, MoEOutput
-from moe_plugin.routing import RouterSelector, finish_step, needs_of
+from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.marks import keeps_init
 from moe_plugin.routing.replay import inside_backward
 
@@ -143,15 +143,11 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
     def set_layer_number(self, layer_number: int) -> None:
         """Called by Megatron; the number goes into the log's rows, and to a list of routers."""
         self.layer_number = layer_number
-        self._number_router(layer_number)
+        number_layers(self.router, _moe_layers_before(self.config, layer_number, self._is_mtp))
         if layer_number == _first_moe_layer(self.config):
             _announce(self.plan)
         if self.plan.native_router:
             self.router.set_layer_number(layer_number)  # part of Megatron's router interface
-
-    def _number_router(self, layer_number: int) -> None:
-        if isinstance(self.router, RouterSelector):
-            self.router.layer = _moe_layers_before(self.config, layer_number, self._is_mtp)
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None,
                 padding_mask: Tensor | None = None, **_unused: Any) -> tuple[Tensor, None]:

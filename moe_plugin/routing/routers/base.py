@@ -22,17 +22,20 @@ NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(RouterModule):
-    """Base of all routers. A subclass gives `route`, and `make_parameters` where it has other
-    parameters than `weight_ED`.
+    """Base of the provided routers. A subclass defines `route`, and `build` if it has parameters or
+    buffers other than `weight_ED`.
 
-    Routing is computed in float32 whatever the layer's dtype and outside autocast (float64 for a
+    Routing is computed in float32 for any dtype of the layer, outside autocast (in float64 for a
     float64 input).
 
     Attributes:
-        fixed_k: experts a token where the router has no choice; None: `router.top_k`, which a call
+        fixed_k: experts per token if the router has no choice; None: `router.top_k`, which a call
             may override.
-        only_noisy: losses that exist only where noise was added.
+        own_losses: losses that this router can compute and some others cannot.
+        only_noisy: losses that exist only if noise was added.
+        layer_config: of the layer; config: its section `router`.
         comm: ranks that hold the experts.
+        weight_ED: the linear map from tokens to scores; None: the router has another one, or none.
     """
 
     fixed_k: int | None = None
@@ -43,7 +46,8 @@ class Router(RouterModule):
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,
                  device: Any = None) -> None:
         super().__init__(host)
-        self.config, self.num_experts, self.model_dim = config.router, config.num_experts, config.model_dim
+        self.layer_config, self.config = config, config.router
+        self.num_experts, self.model_dim = config.num_experts, config.model_dim
         self.comm: Comm = comm if comm is not None else LocalComm()
         self.loss_names = [name for name, weight in config.losses.items() if weight > 0]
         self._check_losses()
@@ -56,7 +60,8 @@ class Router(RouterModule):
         self.register_buffer("step_load_E",
                              torch.zeros(config.num_experts + 1, dtype=torch.int64, device=device),
                              persistent=False)
-        self.make_parameters(dtype, device)
+        self.register_parameter("weight_ED", None)
+        self.build(dtype, device)
         self.reset_parameters()
 
     @property
@@ -70,28 +75,30 @@ class Router(RouterModule):
             if name in ("load_importance", "noisy_load") and name not in self.own_losses:
                 raise ValueError(
                     f"losses.{name} cannot be used with this router ({type(self).__name__}): must "
-                    "be 0; noisy_load belongs to router "
-                    "noisy_topk, load_importance to routers that add router.noise")
+                    "be 0; noisy_load belongs to router noisy_topk, load_importance to routers "
+                    "that add router.noise")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        # half() and bfloat16() are for parameters: biases that move by 0.001 would stand still
-        kept = {
+        # half() and bfloat16() are for parameters: in them, a bias that moves by 0.001 stands still
+        floats = {
             name: buffer for name, buffer in self.named_buffers(recurse=False)
             if buffer.is_floating_point()
         }
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            setattr(self, name, before.to(getattr(self, name).device))
+        for name, before in floats.items():
+            self._buffers[name] = before.to(self._buffers[name].device)
         return self
 
-    def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the parameters; here one linear map without bias, `weight_ED`."""
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create parameters and buffers, and check settings; here one linear map without bias,
+        `weight_ED`.
+        """
         self.weight_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
-        """Xavier uniform, as a linear map from D to E."""
-        if hasattr(self, "weight_ED"):
+        """Draw `weight_ED` from the Xavier uniform distribution of a linear map from D to E."""
+        if self.weight_ED is not None:
             xavier_(self.weight_ED)
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
@@ -101,16 +108,16 @@ class Router(RouterModule):
         Args:
             x_TD: tokens, any float dtype.
             mask_T: bool, True = real token; None: all are real.
-            top_k: experts a token for this call; None: the configured number.
+            top_k: experts per token for this call; None: the configured number.
             info: what else is known of the tokens; see `needs`.
         Raises:
-            ValueError: top_k outside 1..E, or other than the router's fixed number; something of
+            ValueError: top_k outside 1..E, or other than the router's fixed number; a part of
                 `needs` is missing.
         """
         k = self._number(top_k)
         info = info or TokenInfo()
         self._check_info(info)
-        # padding may hold anything, also NaN, which no factor of 0 takes out of a sum
+        # padding may be NaN, which a factor of 0 does not remove from a sum
         if mask_T is not None:
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         real_T = mask_T if mask_T is not None else x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
@@ -118,7 +125,7 @@ class Router(RouterModule):
             return self.route(x_TD, real_T, k, info)
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Decide; the arguments are complete and checked."""
+        """Decide. The arguments are those of `forward`, complete and checked."""
         raise NotImplementedError
 
     def _number(self, top_k: int | None) -> int:
@@ -126,42 +133,45 @@ class Router(RouterModule):
             if top_k not in (None, self.fixed_k):
                 raise ValueError(
                     f"top_k={top_k} is out of bounds: must be {self.fixed_k} with "
-                    f"{type(self).__name__}; pass None or use router topk"
-                )
+                    f"{type(self).__name__}; pass None or use router topk")
             return self.fixed_k
         k = self.config.top_k if top_k is None else top_k
         if not 1 <= k <= self.num_experts:
-            raise ValueError(
-                f"top_k={k} is out of bounds: must be in 1..num_experts={self.num_experts}; pass "
-                "another top_k"
-            )
+            raise ValueError(f"top_k={k} is out of bounds: must be in "
+                             f"1..num_experts={self.num_experts}; pass another top_k")
         return k
 
     def _check_info(self, info: TokenInfo) -> None:
         if "token_ids" in self.needs and info.token_ids_T is None:
             raise ValueError(
                 f"token_ids_T=None does not fit {type(self).__name__}: must be the vocabulary "
-                "index of each token; "
-                "pass info=TokenInfo(token_ids_T=...) to the layer")
+                "index of each token; pass info=TokenInfo(token_ids_T=...) to the layer")
         if "sequences" in self.needs and info.sequence_T is None:
             raise ValueError(
                 "sequence_T=None does not fit losses.sequence: must be the sequence of each token; "
                 "pass info=TokenInfo(sequence_T=..., sequences=...) to the layer")
 
     def logits(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits_TE without noise, with noise), in float32 or float64."""
+        """Logits [T, E] without and with noise, in float32 or float64."""
         clean_TE = self.clean_logits(
             self.jittered(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))))
         scale = self.noise_scale()
-        return (clean_TE, clean_TE + torch.randn_like(clean_TE) * scale) if scale else (clean_TE,
-                                                                                        clean_TE)
+        if not scale:
+            return clean_TE, clean_TE
+        return clean_TE, clean_TE + torch.randn_like(clean_TE) * scale
+
+    def softmax_scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Noisy logits, their softmax, and the softmax of the logits without noise, each [T, E]."""
+        clean_TE, logits_TE = self.logits(x_TD)
+        probs_TE = F.softmax(logits_TE, dim=1)
+        return logits_TE, probs_TE, F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE
 
     def clean_logits(self, x_TD: Tensor) -> Tensor:
-        """Score of each expert before noise; x_TD is float32 or float64."""
+        """Score of each expert before noise, [T, E]; x_TD is float32 or float64."""
         return F.linear(x_TD, self.weight_ED.to(x_TD.dtype))
 
     def jittered(self, x_TD: Tensor) -> Tensor:
-        """In training, x times U[1-j, 1+j]."""
+        """In training, x_TD times U[1-j, 1+j]."""
         jitter = self.config.input_jitter if self.training else 0.0
         return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter) if jitter else x_TD
 
@@ -170,15 +180,24 @@ class Router(RouterModule):
         return self.config.noise / self.num_experts if self.training else 0.0
 
     def normalized(self, weights_TK: Tensor) -> Tensor:
-        """Divided by their sum over the choices, where settings say so."""
+        """Weights divided by their sum over the choices, if `router.normalize` is before_drop."""
         if weights_TK.shape[1] == 1 or self.config.normalize != "before_drop":
             return weights_TK
-        return weights_TK / weights_TK.sum(
-            1, keepdim=True).clamp(min=torch.finfo(weights_TK.dtype).eps)
+        return shares(weights_TK)
 
     def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor, info: TokenInfo, *, logits_TE: Tensor,
-             probs_TE: Tensor, clean_probs_TE: Tensor | None = None, **more: Any) -> LossInputs:
-        """What the losses see of a call."""
+                    probs_TE: Tensor, clean_probs_TE: Tensor | None = None,
+                    **more: Any) -> LossInputs:
+        """What the losses read of a call; see `LossInputs`.
+
+        Args:
+            chosen_TK: int64, chosen experts, -1: none.
+            mask_T: bool, True = real token.
+            info: of the call.
+            logits_TE, probs_TE: noisy logits, and scores whose rows sum to 1.
+            clean_probs_TE: scores without noise; None: the same.
+            more: other fields of `LossInputs`.
+        """
         step_load_E = None
         # recorded, because a recomputation must see the same load
         if "global_batch" in self.loss_names:
@@ -201,20 +220,22 @@ class Router(RouterModule):
 
     def finish(self, inputs: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor,
                passthrough_T: Tensor | None = None) -> Routing:
-        """The `Routing`: padding tokens go nowhere, weights are scaled, losses and entropy
-        computed.
+        """The `Routing`: padding goes nowhere, weights are scaled, losses and entropy computed.
+
+        Args:
+            inputs: of the losses.
+            ids_TK, weights_TK, priority_T, passthrough_T: see `Routing`.
         """
-        ids_TK = ids_TK.masked_fill(~inputs.mask_T[:, None], -1)
-        return Routing(ids_TK=ids_TK, weights_TK=weights_TK * self.config.scaling * (ids_TK >= 0),
-                       priority_T=priority_T, losses=self.losses_of(inputs), entropy=inputs.entropy(),
-                       tokens=inputs.mask_T.sum(),
-                       passthrough_T=None if passthrough_T is None else passthrough_T * inputs.mask_T,
-                       )
+        mask_T = inputs.mask_T
+        ids_TK = ids_TK.masked_fill(~mask_T[:, None], -1)
+        weights_TK = weights_TK * self.config.scaling * (ids_TK >= 0)
+        return Routing(ids_TK=ids_TK, weights_TK=weights_TK, priority_T=priority_T,
+                       losses=self.losses_of(inputs), entropy=inputs.entropy(),
+                       tokens=mask_T.sum(),
+                       passthrough_T=None if passthrough_T is None else passthrough_T * mask_T)
 
     def losses_of(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """The configured losses of a call; those that are defined by a noise only where there is
-        one.
-        """
+        """The configured losses of a call; those that a noise defines only if there is one."""
         noisy = inputs.noise or inputs.margin_TE is not None
         return {
             name: losses.get(name)(inputs) for name in self.loss_names
@@ -222,17 +243,22 @@ class Router(RouterModule):
         }
 
     def finish_step(self) -> None:
-        """After an optimizer step, on all ranks; see `moe_plugin.routing.finish_step`."""
+        """Restart the counts of `global_batch`; see `moe_plugin.routing.finish_step`."""
         self.step_load_E = torch.zeros_like(self.step_load_E)
 
 
 def xavier_(weight_ED: Tensor) -> None:
-    """Xavier uniform, drawn in float32."""
+    """Fill weight_ED from the Xavier uniform distribution, drawn in float32."""
     bound = (6 / sum(weight_ED.shape)) ** 0.5
     with torch.no_grad():
         weight_ED.copy_(torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))
 
 
+def shares(scores_TE: Tensor) -> Tensor:
+    """Non-negative scores [T, E] (or [T, K]) divided by their sum over axis 1."""
+    return scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=torch.finfo(scores_TE.dtype).eps)
+
+
 def first_choice_priority(scores_TE: Tensor) -> Tensor:
-    """Priority under batch-prioritised capacity: the best score."""
+    """Priority [T] under batch-prioritised capacity: the best score of scores_TE."""
     return scores_TE.detach().amax(1)

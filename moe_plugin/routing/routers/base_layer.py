@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
@@ -14,7 +13,7 @@ from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.assignment import balanced_assignment
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 
 @routers.register("base")
@@ -22,41 +21,39 @@ class BASERouter(Router):
     """Balanced assignment of largest total x . c_e; the output is a * expert(x) + (1 - a) * x with
     a = sigmoid(x . c_e).
 
-    In training each rank deals its tokens out to all ranks at random, so that no problem holds only
-    tokens that lie close together; every rank assigns those it got, each expert the same number,
-    and the answers travel back. What travels is the scores [E] of a token and one number back, not
-    the token twice, as a token's output does not depend on where it was assigned. Two exchanges,
-    and one of sizes, in every training call. Otherwise the nearest expert is taken, unbalanced, as
-    in the original. Centroids c_e start orthogonal with gain 0.1. Source: BASE layers (Lewis et al.
-    2021).
+    In training each rank sends its tokens to random ranks, so that no assignment problem consists
+    of similar neighbouring tokens only. Every rank assigns the tokens it received, the same number
+    to each expert, and returns the answers. Sent are the scores [E] of a token, and one number
+    back, not the token itself: its output does not depend on where it was assigned. This takes two
+    exchanges, and one of sizes, in every training call. Outside training each token takes its
+    nearest expert, unbalanced, as in the original. Centroids c_e start orthogonal with gain 0.1.
+    Source: BASE layers (Lewis et al. 2021).
     """
 
     fixed_k = 1
     own_losses = frozenset()
 
-    def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Centroids; a host's own initialisation leaves them."""
-        super().make_parameters(dtype, device)
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create the centroids; a host's own initialisation keeps them (`keep_init`)."""
+        super().build(dtype, device)
         keep_init(self.weight_ED)
 
     def reset_parameters(self) -> None:
-        """Orthogonal, gain 0.1."""
+        """Make the centroids orthogonal, with gain 0.1."""
         with torch.no_grad():
             self.weight_ED.copy_(
                 nn.init.orthogonal_(torch.empty(self.weight_ED.shape, dtype=torch.float32),
                                     gain=0.1))
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """One expert a token, and the weight of the token itself."""
-        clean_TE, logits_TE = self.logits(x_TD)
+        """One expert per token, and the weight of the token itself; see `Router.route`."""
+        logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
         chosen_T1 = self.replayed(lambda: self._choose(logits_TE.detach(), mask_T))
         alpha_T1 = torch.sigmoid(logits_TE.gather(1, chosen_T1))
-        probs_TE, scaling = F.softmax(logits_TE, dim=1), self.config.scaling
-        inputs = self.loss_inputs(
-            chosen_T1, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-            clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
-        return self.finish(inputs, chosen_T1, alpha_T1,
-                           probs_TE.detach().amax(1), (1 - alpha_T1[:, 0]) * scaling)
+        inputs = self.loss_inputs(chosen_T1, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
+                                  clean_probs_TE=clean_TE)
+        return self.finish(inputs, chosen_T1, alpha_T1, first_choice_priority(probs_TE),
+                           (1 - alpha_T1[:, 0]) * self.config.scaling)
 
     def _choose(self, scores_TE: Tensor, mask_T: Tensor) -> Tensor:
         if not self.training:
@@ -67,11 +64,13 @@ class BASERouter(Router):
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
-    """Experts of this rank's tokens, int64 [T], assigned in balance where chance sent each token.
-    Collective.
+    """Experts of this rank's tokens, int64 [T], from balanced problems of randomly spread tokens.
 
-    Rank i's tokens, shuffled, go to the ranks in turn from rank i on, so that ranks get numbers
-    that differ by at most the number of ranks.
+    Collective. The shuffled tokens of rank i go to ranks i, i + 1, ... round robin, so the numbers
+    that ranks receive differ by at most the number of ranks.
+
+    Args:
+        scores_TE: float. comm: ranks that share the tokens.
     """
     tokens, size = scores_TE.shape[0], comm.size
     order_T = torch.randperm(tokens, device=scores_TE.device)

@@ -26,8 +26,8 @@ class CosineRouter(TopKRouter):
     router topk. Source: Tutel (Hwang et al. 2022), cosine gate; Chi et al. 2022.
     """
 
-    def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Projection with bias, directions, temperature; a host's own initialisation leaves them."""
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create projection, bias, directions and temperature, which hosts leave as they are."""
         where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
         self.project_PD = nn.Parameter(torch.empty(width, self.model_dim, **where))
         self.project_P = nn.Parameter(torch.empty(width, **where))
@@ -37,7 +37,7 @@ class CosineRouter(TopKRouter):
             keep_init(parameter)
 
     def reset_parameters(self) -> None:
-        """Xavier projection, directions of deviation 0.01, temperature log 2."""
+        """Draw a Xavier projection, directions of deviation 0.01, temperature log 2."""
         xavier_(self.project_PD)
         with torch.no_grad():
             self.project_P.zero_()

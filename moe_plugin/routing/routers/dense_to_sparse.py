@@ -1,4 +1,4 @@
-"""Dense-to-sparse router: all experts at first, few in the end."""
+"""Dense-to-sparse router: all experts at first, few at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.config import MoEConfig
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router, first_choice_priority
@@ -16,30 +15,31 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("dense_to_sparse")
 class DenseToSparseRouter(Router):
-    """p = softmax((logits + Gumbel noise) / t); every expert with p >= threshold is visited, the
-    best one always, with weight p.
+    """p = softmax((logits + Gumbel noise) / t); a token visits all experts with p >= threshold, and
+    always its best one, with weight p.
 
     t falls geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer
     steps; the step is saved with the weights. No noise outside training. Choices are sorted by p;
-    `top_k` bounds nothing: a token has up to E choices. Source: EvoMoE (Nie et al. 2021),
+    `top_k` has no effect: a token has up to E choices. Source: EvoMoE (Nie et al. 2021),
     dense-to-sparse gate.
     """
 
     own_losses = frozenset()
 
-    def __init__(self, config: MoEConfig, **where: Any) -> None:
-        super().__init__(config, **where)
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create `weight_ED` and the step count."""
+        super().build(dtype, device)
         self.fixed_k = self.num_experts
-        self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=where.get("device")))
+        self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
 
     def temperature(self) -> Tensor:
-        """t at the present step, float64 [1]: start * (end / start)^min(1, step / steps)."""
+        """t at the current step, float64 [1]: start * (end / start)^min(1, step / steps)."""
         rules = self.config.sparsity
         done = (self.step.double() / rules.steps).clamp(max=1.0)
         return rules.start * (rules.end / rules.start) ** done
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Up to E choices a token, -1 where an expert is skipped."""
+        """Up to E choices per token, -1 for a skipped expert; see `Router.route`."""
         logits_TE = self.logits(x_TD)[1]
         noisy_TE = logits_TE
         if self.training:
@@ -59,6 +59,6 @@ class DenseToSparseRouter(Router):
         return ids_TE.masked_fill(skipped_TE, -1)
 
     def finish_step(self) -> None:
-        """One step further."""
+        """Count the step."""
         super().finish_step()
         self.step = self.step + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.records import Routing, TokenInfo
@@ -16,29 +15,26 @@ class ExpertChoiceRouter(Router):
     """Each expert takes the ceil(n k / E) of this rank's n real tokens that score highest for it,
     with weight p = softmax over experts.
 
-    Balanced by construction; a token has between 0 and E experts, `top_k` on average. Equal scores
-    go to the earlier token. An expert sees all tokens of a call before it picks: do not use it
-    where a token must not know of later ones (language models generate with other choices than they
-    were trained with). Source: Zhou et al. 2022.
+    Balanced by construction; a token has between 0 and E experts, `top_k` on average. Of equal
+    scores the earlier token wins. An expert sees all tokens of a call before it picks: do not use
+    it where a token must not depend on later ones (a language model would generate with other
+    choices than those of its training). Source: Zhou et al. 2022.
     """
 
     own_losses = frozenset()
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Up to E choices a token, the likeliest first."""
-        clean_TE, logits_TE = self.logits(x_TD)
-        probs_TE = F.softmax(logits_TE, dim=1)
+        """Up to E choices per token, the likeliest first; see `Router.route`."""
+        logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
         ids_TE = self.replayed(lambda: self._choose(probs_TE.detach(), mask_T, k))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
-        inputs = self.loss_inputs(
-            ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-            clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
+        inputs = self.loss_inputs(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
+                                  clean_probs_TE=clean_TE)
         return self.finish(inputs, ids_TE, weights_TE, first_choice_priority(probs_TE))
 
     def _choose(self, probs_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
         tokens = mask_T.shape[0]
-        # the number of real tokens stays on the device: rank of each token for each expert,
-        # compared with it
+        # the number of real tokens stays on the device: it is compared with the rank of each token
         order_TE = torch.sort(probs_TE.masked_fill(~mask_T[:, None], -1.0), dim=0, descending=True,
                               stable=True).indices
         place_T1 = torch.arange(tokens, device=mask_T.device)[:, None]

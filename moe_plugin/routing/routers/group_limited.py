@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing.groups import check_groups, top_k_in_groups
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.topk import TopKRouter
-from moe_plugin.routing.selection import best_groups, check_groups, group_members, top_k_inside
 
 
 @routers.register("group_limited")
@@ -19,20 +19,33 @@ class GroupLimitedRouter(TopKRouter):
     """The `group_top_k` best of `groups` groups of consecutive experts, then the k best experts in
     them.
 
-    A group is worth the sum of its best max(1, k // group_top_k) scores. Source: DeepSeek-V2 and V3
-    (2024), node-limited routing; for V3's form use router sigmoid_bias with groups.
+    The score of a group is the sum of its best max(1, k // group_top_k) scores. Source: DeepSeek-V2
+    and V3 (2024), node-limited routing; for V3's form use router sigmoid_bias with groups.
+
+    Attributes:
+        groups_needed: whether `router.groups` must be set.
     """
 
     second_expert_policy = "all"
     groups_needed = True
 
-    def __init__(self, config: MoEConfig, **where: Any) -> None:
-        super().__init__(config, **where)
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create the parameters and check the groups; see `Router.build`."""
+        super().build(dtype, device)
         self._check(self.config.top_k)
+
+    @property
+    def chosen_groups(self) -> int:
+        """Groups per token."""
+        return self.config.group_top_k
+
+    def counted_scores(self, k: int) -> int:
+        """How many of a group's best scores make up the score of the group."""
+        return max(1, k // self.chosen_groups)
 
     def _check(self, k: int) -> None:
         if self.groups_needed or self.config.groups:
-            check_groups(self.config.groups, self.num_experts, k, self.config.group_top_k,
+            check_groups(self.config.groups, self.num_experts, k, self.chosen_groups,
                          self.config.name)
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
@@ -44,9 +57,8 @@ class GroupLimitedRouter(TopKRouter):
         return self.limited(scores_TE.detach(), k)
 
     def limited(self, scores_TE: Tensor, k: int) -> Tensor:
-        """The k best scores of the best groups, int64 [T, K]."""
-        groups, take = self.config.groups, self.config.group_top_k
-        if not groups:
+        """The k best of scores_TE in the best groups, int64 [T, K]."""
+        if not self.config.groups:
             return top_k_stable(scores_TE, k)
-        groups_TG = best_groups(scores_TE, groups, take, max(1, k // take))
-        return top_k_inside(scores_TE, group_members(groups_TG, groups, self.num_experts), k)
+        return top_k_in_groups(scores_TE, self.config.groups, self.chosen_groups,
+                               self.counted_scores(k), k)

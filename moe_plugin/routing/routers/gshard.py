@@ -1,11 +1,12 @@
-"""GShard router: two experts a token, the second one by chance."""
+"""GShard router: two experts per token, the second with a probability."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.topk import TopKRouter, shares
+from moe_plugin.routing.routers.base import shares
+from moe_plugin.routing.routers.topk import TopKRouter
 
 
 @routers.register("gshard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.config import MoEConfig
 from moe_plugin.config.router import HashConfig
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.registry import routers
@@ -18,11 +18,10 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("hash")
 class HashRouter(Router):
-    """Each vocabulary index has its expert, with weight 1; nothing is learned. Needs the token ids
-    of a call.
+    """A fixed expert for each vocabulary index, with weight 1. Needs the token ids of a call.
 
     The table (`table_V`, int64) is random, balanced by frequency, or read from a file
-    (`router.hash`); it is saved with the weights. Losses see the choice as a distribution: they
+    (`router.hash`); it is saved with the weights. Losses read the choice as a distribution: they
     measure the balance and have no gradient. Source: Hash layers (Roller et al. 2021).
     """
 
@@ -30,24 +29,19 @@ class HashRouter(Router):
     own_losses = frozenset()
     needs = frozenset({"token_ids"})
 
-    def __init__(self, config: MoEConfig, **where: Any) -> None:
-        super().__init__(config, **where)
-        self.register_buffer(
-            "table_V",
-            make_table(config.router.hash, config.num_experts).to(where.get("device")))
-
-    def make_parameters(self, dtype: torch.dtype | None, device: Any) -> None:
-        """None."""
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create the table; there are no parameters."""
+        self.register_buffer("table_V",
+                             make_table(self.config.hash, self.num_experts).to(device))
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Look up."""
+        """Look up the experts; see `Router.route`."""
         assert info.token_ids_T is not None
         if info.token_ids_T.shape != mask_T.shape:
             raise ValueError(
                 f"token_ids_T of shape {tuple(info.token_ids_T.shape)} does not fit: must be "
-                f"{tuple(mask_T.shape)}, one for each token"
-            )
-        # recorded, because a host may have handed over other tokens by the time of a recomputation
+                f"{tuple(mask_T.shape)}, one for each token")
+        # recorded, because a host may pass other tokens by the time of the recomputation
         chosen_T1 = self.replayed(lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)))
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         probs_TE = F.one_hot(chosen_T1[:, 0], self.num_experts).to(dtype)
@@ -62,28 +56,27 @@ class HashRouter(Router):
 
     def _check_range(self, ids_T: Tensor) -> None:
         size = self.table_V.numel()
-        # on GPU indexing itself complains
-        if not ids_T.is_cuda and ids_T.numel() and not 0 <= int(ids_T.min()) <= int(
-                ids_T.max()) < size:
-            raise ValueError(
-                f"token ids {int(ids_T.min())}..{int(ids_T.max())} are out of bounds: must be in "
-                f"0..{size - 1}; "
-                "set router.hash.vocabulary to the size of the vocabulary")
+        if ids_T.is_cuda or not ids_T.numel():  # on GPU, indexing checks without a wait
+            return
+        low, high = int(ids_T.min()), int(ids_T.max())
+        if not 0 <= low <= high < size:
+            raise ValueError(f"token ids {low}..{high} are out of bounds: must be in "
+                             f"0..{size - 1}; set router.hash.vocabulary to the size of the vocabulary")
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
-    """The table, int64 [V], by the settings `router.hash`. `ValueError`: it cannot be made or names
-    experts that do not exist.
+    """The table by the settings `router.hash`, int64 [V].
+
+    Raises:
+        ValueError: the settings do not fit, or a file names experts that do not exist.
     """
     listed_V = None if config.path is None else _read(config.path)
     vocabulary = config.vocabulary or (0 if listed_V is None else listed_V.numel())
     if vocabulary < 1 or (listed_V is not None and listed_V.numel() != vocabulary):
-        raise ValueError(
-            f"router.hash.vocabulary={config.vocabulary} does not fit: must be the size of the "
-            "vocabulary"
-            +
-            ("" if listed_V is None else f" and of {config.path!r} with {listed_V.numel()} entries"
-             ) + "; set it")
+        entries = "" if listed_V is None else (
+            f" and of {config.path!r} with {listed_V.numel()} entries")
+        raise ValueError(f"router.hash.vocabulary={config.vocabulary} does not fit: must be the "
+                         f"size of the vocabulary{entries}; set it")
     g = torch.Generator().manual_seed(config.seed)
     if config.kind == "random":
         return torch.randint(experts, (vocabulary,), generator=g)
@@ -94,21 +87,23 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
     if not 0 <= int(listed_V.min()) <= int(listed_V.max()) < experts:
         raise ValueError(
             f"table {config.path!r} names experts {int(listed_V.min())}..{int(listed_V.max())}: "
-            f"must be in 0..{experts - 1}; "
-            "make it for this number of experts")
+            f"must be in 0..{experts - 1}; make it for this number of experts")
     return listed_V
 
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Tokens by falling frequency, each to the expert that has the least so far (then the fewest
-    tokens, then the lower index).
+    """Table int64 [V]: tokens by falling frequency, each to the expert with the least load so far
+    (then the fewest tokens, then the lower index).
 
     Equal frequencies: every expert gets floor or ceil of V / E tokens. Among equally frequent
     tokens the order is random.
-    """
-    import heapq
 
+    Args:
+        counts_V: int64, how often each token occurs.
+        experts: E.
+        generator: of the random order.
+    """
     shuffled_V = torch.randperm(counts_V.numel(), generator=generator)
     order = shuffled_V[torch.argsort(counts_V[shuffled_V], descending=True, stable=True)].tolist()
     counts, table_V = counts_V.tolist(), torch.empty_like(counts_V)
@@ -126,6 +121,5 @@ def _read(path: str) -> Tensor:
                             dtype=torch.int64)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(
-            f"router.hash.path={path!r} cannot be read: {error}; give a text file of one integer a "
-            "token id"
-        ) from error
+            f"router.hash.path={path!r} cannot be read: {error}; give a text file of one integer "
+            "per token id") from error

@@ -19,12 +19,12 @@ class PrototypeRouter(Router):
     """k prototypes of E/k consecutive experts; softmax and top-1 inside each; weights are the
     probabilities, undivided.
 
-    Losses are computed for each prototype by itself, as a router of E/k experts, and averaged.
+    Losses are computed for each prototype, as of a router of E/k experts, and averaged.
     Source: M6-T (Yang et al. 2021).
     """
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Choice i is the best expert of prototype i."""
+        """Choice i is the best expert of prototype i; see `Router.route`."""
         experts = self.num_experts
         if experts % k:
             raise ValueError(
@@ -32,7 +32,7 @@ class PrototypeRouter(Router):
                 f"{max(d for d in range(1, k + 1) if experts % d == 0)}")
         clean_TE, logits_TE = self.logits(x_TD)
         tokens, width = x_TD.shape[0], experts // k
-        # N = T * k, token by token; P = E / k
+        # N = T * k (token by token), P = E / k
         scores_NP = F.softmax(logits_TE.reshape(-1, width), dim=1)
         first_K = self._first(k, width, logits_TE)
         chosen_TK = self.replayed(
@@ -61,7 +61,7 @@ class PrototypeRouter(Router):
 
 
 def _part(inputs: LossInputs, index: int, k: int) -> LossInputs:
-    """What the losses see of one prototype."""
+    """The inputs of one prototype's losses."""
     width = inputs.probs_TE.shape[1] // k
     here = slice(index * width, (index + 1) * width)
     load_E = inputs.step_load_E

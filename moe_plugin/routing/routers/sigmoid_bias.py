@@ -1,4 +1,4 @@
-"""Balance without a loss: a bias on each expert's score that counts for the choice alone."""
+"""Balance without a loss: a bias on each expert's score that only affects the choice."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.config import MoEConfig
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.routers.base import shares
 from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
-from moe_plugin.routing.routers.topk import shares
 
 
 @routers.register("sigmoid_bias")
 class SigmoidBiasRouter(GroupLimitedRouter):
-    """Sigmoid scores s; the k largest s + b are chosen, s alone weighs; b moves against the load.
+    """Sigmoid scores s; the k largest s + b are chosen, s alone is the weight; b moves against the
+    load.
 
     After each step b_e += bias_rate * sign(mean load - load_e), load_e: choices of expert e by all
     data-parallel ranks since the last step. With `router.groups` the choice is group-limited.
     Source: Wang et al. 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
-    The bias is a float32 buffer (`bias_E`, saved with the weights) whatever dtype the layer is cast
-    to. Counting happens where a choice is made, so that a recomputation does not count; the one
+    The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
+    Counting happens where a choice is made, so that a recomputation does not count; the one
     collective is in `finish_step`.
     """
 
     groups_needed = False
 
-    def __init__(self, config: MoEConfig, **where: Any) -> None:
-        super().__init__(config, **where)
-        device = where.get("device")
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create the parameters, the biases and the counts; see `Router.build`."""
+        super().build(dtype, device)
         self.register_buffer("bias_E",
                              torch.zeros(self.num_experts, dtype=torch.float32, device=device))
         self.register_buffer("load_E",
@@ -52,7 +52,8 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         return shares(scores_TE)
 
     def finish_step(self) -> None:
-        """Move the biases by the load of all ranks, and count anew. Collective over `batch_comm`.
+        """Move the biases by the load of all ranks and restart the counts. Collective over
+        `batch_comm`.
         """
         super().finish_step()
         load_E = self.batch_comm.all_reduce(self.load_E)[:-1].double()

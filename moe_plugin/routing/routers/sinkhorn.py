@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels import top_k_stable
@@ -16,41 +15,44 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("sinkhorn")
 class SinkhornRouter(Router):
-    """In training the k largest entries of the balanced plan of exp(logits) are chosen; outside it
-    the k largest scores.
+    """The k largest entries of the balanced plan of exp(logits) in training, else the k largest
+    scores.
 
-    Plan: rows (tokens) and columns (experts) scaled in turn, `sinkhorn_rounds` times, over this
-    rank's real tokens. Weights: sigmoid of the logit for k = 1, softmax over all experts for k > 1,
-    not divided by their sum. Source: Clark et al. 2022 (S-BASE); weights as in Megatron-core.
+    Plan: rows (tokens) and columns (experts) are scaled alternately, `sinkhorn_rounds` times, over
+    this rank's real tokens. Weights: sigmoid of the logit for k = 1, softmax over all experts for
+    k > 1, not divided by their sum. Source: Clark et al. 2022 (S-BASE); weights as in
+    Megatron-core.
     """
 
     own_losses = frozenset()
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Choose by the plan, weigh by the score."""
-        clean_TE, logits_TE = self.logits(x_TD)
-        probs_TE = F.softmax(logits_TE, dim=1)
+        """Choose by the plan, weigh by the score; see `Router.route`."""
+        logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
         scores_TE = torch.sigmoid(logits_TE) if k == 1 else probs_TE
         chosen_TK = self.replayed(
             lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k))
-        inputs = self.loss_inputs(
-            chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-            clean_probs_TE=F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE)
+        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
+                                  clean_probs_TE=clean_TE)
         return self.finish(inputs, chosen_TK, scores_TE.gather(1, chosen_TK),
                            first_choice_priority(probs_TE))
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
-        return top_k_stable(
-            log_plan(logits_TE, mask_T, self.config.sinkhorn_rounds)
-            if self.training else scores_TE, k)
+        if self.training:
+            scores_TE = log_plan(logits_TE, mask_T, self.config.sinkhorn_rounds)
+        return top_k_stable(scores_TE, k)
 
 
 def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
-    """Logarithm of the plan whose columns sum to 1/E and whose rows (real tokens) tend to 1/S; [T,
-    E]. Without gradient.
+    """Logarithm [T, E] of the plan whose columns sum to 1/E and whose rows tend to 1/S (S real
+    tokens).
 
-    In logarithms, so that no logit is too large; a fixed number of rounds, so that nothing waits
-    for the device.
+    Logarithms allow logits of any size. The number of rounds is fixed: testing for convergence
+    would make the host wait for the device.
+
+    Args:
+        logits_TE: without gradient. mask_T: bool, True = real token.
+        rounds: of scaling.
     """
     tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)
     plan_TE = torch.where(mask_T[:, None], logits_TE, torch.zeros_like(logits_TE))

@@ -1,4 +1,4 @@
-"""Switch router: one expert a token."""
+"""Switch router: one expert per token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from moe_plugin.routing.routers.topk import TopKRouter
 
 @routers.register("switch")
 class SwitchRouter(TopKRouter):
-    """The likeliest expert alone, weighed by its probability; `router.input_jitter` multiplies the
-    input, as in the paper.
+    """The likeliest expert, weighted by its probability.
 
-    Source: Switch Transformer (Fedus et al. 2021).
+    `router.input_jitter` multiplies the input, as in the paper. Source: Switch Transformer (Fedus
+    et al. 2021).
     """
 
     fixed_k = 1

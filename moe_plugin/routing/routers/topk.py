@@ -10,7 +10,7 @@ from moe_plugin.kernels import route, top_k_stable
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.losses import FUSED
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router, first_choice_priority
+from moe_plugin.routing.routers.base import Router, first_choice_priority, shares
 
 
 @routers.register("topk")
@@ -23,12 +23,12 @@ class TopKRouter(Router):
     """
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Scores, choice, weights, policy, losses."""
+        """Scores, choice, weights, policy, losses; see `Router.route`."""
         if self.training and self.second_expert_policy != "all" and k != 2:
             raise ValueError(
                 f"top_k={k} is out of bounds: must be 2 in training with "
-                f"router.second_expert_policy={self.second_expert_policy!r}; "
-                "pass None, or set the policy to 'all'")
+                f"router.second_expert_policy={self.second_expert_policy!r}; pass None, or set the "
+                "policy to 'all'")
         clean_TE, logits_TE = self.logits(x_TD)
         if self._one_pass():
             return self._route_in_one_pass(logits_TE, mask_T, k, info)
@@ -37,22 +37,22 @@ class TopKRouter(Router):
         weights_TK = self._weigh(scores_TE, chosen_TK)
         ids_TK = self._policy(chosen_TK, weights_TK)
         probs_TE = self._distribution(scores_TE)
-        clean_probs_TE = self._distribution(
-            self._scores(clean_TE)) if self.noise_scale() else probs_TE
+        clean_probs_TE = probs_TE
+        if self.noise_scale():
+            clean_probs_TE = self._distribution(self._scores(clean_TE))
         inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-                         clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
+                                  clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
         return self.finish(inputs, ids_TK, self.normalized(weights_TK),
                            first_choice_priority(scores_TE))
 
     def _one_pass(self) -> bool:
-        """Plain softmax routing, and losses that need no score of every token: then one kernel does
-        all.
+        """Whether one kernel can do it all: plain softmax routing, and losses that do not need the
+        scores of every token.
         """
-        plain = type(
-            self) is TopKRouter and self.config.score == "softmax" and not self.noise_scale()
-        losses = set(self.loss_names) - self.only_noisy
-        return plain and not (self.training and self.second_expert_policy
-                              != "all") and losses <= FUSED and not torch.compiler.is_compiling()
+        plain = type(self) is TopKRouter and self.config.score == "softmax"
+        drawn = self.noise_scale() or (self.training and self.second_expert_policy != "all")
+        fused_losses = set(self.loss_names) - self.only_noisy <= FUSED
+        return plain and not drawn and fused_losses and not torch.compiler.is_compiling()
 
     def _route_in_one_pass(self, logits_TE: Tensor, mask_T: Tensor, k: int,
                            info: TokenInfo) -> Routing:
@@ -66,15 +66,14 @@ class TopKRouter(Router):
         routed = made[0] if made else route(logits_TE, mask_T, k, normalize, chosen_TK)
         inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE,
                                   probs_TE=logits_TE.detach(), routed=routed)
-        best_T = logits_TE.detach().amax(1) if logits_TE.numel() else logits_TE.new_zeros(
-            logits_TE.shape[0])
-        return self.finish(inputs, chosen_TK, routed.weights_TK, torch.exp(best_T - routed.lse_T))
+        priority_T = torch.exp(first_choice_priority(logits_TE) - routed.lse_T)
+        return self.finish(inputs, chosen_TK, routed.weights_TK, priority_T)
 
     def _weigh(self, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         return scores_TE.gather(1, chosen_TK)
 
     def _more(self, chosen_TK: Tensor) -> dict[str, Tensor]:
-        """What a subclass tells the losses."""
+        """More fields of `LossInputs`, by a subclass."""
         return {}
 
     def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
@@ -102,18 +101,14 @@ class TopKRouter(Router):
         return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
 
     def _second(self, weights_TK: Tensor) -> Tensor:
-        # a share only where weights are divided before dropping, else the score itself: as
-        # fairseq's `moe` branch has it
+        # a share only if weights are divided before dropping, else the score itself: as in
+        # fairseq's `moe` branch
         return self.normalized(weights_TK)[:, 1]
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        return F.softmax(logits_TE,
-                         dim=1) if self.config.score == "softmax" else torch.sigmoid(logits_TE)
+        if self.config.score == "softmax":
+            return F.softmax(logits_TE, dim=1)
+        return torch.sigmoid(logits_TE)
 
     def _distribution(self, scores_TE: Tensor) -> Tensor:
         return scores_TE if self.config.score == "softmax" else shares(scores_TE)
-
-
-def shares(scores_TE: Tensor) -> Tensor:
-    """Non-negative scores divided by their sum over experts."""
-    return scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=torch.finfo(scores_TE.dtype).eps)

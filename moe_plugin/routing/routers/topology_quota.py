@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.links import near_experts
 from moe_plugin.routing.registry import routers
@@ -19,21 +18,22 @@ class TopologyQuotaRouter(TopKRouter):
     """Top-k, but at most floor(quota * choices) of this rank's choices leave its node; the others
     take the best expert on it.
 
-    The choices that may leave are those of highest score (ties: the earlier token). One that may
-    not becomes the token's best expert of the node that it has not chosen already; none where there
-    is no such expert. Which expert is on the node comes from the group's topology
-    (`comm.topology`); on one node it is router topk. Source: FastMoE (He et al. 2021),
+    The choices with the highest scores may leave (ties: the earlier token). Any other is replaced
+    by the token's best expert on the node that it has not chosen yet, or dropped if none is left.
+    The group's topology (`comm.topology`) says which experts are on the node; on one node this is
+    router topk. Source: FastMoE (He et al. 2021),
     topology-aware gate.
     """
 
     second_expert_policy = "all"
     own_losses = frozenset()
 
-    def __init__(self, config: MoEConfig, **where: Any) -> None:
-        super().__init__(config, **where)
-        near_E = near_experts(self.comm, self.num_experts, config.parallel.shards)
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create `weight_ED` and the mask of experts on this rank's node."""
+        super().build(dtype, device)
+        near_E = near_experts(self.comm, self.num_experts, self.layer_config.parallel.shards)
         self.all_near = bool(near_E.all())
-        self.register_buffer("near_E", near_E.to(where.get("device")), persistent=False)
+        self.register_buffer("near_E", near_E.to(device), persistent=False)
 
     def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
         scores_TE = scores_TE.detach()
@@ -42,13 +42,13 @@ class TopologyQuotaRouter(TopKRouter):
             return chosen_TK
         leaves_TK = ~self.near_E[chosen_TK] & mask_T[:, None]
         over_TK = leaves_TK & ~self._allowed(scores_TE.gather(1, chosen_TK), leaves_TK, mask_T)
-        return self._come_home(scores_TE, chosen_TK, over_TK)
+        return self._stay_on_node(scores_TE, chosen_TK, over_TK)
 
     def _weigh(self, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         return scores_TE.gather(1, chosen_TK.clamp(min=0)) * (chosen_TK >= 0)
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
-        """The best of the choices that want to leave, as many as the quota has."""
+        """The best choices that leave the node, as many as the quota allows."""
         order_N = torch.argsort(
             torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
         rank_N = torch.empty_like(order_N).index_copy_(
@@ -56,14 +56,14 @@ class TopologyQuotaRouter(TopKRouter):
         quota = (mask_T.sum() * (self.config.links.quota * value_TK.shape[1])).floor()
         return (rank_N < quota).view_as(leaves_TK)
 
-    def _come_home(self, scores_TE: Tensor, chosen_TK: Tensor, over_TK: Tensor) -> Tensor:
+    def _stay_on_node(self, scores_TE: Tensor, chosen_TK: Tensor, over_TK: Tensor) -> Tensor:
         free_TE = self.near_E.expand_as(scores_TE).scatter(1, chosen_TK, False)
         kept = []
         for j in range(chosen_TK.shape[1]):
-            home_T1 = top_k_stable(scores_TE.masked_fill(~free_TE, -1.0), 1)
-            found_T1 = free_TE.gather(1, home_T1)
+            near_T1 = top_k_stable(scores_TE.masked_fill(~free_TE, -1.0), 1)
+            found_T1 = free_TE.gather(1, near_T1)
             over_T1 = over_TK[:, j : j + 1]
             kept.append(
-                torch.where(over_T1, torch.where(found_T1, home_T1, -1), chosen_TK[:, j:j + 1]))
-            free_TE = free_TE.scatter(1, home_T1, free_TE.gather(1, home_T1) & ~over_T1)
+                torch.where(over_T1, torch.where(found_T1, near_T1, -1), chosen_TK[:, j:j + 1]))
+            free_TE = free_TE.scatter(1, near_T1, free_TE.gather(1, near_T1) & ~over_T1)
         return torch.cat(kept, 1)
