@@ -15,13 +15,13 @@ class HashConfig(Section):
 
     kind: str = option(
         "balanced",
-        "random: any expert; balanced: tokens dealt out by falling frequency to the emptiest "
-        "expert; file: as `path` says",
+        "random: any expert; balanced: tokens by falling frequency, each to the expert with "
+        "the least load; file: as `path` says",
         choices=("random", "balanced", "file"), flag="hash")
     vocabulary: int = option(0, "number of token ids", flag="hash-vocabulary")
     path: str | None = option(
         None,
-        "text file of one integer a token id: its expert (file) or how often it occurs (balanced)",
+        "text file of one integer per token id: its expert (file) or its frequency (balanced)",
         flag="hash-file")
     seed: int = option(0, "seed of a random table, and of the order among equally frequent tokens",
                        flag="hash-seed")
@@ -50,8 +50,8 @@ class SparsityConfig(Section):
 
     def check_bounds(self) -> None:
         """Check bounds, and settings that depend on each other."""
-        for name in ("start", "end"):
-            self.require(name, getattr(self, name) > 0, "> 0", "use 2.0 for start, 0.1 for end")
+        for name, temperature in (("start", self.start), ("end", self.end)):
+            self.require(name, temperature > 0, "> 0", "use 2.0 for start, 0.1 for end")
         self.require("steps", self.steps >= 1, ">= 1", "use 10000")
         self.require("threshold", 0 <= self.threshold < 1, "in [0, 1)", "use 0.1")
 
@@ -64,10 +64,10 @@ class LinksConfig(Section):
 
     costs: str | None = option(
         None,
-        "YAML or JSON file with a square list of lists: seconds a byte from rank i to rank j of "
-        "the expert-parallel group; none: by "
-        "comm.cluster where it is set, else 1 on a node and `far` between nodes", flag="link-costs")
-    far: float = option(8.0, "cost of a byte to another node, where one on a node costs 1",
+        "YAML or JSON file with a square list of lists: seconds per byte from rank i to rank j of "
+        "the expert-parallel group; none: by comm.cluster if it is set, else 1 within a node and "
+        "`far` between nodes", flag="link-costs")
+    far: float = option(8.0, "cost of a byte to another node, relative to one within a node",
                         flag="link-far-cost")
     quota: float = option(0.14,
                           "topology_quota: the largest share of choices that may leave the node",
@@ -97,9 +97,9 @@ class SelectionConfig(Section):
 
     rule: str = option(
         "first",
-        "with several routers in `name`: first: always the first; layer: MoE layer n takes number "
-        "n, over and over; cycle: each in its turn, "
-        "by optimizer step; random: a seeded draw by step and layer; by registered name",
+        "with several routers in `name`: first: always the first; layer: MoE layer n takes router "
+        "n modulo their number; cycle: one after the other, by optimizer step; random: a seeded "
+        "draw by step and layer; or a registered name",
         flag="router-selection")
     every: int = option(1, "cycle, random: optimizer steps until the next choice",
                         flag="router-selection-every")
@@ -107,8 +107,7 @@ class SelectionConfig(Section):
                        flag="router-selection-seed")
     outside_training: int = option(
         0,
-        "cycle, random: place in `name`, counted from 0, of the router that decides outside "
-        "training",
+        "cycle, random: index in `name`, from 0, of the router that decides outside training",
         flag="router-selection-eval")
 
     def check_bounds(self) -> None:
@@ -117,10 +116,11 @@ class SelectionConfig(Section):
         self.require("every", self.every >= 1, ">= 1", "use 1")
         self.require("outside_training", self.outside_training >= 0, ">= 0",
                      "use 0 for the first router")
-        for name, default in (("every", 1), ("seed", 0), ("outside_training", 0)):
-            fits = self.rule not in ("first", "layer") or getattr(self, name) == default
+        reads = self.rule not in ("first", "layer")
+        for name, value, default in (("every", self.every, 1), ("seed", self.seed, 0),
+                                     ("outside_training", self.outside_training, 0)):
             self.require(
-                name, fits,
+                name, reads or value == default,
                 f"{default} where router.selection.rule={self.rule}, which does not read it",
                 "leave it out, or use the rule cycle or random")
 
@@ -157,8 +157,7 @@ class RouterConfig(Section):
     second_expert_policy: str = option(
         "all",
         "training, top_k = 2: all keeps the second expert; sampling draws it with Gumbel noise; "
-        "random keeps "
-        "it with probability min(1, 2 g2)", choices=("all", "sampling", "random"),
+        "random keeps it with probability min(1, 2 g2)", choices=("all", "sampling", "random"),
         flag="router-second-expert",
     )
     batch_prioritized: bool = option(
@@ -166,7 +165,7 @@ class RouterConfig(Section):
         flag="batch-prioritized")
     groups: int = option(
         0,
-        "sam, group_limited, sigmoid_bias: groups of consecutive experts, e.g. one a node; 0: none",
+        "sam, group_limited, sigmoid_bias: groups of consecutive experts, e.g. a node; 0: none",
         flag="router-groups")
     group_top_k: int = option(1, "group_limited, sigmoid_bias: groups a token may choose from",
                               flag="router-group-top-k")
@@ -202,8 +201,9 @@ class RouterConfig(Section):
                      "list several in router.name, e.g. switch,hash")
         self.require("selection.outside_training", selection.outside_training < several,
                      f"in 0..{several - 1}", f"router.name lists {several}")
-        for name in ("cosine_dim", "sinkhorn_rounds"):
-            self.require(name, getattr(self, name) >= 1, ">= 1", "use the default")
+        for name, value in (("cosine_dim", self.cosine_dim),
+                            ("sinkhorn_rounds", self.sinkhorn_rounds)):
+            self.require(name, value >= 1, ">= 1", "use the default")
 
     @property
     def names(self) -> list[str]:

@@ -1,5 +1,6 @@
-"""Confident multiple choice learning: an ensemble whose members specialise and know what they do
-not know.
+"""Confident multiple choice learning: ensembles whose members specialise.
+
+Each member is confident on its own samples and uniform on the others.
 
 Legend: N samples, M members (models, heads or experts), C classes, G groups of samples. Source:
 CMCL (Lee et al. 2017).
@@ -23,8 +24,10 @@ LABELLING = ("exact", "stochastic")
 class OracleLoss:
     """Result of `confident_oracle_loss`.
 
-    loss_N: loss of each sample, differentiable. chosen_NM: bool, the members responsible for it.
-    cross_entropy_NM: detached.
+    Attributes:
+        loss_N: loss of each sample, float, differentiable.
+        chosen_NM: bool, the members responsible for each sample.
+        cross_entropy_NM: float, detached.
     """
 
     loss_N: Tensor
@@ -33,23 +36,33 @@ class OracleLoss:
 
 
 def uniform_divergence(logits_NMC: Tensor) -> Tensor:
-    """KL(U || P) = -log C - (1/C) sum_c log P(c), [N, M]; its gradient at the logits is p - 1/C."""
+    """KL(U || P) = -log C - (1/C) sum_c log P(c), float [N, M].
+
+    Its gradient at the logits is p - 1/C.
+
+    Args:
+        logits_NMC: float.
+    """
     return -math.log(logits_NMC.shape[-1]) - F.log_softmax(logits_NMC, dim=-1).mean(-1)
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """The assignment v of least loss with k members a sample, bool [N, M]: the k smallest of CE_m -
-    beta KL_m, ties to the lower index.
+    """The assignment v of least loss with k members per sample, bool [N, M].
 
-    Exact, because the loss is a sum over members: choosing m instead of not choosing it changes it
-    by CE_m - beta KL_m.
+    These are the k smallest CE_m - beta KL_m, ties to the lower index. The result is exact: the
+    loss is a sum over members, and choosing member m changes it by CE_m - beta KL_m.
+
+    Args:
+        cross_entropy_NM, divergence_NM: CE and KL, float.
+        k: members per sample.
+        beta: weight of the divergence.
+    Raises:
+        ValueError: k outside 1..M.
     """
     members = cross_entropy_NM.shape[1]
     if not 1 <= k <= members:
-        raise ValueError(
-            f"k={k} is out of bounds: must be in 1..{members}, the members of the ensemble; 1 is "
-            "multiple choice learning"
-        )
+        raise ValueError(f"k={k} is out of bounds: must be in 1..{members}, the members of the "
+                         "ensemble; 1 is multiple choice learning")
     best_NK = top_k_stable(beta * divergence_NM - cross_entropy_NM, k)
     return torch.zeros_like(cross_entropy_NM, dtype=torch.bool).scatter_(1, best_NK, True)
 
@@ -57,22 +70,24 @@ def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: f
 def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: float, *,
                           labels: str = "exact", group_N: Tensor | None = None, groups: int = 0,
                           mask_N: Tensor | None = None) -> OracleLoss:
-    """sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ] for each sample, with the best v of k
-    members.
+    """Loss of each sample with its best k members, the others pulled to the uniform distribution.
 
-    beta = 0 and k = 1 is multiple choice learning; k = M is an independent ensemble. Computed in
-    float32 or better.
+    sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ] with the best v of k members. beta = 0
+    and k = 1 is multiple choice learning; k = M is an independent ensemble. Computed in float32 or
+    better.
 
     Args:
-        logits_NMC: of all members. target_N: int64 classes.
-        k: members responsible for a sample. beta: weight of the others' pull to the uniform
-            distribution.
-        labels: exact: that divergence itself; stochastic: the others get cross entropy with weight
-            beta to a label drawn uniformly for each member and sample, whose gradient is the
-            divergence's on average.
-        group_N: int64 in 0..groups-1; samples of a group (the tokens of a sequence) have the same
-            responsible members. None: each its own.
-        mask_N: bool, True = counts; other samples have loss 0 and no say.
+        logits_NMC: of all members, float.
+        target_N: int64 classes.
+        k: members responsible for a sample.
+        beta: weight of the pull on the other members.
+        labels: exact: the divergence itself; stochastic: the other members get cross entropy with
+            weight beta to a label drawn uniformly for each member and sample, whose mean gradient
+            is that of the divergence.
+        group_N: int64 in 0..groups-1; the samples of a group (such as the tokens of a sequence)
+            have the same responsible members. None: each sample is a group.
+        groups: G.
+        mask_N: bool, True = the sample counts; the others have loss 0 and no effect on the choice.
     Raises:
         ValueError: k outside 1..M, unknown labelling, negative beta.
     """
@@ -82,21 +97,23 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
     if beta < 0:
         raise ValueError(f"beta={beta} is out of bounds: must be >= 0; use 0.75")
     logits_NMC = logits_NMC.to(torch.promote_types(logits_NMC.dtype, torch.float32))
-    real_N1 = torch.ones_like(target_N, dtype=torch.bool)[:,
-                                                          None] if mask_N is None else mask_N[:,
-                                                                                              None]
-    target_N = torch.where(real_N1[:, 0], target_N, 0)
+    real_N = torch.ones_like(target_N, dtype=torch.bool) if mask_N is None else mask_N
+    real_N1 = real_N[:, None]
     log_p_NMC = F.log_softmax(logits_NMC, dim=-1)
-    ce_NM = -log_p_NMC.gather(2, target_N[:, None, None].expand(-1, logits_NMC.shape[1],
-                                                                1))[..., 0] * real_N1
+    target_NM = torch.where(real_N, target_N, 0)[:, None].expand(-1, logits_NMC.shape[1])
+    ce_NM = _cross_entropy(log_p_NMC, target_NM) * real_N1
     kl_NM = uniform_divergence(logits_NMC) * real_N1
     chosen_NM = _choose(ce_NM.detach(), kl_NM.detach(), k, beta, group_N, groups)
     other_NM = kl_NM
     if labels == "stochastic":
         drawn_NM = torch.randint(logits_NMC.shape[2], ce_NM.shape, device=ce_NM.device)
-        other_NM = -log_p_NMC.gather(2, drawn_NM[..., None])[..., 0] * real_N1
-    return OracleLoss(
-        torch.where(chosen_NM, ce_NM, beta * other_NM).sum(1), chosen_NM & real_N1, ce_NM.detach())
+        other_NM = _cross_entropy(log_p_NMC, drawn_NM) * real_N1
+    loss_N = torch.where(chosen_NM, ce_NM, beta * other_NM).sum(1)
+    return OracleLoss(loss_N, chosen_NM & real_N1, ce_NM.detach())
+
+
+def _cross_entropy(log_p_NMC: Tensor, target_NM: Tensor) -> Tensor:
+    return -log_p_NMC.gather(2, target_NM[..., None])[..., 0]
 
 
 def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor | None,
@@ -108,7 +125,12 @@ def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor |
 
 
 def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(oracle, top-1) bool [N]: no member is right; the class of largest mean probability is wrong.
+    """Oracle and top-1 errors, both bool [N].
+
+    Oracle: no member is right. Top-1: the class of largest mean probability is wrong.
+
+    Args:
+        logits_NMC: float. target_N: int64 classes.
     """
     right_NM = logits_NMC.argmax(-1) == target_N[:, None]
     mean_NC = F.softmax(logits_NMC.float(), dim=-1).mean(1)
@@ -136,17 +158,22 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
 
 
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
-    """h_m + sum_{n != m} s_nm * h_n, s_nm drawn element by element, 1 with the given probability;
-    not in training: its mean.
+    """Add features of other members at random: h_m + sum_{n != m} s_nm * h_n.
 
-    features: with the members along `dim`. Source: CMCL, section 3.3; at test time its public code
-    still draws.
+    s_nm is drawn for each element, 1 with the given probability; outside training its mean is
+    taken. Source: CMCL, section 3.3; its public code draws at test time, too.
+
+    Args:
+        features: float, with the members along `dim`.
+        probability: that an element of s_nm is 1.
+        training: whether to draw.
+        dim: axis of the members.
+    Raises:
+        ValueError: probability outside [0, 1].
     """
     if not 0 <= probability <= 1:
-        raise ValueError(
-            f"sharing probability {probability} is out of bounds: must be in [0, 1]; 0 shares "
-            "nothing"
-        )
+        raise ValueError(f"sharing probability {probability} is out of bounds: must be in [0, 1]; "
+                         "0 shares nothing")
     if probability == 0 or features.shape[dim] == 1:
         return features
     if not training:

@@ -3,7 +3,7 @@
 T tokens of a rank, E experts, k choices, f capacity factor, s = ceil(T / E). Source: Tutel
 (`fast_dispatch`).
 
-| f | slots C an expert and source rank |
+| f | slots C per expert and source rank |
 |---|---|
 | none | no limit |
 | f > 0 | k * int(f * s) |
@@ -29,7 +29,7 @@ from moe_plugin.records import KeptRouting, Routing
 
 
 class CapacityLimit:
-    """Drops what finds no slot. The same limit on all ranks.
+    """Drops choices that find no slot, with the same limit on all ranks.
 
     Args:
         config: of the layer. comm: ranks whose loads differ.
@@ -49,23 +49,28 @@ class CapacityLimit:
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """k * int(|f| * ceil(T / E)), the part of the table that needs no load."""
+    """k * int(|f| * ceil(T / E)), the part of the table that does not depend on the load."""
     return top_k * int(abs(factor) * math.ceil(tokens / experts))
 
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
-    """Slots an expert and source rank, the same number on every rank; None where nothing is ever
-    dropped.
+    """Slots per expert and source rank, the same on every rank; None: nothing is dropped.
 
     Unless `equal_tokens` is promised, T is the largest number of real tokens of any rank: one
-    all-reduce of two integers (T and, where f <= 0, the largest load) and one device-to-host copy.
+    all-reduce of two integers (T and, if f <= 0, the largest load) and one device-to-host copy.
     With the promise and f > 0 there is neither, except in a call whose T differs from the last
-    call's: there the promise is checked.
+    call's, where the promise is checked.
 
+    Args:
+        config: settings `dispatch`.
+        routing: of this rank.
+        experts: E.
+        comm: ranks whose loads differ.
+        training: whether the evaluation settings apply.
     Raises:
-        ValueError: the promise is broken. Where T changed on some ranks only, these wait for the
-            others in vain: a `CommError` after the group's time-out.
+        ValueError: the promise is broken. If T changed on some ranks only, these wait for the
+            others until the group's timeout: a `CommError`.
     """
     factor = config.capacity_factor
     fraction = 0.0 if training else config.eval_token_fraction
@@ -104,10 +109,9 @@ def _promised(routing: Routing, comm: Comm) -> int:
         if most != -least:
             raise ValueError(
                 f"dispatch.equal_tokens=True is a promise that was broken: rank {comm.rank} of "
-                f"{comm.size} has {tokens} tokens, must be "
-                f"the same on all ranks, which have {-least} to {most}; pad the batch "
-                "(token_mask), or set dispatch.equal_tokens to False"
-            )
+                f"{comm.size} has {tokens} tokens, must be the same on all ranks, which have "
+                f"{-least} to {most}; pad the batch (token_mask), or set dispatch.equal_tokens to "
+                "False")
         found.tokens = tokens
     return tokens
 
@@ -120,10 +124,10 @@ def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
 
 
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
-    """Slot of each choice inside its expert, int64 [T, K]; -1 where there is no expert.
+    """Slot of each choice inside its expert, int64 [T, K]; -1 for no expert.
 
     First choices of all tokens come before second choices, and so on; within one choice, tokens
-    come in sequence order, or by decreasing `priority_T` (stable) under batch-prioritised routing.
+    come in sequence order, or by decreasing `priority_T` (stable) if `prioritized`.
     """
     if not prioritized:
         return slot_index(routing.ids_TK, experts)
@@ -133,8 +137,13 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
 
 
 def drop(routing: Routing, slots_TK: Tensor, limit: int | None, normalize_after: bool) -> Routing:
-    """Remove the choices whose slot is past the capacity; optionally divide what is left by its
-    sum.
+    """Remove the choices whose slot is beyond the capacity.
+
+    Args:
+        routing: before dropping.
+        slots_TK: int64, see `slots`; not read without a limit.
+        limit: slots per expert and source rank; None: no limit.
+        normalize_after: divide the remaining weights by their sum (top_k > 1).
     """
     keep_TK = routing.ids_TK >= 0
     if limit is not None:

@@ -65,10 +65,9 @@ def needs_of(router: nn.Module) -> frozenset[str]:
 
 
 def finish_step(model: nn.Module) -> None:
-    """Tell all routers of a model that an optimizer step is over: biases and temperatures move,
-    counts restart.
+    """Call `finish_step` of all routers of a model: biases and temperatures move, counts restart.
 
-    Collective where a router's state depends on all ranks (sigmoid_bias): every rank calls it once
+    Collective if a router's state depends on all ranks (sigmoid_bias): every rank calls it once
     after each optimizer step, not once per micro-batch. The hosts do so; a custom training loop
     must do so if it uses sigmoid_bias, dense_to_sparse, global_batch or `router.selection`.
     """

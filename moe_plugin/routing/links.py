@@ -1,9 +1,9 @@
-"""What links cost, and how many tokens should go over each (TA-MoE, Chen et al. 2022).
+"""What links cost, and how many tokens should use each (TA-MoE, Chen et al. 2022).
 
 W ranks of the expert-parallel group, beta_WW: cost of a byte from rank i to rank j. If rank i sends
-a share c_ij of its tokens to rank j, the exchange takes max_ij beta_ij c_ij. All columns of c sum to
-1, because each rank computes the same number of rows. On a symmetric topology, c_ij proportional to
-1 / beta_ij in each row satisfies this and is the optimum.
+a share c_ij of its tokens to rank j, the exchange takes max_ij beta_ij c_ij. All columns of c sum
+to 1, because each rank computes the same number of rows. On a symmetric topology, c_ij proportional
+to 1 / beta_ij in each row satisfies this and is the optimum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROUNDS = 1000
 
 
 def target_shares(beta_WW: Tensor) -> Tensor:
-    """Share c_ij of rank i's tokens that should go to rank j, float64 [W, W]; rows and columns sum to 1.
+    """Share c_ij of rank i's tokens for rank j, float64 [W, W]; rows and columns sum to 1.
 
     (1 / beta_ij) / sum_j (1 / beta_ij) if its columns are equal: then it is the optimum of TA-MoE's
     linear program. Otherwise rows and columns are scaled alternately until both sum to 1, which is
@@ -59,7 +59,7 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
-    """Penalties q = blend * (1 / c) / mean(1 / c) + 1 - blend, [E], of shares c; their mean is 1."""
+    """Penalties q = blend * (1 / c) / mean(1 / c) + 1 - blend of shares c, [E]; mean 1."""
     inverse_E = 1 / shares_E
     return blend * inverse_E / inverse_E.mean() + 1 - blend
 
@@ -96,8 +96,8 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
     """Cost of a byte from rank i to rank j, float64 [W, W]: from a file, or by the topology.
 
     Without `router.links.costs`, a byte within a node and between nodes costs what the cluster file
-    (`comm.cluster`) says, with the network cards shared by the ranks of a node; without that file, 1
-    and `router.links.far`.
+    (`comm.cluster`) says, with the network cards shared by the ranks of a node; without that file,
+    1 and `router.links.far`.
 
     Raises:
         ValueError: a file that cannot be read, or costs of another number of ranks.

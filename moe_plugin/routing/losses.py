@@ -12,7 +12,7 @@ choices. Without real tokens every loss is 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,20 +23,27 @@ from moe_plugin.kernels.router import Routed
 from moe_plugin.registry import Registry
 
 
-@dataclass(frozen=True)
+@dataclass
 class LossInputs:
-    """What a router knows when it computes its losses.
+    """What the losses of a call read.
 
-    logits_TE: noisy logits; probs_TE: scores, rows sum to 1; clean_probs_TE: scores without the
-    noise.
-    ids_TK: chosen experts, -1: none (all k, before policies and capacity); mask_T: bool, True =
-    real token.
-    noise: standard deviation of the logit noise (already divided by E), 0 where none was added.
-    comm: ranks that share the batch's tokens; None: this rank has them all.
-    sequence_T: int64 in 0..sequences-1, sequence of each token, for `sequence`. outside_TE: bool,
-    experts that a token was not free to choose (of groups not chosen). margin_TE: see `noisy_load`.
-    penalty_E: link penalties of this rank, mean 1. step_load_E: choices by expert and tokens (last
-    element) of all ranks and micro-batches of the step so far, this one included.
+    Attributes:
+        logits_TE: noisy logits.
+        probs_TE: scores, rows sum to 1. With `routed` only its shape and dtype are read.
+        clean_probs_TE: scores without noise.
+        ids_TK: int64, chosen experts (all k, before policies and capacity), -1: none.
+        mask_T: bool, True = real token.
+        noise: standard deviation of the logit noise (already divided by E), 0 without noise.
+        comm: ranks that share the batch's tokens; None: this rank has them all.
+        sequence_T: int64 in 0..sequences-1, sequence of each token, for `sequence`.
+        sequences: number of sequences.
+        outside_TE: bool, experts that a token could not choose (of groups not chosen).
+        margin_TE: see `noisy_load`.
+        penalty_E: link penalties of this rank, mean 1.
+        step_load_E: int64 [E + 1], choices by expert, and tokens (last element), of all ranks and
+            micro-batches of the step so far, including this one.
+        routed: sums over tokens from the router's own pass, which keeps no T x E scores; for
+            losses in `FUSED` only.
     """
 
     logits_TE: Tensor
@@ -53,29 +60,24 @@ class LossInputs:
     penalty_E: Tensor | None = None
     step_load_E: Tensor | None = None
     routed: Routed | None = None
+    # of `count`; not cached_property, whose lock all instances (ranks as threads) share up to 3.11
+    _count: Tensor | None = field(default=None, init=False, repr=False)
 
     @property
     def count(self) -> Tensor:
-        """Number of real tokens (of the group), at least 1 (a divisor), in the scores' dtype; found
-        out once.
-        """
-        # not cached_property: up to Python 3.11 that holds one lock for all instances, and ranks
-        # that are threads meet in here
-        if "_count" not in self.__dict__:
-            self.__dict__["_count"] = self._total(self.mask_T.sum()).clamp(min=1).to(
-                self.probs_TE.dtype)
-        return self.__dict__["_count"]
+        """Number of real tokens of the group, scalar >= 1 (a divisor) in the scores' dtype."""
+        if self._count is None:
+            self._count = self.total(self.mask_T.sum()).clamp(min=1).to(self.probs_TE.dtype)
+        return self._count
 
     def load_E(self, choices: slice) -> Tensor:
-        """Tokens (of the group) by expert over the given choices, in the scores' dtype; no
-        gradient.
-        """
-        return self._total(
+        """Tokens of the group by expert over the given choices, [E], without gradient."""
+        return self.total(
             expert_load(self.ids_TK[:, choices], self.probs_TE.shape[1],
                         self.mask_T).to(self.probs_TE.dtype))
 
     def importance_E(self) -> Tensor:
-        """Sum of the scores over real tokens by expert."""
+        """Sum of the scores over real tokens by expert, [E]."""
         if self.routed is not None:
             return self.routed.importance_E
         return (self.probs_TE * self.mask_T[:, None]).sum(0)
@@ -94,17 +96,17 @@ class LossInputs:
         entropy_T = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum(1)
         return (entropy_T * self.mask_T).sum() / self.mask_T.sum().clamp(min=1)
 
-    def _total(self, x: Tensor) -> Tensor:
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of x over the ranks that share the batch."""
         return x if self.comm is None else self.comm.all_reduce(x)
 
     def share(self) -> float:
-        """What this rank reports of a loss that every rank of the group computes alike."""
+        """The part that this rank reports of a loss that every rank of the group computes."""
         return 1.0 if self.comm is None else 1.0 / self.comm.size
 
 
-# losses that ask for nothing but these sums and loads
+# losses that read nothing but the sums and loads of `LossInputs`
 FUSED = frozenset({"gshard", "switch", "global_batch", "z"})
-
 
 LossFn = Callable[[LossInputs], Tensor]
 losses: Registry[LossFn] = Registry("loss")
@@ -141,36 +143,36 @@ def _switch(x: LossInputs, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> T
 
 @losses.register("sequence")
 def sequence(x: LossInputs) -> Tensor:
-    """`switch` for each sequence by itself, then the mean over sequences, each counted alike:
-    mean_q E / (S_q N_q) sum_e P_qe N_qe.
+    """Mean over sequences q of their `switch` loss: mean_q E / (S_q N_q) sum_e P_qe N_qe.
 
     P_qe, N_qe: scores and choices of sequence q by expert; S_q its real tokens, N_q = sum_e N_qe.
-    Uniform: 1. Does not depend on how whole sequences are cut into micro-batches of equal numbers
-    of sequences. Source: DeepSeek-V2 (2024), section 2.2.3.
+    All sequences have the same weight. Uniform: 1. Does not depend on how whole sequences are split
+    into micro-batches of equal numbers of sequences. Source: DeepSeek-V2 (2024), section 2.2.3.
     """
     assert x.sequence_T is not None
     experts, count = x.probs_TE.shape[1], x.sequences
-    importance_QE = x.probs_TE.new_zeros(count, experts).index_add(0, x.sequence_T,
-                                                                   x.probs_TE * x.mask_T[:, None])
+    real_T1 = x.mask_T[:, None].to(x.probs_TE.dtype)
     chosen_TE = x.probs_TE.new_zeros(x.probs_TE.shape[0], experts + 1).scatter_(
         1, x.ids_TK % (experts + 1), 1.0)[:, :experts]
-    load_QE = x._total(
-        x.probs_TE.new_zeros(count, experts).index_add(0, x.sequence_T,
-                                                       chosen_TE * x.mask_T[:, None]))
-    tokens_Q = x._total(
-        x.probs_TE.new_zeros(count).index_add(0, x.sequence_T, x.mask_T.to(x.probs_TE.dtype)))
+
+    def by_sequence(values: Tensor) -> Tensor:
+        sums = values.new_zeros(count, values.shape[1])
+        return sums.index_add(0, x.sequence_T, values * real_T1)
+
+    importance_QE = by_sequence(x.probs_TE)
+    load_QE = x.total(by_sequence(chosen_TE))
+    tokens_Q = x.total(by_sequence(torch.ones_like(real_T1)))[:, 0]
     value_Q = (importance_QE * load_QE).sum(1) * experts / (tokens_Q * load_QE.sum(1)).clamp(min=1)
     return value_Q.sum() / (tokens_Q > 0).sum().clamp(min=1)
 
 
 @losses.register("global_batch")
 def global_batch(x: LossInputs) -> Tensor:
-    """`switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e, N_e over
-    all ranks and the step so far.
+    """`switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e.
 
     Scores p and their count S are of this call; N_e counts the choices of all data-parallel ranks
     and of all micro-batches since the last optimizer step (`moe_plugin.routing.finish_step`), N =
-    sum_e N_e. Uniform: 1. The sum over ranks does not depend on how the batch is cut over ranks;
+    sum_e N_e. Uniform: 1. The sum over ranks does not depend on how the batch is split over ranks;
     micro-batches of a step see the load up to themselves, the last one all of it. Source: Qiu et
     al. 2025 ("Demons in the Detail", global-batch load balancing loss), eq. 6, and its buffer for
     gradient accumulation.
@@ -181,8 +183,7 @@ def global_batch(x: LossInputs) -> Tensor:
 
 @losses.register("ta_moe")
 def ta_moe(x: LossInputs) -> Tensor:
-    """TA-MoE: `switch` with a penalty for the link from this rank i to each expert: E / (S N) *
-    sum_e q_ie (sum_s p(s,e)) N_e.
+    """`switch` with link penalties: E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e on rank i.
 
     q_ie = blend * Norm(1 / c_ie) + (1 - blend), c_ie: topology-aware share of expert e
     (`links.target_shares`), Norm: mean 1. Far experts cost more; equal links, or blend = 0, give
@@ -208,13 +209,12 @@ def sam_alignment(x: LossInputs) -> Tensor:
 
 @losses.register("load_importance")
 def load_importance(x: LossInputs) -> Tensor:
-    """(CV^2(importance) + CV^2(load)) / 2, with importance_e = sum_s p(s,e) and a load that is
-    smooth in the scores.
+    """(CV^2(importance) + CV^2(load)) / 2 with a load that is smooth in the scores.
 
-    load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)): q the score without noise, thr_s the k-th
-    largest noisy score of token s, Phi the standard normal distribution function. CV^2 is the
-    unbiased variance over the squared mean; a router that is uniform in both gives 0. Source:
-    Shazeer et al. 2017, appendix A, in the form that Tutel uses.
+    importance_e = sum_s p(s,e); load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)): q the score
+    without noise, thr_s the k-th largest noisy score of token s, Phi the standard normal
+    distribution function. CV^2 is the unbiased variance over the squared mean; a router that is
+    uniform in both gives 0. Source: Shazeer et al. 2017, appendix A, in the form that Tutel uses.
     """
     threshold_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
@@ -224,20 +224,20 @@ def load_importance(x: LossInputs) -> Tensor:
 
 @losses.register("importance")
 def importance(x: LossInputs) -> Tensor:
-    """CV^2(sum_s p(s, e)) over experts, unbiased variance over squared mean; uniform: 0. Source:
-    Shazeer et al. 2017, eq. 6.
+    """CV^2(sum_s p(s, e)) over experts, unbiased variance over squared mean; uniform: 0.
+
+    Source: Shazeer et al. 2017, eq. 6.
     """
     return _squared_cv(x.importance_E()) * x.share()
 
 
 @losses.register("noisy_load")
 def noisy_load(x: LossInputs) -> Tensor:
-    """CV^2(sum_s P(s, e)), P(s, e) = Phi(margin(s, e)): the chance that e is among s's k choices
-    when its noise alone is drawn anew.
+    """CV^2(sum_s P(s, e)), P(s, e) = Phi(margin(s, e)), in training with router noisy_topk.
 
-    margin(s, e) = (clean logit - k-th largest noisy logit of the others) / standard deviation of
-    the noise. Uniform: 0. Router noisy_topk, in training. Source: Shazeer et al. 2017, eqs. 8 to
-    11.
+    P is the chance that e is among s's k choices if only its noise is drawn again; margin(s, e) =
+    (clean logit - k-th largest noisy logit of the others) / standard deviation of the noise.
+    Uniform: 0. Source: Shazeer et al. 2017, eqs. 8 to 11.
     """
     assert x.margin_TE is not None
     return _squared_cv((torch.special.ndtr(x.margin_TE) * x.mask_T[:, None]).sum(0)) * x.share()

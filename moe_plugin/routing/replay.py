@@ -49,8 +49,7 @@ class _Tape:
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The pair (first pass, recomputation) that `torch.utils.checkpoint`'s `context_fn` asks for.
-    """
+    """The pair (first pass, recomputation) for `context_fn` of `torch.utils.checkpoint`."""
     tape = _Tape()
     return _use(tape, None), _use(tape, 0)
 
@@ -67,11 +66,11 @@ def _use(tape: _Tape, position: int | None) -> Iterator[None]:
 
 @contextmanager
 def record_routing() -> Iterator[_Tape]:
-    """Routing of everything inside is recorded; the value is for `replay_routing`. Not around
-    activation checkpointing, which has its own.
+    """Record the routing of everything inside; the value is for `replay_routing`.
 
-    What is recorded (`.ids`: the routers' choices in call order, and noise where weights depend on
-    it) can be saved with `torch.save`.
+    Not around activation checkpointing, which has its own recording. What is recorded (`.ids`: the
+    routers' choices in call order, and noise if weights depend on it) can be saved with
+    `torch.save`.
     """
     tape = _Tape()
     with _use(tape, None):
@@ -80,8 +79,9 @@ def record_routing() -> Iterator[_Tape]:
 
 @contextmanager
 def replay_routing(tape: _Tape) -> Iterator[None]:
-    """The same calls in the same order route as recorded, whatever weights and noise are now; the
-    weights of the choices are computed anew.
+    """Route the same calls in the same order as recorded.
+
+    Weights of the model and noise may differ; the weights of the choices are computed again.
     """
     with _use(tape, 0):
         yield
@@ -159,11 +159,10 @@ class Replaying:
 
 
 def forget(model: nn.Module) -> None:
-    """Drop a model's recordings whose recomputation never came, for example after a step that ran
-    out of memory.
+    """Drop a model's recordings whose recomputation never came, as after an out-of-memory step.
 
     The next recomputation would otherwise use them. A host that recomputes (`HostContext.replay`)
-    calls it where no backward pass is pending.
+    calls it when no backward pass is pending.
     """
     for module in model.modules():
         if isinstance(module, Replaying):

@@ -60,16 +60,18 @@ def layer(call: SelectionCall) -> int:
 
 @router_selections.register("cycle")
 def cycle(call: SelectionCall) -> int:
-    """One after the other, for `every` optimizer steps each; outside training number
-    `outside_training`.
+    """One after the other, each for `every` optimizer steps.
+
+    Outside training: number `outside_training`.
     """
     return call.period % call.count if call.training else call.settings.outside_training
 
 
 @router_selections.register("random")
 def drawn(call: SelectionCall) -> int:
-    """A uniform draw every `every` optimizer steps, from seed, step and layer only; outside
-    training number `outside_training`.
+    """A uniform draw every `every` optimizer steps, from seed, step and layer only.
+
+    Outside training: number `outside_training`.
     """
     if not call.training:
         return call.settings.outside_training

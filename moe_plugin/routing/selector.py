@@ -19,9 +19,9 @@ from moe_plugin.routing.router_selection import SelectionCall, router_selections
 
 
 class RouterSelector(RouterModule):
-    """Routers of which one decides a call: the one that `TokenInfo.router_index` names, else the
-    one that `router.selection` chooses.
+    """Several routers, of which one decides a call.
 
+    It is the one that `TokenInfo.router_index` names, else the one that `router.selection` chooses.
     All micro-batches of an optimizer step take the same router, and a recomputation takes the one
     of its first pass. The choice follows from settings, the layer's number and the completed steps
     (`finish_step`), which all ranks share. The number of steps is saved with the weights, so a
@@ -117,8 +117,9 @@ class _WithIdle(torch.autograd.Function):
 
 
 def number_layers(model: nn.Module, first: int = 0) -> int:
-    """Number the router selectors of a model in the order of its modules, for rules that use the
-    layer's number, where `HostContext.layer_number` did not.
+    """Number the router selectors of a model in the order of its modules.
+
+    For rules that use the layer's number, if `HostContext.layer_number` was not set.
 
     Args:
         model: any module. first: number of its first selector.

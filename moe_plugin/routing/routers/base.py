@@ -22,18 +22,19 @@ NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(RouterModule):
-    """Base of the provided routers. A subclass defines `route`, and `build` if it has parameters or
-    buffers other than `weight_ED`.
+    """Base of the provided routers: a subclass defines `route`.
 
-    Routing is computed in float32 for any dtype of the layer, outside autocast (in float64 for a
-    float64 input).
+    It also defines `build` if it has parameters or buffers other than `weight_ED`. Routing is
+    computed in float32 for any dtype of the layer, outside autocast (in float64 for a float64
+    input).
 
     Attributes:
         fixed_k: experts per token if the router has no choice; None: `router.top_k`, which a call
             may override.
         own_losses: losses that this router can compute and some others cannot.
         only_noisy: losses that exist only if noise was added.
-        layer_config: of the layer; config: its section `router`.
+        layer_config: settings of the layer.
+        config: their section `router`.
         comm: ranks that hold the experts.
         weight_ED: the linear map from tokens to scores; None: the router has another one, or none.
     """
@@ -90,8 +91,9 @@ class Router(RouterModule):
         return self
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create parameters and buffers, and check settings; here one linear map without bias,
-        `weight_ED`.
+        """Create parameters and buffers, and check settings.
+
+        Here: one linear map without bias, `weight_ED`.
         """
         self.weight_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))

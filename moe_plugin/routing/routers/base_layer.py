@@ -18,16 +18,16 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("base")
 class BASERouter(Router):
-    """Balanced assignment of largest total x . c_e; the output is a * expert(x) + (1 - a) * x with
-    a = sigmoid(x . c_e).
+    """Balanced assignment of largest total x . c_e: every expert gets the same number of tokens.
 
-    In training each rank sends its tokens to random ranks, so that no assignment problem consists
-    of similar neighbouring tokens only. Every rank assigns the tokens it received, the same number
-    to each expert, and returns the answers. Sent are the scores [E] of a token, and one number
-    back, not the token itself: its output does not depend on where it was assigned. This takes two
-    exchanges, and one of sizes, in every training call. Outside training each token takes its
-    nearest expert, unbalanced, as in the original. Centroids c_e start orthogonal with gain 0.1.
-    Source: BASE layers (Lewis et al. 2021).
+    The output is a * expert(x) + (1 - a) * x with a = sigmoid(x . c_e). In training each rank sends
+    its tokens to random ranks, so that no assignment problem consists of similar neighbouring
+    tokens only. Every rank assigns the tokens it received, the same number to each expert, and
+    returns the answers. Sent are the scores [E] of a token, and one number back, not the token
+    itself: its output does not depend on where it was assigned. This takes two exchanges, and one
+    of sizes, in every training call. Outside training each token takes its nearest expert,
+    unbalanced, as in the original. Centroids c_e start orthogonal with gain 0.1. Source: BASE
+    layers (Lewis et al. 2021).
     """
 
     fixed_k = 1

@@ -19,11 +19,11 @@ START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
 
 @routers.register("cosine")
 class CosineRouter(TopKRouter):
-    """logits = exp(min(temperature, log 100)) * cos(P x + b, a_e): tokens and experts compared in
-    `cosine_dim` dimensions.
+    """logits = exp(min(temperature, log 100)) * cos(P x + b, a_e).
 
-    P, b, the experts' directions a_e and the temperature (from log 2) are learned. All else as
-    router topk. Source: Tutel (Hwang et al. 2022), cosine gate; Chi et al. 2022.
+    Tokens and experts are compared in `cosine_dim` dimensions. P, b, the experts' directions a_e
+    and the temperature (from log 2) are learned. Everything else is as in router topk. Source:
+    Tutel (Hwang et al. 2022), cosine gate; Chi et al. 2022.
     """
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:

@@ -15,13 +15,12 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("dense_to_sparse")
 class DenseToSparseRouter(Router):
-    """p = softmax((logits + Gumbel noise) / t); a token visits all experts with p >= threshold, and
-    always its best one, with weight p.
+    """All experts with p >= threshold; p = softmax((logits + Gumbel noise) / t), t falls by step.
 
-    t falls geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer
-    steps; the step is saved with the weights. No noise outside training. Choices are sorted by p;
-    `top_k` has no effect: a token has up to E choices. Source: EvoMoE (Nie et al. 2021),
-    dense-to-sparse gate.
+    A token always visits its best expert; the weight of a choice is p. t falls geometrically from
+    `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer steps; the step is saved with
+    the weights. No noise outside training. Choices are sorted by p; `top_k` has no effect: a token
+    has up to E choices. Source: EvoMoE (Nie et al. 2021), dense-to-sparse gate.
     """
 
     own_losses = frozenset()

@@ -12,13 +12,13 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("expert_choice")
 class ExpertChoiceRouter(Router):
-    """Each expert takes the ceil(n k / E) of this rank's n real tokens that score highest for it,
-    with weight p = softmax over experts.
+    """Each expert takes the ceil(n k / E) of this rank's n real tokens with the highest scores.
 
-    Balanced by construction; a token has between 0 and E experts, `top_k` on average. Of equal
-    scores the earlier token wins. An expert sees all tokens of a call before it picks: do not use
-    it where a token must not depend on later ones (a language model would generate with other
-    choices than those of its training). Source: Zhou et al. 2022.
+    Scores are p = softmax over experts, which also weigh the choices. Balanced by construction; a
+    token has between 0 and E experts, `top_k` on average. Of equal scores the earlier token wins.
+    An expert sees all tokens of a call before it picks: do not use it where a token must not depend
+    on later ones (a language model would generate with other choices than those of its training).
+    Source: Zhou et al. 2022.
     """
 
     own_losses = frozenset()

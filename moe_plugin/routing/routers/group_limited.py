@@ -16,8 +16,7 @@ from moe_plugin.routing.routers.topk import TopKRouter
 
 @routers.register("group_limited")
 class GroupLimitedRouter(TopKRouter):
-    """The `group_top_k` best of `groups` groups of consecutive experts, then the k best experts in
-    them.
+    """The `group_top_k` best of `groups` groups of consecutive experts, then their k best experts.
 
     The score of a group is the sum of its best max(1, k // group_top_k) scores. Source: DeepSeek-V2
     and V3 (2024), node-limited routing; for V3's form use router sigmoid_bias with groups.

@@ -11,11 +11,10 @@ from moe_plugin.routing.routers.topk import TopKRouter
 
 @routers.register("gshard")
 class GShardRouter(TopKRouter):
-    """The two likeliest experts; in training the second is kept with probability min(1, 2 g2), g2 =
-    p2 / (p1 + p2).
+    """The two likeliest experts, the second kept in training with probability min(1, 2 g2).
 
-    Weights g are fixed before the second is dropped. Source: GShard (Lepikhin et al. 2020),
-    algorithm 1.
+    g2 = p2 / (p1 + p2). The weights g are fixed before the second expert is dropped. Source: GShard
+    (Lepikhin et al. 2020), algorithm 1.
     """
 
     fixed_k = 2

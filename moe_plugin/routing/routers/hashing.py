@@ -61,7 +61,8 @@ class HashRouter(Router):
         low, high = int(ids_T.min()), int(ids_T.max())
         if not 0 <= low <= high < size:
             raise ValueError(f"token ids {low}..{high} are out of bounds: must be in "
-                             f"0..{size - 1}; set router.hash.vocabulary to the size of the vocabulary")
+                             f"0..{size - 1}; set router.hash.vocabulary to the size of the "
+                             "vocabulary")
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
@@ -93,11 +94,10 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Table int64 [V]: tokens by falling frequency, each to the expert with the least load so far
-    (then the fewest tokens, then the lower index).
+    """Table int64 [V]: tokens by falling frequency, each to the expert with the least load so far.
 
-    Equal frequencies: every expert gets floor or ceil of V / E tokens. Among equally frequent
-    tokens the order is random.
+    Ties go to the expert with the fewest tokens, then to the lower index. Equal frequencies: every
+    expert gets floor or ceil of V / E tokens. Among equally frequent tokens the order is random.
 
     Args:
         counts_V: int64, how often each token occurs.

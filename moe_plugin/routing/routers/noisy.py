@@ -17,11 +17,10 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("noisy_topk")
 class NoisyTopKRouter(Router):
-    """H = W x + N(0, 1) * softplus(V x) in training; softmax over the k largest H only. V starts at
-    zero.
+    """The k largest of H = W x + N(0, 1) * softplus(V x) (noise in training), softmax over them.
 
-    Balanced by losses `importance` and `noisy_load` (both CV^2). `router.noise` has no effect.
-    Source: Shazeer et al. 2017, eqs. 3 to 5.
+    V starts at zero. Balanced by losses `importance` and `noisy_load` (both CV^2). `router.noise`
+    has no effect. Source: Shazeer et al. 2017, eqs. 3 to 5.
     """
 
     own_losses = frozenset({"noisy_load"})

@@ -16,11 +16,10 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("ktop1")
 class PrototypeRouter(Router):
-    """k prototypes of E/k consecutive experts; softmax and top-1 inside each; weights are the
-    probabilities, undivided.
+    """k prototypes of E/k consecutive experts: softmax and top-1 inside each.
 
-    Losses are computed for each prototype, as of a router of E/k experts, and averaged.
-    Source: M6-T (Yang et al. 2021).
+    Weights are these probabilities, not divided by their sum. Losses are computed for each
+    prototype, as of a router of E/k experts, and averaged. Source: M6-T (Yang et al. 2021).
     """
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:

@@ -15,8 +15,7 @@ from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
 
 @routers.register("sigmoid_bias")
 class SigmoidBiasRouter(GroupLimitedRouter):
-    """Sigmoid scores s; the k largest s + b are chosen, s alone is the weight; b moves against the
-    load.
+    """The k largest s + b, s sigmoid scores; s alone is the weight; b moves against the load.
 
     After each step b_e += bias_rate * sign(mean load - load_e), load_e: choices of expert e by all
     data-parallel ranks since the last step. With `router.groups` the choice is group-limited.
@@ -52,9 +51,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         return shares(scores_TE)
 
     def finish_step(self) -> None:
-        """Move the biases by the load of all ranks and restart the counts. Collective over
-        `batch_comm`.
-        """
+        """Move the biases by the load of all ranks and restart the counts. Collective."""
         super().finish_step()
         load_E = self.batch_comm.all_reduce(self.load_E)[:-1].double()
         self.bias_E = self.bias_E + self.config.bias_rate * torch.sign(load_E.mean() - load_E).to(

@@ -15,13 +15,11 @@ from moe_plugin.routing.routers.base import Router, first_choice_priority
 
 @routers.register("sinkhorn")
 class SinkhornRouter(Router):
-    """The k largest entries of the balanced plan of exp(logits) in training, else the k largest
-    scores.
+    """In training the k largest of the balanced plan of exp(logits), else the k largest scores.
 
     Plan: rows (tokens) and columns (experts) are scaled alternately, `sinkhorn_rounds` times, over
-    this rank's real tokens. Weights: sigmoid of the logit for k = 1, softmax over all experts for
-    k > 1, not divided by their sum. Source: Clark et al. 2022 (S-BASE); weights as in
-    Megatron-core.
+    this rank's real tokens. Weights: sigmoid of the logit for k = 1, softmax over all experts for k
+    > 1, not divided by their sum. Source: Clark et al. 2022 (S-BASE); weights as in Megatron-core.
     """
 
     own_losses = frozenset()
@@ -44,14 +42,13 @@ class SinkhornRouter(Router):
 
 
 def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
-    """Logarithm [T, E] of the plan whose columns sum to 1/E and whose rows tend to 1/S (S real
-    tokens).
+    """Logarithm [T, E] of the plan whose columns sum to 1/E and whose rows tend to 1/S.
 
-    Logarithms allow logits of any size. The number of rounds is fixed: testing for convergence
-    would make the host wait for the device.
+    S: real tokens. Logarithms allow logits of any size. The number of rounds is fixed: testing for
+    convergence would make the host wait for the device.
 
     Args:
-        logits_TE: without gradient. mask_T: bool, True = real token.
+        logits_TE: float, without gradient. mask_T: bool, True = real token.
         rounds: of scaling.
     """
     tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)

@@ -17,8 +17,7 @@ from moe_plugin.routing.routers.topk import TopKRouter
 
 @routers.register("ta_moe")
 class TAMoERouter(TopKRouter):
-    """Top-k with pairwise capacities: at most ceil(pair_capacity * k S c_ie) of rank i's choices go
-    to expert e.
+    """Top-k with at most ceil(pair_capacity * k S c_ie) choices of rank i for expert e.
 
     c_ie: topology-aware shares by the link costs (`router.links`), S: real tokens of this rank.
     Choices beyond a capacity are dropped (first choices get slots first, then by token);

@@ -15,14 +15,12 @@ from moe_plugin.routing.routers.topk import TopKRouter
 
 @routers.register("topology_quota")
 class TopologyQuotaRouter(TopKRouter):
-    """Top-k, but at most floor(quota * choices) of this rank's choices leave its node; the others
-    take the best expert on it.
+    """Top-k with at most floor(quota * choices) of this rank's choices leaving its node.
 
     The choices with the highest scores may leave (ties: the earlier token). Any other is replaced
     by the token's best expert on the node that it has not chosen yet, or dropped if none is left.
     The group's topology (`comm.topology`) says which experts are on the node; on one node this is
-    router topk. Source: FastMoE (He et al. 2021),
-    topology-aware gate.
+    router topk. Source: FastMoE (He et al. 2021), topology-aware gate.
     """
 
     second_expert_policy = "all"
