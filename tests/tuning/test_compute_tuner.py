@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,17 @@ from tests.kernels.test_strategies import parameters, problem
 
 CPU = torch.device("cpu")
 ALL = {"fused", "grouped", "batched", "loop", "kernels"}
+
+
+@pytest.fixture(autouse=True)
+def no_modes_of_other_tests() -> Iterator[None]:
+    """Megatron on CPU leaves a torch function mode behind; nothing is measured under one."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        modes.append(torch.overrides._pop_mode())
+    yield
+    for mode in reversed(modes):
+        torch.overrides._push_mode(mode)
 
 
 def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int = 8) -> Load:
