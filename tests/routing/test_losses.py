@@ -103,11 +103,11 @@ def test_global_batch_sees_all_ranks_and_the_micro_batches_so_far() -> None:
 
     results = run_simulated(2, rank)
     ids = scores(xs.reshape(-1, D)).topk(2).indices.view(2, 3, 10, 2)
-    for r, (got, anew) in enumerate(results):
+    for r, (got, again) in enumerate(results):
         for m in range(3):
             load = torch.bincount(ids[:, : m + 1].flatten(), minlength=E).double()
             torch.testing.assert_close(got[m], loop_switch(scores(xs[r, m]), ids[r, m], load))
-        torch.testing.assert_close(anew, got[0])
+        torch.testing.assert_close(again, got[0])
     # over ranks the mean is the loss of the batch as a whole
     first = torch.bincount(ids[:, 0].flatten(), minlength=E).double()
     torch.testing.assert_close(

@@ -145,7 +145,7 @@ def own_rule() -> Iterator[None]:
     del router_selections._entries["test_warm_up"]
 
 
-def test_a_rule_of_ones_own(own_rule: None) -> None:
+def test_a_custom_rule(own_rule: None) -> None:
     layer = make(rule="test_warm_up", every=3)
     assert sequence(layer, 5) == ["switch"] * 3 + ["expert_choice"] * 2
     message = r"selection 'test_warm_up': index=3 is out of bounds: must be in 0..2"
@@ -274,7 +274,7 @@ def _differing() -> str:
 
 
 @pytest.mark.distributed
-def test_ranks_with_different_settings_are_told_when_built() -> None:
+def test_ranks_with_different_settings_are_an_error_when_built() -> None:
     for rank, message in enumerate(run_gloo(2, _differing)):
         assert message.startswith(
             "ValueError: router.name and router.selection differ between the 2 ranks"

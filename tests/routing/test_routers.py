@@ -305,7 +305,7 @@ def test_one_of_several_routers_decides_a_call() -> None:
     assert layer.router.routers[1].load_E.sum() == 0
 
 
-def test_a_router_of_ones_own() -> None:
+def test_a_custom_router() -> None:
     @routers.register("test_first_two")
     class FirstTwo(Router):
         """Always experts 0 and 1."""

@@ -26,7 +26,7 @@ def make_router(experts: int = 4, dim: int = 8, losses_: dict | None = None,
 
 
 def uniform_inputs(tokens: int, experts: int, k: int) -> LossInputs:
-    """Equal scores, choices dealt out in turn."""
+    """Equal scores, choices assigned round robin."""
     probs_TE = torch.full((tokens, experts), 1 / experts)
     ids_TK = (torch.arange(tokens)[:, None] + torch.arange(k)) % experts
     everything = torch.bincount(ids_TK.flatten(), minlength=experts)

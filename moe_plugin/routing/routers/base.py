@@ -105,13 +105,8 @@ class Router(RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route tokens.
+        """Route tokens: check the call, then `route`; arguments as of `RouterModule.forward`.
 
-        Args:
-            x_TD: tokens, any float dtype.
-            mask_T: bool, True = real token; None: all are real.
-            top_k: experts per token for this call; None: the configured number.
-            info: what else is known of the tokens; see `needs`.
         Raises:
             ValueError: top_k outside 1..E, or other than the router's fixed number; a part of
                 `needs` is missing.

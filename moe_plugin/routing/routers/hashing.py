@@ -30,7 +30,7 @@ class HashRouter(Router):
     needs = frozenset({"token_ids"})
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the table; there are no parameters."""
+        """Create the table, a buffer; nothing is learned."""
         self.register_buffer("table_V",
                              make_table(self.config.hash, self.num_experts).to(device))
 
