@@ -6,6 +6,7 @@ config, listed by `moe-plugin doctor` and joins the exactness tests without anot
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -24,8 +25,9 @@ class Entry(Generic[T]):
 
     @property
     def summary(self) -> str:
-        """First line of the implementation's docstring."""
-        return (self.value.__doc__ or "").strip().split("\n")[0]
+        """First sentence of the implementation's docstring, on one line."""
+        paragraph = " ".join((self.value.__doc__ or "").strip().split("\n\n")[0].split())
+        return re.split(r"(?<=\.)\s(?=[A-Z])", paragraph)[0]
 
 
 def _always() -> str | None:

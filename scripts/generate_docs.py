@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import textwrap
 import typing
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,15 @@ def flags_page() -> str:
     ]
     return "\n".join([
         NOTE, "", "# Flags", "",
-        "Every setting of the layer is a flag of the same name in both hosts. A flag that is not "
-        "given leaves what the YAML file of",
-        "`--moe-config` says; what neither says has the default of the tree. `none` stands for "
-        "\"not set\".",
+        _prose(
+            "Every setting of the layer is a flag of the same name in both hosts. Flags override "
+            "the YAML file of `--moe-config`, and the file overrides the defaults. `none` means "
+            "\"not set\"."),
         "", "| flag | setting | value | meaning |", "|---|---|---|---|", *rows, "",
-        "Losses are `name=weight,name=weight`: `--moe-losses gshard=0.01,z=0.001`. A switch can "
-        "stand alone",
-        "(`--moe-batch-prioritized`) or take `true` or `false`.", "", *_names(), "",
+        _prose(
+            "Losses are `name=weight,name=weight`: `--moe-losses gshard=0.01,z=0.001`. A boolean "
+            "flag can stand alone (`--moe-batch-prioritized`) or take `true` or `false`."),
+        "", *_names(), "",
     ])
 
 
@@ -48,12 +50,12 @@ def config_page() -> str:
     """docs/config.md: the tree with all defaults as YAML, then every setting."""
     return "\n".join([
         NOTE, "", "# Settings (YAML)", "",
-        "The whole tree with its defaults. A file holds what differs from it; unknown keys, wrong "
-        "types and impossible",
-        "combinations are refused with the value, the bound and the remedy. Give a file to a host "
-        "with `--moe-config FILE`, or",
-        "read it with `moe_plugin.config.from_yaml`. Under Hydra the group `moe` holds the same "
-        "(`configs/moe/`).",
+        _prose(
+            "The whole tree with its defaults. A file contains what differs from them. Unknown "
+            "keys, wrong types and impossible combinations are refused; the error names the value, "
+            "the bound and the remedy. Give a file to a host with `--moe-config FILE`, or read it "
+            "with `moe_plugin.config.from_yaml`. Under Hydra the group `moe` has the same settings "
+            "(`configs/moe/`)."),
         "", "```yaml",
         _yaml(), "```", "", *_section(MoEConfig, ""),
     ])
@@ -106,13 +108,20 @@ def _names() -> list[str]:
         ""
     ]
     for kind in sorted(set(KINDS) - {"kernel", "bench_peer"}):
-        lines += [f"**{kind}**", "", *(f"- `{e.name}`: {e.summary}" for e in KINDS[kind]), ""]
+        names = [_prose(f"- `{e.name}`: {e.summary}", "  ") for e in KINDS[kind]]
+        lines += [f"**{kind}**", "", *names, ""]
     return lines[:-1]
 
 
 def _kind(spec: FlagSpec) -> str:
     return " or ".join(f"`{c}`" for c in spec.choices) or {dict: "names and weights", str: "text"
                                                            }.get(spec.kind, spec.kind.__name__)
+
+
+def _prose(text: str, indent: str = "") -> str:
+    """A paragraph of at most 100 columns. indent: of all lines but the first."""
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False,
+                         break_on_hyphens=False)
 
 
 def _cell(text: str) -> str:
