@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from moe_plugin import MoELayer, TorchComm
+from moe_plugin.bench.report import paragraph
+from moe_plugin.comm.base import FunctionExchange
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
-from moe_plugin.tuning import overlap
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, EXPERTS, WIDTH = 4, 2, 256
@@ -125,8 +126,8 @@ def _trace(layer: MoELayer, spans: list[tuple[str, float, float]]) -> None:
     layer.experts.forward = timed("experts", layer.experts.forward)
     for d in (1, 2, 4, 8):
         place = layer.layouts.available.at(LayoutChoice(r=1, d=d)).dispatcher.placement
-        object.__setattr__(place, "algorithm", timed("exchange", place.algorithm))
-    assert overlap.pieces_for(2, 4) == 4
+        object.__setattr__(place, "algorithm",
+                           FunctionExchange(timed("exchange", place.algorithm)))
 
 
 def slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
@@ -235,13 +236,13 @@ def markdown(report: dict[str, Any]) -> str:
     """Tables."""
     lines = [
         "# Adaptive layouts on an emulated cluster", "",
-        "`python scripts/benchmark_adaptive.py`. Fixed layouts and `auto` run alternately in the "
-        "same processes, so that all see the same machine; times are of the slowest rank, forward "
-        "and backward.",
-        "",
-        f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s; load average "
-        f"before and after: {report['load']}.",
-        ""
+        paragraph(
+            "Made by `python scripts/benchmark_adaptive.py`. Fixed layouts and `auto` run "
+            "alternately in the same processes, so that all see the same machine; times are of the "
+            "slowest rank, forward and backward."), "",
+        paragraph(
+            f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s; load average "
+            f"before and after: {report['load']}."), ""
     ]
     for name in [n for n in REGIMES if n in report]:
         found = report[name]

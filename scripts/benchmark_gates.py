@@ -25,7 +25,7 @@ import torch
 import yaml
 
 from moe_plugin.bench.corpus import build_corpus
-from moe_plugin.bench.report import table
+from moe_plugin.bench.report import paragraph, table
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 512  # more than any of the hosts' ids
@@ -185,15 +185,16 @@ def markdown(rows: list[Row], s: dict[str, Any], entropy: float) -> str:
             or "-", json.dumps(g.router) if g.router else "-") for name, g in GATES.items()]
     return "\n".join([
         "# Every gate, trained", "",
-        "Made by `python scripts/benchmark_gates.py`; numbers in `docs/benchmarks/gates.json`. "
-        f"{s['steps']} steps of the quick start's model "
-        f"({s['layers']} layers, every second with {s['experts']} experts, width {s['width']}) on "
-        f"its corpus, {s['ranks']} ranks on CPU, torch {torch.__version__}.",
-        "Losses are nats per byte without the balance loss; the corpus' unigram entropy is "
-        f"{entropy:.3f}. Balance and drops are the worst layer's in the last record "
-        "(both steps of it); *bound* is the limit of the balance. So few steps do not rank the "
-        "routers: they show that each one learns and stays balanced.",
-        "",
+        paragraph(
+            "Made by `python scripts/benchmark_gates.py`; numbers in `docs/benchmarks/gates.json`. "
+            f"{s['steps']} steps of the quick start's model ({s['layers']} layers, every second "
+            f"with {s['experts']} experts, width {s['width']}) on its corpus, {s['ranks']} ranks "
+            f"on CPU, torch {torch.__version__}."), "",
+        paragraph(
+            "Losses are nats per byte without the balance loss; the corpus' unigram entropy is "
+            f"{entropy:.3f}. Balance and drops are the worst layer's in the last record (both "
+            "steps of it); *bound* is the limit of the balance. So few steps do not rank the "
+            "routers: they show that each one learns and stays balanced."), "",
         table(head, cells), "", "How each was set:", "",
         table(("gate", "top_k", "capacity factor", "losses", "other settings"), how), ""
     ])

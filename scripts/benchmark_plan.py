@@ -25,7 +25,7 @@ from benchmark_adaptive import WIDTH, one_step, slowest
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.device import measure_device
-from moe_plugin.bench.report import table
+from moe_plugin.bench.report import paragraph, table
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner import Cluster, load_cluster
@@ -119,14 +119,18 @@ def page(cells: list[dict[str, Any]], steps: int, most: float) -> str:
         "planned / best", "worst / best"
     ]
     within = sum(c["ratio"] <= 1 + most for c in cells)
+    about = paragraph(
+        f"Made by `python scripts/benchmark_plan.py`. {len(cells)} cells on emulated clusters, "
+        f"links of 200 Mbit/s and 1 ms, width {WIDTH}, top-{TOP_K}; grid 4x1 has 2 experts, 2x2 "
+        "has 8. All layouts run alternately in the same processes, forward and backward; a time is "
+        f"the median of {steps} steps on the slowest rank. The planner knows "
+        "`configs/clusters/emulated.yaml`, which was fitted to all-to-alls, and a profile of one "
+        "rank's processor (matmuls and copies); it measured none of these cells. Within "
+        f"{most:.0%} of the measured best: {within} of {len(cells)} cells. All times, "
+        "predicted ones too: `plan.json`.")
     return f"""# The planner against the measured best
 
-`python scripts/benchmark_plan.py`. {len(cells)} cells on emulated clusters, links of 200 Mbit/s and
-1 ms, width {WIDTH}, top-{TOP_K}; grid 4x1 has 2 experts, 2x2 has 8. All layouts run alternately in
-the same processes, forward and backward; a time is the median of {steps} steps on the slowest rank.
-The planner knows `configs/clusters/emulated.yaml`, which was fitted to all-to-alls, and a profile
-of one rank's processor (matmuls and copies); it measured none of these cells. Within {most:.0%} of
-the measured best: {within} of {len(cells)} cells. All times, predicted ones too: `plan.json`.
+{about}
 
 {table(head, lines)}
 """

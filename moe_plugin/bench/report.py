@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from moe_plugin.bench.kernels import KernelReport
 from moe_plugin.bench.layer import LayerReport
 from moe_plugin.bench.resources import Resources
+
+
+def paragraph(text: str) -> str:
+    """Text in lines of at most 100 columns, as the pages of docs/ have them."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -49,7 +55,7 @@ def kernel_table(report: KernelReport) -> str:
         f"{r.bound_ms:.3f}", f"{r.share_of_bound:.0%}", f"{r.gbytes_per_s:.1f}", f"{r.tflops:.3f}"
     ] for r in report.results]
     head = (f"{report.problem.label()}, {report.problem.device}; copy "
-            f"{report.copy_gbytes_per_s:.1f} GB/s (read + written), one large matmul "
+            f"{report.copy_gbytes_per_s:.1f} GB/s (read + written), large matmul "
             f"{report.gemm_tflops:.3f} TFLOP/s")
     header = [
         "operation", "implementation", "median ms", "min ms", "bound ms", "of bound", "GB/s",

@@ -133,8 +133,8 @@ def _json(path: Path, value: Any) -> None:
 
 def _text(path: Path, title: str, body: str, device: str) -> None:
     setup = ", ".join(f"{k} {v}" for k, v in versions(device).items())
-    path.write_text(f"# {title}\n\nMade by `bash scripts/bench_all.sh`. {setup}\n\n{body}\n",
-                    encoding="utf-8")
+    made = report.paragraph(f"Made by `bash scripts/bench_all.sh`. {setup}")
+    path.write_text(f"# {title}\n\n{made}\n\n{body}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
