@@ -1,13 +1,16 @@
 """The documentation agrees with the code: generated pages, the worked example of the capacity,
-links, examples of settings.
+links, examples of settings and of Python, pages of benchmarks; and it wraps at 100 columns.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +22,15 @@ from moe_plugin.records import Routing
 from moe_plugin.routing.capacity import capacity
 
 ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.glob("*.md"))]
+PYTHON_BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}") for page in PAGES for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+]
+SCRIPTS = sorted((ROOT / "scripts").glob("benchmark_*.py"))
+COLUMNS = 100
 MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
 
 
@@ -28,6 +39,13 @@ def test_generated_pages_are_up_to_date() -> None:
         [sys.executable, str(ROOT / "scripts" / "generate_docs.py"), "--check"],
         capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lists_of_names_have_complete_sentences() -> None:
+    text = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").split("## Registered names")[1]
+    entries = re.findall(r"^- `\w+`: (.*(?:\n  .*)*)", text, re.MULTILINE)
+    assert len(entries) > 30
+    assert not [entry for entry in entries if not entry.endswith((".", ")"))]
 
 
 def example_rows() -> list[tuple[int, int, int, float, int, int]]:
@@ -58,6 +76,65 @@ def test_worked_example_of_the_capacity(tokens: int, experts: int, k: int, facto
 def test_links_into_the_repository_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_to_headings_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    for target, anchor in links:
+        found = headings(page.parent / target if target else page)
+        assert anchor in found, f"{page.name} links to {target}#{anchor}; there are {found}"
+
+
+def headings(page: Path) -> list[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def too_long(text: str) -> list[str]:
+    """Lines above `COLUMNS` that can be shorter: not tables, headings or lines with a link."""
+    return [
+        line for line in text.splitlines() if len(line) > COLUMNS
+        and not line.lstrip().startswith(("|", "#")) and "://" not in line
+    ]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.name)
+def test_pages_wrap_at_100_columns(page: Path) -> None:
+    assert not too_long(page.read_text(encoding="utf-8"))
+
+
+def test_too_long_lines_are_found() -> None:
+    words = "word " * 30
+    text = f"{words}\n| {words} |\n# {words}\nhttps://a.b/{words}\n```\n{words}\n```\nshort"
+    assert too_long(text) == [words, words]
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of scripts/ as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module(request.param)
+
+
+@pytest.mark.parametrize("script", [path.stem for path in SCRIPTS], indirect=True)
+def test_benchmark_scripts_import(script: ModuleType) -> None:
+    assert script.main.__doc__
+
+
+@pytest.mark.parametrize("script", ["benchmark_adaptive"], indirect=True)
+def test_adaptive_page_is_made_from_its_numbers(script: ModuleType) -> None:
+    report = json.loads((BENCHMARKS / "adaptive.json").read_text(encoding="utf-8"))
+    page = (BENCHMARKS / "adaptive.md").read_text(encoding="utf-8")
+    assert script.markdown(report) == page
+
+
+@pytest.mark.parametrize("script", ["benchmark_plan"], indirect=True)
+def test_plan_page_is_made_from_its_numbers(script: ModuleType) -> None:
+    cells = json.loads((BENCHMARKS / "plan.json").read_text(encoding="utf-8"))
+    page = (BENCHMARKS / "plan.md").read_text(encoding="utf-8")
+    assert script.page(cells, steps=7, most=0.1) == page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -94,12 +171,12 @@ def test_settings_files_are_a_hydra_group_over_the_base(path: Path) -> None:
     assert from_dict(OmegaConf.to_container(base.moe)) == MoEConfig()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "observability.md"],
-                         ids=lambda path: path.name)
-def test_python_examples_run(page: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        done = subprocess.run([sys.executable, "-c", block], check=True, capture_output=True,
-                              text=True)
-        assert done.stdout
+@pytest.mark.parametrize("block", PYTHON_BLOCKS)
+def test_python_examples_run(block: str) -> None:
+    done = subprocess.run([sys.executable, "-c", block], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_python_examples_are_found() -> None:
+    assert len(PYTHON_BLOCKS) >= 6
