@@ -49,8 +49,9 @@ wanted = {"moe_plugin.cli.main"} | {f"moe_plugin.cli.{n}" for n in sys.argv[1].s
 assert found == wanted, found
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code, module or "", *argv], check=True,
-                   stdout=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-c", code, module or "", *argv], check=False,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def _modules(commands: Mapping[str, Command]) -> list[str]:

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_plugin.kernels.gpu.expert_ffn import expert_ffn
 from moe_plugin.layer import MoELayer
+from tests.combinations import Cell, all_pairs, name_of
 from tests.kernels.problems import SHAPES, Shape
 from tests.kernels.test_strategies import make_layer, problem
 
@@ -71,12 +72,13 @@ def tokens_marked_dynamic(tokens: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("factor", "first"), [(1.25, [56]), (0.5, [56, 2])])
-@pytest.mark.parametrize("compute", ["auto", "kernels"])
-def test_padded_layer_is_compiled_once_for_all_token_counts(compute: str, factor: float,
-                                                            first: list[int], gated: bool) -> None:
+@pytest.mark.parametrize("cell", all_pairs({
+    "compute": ["auto", "kernels"], "factor": [1.25, 0.5], "gated": [False, True]
+}), ids=name_of)
+def test_padded_layer_is_compiled_once_for_all_token_counts(cell: Cell) -> None:
     """And once more where capacity and tokens are so few that no expert has a slot."""
+    compute, factor, gated = cell["compute"], cell["factor"], cell["gated"]
+    first = [56] if factor > 1 else [56, 2]
     layer = make_layer(
         compute, dispatch={"name": "padded", "capacity_factor": factor, "equal_tokens": True},
         experts={

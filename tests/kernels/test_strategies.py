@@ -20,6 +20,7 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import RowPlan
 from moe_plugin.routing.replay import checkpoint
+from tests.combinations import Cell, all_pairs, name_of
 from tests.kernels.problems import SHAPES, Shape, make_plan
 
 SMALL = Shape(6, 3, 4, 2, 5)
@@ -56,22 +57,23 @@ def with_gates(plan: RowPlan, gates: Tensor) -> RowPlan:
     return RowPlan(plan.source_R, plan.position_TK, gates, plan.counts)
 
 
-@pytest.mark.parametrize("name", strategies.names())
-@pytest.mark.parametrize("gated", [False, True])
-def test_gradcheck(name: str, gated: bool) -> None:
-    for number, activation in enumerate(ACTIVATIONS):
-        x, gates, p, plan = problem(SMALL, gated, number % 2 == 0, number % 3 == 0)
-        inputs = [t for t in p.values() if t is not None]
-
-        def tokens(x: Tensor, gates: Tensor, *_: Tensor, p: dict = p, plan: RowPlan = plan,
-                   activation: str = activation) -> Tensor:
-            return strategies.get(name)(x, with_gates(plan, gates), parameters(p, activation))
-
-        assert torch.autograd.gradcheck(tokens, (x, gates, *inputs))
-        rows = torch.randn(plan.counts.total, SMALL.width, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("cell", all_pairs({
+    "name": strategies.names(), "activation": list(ACTIVATIONS), "gated": [False, True],
+    "bias": [False, True], "empty_slots": [False, True], "tokens": [False, True]
+}), ids=name_of)
+def test_gradcheck(cell: Cell) -> None:
+    """tokens: gathers its rows from tokens and sums them; otherwise rows in, rows out."""
+    strategy = strategies.get(cell["name"])
+    x, gates, p, plan = problem(SMALL, cell["gated"], cell["bias"], cell["empty_slots"])
+    inputs = [t for t in p.values() if t is not None]
+    given = parameters(p, cell["activation"])
+    if cell["tokens"]:
         assert torch.autograd.gradcheck(
-            lambda rows, *_, p=p, plan=plan, activation=activation: strategies.get(name)
-            (rows, plan.counts, parameters(p, activation)), (rows, *inputs))
+            lambda x, gates, *_: strategy(x, with_gates(plan, gates), given), (x, gates, *inputs))
+    else:
+        rows = torch.randn(plan.counts.total, SMALL.width, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda rows, *_: strategy(rows, plan.counts, given),
+                                        (rows, *inputs))
 
 
 @pytest.mark.parametrize("name", strategies.names())

@@ -9,20 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.loaded import modules_after
+from tests.preloaded import Server
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("fairseq", "megatron", "triton", "tensorboard", "matplotlib", "hydra", "scipy", "tqdm",
          "apex", "transformer_engine")
 
 
-def modules_after(code: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; import sys; print('\\n'.join(sys.modules))"],
-        capture_output=True, text=True, check=True)
-    return {name.split(".")[0] for name in done.stdout.split()}
+# forked from processes that have imported nothing of ours: json, and torch
+PLAIN, WITH_TORCH = Server("json"), Server("torch")
+
+
+def loaded(server: Server, code: str) -> set[str]:
+    done = server.run(1, modules_after, code)
+    assert done.code == 0, done.log
+    return done.results[0]
 
 
 def test_import_alone_loads_not_even_torch() -> None:
-    assert not {*HEAVY, "torch", "numpy"} & modules_after("import moe_plugin")
+    found = loaded(PLAIN, "import moe_plugin")
+    assert "moe_plugin" in found and not {*HEAVY, "torch", "numpy"} & found
 
 
 @pytest.mark.parametrize("code", [
@@ -33,7 +40,8 @@ def test_import_alone_loads_not_even_torch() -> None:
 ])
 def test_using_the_layer_loads_no_heavy_module(code: str) -> None:
     # torch may load tqdm, say
-    assert not set(HEAVY) & (modules_after(code) - modules_after("import torch"))
+    found = loaded(WITH_TORCH, code)
+    assert "moe_plugin" in found and not set(HEAVY) & (found - loaded(WITH_TORCH, "import torch"))
 
 
 def test_starting_python_costs_one_small_module(tmp_path: Path) -> None:

@@ -276,4 +276,4 @@ def test_decisions_are_reported_once() -> None:
 def test_needs_no_torch() -> None:
     code = ("import sys, moe_plugin.tuning.engine, moe_plugin.planner; assert 'torch' not in "
             "sys.modules")
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
