@@ -96,17 +96,20 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         """Output [T, B, D] and gate loss (a float32 scalar).
 
         padding_BT: bool, True = padding, as fairseq has it; more columns than T (incremental
-        decoding): the last ones count.
+        decoding): the last ones count. Tokens are routed sentence after sentence, as fairseq's
+        `moe` branch does: what finds no slot are the last sentences, not the end of every sentence.
         """
-        mask_TB = None
+        x_BTD, mask_BT = x_TBD.transpose(0, 1), None
+        length = x_BTD.shape[1]
         if padding_BT is not None and self.mask_padding:
-            mask_TB = ~padding_BT[:, -x_TBD.shape[0]:].t().bool()
-        ids_TB = ids_of(x_TBD, self.tokens_BT, self.needs)
-        out = self.moe(x_TBD, mask_TB, info=token_info(x_TBD, ids_TB, self.needs))
+            mask_BT = ~padding_BT[:, -length:].bool()
+        ids_BT = ids_of(length, self.tokens_BT, self.needs)
+        out = self.moe(x_BTD, mask_BT, info=token_info(x_BTD, ids_BT, self.needs, batch_axis=0))
         self.stats = out.stats
         if self.training and self.observer is not None and out.stats is not None:
             self.observer(out.stats)
-        return out.output, weighted_loss(out.losses, self.moe.config.losses).to(x_TBD.device)
+        loss = weighted_loss(out.losses, self.moe.config.losses).to(x_TBD.device)
+        return out.output.transpose(0, 1), loss
 
 
 class _MoEMixin:

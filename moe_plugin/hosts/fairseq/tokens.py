@@ -14,11 +14,11 @@ def give_token_ids(stack: nn.Module) -> None:
     hand_token_ids(stack, "prev_output_tokens", "src_tokens")
 
 
-def ids_of(x_TBD: Tensor, tokens_BT: Tensor | None, needs: frozenset[str]) -> Tensor | None:
-    """Ids int64 [T, B] of these positions; None where they are not needed or not given.
+def ids_of(length: int, tokens_BT: Tensor | None, needs: frozenset[str]) -> Tensor | None:
+    """Ids int64 [B, length] of a call's positions; None where they are not needed or not given.
 
-    tokens_BT: int64; more columns than positions (incremental decoding): the last ones count.
+    tokens_BT: int64; more columns than `length` (incremental decoding): the last ones count.
     """
     if "token_ids" not in needs or tokens_BT is None:
         return None
-    return tokens_BT[:, -x_TBD.shape[0]:].t()
+    return tokens_BT[:, -length:]

@@ -41,16 +41,19 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
         model.register_forward_pre_hook(hand_over, with_kwargs=True)
 
 
-def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str]) -> TokenInfo | None:
+def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
+               batch_axis: int = 1) -> TokenInfo | None:
     """What the router needs to know of a batch; None where it needs nothing.
 
     Args:
-        x_TBD: [T, B, D] tokens, position after position.
-        ids_TB: int64 [T, B], their ids, where the router needs them.
+        x_TBD: [T, B, D] tokens, position after position; [B, T, D] with `batch_axis` 0.
+        ids_TB: int64, the same axes: their ids, where the router needs them.
         needs: of the router.
+        batch_axis: axis that counts sequences, 0 or 1.
     """
     if not needs:
         return None
-    length, batch = x_TBD.shape[:2]
-    sequence_TB = torch.arange(batch, device=x_TBD.device).expand(length, batch)
+    batch = x_TBD.shape[batch_axis]
+    sequence = torch.arange(batch, device=x_TBD.device).unsqueeze(1 - batch_axis)
+    sequence_TB = sequence.expand(x_TBD.shape[:2])
     return TokenInfo(ids_TB, sequence_TB if "sequences" in needs else None, batch)
