@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
+from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.model import Training
 from moe_plugin.hosts.megatron.state import without_missing
 
@@ -73,9 +74,14 @@ def folder(root: str, iteration: int) -> str:
 def save(root: str, training: Training, progress: Progress) -> str:
     """Write a checkpoint; a collective call. Returns its folder. What was there before stays until
     the new one is complete.
+
+    Raises:
+        FloatingPointError: a weight, buffer or optimizer state of any rank is not finite; nothing
+            is written.
     """
     from megatron.core import dist_checkpointing
 
+    _refuse_not_finite(root, training)
     final = folder(root, progress.iteration)
     part = final + ".part"
     if dist.get_rank() == 0:
@@ -91,6 +97,19 @@ def save(root: str, training: Training, progress: Progress) -> str:
         _write_text(os.path.join(root, LATEST), str(progress.iteration))
     dist.barrier()
     return final
+
+
+def _refuse_not_finite(root: str, training: Training) -> None:
+    tensors = [tensor for model in training.bare() for tensor in model.state_dict().values()
+               if isinstance(tensor, torch.Tensor)]
+    for part in optimizers.parts(training.optimizer):
+        states = part.optimizer.state.values() if part.optimizer is not None else ()
+        tensors += [tensor for state in states for tensor in state.values()
+                    if isinstance(tensor, torch.Tensor)]
+    if any_rank(not all_finite(tensors)):
+        raise FloatingPointError(
+            "a weight or optimizer state is not finite: no checkpoint is written; the newest one "
+            f"in {root} stays. Resume from it with a lower learning rate or other data")
 
 
 def _write_meta(part: str, training: Training, progress: Progress) -> None:

@@ -17,6 +17,7 @@ import runpy
 import sys
 
 from moe_plugin.config.flags import add_arguments
+from moe_plugin.hosts.megatron.compat.finite import skip_steps_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import Provider, extend_parse_args
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     # its own modules; a source checkout also has megatron.training there
     sys.path.insert(0, os.path.dirname(script))
     extend_parse_args(chained)
+    skip_steps_of_all_optimizers()
     runpy.run_path(script, run_name="__main__")
 
 

@@ -47,7 +47,7 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
         data = ps.get_data_parallel_group()
         dist.all_reduce(values, group=data)
         found[name] = (values / (data.size() * microbatches)).tolist()
-    core.clear_logged_losses()
+    core.set_logged_losses({})
     return found
 
 
@@ -124,10 +124,13 @@ class RunLog:
 
 def line(record: dict[str, Any], total: int) -> str:
     """One record for people."""
-    text = (f"iteration {record['iteration']}/{total} | lm loss {record['lm_loss']:.4f} | "
+    loss = "-" if record["lm_loss"] is None else f"{record['lm_loss']:.4f}"
+    text = (f"iteration {record['iteration']}/{total} | lm loss {loss} | "
             f"{record['tokens_per_s']:.0f} tokens/s | lr {record['lr']:.3e}")
     if record.get("grad_norm") is not None:
         text += f" | grad norm {record['grad_norm']:.3f}"
+    if record["skipped_steps"]:
+        text += f" | skipped steps {record['skipped_steps']}"
     for name, values in record["aux_losses"].items():
         text += f" | {name} {sum(values) / max(1, sum(v != 0 for v in values)):.4f}"
     if record["balance"]:

@@ -32,18 +32,20 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line. Errors of use end with a message and status 2, on every rank."""
+    """Command line. Errors of use end with a message and status 2, numbers that stay not
+    finite with status 1, on every rank.
+    """
     parser = arguments.parser()
     args = parser.parse_args(argv)
     _log_from_rank_zero()
     try:
         start(args)
         run(args)
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         logging.getLogger().setLevel(logging.ERROR)
-        sys.stderr.write(f"{parser.prog}: error: {error}\n" if os.environ.get("RANK", "0") ==
-                         "0" else "")
-        return 2
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        return 2 if isinstance(error, ValueError) else 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -179,8 +181,11 @@ class Loop:
                  train_set: Any, valid_set: Any) -> None:
         from megatron.core import parallel_state as ps
 
+        from moe_plugin.hosts.megatron.compat.finite import FiniteSteps
+
         self.args, self.training, self.observer, self.log = args, training, observer, log
         self.train_set, self.valid_set = train_set, valid_set
+        self.finite = FiniteSteps(training.optimizer)
         self.replica, self.replicas = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
         self.microbatches = args.global_batch_size // (args.micro_batch_size * self.replicas)
         self.device = next(training.chunks[0].parameters()).device
@@ -206,7 +211,7 @@ class Loop:
                 progress = Progress(done, progress.consumed_samples + args.global_batch_size)
                 if done % args.log_interval == 0 or done == args.train_iters:
                     record = self._record(progress, sums, norm, time.perf_counter() - since)
-                    bar.set_postfix_str(f"loss {record['lm_loss']:.3f}")
+                    bar.set_postfix_str(f"loss {record['lm_loss'] or math.nan:.3f}")
                     sums, since = torch.zeros(2, dtype=torch.float64), time.perf_counter()
                 if args.eval_interval and done % args.eval_interval == 0:
                     self._evaluate(done)
@@ -227,19 +232,25 @@ class Loop:
                        replica=self.replica, replicas=self.replicas, device=self.device)
 
     def _step(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
+        from moe_plugin.hosts.megatron.compat import core
+
         for chunk in self.training.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.training.optimizer.zero_grad()
-        logged = self._forward_backward(batches, self.microbatches, forward_only=False)
+        kept = {name: entry.values.clone() for name, entry in core.logged_losses().items()}
+        loss_2 = self._loss_sums(
+            self._forward_backward(batches, self.microbatches, forward_only=False))
+        self.finite.loss_is_finite = bool(loss_2.isfinite().all())
         for group in self.training.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
         stepped, norm, _ = self.training.optimizer.step()
         for chunk in self.training.chunks:
             finish_step(chunk)
-        if not stepped:
-            logger.warning("step skipped: a gradient is not finite")
-        return self._loss_sums(logged), None if norm is None else float(norm)
+        if not stepped:  # neither its losses nor its auxiliary losses are part of any mean
+            core.set_logged_losses(kept)
+            loss_2 = torch.zeros_like(loss_2)
+        return loss_2, None if norm is None else float(norm)
 
     def _forward_backward(self, batches: list[Any], microbatches: int, *,
                           forward_only: bool) -> list[dict[str, torch.Tensor]]:
@@ -276,8 +287,9 @@ class Loop:
         steps = tokens / (self.args.global_batch_size * self.args.seq_length)
         record = {
             "iteration": progress.iteration, "consumed_samples": progress.consumed_samples,
-            "lm_loss": total / max(1.0, tokens), "lr": learning_rate(self.args,
-                                                                     progress.iteration - 1),
+            "lm_loss": total / tokens if tokens else None,
+            "skipped_steps": self.finite.skipped,
+            "lr": learning_rate(self.args, progress.iteration - 1),
             "grad_norm": norm, "tokens_per_s": tokens / seconds, "seconds": seconds,
             "aux_losses": auxiliary_losses(max(1, round(steps)) * self.microbatches), "balance": {
                 layer: {

@@ -198,7 +198,7 @@ def run(layer: Any, case: Case) -> dict[str, Any]:
     """Forward and backward once: output, input gradient, whole gradients, logged losses."""
     from moe_plugin.hosts.megatron.compat import core
 
-    core.clear_logged_losses()
+    core.set_logged_losses({})
     x, weigh, padding = batch(case)
     x.requires_grad_()
     y, bias = layer(x, padding_mask=padding) if padding is not None else layer(x)

@@ -208,10 +208,10 @@ def logged_losses() -> dict[str, LoggedLoss]:
             for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
-def clear_logged_losses() -> None:
-    """Set the log's sums to zero."""
-    for entry in logged_losses().values():
-        entry.values.zero_()
+def set_logged_losses(values: dict[str, Tensor]) -> None:
+    """Set the log's sums; zero for a name without a value."""
+    for name, entry in logged_losses().items():
+        entry.values.copy_(values.get(name, torch.zeros_like(entry.values)))
 
 
 def quiet_unknown_mlp() -> None:

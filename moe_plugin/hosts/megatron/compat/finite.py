@@ -1,0 +1,122 @@
+"""Optimizer steps whose gradients are not finite are skipped on all ranks, versions 0.15 to 0.19.
+
+Megatron skips them under fp16 only, where its loss scaler looks at the gradients; in fp32 and bf16
+one NaN reaches the weights of every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_plugin.hosts.megatron.compat.optimizer import parts
+
+logger = logging.getLogger(__name__)
+MAX_SKIPPED_STEPS = 10
+
+
+class FiniteSteps:
+    """Takes the place of an optimizer's `prepare_grads`: True, which skips the step, where any rank
+    has a loss or a gradient that is not finite. Attributes: `skipped` (steps skipped so far),
+    `in_a_row` (those since the last good step), `loss_is_finite` (set it to False before a step
+    to skip that step).
+
+    Args:
+        optimizer: Megatron's outermost optimizer; its `step` then skips.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.skipped = self.in_a_row = 0
+        self.loss_is_finite = True
+        self._prepare: Callable[[], bool] = optimizer.prepare_grads
+        optimizer.prepare_grads = self
+
+    def __call__(self) -> bool:
+        """Prepare the gradients; a collective call of all ranks.
+
+        Raises:
+            FloatingPointError: `MAX_SKIPPED_STEPS` steps in a row were skipped. Skips by which a
+                loss scale falls do not count.
+        """
+        bad = self._prepare()
+        bad |= not self.loss_is_finite or not all_finite(self._gradients())
+        self.loss_is_finite = True
+        if not any_rank(bad):
+            self.in_a_row = 0
+            return False
+        self.skipped += 1
+        self.in_a_row += not any(map(_scale_falls, parts(self.optimizer)))
+        logger.warning(
+            "step skipped on all ranks: a loss or gradient is not finite "
+            "(%d in a row, %d in total)",
+            self.in_a_row, self.skipped)
+        if self.in_a_row >= MAX_SKIPPED_STEPS:
+            raise FloatingPointError(
+                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite: "
+                "training stops; the newest checkpoint is from before them. Resume from it with a "
+                "lower learning rate or other data")
+        return True
+
+    def _gradients(self) -> Iterable[Tensor]:
+        for part in parts(self.optimizer):
+            if part.optimizer is None:  # a rank without parameters of this kind
+                continue
+            for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+                # the precision-aware optimizer has `decoupled_grad` in place of `grad`
+                grad = getattr(parameter, "decoupled_grad", None)
+                grad = parameter.grad if grad is None else grad
+                if grad is not None:
+                    yield grad
+
+
+def _scale_falls(part: Any) -> bool:
+    # only the mixed-precision optimizers have a scaler, only the dynamic one has a smallest scale
+    scaler = getattr(part, "grad_scaler", None)
+    smallest = getattr(scaler, "min_scale", None)
+    return smallest is not None and bool(scaler.scale > smallest)
+
+
+def skip_steps_of_all_optimizers() -> None:
+    """Give every optimizer of Megatron its `FiniteSteps` at its first step, for scripts that build
+    their own; stays for the life of the process.
+    """
+    from megatron.core.optimizer import optimizer
+
+    for cls in (optimizer.FP32Optimizer, optimizer.MixedPrecisionOptimizer,
+                optimizer.ChainedOptimizer):
+        cls.step = _guarded(cls.step)
+
+
+def _guarded(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+
+    @functools.wraps(step)
+    def guarded(self: Any) -> Any:
+        if "prepare_grads" not in vars(self):
+            FiniteSteps(self)
+        return step(self)
+
+    return guarded
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """True where every element of the floating-point tensors is finite; one pass, one wait."""
+    found = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not found:
+        return True
+    largest = torch._foreach_norm(found, float("inf"))  # a NaN stays one, nothing overflows
+    return bool(torch.stack([value.float() for value in largest]).isfinite().all())
+
+
+def any_rank(here: bool) -> bool:
+    """True on all ranks where it is on one; a collective call."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = torch.tensor(float(here), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)

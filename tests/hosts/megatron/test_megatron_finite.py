@@ -1,0 +1,140 @@
+"""Losses and gradients that are not finite: the step is skipped on all ranks, training stops after
+ten, checkpoints stay good.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.test_megatron_train import EP2, MODEL, PP2
+
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
+
+def _train_with_nan(argv: list[str], bad: tuple[int, ...]) -> dict[str, Any]:
+    """Train with a NaN in the last rank's loss in the steps `bad` (1-based): whether each step
+    changed parameters, and the error that ended training.
+    """
+    from moe_plugin.hosts.megatron import arguments, model, train
+
+    args = arguments.parser().parse_args(argv)
+    changed: list[bool] = []
+    forward_step, step = model.forward_step, train.Loop._step
+
+    def with_nan(batches: Any, chunk: Any) -> Any:
+        output, loss = forward_step(batches, chunk)
+        poisoned = dist.get_rank() == dist.get_world_size() - 1 and len(changed) + 1 in bad
+        return (output * float("nan") if poisoned else output), loss
+
+    def watched(loop: Any, *given: Any) -> Any:
+        before = [p.detach().clone() for p in loop.training.bare()[0].parameters()]
+        found = step(loop, *given)
+        after = list(loop.training.bare()[0].parameters())
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        return found
+
+    model.forward_step, train.Loop._step = with_nan, watched
+    error = ""
+    train.start(args)
+    try:
+        train.run(args)
+    except FloatingPointError as stopped:
+        error = str(stopped)
+    return {"changed": changed, "error": error}
+
+
+@pytest.mark.parametrize("sizes", [EP2, [*EP2, "--use-distributed-optimizer"], PP2],
+                         ids=["EP2", "EP2 sharded", "PP2"])
+def test_a_step_with_nan_is_skipped_on_all_ranks(sizes: list[str], data: str,
+                                                 tmp_path: Path) -> None:
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "5", "--log-file",
+        str(tmp_path / "log.jsonl"), *sizes
+    ]
+    for rank in on_ranks(2, _train_with_nan, argv, (3,)):
+        assert rank == {"changed": [True, True, False, True, True], "error": ""}
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1, 1]
+    assert rows[2]["lm_loss"] is None
+    for row in (rows[0], rows[1], rows[3], rows[4]):
+        assert 0 < row["lm_loss"] < 10 and 0 < row["aux_losses"]["load_balancing_loss"][0] < 10
+
+
+def test_ten_skipped_steps_in_a_row_stop_training(data: str, tmp_path: Path) -> None:
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "20", "--save",
+        str(tmp_path), "--save-interval", "2", "--lr-decay-style", "constant", *EP2
+    ]
+    for rank in on_ranks(2, _train_with_nan, argv, tuple(range(4, 20))):
+        assert len(rank["changed"]) == 12 and "10 steps in a row" in rank["error"]
+    newest = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    [resumed] = on_ranks(1, _train_with_nan, [
+        *MODEL, "--data-path", data, "--lr-decay-style", "constant", "--train-iters",
+        str(newest + 1), "--load",
+        str(tmp_path), "--log-file",
+        str(tmp_path / "resumed.jsonl")
+    ], ())
+    assert resumed == {"changed": [True], "error": ""}
+    assert 0 < json.loads((tmp_path / "resumed.jsonl").read_text())["lm_loss"] < 10
+
+
+def _save_bad_weights(argv: list[str], folder: str) -> str:
+    from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
+
+    args = arguments.parser().parse_args(argv)
+    train.start(args)
+    training = model.build(args, arguments.transformer_config(args, cpu=True), {}, 257)
+    checkpoint.save(folder, training, checkpoint.Progress(1, 8))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(training.moe_layers()[0].experts.parameters())[0].fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match="no checkpoint is written") as stopped:
+        checkpoint.save(folder, training, checkpoint.Progress(2, 16))
+    return str(stopped.value)
+
+
+def test_bad_weights_replace_no_checkpoint(data: str, tmp_path: Path) -> None:
+    on_ranks(2, _save_bad_weights,
+             [*MODEL, "--data-path", data, "--train-iters", "2", *EP2], str(tmp_path))
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
+
+
+def _steps_of_a_script(argv: list[str]) -> tuple[list[bool], bool]:
+    """An optimizer that Megatron's functions built, as a launched script has it: (step done), for a
+    NaN in an expert gradient of rank 1 in the second step; whether all weights are finite.
+    """
+    from moe_plugin.hosts.megatron import arguments, model, train
+    from moe_plugin.hosts.megatron.compat.finite import (
+        all_finite,
+        skip_steps_of_all_optimizers,
+    )
+
+    skip_steps_of_all_optimizers()
+    args = arguments.parser().parse_args(argv)
+    train.start(args)
+    training = model.build(args, arguments.transformer_config(args, cpu=True), {}, 257)
+    done = []
+    for step in (1, 2, 3):
+        for parameter in training.bare()[0].parameters():
+            parameter.main_grad.fill_(0.1)
+        if step == 2 and dist.get_rank() == 1:
+            next(training.moe_layers()[0].experts.parameters()).main_grad.fill_(float("nan"))
+        done.append(bool(training.optimizer.step()[0]))
+    return done, all_finite(training.bare()[0].parameters())
+
+
+@pytest.mark.parametrize("sharded", [[], ["--use-distributed-optimizer"]], ids=["whole", "sharded"])
+def test_optimizers_of_a_launched_script_skip(sharded: list[str], data: str) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "2", *EP2, *sharded]
+    assert on_ranks(2, _steps_of_a_script, argv) == [([True, False, True], True)] * 2
