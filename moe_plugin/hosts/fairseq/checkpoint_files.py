@@ -60,15 +60,29 @@ def commit(filename: str, group: Any) -> None:
     os.replace(filename + PENDING, filename)
 
 
-def copy(source: str, target: str) -> None:
+def copy(source: str, target: str, link: bool = False) -> None:
     """Copy a checkpoint so that `target` is whole at any time; files of ranks change names
     together.
+
+    link: share the storage of `source` where the file system can.
     """
     together = has_rank(target) and dist.is_available() and dist.is_initialized()
-    shutil.copyfile(source, target + PENDING)
+    _duplicate(source, target + PENDING, link)
     if together:
         dist.barrier()
     os.replace(target + PENDING, target)
+
+
+def _duplicate(source: str, target: str, link: bool) -> None:
+    if link:
+        try:
+            if os.path.lexists(target):
+                os.remove(target)  # of a run that was killed
+            os.link(source, target)
+            return
+        except OSError:
+            pass  # another file system, or one without links
+    shutil.copyfile(source, target)
 
 
 def read(path: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -238,3 +239,39 @@ def test_translation_model_trains_and_translates(corpus: Corpus, tmp_path: Path)
         "--batch-size 8").ok()
     assert len(re.findall(r"^D-\d+\t", translated.log, re.MULTILINE)) == 20
     assert "BLEU4" in translated.log
+
+
+@pytest.mark.distributed
+def test_the_branch_flags_about_saving_and_evaluation(corpus: Corpus, tmp_path: Path) -> None:
+    flags = "--max-update 4 --save-interval-updates 2 --no-epoch-checkpoints"
+    trained = run(
+        "fairseq-train",
+        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags} --save-dir {tmp_path} "
+        "--symlink-best-and-last-checkpoints --no-save-optimizer-state-on-training-finished "
+        "--log-nvidia-smi --use-stable-embedding --block-wise", ranks=2).ok()
+    for flag in ("--log-nvidia-smi", "--use-stable-embedding", "--block-wise"):
+        assert f"{flag} has no effect" in trained.log
+    for rank in (0, 1):
+        names = [f"checkpoint_{name}-rank-{rank}.pt" for name in ("1_2", "1_4", "best", "last")]
+        middle, end, *copies = [tmp_path / name for name in names]
+        assert [copy.samefile(end) for copy in copies] == [True, True]
+        assert "last_optimizer_state" in files.read(str(middle))
+        assert "last_optimizer_state" not in files.read(str(end))
+    stats = tmp_path / "stats" / "scores"
+    common = (f"{corpus.lm} --user-dir moe_plugin --cpu --path {tmp_path / 'checkpoint_last.pt'} "
+              "--is-moe --gen-subset valid --tokens-per-sample 32 --batch-size 4 --num-workers 0")
+    scored = run("fairseq-eval-lm", f"{common} --max-valid-steps 1 --stats-path {stats}").ok()
+    [evaluated] = re.findall(r"Evaluated (\d+) tokens", scored.log)
+    assert 0 < int(evaluated) <= 4 * 32  # one batch of about 15
+    saved = json.loads(stats.with_suffix(".json").read_text())["valid"]
+    assert f"Loss (base 2): {saved['loss']:.4f}" in scored.log and saved["wall_time"] > 0
+
+
+def test_no_best_checkpoints(corpus: Corpus, tmp_path: Path) -> None:
+    run(
+        "fairseq-train",
+        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 2 --save-dir {tmp_path} "
+        "--no-best-checkpoints").ok()
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"checkpoint_last.pt"}
+    extra = files.read(str(tmp_path / "checkpoint_last.pt"))["extra_state"]
+    assert extra["best"] > 0

@@ -19,9 +19,18 @@ def install() -> None:
     if getattr(fairseq, "_moe_plugin_compat", False) or not fairseq.__version__.startswith("0.12."):
         return
     fairseq._moe_plugin_compat = True
-    from moe_plugin.hosts.fairseq.compat import branch_flags, checkpoints, launch, runtime, userdir
+    from moe_plugin.hosts.fairseq.compat import (
+        branch_flags,
+        checkpoints,
+        evaluation,
+        fields,
+        launch,
+        runtime,
+        saving,
+        userdir,
+    )
 
-    for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, checkpoints.SHIMS,
-                  branch_flags.SHIMS):
+    for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, saving.SHIMS, checkpoints.SHIMS,
+                  evaluation.SHIMS, branch_flags.SHIMS, fields.SHIMS):
         for shim in shims:
             shim()

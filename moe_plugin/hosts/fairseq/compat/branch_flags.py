@@ -35,7 +35,31 @@ class _WithoutEffect(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any,
                  option_string: str | None = None) -> None:
         logger.warning("%s has no effect: %s", option_string, self.help)
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
+# flags of the branch's training scripts that name what fairseq 0.12 does not have
+WITHOUT_EFFECT = {
+    "--log-nvidia-smi": "accepted; run nvidia-smi beside the training",
+    "--use-stable-embedding": "accepted; embeddings are fairseq's own, without a layer norm",
+    "--block-wise": "accepted; it is a setting of the branch's 8-bit Adam",
+}
+
+
+def flags_without_effect() -> None:
+    """Launch scripts of fairseq's `moe` branch pass the flags of `WITHOUT_EFFECT`."""
+    from fairseq import options
+
+    original = options.get_parser
+
+    def get_parser(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        for flag, text in WITHOUT_EFFECT.items():
+            parser.add_argument(flag, action=_WithoutEffect, nargs=0, default=False, const=True,
+                                help=text)
+        return parser
+
+    options.get_parser = get_parser
 
 
 def num_workers_valid_flag() -> None:
@@ -57,4 +81,5 @@ def num_workers_valid_flag() -> None:
     options.add_dataset_args = add_dataset_args
 
 
-SHIMS: tuple[Callable[[], None], ...] = (is_moe_flag, num_workers_valid_flag)
+SHIMS: tuple[Callable[[], None],
+             ...] = (is_moe_flag, flags_without_effect, num_workers_valid_flag)

@@ -1,32 +1,10 @@
-"""Checkpoint shims: whole files whatever happens, and evaluation from the files of several ranks.
-"""
+"""Evaluation from the checkpoint files of several ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from typing import Any
-
-from moe_plugin.hosts.fairseq.compat.overlay import Overlay
-
-
-def whole_copies() -> None:
-    """fairseq <= 0.12.3 copies `checkpoint_last.pt` in place: a kill during the copy leaves a
-    truncated file.
-    """
-    from fairseq import checkpoint_utils
-
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
-
-    original = checkpoint_utils.PathManager
-
-    def copy(source: str, target: str, overwrite: bool = False) -> bool:
-        if original.path_requires_pathmanager(source) or original.path_requires_pathmanager(target):
-            return bool(original.copy(source, target, overwrite=overwrite))
-        files.copy(source, target)
-        return True
-
-    checkpoint_utils.PathManager = Overlay(original, copy=copy)
 
 
 def evaluation_from_rank_files() -> None:
@@ -65,4 +43,4 @@ def evaluation_from_rank_files() -> None:
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
 
 
-SHIMS: tuple[Callable[[], None], ...] = (whole_copies, evaluation_from_rank_files)
+SHIMS: tuple[Callable[[], None], ...] = (evaluation_from_rank_files,)

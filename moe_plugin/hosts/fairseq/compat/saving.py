@@ -1,0 +1,89 @@
+"""What is saved, and how copies of a checkpoint are made: whole ones whatever happens, and the
+flags of fairseq's `moe` branch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from moe_plugin.hosts.fairseq.compat.fields import add_field
+from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+
+FLAGS = {
+    "no_best_checkpoints": "don't store best checkpoints (fairseq moe)",
+    "symlink_best_and_last_checkpoints":
+        "checkpoint_best and checkpoint_last share the storage of the checkpoint that they equal "
+        "(fairseq moe); hard links, which outlive the removal of old checkpoints",
+    "no_save_optimizer_state_on_training_finished":
+        "don't save optimizer state in the checkpoint of the last step (fairseq moe)",
+}
+
+
+@dataclass
+class _Copies:
+    """How copies are made now."""
+
+    link: bool = False
+
+
+def saving_flags() -> None:
+    """fairseq <= 0.12.3 copies `checkpoint_last.pt` in place, so that a kill during the copy leaves
+    a truncated file; it does not have the branch's flags of `FLAGS`.
+    """
+    from fairseq import checkpoint_utils
+    from fairseq.dataclass.configs import CheckpointConfig
+
+    from moe_plugin.hosts.fairseq import checkpoint_files as files
+
+    for name, text in FLAGS.items():
+        add_field(CheckpointConfig, name, bool, False, text)
+    paths, save, copies = checkpoint_utils.PathManager, checkpoint_utils.save_checkpoint, _Copies()
+
+    def copy(source: str, target: str, overwrite: bool = False) -> bool:
+        if paths.path_requires_pathmanager(source) or paths.path_requires_pathmanager(target):
+            return bool(paths.copy(source, target, overwrite=overwrite))
+        files.copy(source, target, link=copies.link)
+        return True
+
+    def save_checkpoint(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None) -> None:
+        copies.link = cfg.get("symlink_best_and_last_checkpoints", False)
+        if cfg.get("no_best_checkpoints", False) and val_loss is not None:
+            # the original stores what has a validation loss; it reads `best` from this function
+            better = max if cfg.maximize_best_checkpoint_metric else min
+            save_checkpoint.best = better(  # type: ignore[attr-defined]
+                val_loss, getattr(save_checkpoint, "best", val_loss))
+            val_loss = None
+        bare = cfg.get("no_save_optimizer_state_on_training_finished", False) and _is_last(
+            trainer, epoch_itr)
+        with _without_optimizer_state(trainer.cfg.checkpoint, bare):
+            save(cfg, trainer, epoch_itr, val_loss)
+
+    checkpoint_utils.PathManager = Overlay(paths, copy=copy)
+    checkpoint_utils.save_checkpoint = save_checkpoint
+
+
+def _is_last(trainer: Any, epoch_itr: Any) -> bool:
+    limits = trainer.cfg.optimization
+    if trainer.get_num_updates() >= (limits.max_update or math.inf):
+        return True
+    if epoch_itr.end_of_epoch() and epoch_itr.epoch >= (limits.max_epoch or math.inf):
+        return True
+    hours = limits.stop_time_hours
+    return hours > 0 and trainer.cumulative_training_time() / 3600 > hours
+
+
+@contextmanager
+def _without_optimizer_state(cfg: Any, bare: bool) -> Iterator[None]:
+    before = cfg.no_save_optimizer_state
+    cfg.no_save_optimizer_state = before or bare
+    try:
+        yield
+    finally:
+        cfg.no_save_optimizer_state = before
+
+
+SHIMS: tuple[Callable[[], None], ...] = (saving_flags,)
