@@ -20,9 +20,11 @@ while [ $# -gt 0 ]; do
 done
 bash "$ROOT/scripts/setup.sh" ${SETUP[@]+"${SETUP[@]}"}
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
-WORKERS=$(getconf _NPROCESSORS_ONLN)
+# one worker more than cores, since many tests wait for a timeout; at most four
+WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 1))
 [ "$WORKERS" -le 4 ] || WORKERS=4
 cd "$ROOT"
-# distributed tests start several processes each: one thread a process keeps them from fighting over the cores
+# distributed tests start several processes each: one thread per process, so that they share the cores
 export OMP_NUM_THREADS=1 PATH="$VENV/bin:$PATH"
-exec "$VENV/bin/python" -m pytest -q -n "$WORKERS" --dist loadfile ${SELECT[@]+"${SELECT[@]}"} ${ARGS[@]+"${ARGS[@]}"}
+exec "$VENV/bin/python" -m pytest -q -n "$WORKERS" --dist worksteal \
+    ${SELECT[@]+"${SELECT[@]}"} ${ARGS[@]+"${ARGS[@]}"}
