@@ -77,7 +77,7 @@ class Server:
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
             self._process = _start(self.preload, self._errors)
-            atexit.register(self._process.kill)
+            atexit.register(self._end)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -87,6 +87,13 @@ class Server:
             raise RuntimeError(f"the server of {self.preload} ended with {self._process.wait()}:\n"
                                f"{self._errors.read()}")
         return json.loads(answer)
+
+    def _end(self) -> None:
+        self._process.stdin.close()  # it reads no more jobs
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 def _start(preload: str, errors: IO[str]) -> subprocess.Popen[str]:

@@ -102,8 +102,8 @@ def _overlapped(settings: dict[str, Any]) -> list[str]:
         group.finish_param_sync = lambda **_: seen.append("waited")
     for group in wrapped.bucket_groups:
         group.finish_param_sync = lambda **_: None
-    held = FFNExperts.stored
-    FFNExperts.stored = lambda self: seen.append("used") or held(self)
+    original = FFNExperts.local_parameters
+    FFNExperts.local_parameters = lambda self: seen.append("used") or original(self)
     wrapped(torch.randn(4, 2, 16))
     return seen
 
@@ -247,13 +247,13 @@ def test_index_slice_sends_what_a_dense_layer_sends(case: Case) -> None:
 
 
 def test_index_slice_under_sequence_parallelism_sends_the_halves_of_an_all_reduce() -> None:
-    """Forward also a single number, the longest rank's tokens. gloo's reduce-scatter is a ring of
-    ours: one message between two ranks.
+    """Forward also a single number, the longest rank's tokens, and the experts' ids. gloo's
+    reduce-scatter is a ring of ours: one message between two ranks.
     """
     case = Case(tp=2, etp=2, sequence_parallel=True)  # losses have collectives of their own
     for forward, backward in on_ranks(2, _counted, case, PPMOE):
         assert forward == {
-            "c10d::allreduce_": 1, "c10d::_allgather_base_": 1, "c10d::send": 1, "c10d::recv_": 1
+            "c10d::allreduce_": 1, "c10d::_allgather_base_": 2, "c10d::send": 1, "c10d::recv_": 1
         }
         assert backward == {"c10d::_allgather_base_": 1, "c10d::send": 1, "c10d::recv_": 1}
 
