@@ -105,6 +105,8 @@ class Routing:
         tokens: scalar int64, number of real (unmasked) tokens.
         passthrough_T: weight of the token itself in its output, differentiable (BASE); None: 0.
         router: of several routers the name of the one that decided; None: there is one.
+        chosen_TK: int64, the choices before a second-expert policy took some away, -1 for padding;
+            None: it took none.
     """
 
     ids_TK: Tensor
@@ -115,6 +117,7 @@ class Routing:
     tokens: Tensor
     passthrough_T: Tensor | None = None
     router: str | None = None
+    chosen_TK: Tensor | None = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
         """The same routing with dropped choices removed."""
@@ -348,6 +351,8 @@ class LayerStats:
         copies: ranks that report these same tokens: in a sum over ranks, load and tokens count
             1/copies.
         router: as in `Routing`.
+        chosen_KE: int64, as load_KE, before a second-expert policy took choices away; None: it took
+            none.
     """
 
     load_KE: Tensor
@@ -363,6 +368,7 @@ class LayerStats:
     decisions: tuple[dict[str, Any], ...] = ()
     copies: int = 1
     router: str | None = None
+    chosen_KE: Tensor | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers: load, max_over_mean, dropped, entropy, ... One device-to-host copy."""

@@ -22,7 +22,11 @@ def call_stats(kept: KeptRouting, traffic: TrafficMeter, experts: int, rows: int
     kept_KE = load_KE
     if after is not routing:
         kept_KE = expert_load(after.ids_TK, experts, per_choice=True)
+    chosen_KE = None
+    if routing.chosen_TK is not None:
+        chosen_KE = expert_load(routing.chosen_TK, experts, per_choice=True)
     losses = {name: value.detach() for name, value in routing.losses.items()}
     return LayerStats(load_KE, kept_KE, routing.entropy, routing.tokens, losses,
                       bytes_sent=traffic.bytes, exchanges=traffic.exchanges, rows=rows,
-                      capacity=kept.capacity, router=routing.router, **layout)
+                      capacity=kept.capacity, router=routing.router,
+                      chosen_KE=chosen_KE, **layout)

@@ -25,7 +25,8 @@ def layer_metrics(layers: list[Any]) -> dict[str, Any]:
 
     overflow_expert{1,2}: percent of first / second choices that found no slot. entropy_gating:
     nats. expert{1,2}_balance_top/bottom: percent of tokens at the most / least used 20 % of
-    experts. unused_expert{1,2}_count: experts that no token chose.
+    experts. unused_expert{1,2}_count: experts that no token chose. The last three count, as the
+    branch does, also second choices that `--moe-second-expert-policy random` did not take.
     """
     seen = [stats_metrics(layer.stats) for layer in layers if layer.stats is not None]
     # in one order: fairseq sums these over ranks by position
@@ -46,13 +47,14 @@ def stats_metrics(stats: LayerStats) -> dict[str, Tensor]:
     values = {"entropy_gating": stats.entropy.float()}
     tokens = stats.tokens.float().clamp(min=1)
     experts = stats.load_KE.shape[1]
+    chosen_KE = stats.load_KE if stats.chosen_KE is None else stats.chosen_KE
     count = max(math.ceil(SHARE * experts), 1)
     for choice in range(min(2, stats.load_KE.shape[0])):
         load_E, name = stats.load_KE[choice].float(), f"expert{choice + 1}"
         lost = load_E.sum() - stats.kept_KE[choice].sum()
-        share_E = 100 * torch.sort(load_E, descending=True).values / tokens
+        share_E = 100 * torch.sort(chosen_KE[choice].float(), descending=True).values / tokens
         values[f"overflow_{name}"] = 100 * lost / load_E.sum().clamp(min=1)
         values[f"{name}_balance_top"] = share_E[:count].sum()
         values[f"{name}_balance_bottom"] = share_E[-count:].sum()
-        values[f"unused_{name}_count"] = (load_E == 0).sum().float()
+        values[f"unused_{name}_count"] = (chosen_KE[choice] == 0).sum().float()
     return values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,8 +44,11 @@ class TopKRouter(Router):
             clean_probs_TE = self._distribution(self._scores(clean_TE))
         inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
                                   clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
-        return self.finish(inputs, ids_TK, self.normalized(weights_TK),
-                           first_choice_priority(scores_TE))
+        routing = self.finish(inputs, ids_TK, self.normalized(weights_TK),
+                              first_choice_priority(scores_TE))
+        if ids_TK is chosen_TK:
+            return routing
+        return replace(routing, chosen_TK=chosen_TK.masked_fill(~mask_T[:, None], -1))
 
     def _one_pass(self) -> bool:
         """Whether one kernel can do it all: plain softmax routing, and losses that do not need the

@@ -85,3 +85,24 @@ def test_drops_the_tokens_that_the_branch_drops(batch: int, training: bool,
     assert torch.equal((mine == 0).all(-1), (theirs == 0).all(-1))
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(ours, branch, atol=1e-4, rtol=1e-6)
+
+
+def test_second_choices_are_counted_as_the_branch_counts_them() -> None:
+    """Histograms hold every second choice, overflow only those that the policy took."""
+    model = language_model(moe_second_expert_policy="random",
+                           moe_normalize_gate_prob_before_dropping=True).train()
+    [layer] = moe_layers(model)
+    router, seen = layer.moe_layer.moe.router, []
+    router.register_forward_hook(lambda _, args, routing: seen.append((args[0], routing)))
+    _, _, logged = criterion()(model, sample(4))
+    [(x_SD, routing)] = seen
+    logits_SE = F.linear(x_SD, router.weight_ED)
+    second_S = logits_SE.argsort(1, descending=True)[:, 1]
+    taken_S = routing.ids_TK[:, 1] >= 0
+    assert 0 < int(taken_S.sum()) < len(taken_S), "the policy takes some second choices"
+    percent_E = 100 * torch.bincount(second_S, minlength=4).sort(descending=True)[0] / len(second_S)
+    assert float(logged["expert2_balance_top"]) == pytest.approx(float(percent_E[0]))
+    assert float(logged["expert2_balance_bottom"]) == pytest.approx(float(percent_E[-1]))
+    assert float(logged["unused_expert2_count"]) == int((percent_E == 0).sum())
+    lost = int(taken_S.sum()) - int(layer.moe_layer.stats.kept_KE[1].sum())
+    assert float(logged["overflow_expert2"]) == pytest.approx(100 * lost / int(taken_S.sum()))
