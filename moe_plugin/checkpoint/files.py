@@ -4,11 +4,13 @@ number of ranks.
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
     index.json                   format version, number of parts, their sizes in bytes, the caller's
     `extra` values
+
+Every file has a checksum (`moe_plugin.checkpoint.checksums`), verified before anything is loaded.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import pickle
 import shutil
@@ -20,14 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.reshard import merge, moe_layers, split
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
+from moe_plugin.messages import short
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 # what torch.load raises for a damaged file
-_UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError,
-               AttributeError, IndexError, TypeError)
+_UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
+               AttributeError, AssertionError, TypeError, ImportError, ArithmeticError)
 
 
 class CheckpointError(ValueError):
@@ -58,14 +64,15 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
             scratch.mkdir(parents=True)
     with _together(comm, target):
         state = {"model": model.state_dict(), "optimizer": _optimizer_state(model, optimizer)}
-        _write(scratch / _part(comm.rank, comm.size), lambda path: torch.save(state, path))
+        checksums.write_sealed(scratch / _part(comm.rank, comm.size),
+                               lambda stream: torch.save(state, stream))
     with _together(comm, target):
         if comm.rank == 0:
             sizes = [(scratch / _part(rank, comm.size)).stat().st_size for rank in range(comm.size)]
             index = {
                 "version": VERSION, "parts": comm.size, "bytes": sizes, "extra": dict(extra or {})
             }
-            _write(scratch / "index.json", lambda path: path.write_text(json.dumps(index)))
+            _write_text(scratch / "index.json", checksums.seal_json(index))
             _move_into_place(scratch, target)
 
 
@@ -86,8 +93,8 @@ def _together(comm: Comm, target: Path) -> Iterator[None]:
     if error is not None:
         raise CheckpointError(
             f"checkpoint {str(target)!r}: rank {comm.rank} could not write its part: "
-            f"{type(error).__name__}: {error}; an older "
-            "checkpoint there is untouched. Free space or choose another directory") from error
+            f"{type(error).__name__}: {error}; an older checkpoint there is untouched; "
+            f"{checksums.write_remedy(error, target.parent)}") from error
     if failed:
         raise CheckpointError(
             f"checkpoint {str(target)!r}: not written, because of an error on rank(s) "
@@ -106,12 +113,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
         CheckpointError: missing, truncated, or of another model or expert count.
     """
     comm = comm or LocalComm()
-    source = _recover(Path(directory))
-    index = _read_index(source)
-    parts = [
-        _read_part(source / _part(rank, index["parts"]), size)
-        for rank, size in enumerate(index["bytes"])
-    ]
+    source, index, parts = _read(Path(directory))
     layers = moe_layers(parts[0]["model"])
     mine = moe_layers(model.state_dict())
     _check_layers(source, layers, mine)
@@ -133,9 +135,10 @@ def _part(rank: int, size: int) -> str:
     return f"part-{rank:05d}-of-{size:05d}.pt"
 
 
-def _write(path: Path, write: Any) -> None:
-    write(path)
-    with open(path, "rb") as stream:
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
         os.fsync(stream.fileno())
 
 
@@ -148,15 +151,39 @@ def _move_into_place(scratch: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _recover(target: Path) -> Path:
-    """The checkpoint, or its predecessor where a save was killed between its two renames."""
+def _read(target: Path) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
+    """Folder, index and parts of the checkpoint; of its predecessor where a save was killed before
+    it removed that one, and the checkpoint is missing or damaged.
+    """
     old = target.with_name(target.name + ".old")
-    return old if not target.exists() and old.exists() else target
-
-
-def _read_index(source: Path) -> dict[str, Any]:
+    if not old.exists():
+        return target, *_read_folder(target)
+    if not target.exists():
+        return old, *_read_folder(old)
     try:
-        index = json.loads((source / "index.json").read_text())
+        return target, *_read_folder(target)
+    except CheckpointError as error:
+        found = old, *_read_folder(old)
+        logger.warning("%s; the older one in %s is loaded", error, old)
+        return found
+
+
+def _read_folder(source: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    index, sealed = _read_index(source)
+    parts = []
+    for rank, size in enumerate(index["bytes"]):
+        part, part_sealed = _read_part(source / _part(rank, index["parts"]), size)
+        parts.append(part)
+        sealed = sealed and part_sealed
+    if not sealed:
+        logger.warning("checkpoint %s was written without checksums: damage may go unnoticed; the "
+                       "next save adds them", source)
+    return index, parts
+
+
+def _read_index(source: Path) -> tuple[dict[str, Any], bool]:
+    try:
+        index, sealed = checksums.open_json((source / "index.json").read_text(encoding="utf-8"))
         if not isinstance(index, dict):
             raise ValueError(f"a {type(index).__name__}, not a mapping")
     except OSError as error:
@@ -166,17 +193,29 @@ def _read_index(source: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:  # not JSON, or not text
         raise CheckpointError(
-            f"checkpoint {str(source)!r}: index.json is damaged ({error}); use an older checkpoint"
-        ) from error
+            f"checkpoint {str(source)!r}: index.json is damaged ({short(error)}); use an older "
+            "checkpoint") from error
     if index.get("version") != VERSION:
         raise CheckpointError(
-            f"checkpoint {str(source)!r} has version {index.get('version')}, this release reads "
-            f"{VERSION}"
+            f"checkpoint {str(source)!r} has version {short(index.get('version'))}, this release "
+            f"reads {VERSION}"
         )
+    return _checked_index(source, index), sealed
+
+
+def _checked_index(source: Path, index: dict[str, Any]) -> dict[str, Any]:
+    parts, sizes = index.get("parts"), index.get("bytes")
+    if type(parts) is not int or not isinstance(sizes, list) or len(sizes) != parts or parts < 1 \
+            or not all(type(size) is int and size >= 0 for size in sizes) or "extra" not in index:
+        raise CheckpointError(
+            f"checkpoint {str(source)!r}: index.json is damaged (parts={short(parts)}, "
+            f"bytes={short(sizes)} and extra must be there, with one size for each part); use an "
+            "older checkpoint")
     return index
 
 
-def _read_part(path: Path, size: int) -> dict[str, Any]:
+def _read_part(path: Path, size: int) -> tuple[dict[str, Any], bool]:
+    """Content of a part, and whether the file is sealed."""
     found = path.stat().st_size if path.exists() else None
     if found != size:
         raise CheckpointError(
@@ -184,10 +223,14 @@ def _read_part(path: Path, size: int) -> dict[str, Any]:
             f"index says {size}: it is truncated or "
             "missing; use an older checkpoint")
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        sealed = checksums.verify(path)
+        part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(part, dict) or not {"model", "optimizer"} <= set(part):
+            raise ValueError("it has no model and optimizer")
+        return part, sealed
     except _UNREADABLE as error:
         raise CheckpointError(
-            f"checkpoint file {str(path)!r} cannot be read: {error}; use an older checkpoint"
+            f"checkpoint file {str(path)!r} cannot be read: {short(error)}; use an older checkpoint"
         ) from error
 
 

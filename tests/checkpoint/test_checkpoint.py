@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
+import shutil
+import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from moe_plugin import MoELayer
-from moe_plugin.checkpoint import CheckpointError, load, merge, save, split
+from moe_plugin.checkpoint import CheckpointError, checksums, load, merge, save, split
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.gradients import sync_gradients
@@ -169,7 +174,7 @@ def test_damaged_index(tmp_path: Path, content: bytes) -> None:
 
 def test_other_version(tmp_path: Path) -> None:
     index = saved(tmp_path) / "index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), "version": 9}))
+    index.write_text(checksums.seal_json({**checksums.open_json(index.read_text())[0], "version": 9}))
     with pytest.raises(CheckpointError, match="version 9"):
         load_here(tmp_path / "ckpt")
 
@@ -196,17 +201,18 @@ def errors_of_saves(path: Path, size: int) -> list[str]:
 
 def test_a_rank_that_cannot_write_ends_the_save_on_all_and_keeps_the_old_checkpoint(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, write = saved(tmp_path), torch.save
+    path, write = saved(tmp_path), checksums.write_sealed
     before = {file.name: file.read_bytes() for file in path.iterdir()}
 
-    def full(state: object, file: Path) -> None:
+    def full(file: Path, save_to: Callable[[Any], None]) -> None:
         if "part-00001" in file.name:
-            raise OSError("disk full")
-        write(state, file)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, save_to)
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(checksums, "write_sealed", full)
     first, second, *others = errors_of_saves(path, 4)
-    assert "disk full" in second and "rank 1 could not write" in second
+    assert "rank 1 could not write" in second and "disk is full" in second
+    assert "MiB free): free space" in second
     assert all("error on rank(s) 1;" in text for text in (first, *others))
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
@@ -214,7 +220,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_and_keeps_the_old_checkpo
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     first, second = errors_of_saves(tmp_path / "file" / "ckpt", 2)
-    assert "rank 0 could not write" in first and "choose another directory" in first
+    assert "rank 0 could not write" in first and "choose another folder" in first
     assert "error on rank(s) 0;" in second
 
 
@@ -222,3 +228,77 @@ def test_killed_between_the_two_renames(tmp_path: Path) -> None:
     path = saved(tmp_path)
     path.rename(path.with_name("ckpt.old"))
     run_simulated(1, lambda comm: load(path, Model(comm), None, comm))
+
+
+@pytest.mark.parametrize("name", ["index.json", "part-00000-of-00002.pt", "part-00001-of-00002.pt"])
+def test_every_single_bit_flip_is_detected(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path)
+    whole, model = (path / name).read_bytes(), Model(LocalComm())
+    edges = [*range(64), *range(len(whole) - 64, len(whole))]
+    for offset in sorted({*edges, *range(0, len(whole), max(1, len(whole) // 300))}):
+        flipped = bytearray(whole)
+        flipped[offset] ^= 1 << offset % 8
+        (path / name).write_bytes(flipped)
+        with pytest.raises(CheckpointError):
+            load(path, model)
+    (path / name).write_bytes(whole)
+    load(path, model)
+
+
+def unsealed(path: Path) -> None:
+    """Turn a checkpoint into one of a release without checksums."""
+    index = checksums.open_json((path / "index.json").read_text())[0]
+    for rank, size in enumerate(index["bytes"]):
+        os.truncate(path / f"part-{rank:05d}-of-{index['parts']:05d}.pt", size - 27)
+    index["bytes"] = [size - 27 for size in index["bytes"]]
+    (path / "index.json").write_text(json.dumps(index))
+
+
+def test_a_checkpoint_without_checksums_loads_with_one_warning(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = saved(tmp_path)
+    load(path, Model(LocalComm()))
+    assert not caplog.records
+    unsealed(path)
+    load(path, Model(LocalComm()))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "without checksums" in caplog.text
+
+
+def test_a_damaged_copy_gives_way_to_its_predecessor(tmp_path: Path,
+                                                     caplog: pytest.LogCaptureFixture) -> None:
+    path = saved(tmp_path)
+    shutil.copytree(path, path.with_name("ckpt.old"))
+    os.truncate(path / "part-00001-of-00002.pt", 100)
+    load(path, Model(LocalComm()))
+    assert "part-00001-of-00002.pt" in caplog.text and "ckpt.old" in caplog.text
+
+
+@pytest.mark.parametrize("content", ['{"version": 1}', '{"version": 1, "parts": 1}',
+                                     '{"version": 1, "parts": -1, "bytes": [], "extra": {}}',
+                                     '{"version": 1, "parts": 2, "bytes": [1], "extra": {}}',
+                                     "[" * 2000 + "]" * 2000, "[" * 200_000])
+def test_an_index_that_is_not_ours_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(CheckpointError, match="index.json is damaged") as error:
+        load(tmp_path, Model(LocalComm()))
+    assert len(str(error.value)) < 600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize(("options", "words"), [("size=64k", "disk is full"),
+                                                ("size=64k,ro", "read-only")])
+def test_full_and_read_only_disks_end_with_the_remedy(tmp_path: Path, options: str,
+                                                      words: str) -> None:
+    (tmp_path / "disk").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs",
+                              str(tmp_path / "disk")], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        model = nn.Linear(200, 200)
+        with pytest.raises(CheckpointError, match=words):
+            save(tmp_path / "disk" / "ckpt", model)
+        assert not (tmp_path / "disk" / "ckpt").exists()
+    finally:
+        subprocess.run(["umount", str(tmp_path / "disk")], check=True)

@@ -2,29 +2,34 @@
 
 Saving has two phases, so that a killed run always leaves one step that every rank has: each rank
 writes `NAME.new`; when all have, each renames it to `NAME`. Loading looks at both names and takes
-the newest step that all ranks have.
+the newest step that all ranks have. Every file has a checksum (`moe_plugin.checkpoint.checksums`).
 """
 
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_plugin.checkpoint import merge, split
+from moe_plugin.checkpoint import CheckpointError, checksums, merge, split
+from moe_plugin.messages import short
 
+logger = logging.getLogger(__name__)
 MANIFEST, VERSION, PENDING = "moe_plugin", 1, ".new"
 _RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
 # what torch.load raises for a damaged file
-_UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError,
-               AttributeError)
+_UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
+               AttributeError, AssertionError, TypeError, ImportError, ArithmeticError)
 
 
 def with_rank_suffix(suffix: str, rank: int) -> str:
@@ -54,10 +59,41 @@ def is_crash_dump(filename: str) -> bool:
     return os.path.basename(filename).startswith("crash")
 
 
-def commit(filename: str, group: Any) -> None:
-    """Second phase: wait until every rank has written, then rename."""
-    dist.barrier(group)
+def save(filename: str, write: Callable[[str], None], group: Any) -> None:
+    """Write this rank's file by `write(name)`, wait until every rank has, then rename.
+
+    Raises:
+        CheckpointError: a rank could not write; on every rank. Files of before are untouched.
+    """
+    error: Exception | None = None
+    try:
+        write(filename + PENDING)
+    except Exception as caught:  # noqa: BLE001 - of any kind: the other ranks must know
+        error = caught
+    texts = [text for text in _gather(error and short(error, 1000), group) if text]
+    if error is not None:
+        raise error
+    if texts:
+        raise CheckpointError(f"not written, because of an error on another rank: {texts[0]}")
     os.replace(filename + PENDING, filename)
+
+
+def write(state: Mapping[str, Any], path: str) -> None:
+    """Write a checkpoint file with its checksum; it gets its name when complete.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        checksums.write_sealed(path + ".tmp", lambda stream: torch.save(state, stream))
+        os.replace(path + ".tmp", path)
+    except OSError as error:
+        if os.path.exists(path + ".tmp"):
+            os.remove(path + ".tmp")
+        raise CheckpointError(
+            f"checkpoint {path!r} cannot be written ({error.strerror}); older ones are untouched; "
+            f"{checksums.write_remedy(error, os.path.dirname(path) or '.')} (--save-dir)"
+        ) from error
 
 
 def copy(source: str, target: str, link: bool = False) -> None:
@@ -86,45 +122,116 @@ def _duplicate(source: str, target: str, link: bool) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    """A checkpoint file, tensors mapped from disk. `ValueError` where it is truncated or not a
-    checkpoint.
+    """A checkpoint file, tensors mapped from disk.
+
+    Raises:
+        CheckpointError: it is truncated, damaged or not a checkpoint.
     """
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        if not checksums.verify(path):
+            warnings.warn(
+                f"checkpoint {without_rank(path)!r} was written without checksums: damage may go "
+                "unnoticed; the next save adds them", stacklevel=2)
+        return _load(path)
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
         size = os.path.getsize(path) if os.path.exists(path) else 0
-        reason = str(error).split("\n")[0]
-        raise ValueError(
-            f"checkpoint {path!r} ({size} bytes) is truncated or damaged: {reason}; give another "
-            "one with --restore-file"
+        raise CheckpointError(
+            f"checkpoint {path!r} ({size} bytes) is truncated or damaged: {short(error)}; give "
+            "another one with --restore-file"
         ) from error
 
 
-def agree(filename: str, wanted: Mapping[str, int], group: Any) -> None:
-    """Make `filename` the newest step that all ranks have, or leave it absent on all of them.
+def _load(path: str) -> dict[str, Any]:
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}, not a mapping")
+    return state
+
+
+@dataclass
+class _Survey:
+    """This rank's files. steps: whole ones by step. damaged: what is wrong with others. refusal:
+    why a file does not fit this run.
+    """
+
+    steps: dict[int, str] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+    refusal: str = ""
+
+
+def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
+    """This rank's file of the newest step that all ranks have: `filename`, or an older checkpoint
+    next to it where a rank's `checkpoint_last` is damaged.
 
     Args:
-        filename: this rank's file. wanted: manifest entries that must match. group: data-parallel
-            ranks; None: this rank alone.
+        filename: this rank's file.
+        wanted: manifest entries that must match.
+        group: data-parallel ranks; None: this rank alone.
     Raises:
         ValueError: on every rank, with the reason of the first rank that has one.
     """
-    found = _survey(filename, wanted)
-    everyone = [found]
-    if group is not None:
-        everyone = [None] * dist.get_world_size(group)  # type: ignore[list-item]
-        dist.all_gather_object(everyone, found, group=group)
-    errors = [entry for entry in everyone if isinstance(entry, str)]
-    if errors:
-        raise ValueError(errors[0])
-    step = newest_common(filename, everyone)
-    if step is None:
-        return
-    chosen = found[step]  # type: ignore[index]
-    if chosen != filename:
-        os.replace(chosen, filename)
+    mine = _survey(filename, wanted)
+    everyone: list[_Survey] = _gather(mine, group)
+    for survey in everyone:
+        if survey.refusal:
+            raise ValueError(survey.refusal)
+    damaged = [text for survey in everyone for text in survey.damaged]
+    if damaged:
+        return _fall_back(filename, wanted, group, damaged)
+    step = newest_common(filename, [survey.steps for survey in everyone])
+    if step is not None and mine.steps[step] != filename:
+        os.replace(mine.steps[step], filename)
+    return filename
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    """The values of all ranks of the group; None: this rank alone."""
+    if group is None:
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
+    """The newest step of which every rank has a whole file of any name, verified newest first."""
+    paths = _older(filename, wanted)
+    everyone = _gather(set(paths), group)
+    for step in sorted(set.intersection(*everyone), reverse=True):
+        whole = _first_whole(paths[step])
+        if all(_gather(whole is not None, group)):
+            logger.warning("%s. Training resumes from the older checkpoint %s (step %d)",
+                           "; ".join(damaged), whole, step)
+            return whole  # type: ignore[return-value]
+    raise CheckpointError(damaged[0])
+
+
+def _older(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
+    """This rank's files that fit, not verified, by step, where `checkpoint_last` is wanted."""
+    folder, name = os.path.split(without_rank(filename))
+    if name != "checkpoint_last.pt":  # asked for by name: no other one will do
+        return {}
+    found: dict[int, list[str]] = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "checkpoint*.pt*"))):
+        if _RANK.findall(path.removesuffix(PENDING)) != _RANK.findall(filename):
+            continue
+        try:
+            found.setdefault(_step_of(path, _load(path), wanted), []).append(path)
+        except _UNREADABLE:
+            pass
+    return found
+
+
+def _first_whole(paths: Sequence[str]) -> str | None:
+    for path in paths:
+        try:
+            read(path)
+            return path
+        except CheckpointError as error:
+            logger.warning("%s", error)
+    return None
 
 
 def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
@@ -146,30 +253,27 @@ def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int |
     return max(steps, default=None)
 
 
-def _survey(filename: str, wanted: Mapping[str, int]) -> dict[int, str] | str:
-    """This rank's complete files by step, or what is wrong."""
+def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
+    pending, survey = filename + PENDING, _Survey()
     try:
-        stray = None if os.path.exists(filename) or os.path.exists(filename +
-                                                                   PENDING) else _other_world(
-                                                                       filename, wanted)
-        if stray:
-            return stray
-        found: dict[int, str] = {}
-        if os.path.exists(filename + PENDING):
+        if not os.path.exists(filename) and not os.path.exists(pending):
+            survey.refusal = _other_world(filename, wanted) or ""
+        if os.path.exists(pending):
             try:
-                found[_checked(filename + PENDING, wanted)] = filename + PENDING
+                survey.steps[_step_of(pending, read(pending), wanted)] = pending
             except ValueError:
                 pass  # a kill during the first phase: the file under its final name counts
         if os.path.exists(filename):
-            found[_checked(filename, wanted)] = filename
-        return found
+            survey.steps[_step_of(filename, read(filename), wanted)] = filename
+    except CheckpointError as error:
+        survey.damaged.append(str(error))
     except ValueError as error:
-        return str(error)
+        survey.refusal = str(error)
+    return survey
 
 
-def _checked(path: str, wanted: Mapping[str, int]) -> int:
+def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
     """The step of a file that fits."""
-    state = read(path)
     manifest = state.get(MANIFEST)
     if manifest is None:
         raise ValueError(

@@ -156,21 +156,22 @@ class MoETrainer(Trainer):
         if files.is_crash_dump(filename) or self.cfg.checkpoint.write_checkpoints_asynchronously:
             # other ranks may not get here: no waiting
             return super().save_checkpoint(filename, extra_state)
-        super().save_checkpoint(filename + files.PENDING, extra_state)
-        files.commit(filename, self.data_parallel_process_group)
+        write = super().save_checkpoint
+        files.save(filename, lambda name: write(name, extra_state),
+                   self.data_parallel_process_group)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
         """fairseq's, after all ranks agreed on files of one step that fit this model and world.
 
         Raises:
-            ValueError: truncated or missing files, another expert count, another world size; on
-                every rank.
+            ValueError: damaged files and no older whole checkpoint, missing files, another expert
+                count, another world size; on every rank.
         """
         if self.has_experts:
             group = self.data_parallel_process_group if self.saves_every_rank else None
             if self.saves_every_rank:
                 filename = files.with_rank(filename, self.data_parallel_rank)
-            files.agree(filename, self._manifest(), group)
+            filename = files.agree(filename, self._manifest(), group)
         return super().load_checkpoint(filename, *args, **kwargs)
 
 

@@ -1,8 +1,9 @@
 """Checkpoints of the training script: Megatron's distributed checkpoint, complete or absent.
 
-    SAVE/iter_0000100/...                      tensors by global index: loads at other parallel
-    sizes SAVE/iter_0000100/moe_plugin.json          model, parallel sizes, progress, size of every
-    file SAVE/latest_checkpointed_iteration.txt     100
+    SAVE/iter_0000100/...                      tensors by global index: loads at other sizes
+    SAVE/iter_0000100/moe_plugin.json          model, parallel sizes, progress; size and checksum
+                                               of every file
+    SAVE/latest_checkpointed_iteration.txt     100
 
 A checkpoint is written next to its final folder and renamed when complete; the file `latest...`
 changes last.
@@ -10,7 +11,6 @@ changes last.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -21,14 +21,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_plugin.checkpoint import CheckpointError
+from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.model import Training
 from moe_plugin.hosts.megatron.state import without_missing
+from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
-LATEST, META = "latest_checkpointed_iteration.txt", "moe_plugin.json"
+LATEST = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
@@ -78,24 +81,31 @@ def save(root: str, training: Training, progress: Progress) -> str:
     Raises:
         FloatingPointError: a weight, buffer or optimizer state of any rank is not finite; nothing
             is written.
+        CheckpointError: it cannot be written; on every rank.
     """
     from megatron.core import dist_checkpointing
 
     _refuse_not_finite(root, training)
     final = folder(root, progress.iteration)
     part = final + ".part"
-    if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        os.makedirs(part)
-    dist.barrier()
+
+    def make_folder() -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            os.makedirs(part)
+
+    def finish() -> None:
+        if dist.get_rank() == 0:
+            files.write_meta(part, _description(training, progress), sums)
+            _replace_folder(part, final)
+            files.write_text(os.path.join(root, LATEST), str(progress.iteration))
+
+    files.together(final, make_folder)
     state = _state(training, loading=False, same_layout=True)
-    dist_checkpointing.save({**state, "progress": asdict(progress)}, part)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        _write_meta(part, training, progress)
-        _replace_folder(part, final)
-        _write_text(os.path.join(root, LATEST), str(progress.iteration))
-    dist.barrier()
+    files.together(final, lambda: dist_checkpointing.save({**state, "progress": asdict(progress)},
+                                                          part))
+    sums = files.sums(part)
+    files.together(final, finish)
     return final
 
 
@@ -112,21 +122,11 @@ def _refuse_not_finite(root: str, training: Training) -> None:
             f"in {root} stays. Resume from it with a lower learning rate or other data")
 
 
-def _write_meta(part: str, training: Training, progress: Progress) -> None:
-    files = {name: os.path.getsize(os.path.join(part, name)) for name in sorted(os.listdir(part))}
-    meta = {
+def _description(training: Training, progress: Progress) -> dict[str, Any]:
+    return {
         "model": shape(training), "layout": layout(),
-        **asdict(progress), "megatron_core": core.core_version, "files": files
+        **asdict(progress), "megatron_core": core.core_version
     }
-    _write_text(os.path.join(part, META), json.dumps(meta, indent=1))
-
-
-def _write_text(path: str, text: str) -> None:
-    with open(path + ".part", "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(path + ".part", path)
 
 
 def _replace_folder(part: str, final: str) -> None:
@@ -149,14 +149,14 @@ def latest(root: str) -> int | None:
         text = stream.read().strip()
     if not text.isdigit():
         raise ValueError(
-            f"{path} contains {text!r}, must contain the number of an iteration; write the number "
-            "of one of the folders iter_... there")
+            f"{path} contains {short(text)}, must contain the number of an iteration; write the "
+            "number of one of the folders iter_... there")
     return int(text)
 
 
 def load(root: str, training: Training) -> Progress:
-    """Load the newest checkpoint under `root`; a collective call. Without one, training starts from
-    the beginning (with a warning).
+    """Load the newest checkpoint under `root`, or an older one where it is damaged; a collective
+    call. Without one, training starts from the beginning (with a warning).
 
     Raises:
         ValueError: the checkpoint is of another model, incomplete, truncated or unreadable. Nothing
@@ -168,8 +168,8 @@ def load(root: str, training: Training) -> Progress:
     if iteration is None:
         logger.warning("no checkpoint found in %s: training starts from the beginning", root)
         return Progress()
-    path = folder(root, iteration)
-    meta = check(path, training)
+    path, meta = _newest_whole(root, iteration)
+    check(path, meta, training)
     same = meta["layout"] == layout()
     optimizers.prepare_optimizer_for_load(training.optimizer)
     try:
@@ -178,10 +178,9 @@ def load(root: str, training: Training) -> Progress:
         found = dist_checkpointing.load(state, path)
     # Megatron, torch and pickle raise many kinds for a damaged file
     except (Exception, CheckpointException) as error:
-        reason = " ".join(str(error).split())[:300] or repr(error)
         raise ValueError(
-            f"checkpoint {path!r} cannot be loaded: {reason}; to use an earlier one write its "
-            "number into "
+            f"checkpoint {path!r} cannot be loaded: {short(error, 300)}; to use an earlier one "
+            f"write its number into "
             f"{os.path.join(root, LATEST)}") from error
     for index, model in enumerate(training.bare()):
         model.load_state_dict(found[f"model{index}"])
@@ -194,35 +193,32 @@ def load(root: str, training: Training) -> Progress:
     return Progress(meta["iteration"], meta["consumed_samples"])
 
 
-def check(path: str, training: Training) -> dict[str, Any]:
-    """The checkpoint's description. `ValueError` where it is not complete or of another model."""
+def _newest_whole(root: str, iteration: int) -> tuple[str, dict[str, Any]]:
+    """Folder and description of the newest whole checkpoint up to an iteration."""
     try:
-        with open(os.path.join(path, META), encoding="utf-8") as stream:
-            meta = json.load(stream)
-        if not isinstance(meta, dict) or not {
-                "files", "model", "layout", "iteration", "consumed_samples"
-        } <= set(meta):
-            raise ValueError("not a description of a checkpoint")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"checkpoint {path!r} has no readable {META} ({error}); it is incomplete or not of "
-            "this script: use another one"
-        ) from error
-    for name, size in meta["files"].items():
-        file = os.path.join(path, name)
-        found = os.path.getsize(file) if os.path.exists(file) else None
-        if found != size:
-            raise ValueError(
-                f"checkpoint {path!r} is damaged: {name} has "
-                f"{'gone' if found is None else f'{found} bytes'}, must have {size} bytes; "
-                "restore the file or use another checkpoint")
+        path = folder(root, iteration)
+        return path, files.verified_meta(path)
+    except CheckpointError as error:
+        for number in files.older(root, iteration):
+            path = folder(root, number)
+            try:
+                meta = files.verified_meta(path)
+            except CheckpointError as other:
+                logger.warning("%s", other)
+                continue
+            logger.warning("%s. Training resumes from the older checkpoint %s", error, path)
+            return path, meta
+        raise
+
+
+def check(path: str, meta: dict[str, Any], training: Training) -> None:
+    """`ValueError` where the checkpoint is of another model."""
     for name, mine in shape(training).items():
         if meta["model"].get(name) != mine:
             raise ValueError(
-                f"checkpoint {path!r} has {name}={meta['model'].get(name)!r}, this run has "
+                f"checkpoint {path!r} has {name}={short(meta['model'].get(name))}, this run has "
                 f"{name}={mine!r}; give the same "
                 "arguments as when it was saved, or another --load")
-    return meta
 
 
 def _state(training: Training, *, loading: bool, same_layout: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,12 +32,61 @@ WANTED = {"num_experts": 4, "world_size": 2, "rank": 0, "expert_parallel_size": 
 
 
 def write(path: Path, step: int = 8, **changes: int) -> str:
-    torch.save(
-        {
-            files.MANIFEST: {**WANTED, "num_updates": step, **changes},
-            "model": {"w": torch.zeros(1000)}
-        }, path)
+    files.write({files.MANIFEST: {**WANTED, "num_updates": step, **changes},
+                 "model": {"w": torch.zeros(1000)}}, str(path))
     return str(path)
+
+
+def test_every_single_bit_flip_is_detected(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "checkpoint_last-rank-0.pt"))
+    whole = path.read_bytes()
+    for offset in sorted({*range(64), *range(0, len(whole), 17),
+                          *range(len(whole) - 64, len(whole))}):
+        flipped = bytearray(whole)
+        flipped[offset] ^= 1 << offset % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match="truncated or damaged"):
+            files.agree(str(path), WANTED, None)
+
+
+def test_a_file_without_checksum_loads_with_one_warning(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoint_last-rank-0.pt")
+    os.truncate(path, os.path.getsize(path) - 27)
+    with pytest.warns(UserWarning, match="without checksums"):
+        files.agree(path, WANTED, None)
+
+
+def test_a_damaged_last_checkpoint_gives_way_to_an_older_one(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    last = write(tmp_path / "checkpoint_last-rank-0.pt", 12)
+    for name, step in [("1_4", 4), ("1_8", 8), ("_best", 10)]:
+        write(tmp_path / f"checkpoint{name}-rank-0.pt", step)
+    write(tmp_path / "checkpoint_best-rank-1.pt", 12, rank=1)
+    os.truncate(last, 500)
+    os.truncate(tmp_path / "checkpoint_best-rank-0.pt", 500)
+    assert files.agree(last, WANTED, None) == str(tmp_path / "checkpoint1_8-rank-0.pt")
+    assert "checkpoint_last-rank-0.pt" in caplog.text and "step 8" in caplog.text
+    asked = str(tmp_path / "checkpoint_best-rank-0.pt")
+    with pytest.raises(ValueError, match="checkpoint_best-rank-0.pt.*damaged"):
+        files.agree(asked, WANTED, None)
+
+
+def test_a_full_disk_ends_with_the_remedy_and_keeps_what_is_there(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "checkpoint_last-rank-0.pt"
+    write(path, 4)
+    before = path.read_bytes()
+
+    def full(file: str, _write: Any) -> None:
+        Path(file).write_bytes(b"PK")
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files.checksums, "write_sealed", full)
+    for code, words in [(errno.ENOSPC, "disk is full.*free space"), (errno.EROFS, "read-only")]:
+        with pytest.raises(ValueError, match=f"{words}.*--save-dir"):
+            files.save(str(path), lambda name: files.write({}, name), None)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
 
 
 def test_names() -> None:
@@ -211,12 +262,18 @@ def test_resume_with_another_world_or_a_damaged_file_is_refused(corpus: Corpus, 
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     run("fairseq-train", arguments).failed_with("world_size=2", "world_size=1")
     damaged = tmp_path / "checkpoint_last-rank-1.pt"
-    before.pop(damaged.name)
+    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     damaged.write_bytes(damaged.read_bytes()[:-1000])
+    resumed = run("fairseq-train", arguments, ranks=2).ok()
+    assert "checkpoint_last-rank-1.pt" in resumed.log and "truncated or damaged" in resumed.log
+    assert re.findall(r"Loaded checkpoint .*@ (\d+) updates", resumed.log)[0] == "12"
+    for path in tmp_path.glob("*-rank-1.pt"):
+        os.truncate(path, path.stat().st_size - 1000)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     run("fairseq-train", arguments, ranks=2).failed_with("checkpoint_last-rank-1.pt",
                                                          "truncated or damaged")
     assert before == {
-        path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path != damaged
+        path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()
     }
 
 

@@ -354,6 +354,12 @@ def test_bad_checkpoints_are_named(data: str, whole_run: Any, tmp_path: Path) ->
 
     shard.write_bytes(b"\0" * len(whole))
     [message] = on_ranks(1, _message, [*argv, "--load", str(folder)])
+    assert "is damaged" in message and f"{shard.name} has another checksum" in message
+
+    meta = folder / "iter_0000004" / "moe_plugin.json"  # as of a release without checksums
+    meta.write_text(json.dumps({k: v for k, v in json.loads(meta.read_text()).items()
+                                if k not in ("sealed", "crc32", "checksums")}))
+    [message] = on_ranks(1, _message, [*argv, "--load", str(folder)])
     assert "cannot be loaded" in message and "latest_checkpointed_iteration.txt" in message
 
     (folder / "iter_0000004" / "moe_plugin.json").write_text("[]")
@@ -363,6 +369,70 @@ def test_bad_checkpoints_are_named(data: str, whole_run: Any, tmp_path: Path) ->
     (folder / "latest_checkpointed_iteration.txt").write_text("soon")
     [message] = on_ranks(1, _message, [*argv, "--load", str(folder)])
     assert "'soon'" in message
+
+
+def _flips(folder: str) -> tuple[int, list[str]]:
+    """Number of single bit flips tried in every file of a checkpoint; those that were not found."""
+    from moe_plugin.checkpoint import CheckpointError
+    from moe_plugin.hosts.megatron.checkpoint_files import verified_meta
+
+    tried, silent = 0, []
+    for path in sorted(Path(folder).iterdir()):
+        whole = path.read_bytes()
+        for offset in sorted({*range(16), *range(0, len(whole), max(1, len(whole) // 60)),
+                              *range(len(whole) - 32, len(whole))}):
+            flipped = bytearray(whole)
+            flipped[offset] ^= 1 << offset % 8
+            path.write_bytes(flipped)
+            tried += 1
+            with contextlib.suppress(CheckpointError):
+                verified_meta(folder)
+                silent.append(f"{path.name}:{offset}")
+        path.write_bytes(whole)
+    verified_meta(folder)
+    return tried, silent
+
+
+def test_every_single_bit_flip_is_detected(whole_run: Any, tmp_path: Path) -> None:
+    folder = _copy_of(whole_run[0], tmp_path)
+    [(tried, silent)] = on_ranks(1, _flips, str(folder / "iter_0000004"))
+    assert tried > 250 and not silent
+
+
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(data: str, whole_run: Any,
+                                                        tmp_path: Path) -> None:
+    folder = _copy_of(whole_run[0], tmp_path)
+    (folder / "latest_checkpointed_iteration.txt").write_text("8")
+    shard = max((folder / "iter_0000008").glob("*.distcp"))
+    whole = bytearray(shard.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    shard.write_bytes(whole)
+    log = tmp_path / "resumed.jsonl"
+    on_ranks(2, _train, [*MODEL, "--data-path", data, "--train-iters", "6", *EP2, "--load",
+                         str(folder), "--log-file", str(log)])
+    assert _losses(str(log)) == {step: whole_run[1][step] for step in (5, 6)}
+
+
+def _save_without_space(argv: list[str]) -> str:
+    import errno
+    from unittest import mock
+
+    from megatron.core import dist_checkpointing
+
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(dist_checkpointing, "save", side_effect=error):
+        return _message(argv)
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_made_end_with_the_remedy(
+        data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--log-file",
+            str(tmp_path / "log.jsonl"), "--save"]
+    for message in on_ranks(1, _save_without_space, [*argv, str(tmp_path / "full")]):
+        assert "disk is full" in message and "free space" in message and "--save" in message
+    (tmp_path / "file").write_text("in the way")
+    [message] = on_ranks(1, _message, [*argv, str(tmp_path / "file" / "run")])
+    assert "cannot be written" in message and "choose another folder" in message
 
 
 BAD = {

@@ -1,10 +1,30 @@
-"""Evaluation from the checkpoint files of several ranks."""
+"""Checkpoint shims: checksums, and evaluation from the files of several ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from typing import Any
+
+
+def checksums() -> None:
+    """fairseq <= 0.12.3 writes files without checksums, and after an error again into the same
+    half-written file.
+    """
+    from fairseq import checkpoint_utils
+
+    from moe_plugin.hosts.fairseq import checkpoint_files as files
+
+    original = checkpoint_utils.torch_persistent_save
+    manager = checkpoint_utils.PathManager
+
+    def torch_persistent_save(obj: Any, filename: str, async_write: bool = False) -> None:
+        if async_write or manager.path_requires_pathmanager(filename):
+            original(obj, filename, async_write=async_write)
+        else:
+            files.write(obj, filename)
+
+    checkpoint_utils.torch_persistent_save = torch_persistent_save
 
 
 def evaluation_from_rank_files() -> None:
@@ -43,4 +63,4 @@ def evaluation_from_rank_files() -> None:
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
 
 
-SHIMS: tuple[Callable[[], None], ...] = (evaluation_from_rank_files,)
+SHIMS: tuple[Callable[[], None], ...] = (checksums, evaluation_from_rank_files)

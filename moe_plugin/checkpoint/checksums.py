@@ -1,0 +1,141 @@
+"""Checksums of checkpoint files: CRC-32, which finds every change of up to 32 adjacent bits.
+
+A *sealed* file has its checksum inside, so that it moves, is copied and is deleted with the file:
+binary files in a trailer of 27 bytes (torch and zip tools read over it), JSON files in the last
+entry. Files from before are not sealed and still load.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+CHUNK = 1 << 22
+_TRAILER, _TRAILER_BYTES = re.compile(rb"\nmoe-plugin crc32 ([0-9a-f]{8})\n"), 27
+_ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
+_JSON_START = '{"sealed": true'
+_JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
+
+
+class DamagedFile(ValueError):
+    """A file is not what was written. The message says why, without the file's name."""
+
+
+class _SummingStream:
+    """Passes bytes on to another stream, sums them, and keeps the error of a write: torch's writer
+    replaces it by one of its own.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.crc, self._stream = 0, stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.crc = zlib.crc32(data, self.crc)
+        return written
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
+    """Make a sealed binary file, flushed to disk. `write` writes to the stream that it is given;
+    its content is summed on the way.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    with open(path, "wb") as stream:
+        summing = _SummingStream(stream)
+        try:
+            write(summing)
+        except Exception:
+            if summing.error is not None:
+                raise summing.error from None
+            raise
+        stream.write(b"\nmoe-plugin crc32 %08x\n" % summing.crc)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def crc_of(path: str | os.PathLike[str], size: int | None = None) -> int:
+    """CRC-32 of a file, or of its first `size` bytes."""
+    crc, left = 0, os.path.getsize(path) if size is None else size
+    with open(path, "rb", buffering=0) as stream:
+        while left > 0 and (data := stream.read(min(CHUNK, left))):
+            crc, left = zlib.crc32(data, crc), left - len(data)
+    return crc
+
+
+def verify(path: str | os.PathLike[str]) -> bool:
+    """Whether the file is sealed.
+
+    Raises:
+        DamagedFile: it is sealed and is not what was written.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as stream:
+        start = stream.read(len(_ZIP_START))
+        stream.seek(max(0, size - _TRAILER_BYTES))
+        end = stream.read()
+    trailer = _TRAILER.fullmatch(end)
+    if trailer is None:
+        # an unsealed zip file ends with its directory; otherwise this was a trailer
+        if start == _ZIP_START and end[-_ZIP_END_BYTES:][: len(_ZIP_END)] != _ZIP_END:
+            raise DamagedFile("its end is not what was written")
+        return False
+    found, wanted = crc_of(path, size - _TRAILER_BYTES), int(trailer[1], 16)
+    if found != wanted:
+        raise DamagedFile(f"its checksum is {found:08x}, it was written with {wanted:08x}")
+    return True
+
+
+def seal_json(values: Mapping[str, Any]) -> str:
+    """JSON text of a mapping with its checksum."""
+    body = json.dumps({"sealed": True, **values})[:-1]
+    return f'{body}, "crc32": "{zlib.crc32(body.encode()):08x}"}}\n'
+
+
+def open_json(text: str) -> tuple[Any, bool]:
+    """The values of a JSON text, and whether it is sealed.
+
+    Raises:
+        DamagedFile: it is sealed and is not what was written.
+        ValueError: it is not JSON.
+    """
+    start, end = text.startswith(_JSON_START), None
+    if found := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
+        end = len(text) - len(text[-64:]) + found.start()
+    if start or end is not None:
+        if not start or end is None or zlib.crc32(text[:end].encode()) != int(found[1], 16):
+            raise DamagedFile("its checksum is not the one it was written with")
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("too many nested brackets") from error
+    if start:
+        del values["sealed"], values["crc32"]
+    return values, start
+
+
+def write_remedy(error: BaseException, folder: str | os.PathLike[str]) -> str:
+    """What to do where a file in `folder` could not be written."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+        return (f"the disk is full ({free / 2**20:.0f} MiB free): free space or choose another "
+                "folder")
+    if code in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "the folder is read-only here: make it writable or choose another folder"
+    return "free space or choose another folder"
