@@ -4,6 +4,8 @@ Legend: T tokens, K choices, R rows, D width. x, rows, grad: one floating-point 
 float32 (float64). source_R: int64, the choice t*K + j that row r holds, -1: an empty slot.
 position_TK: int64, the inverse: the row that holds a choice, -1: none. Each row holds one choice,
 each choice is in at most one row.
+
+A row that holds NaN or infinity reaches no other token: nothing of another token is multiplied by 0.
 """
 
 from __future__ import annotations
@@ -24,11 +26,10 @@ def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | N
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     rows_RD = x_TD.index_select(0, torch.div(source_R.clamp(min=0), top_k, rounding_mode="floor"))
-    filled_R1 = (source_R >= 0)[:, None]
-    if weights_TK is None:
-        return rows_RD.masked_fill_(~filled_R1, 0)
-    scale_R1 = weights_TK.reshape(-1)[source_R.clamp(min=0)][:, None] * filled_R1
-    return (rows_RD * scale_R1).to(x_TD.dtype)
+    if weights_TK is not None:
+        scale_R1 = weights_TK.reshape(-1)[source_R.clamp(min=0)][:, None]
+        rows_RD = (rows_RD * scale_R1).to(x_TD.dtype)
+    return _clear(rows_RD, source_R < 0)
 
 
 @op
@@ -42,15 +43,45 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) ->
     tokens, k = position_TK.shape
     if rows_RD.shape[0] == 0 or tokens == 0:
         return rows_RD.new_zeros(tokens, rows_RD.shape[1])
-    here_TK = position_TK >= 0
-    scale_TK = here_TK.to(dtype) if weights_TK is None else weights_TK.to(dtype) * here_TK
-    index_TK = position_TK.clamp(min=0)
+    index_TK, scale_TK, none_T = _reads(position_TK, weights_TK, dtype)
     if rows_RD.dtype == dtype and rows_RD.device.type == "cpu":
-        return F.embedding_bag(index_TK, rows_RD, mode="sum", per_sample_weights=scale_TK)
-    y_TD = torch.zeros(tokens, rows_RD.shape[1], dtype=dtype, device=rows_RD.device)
-    for j in range(k):
-        y_TD += rows_RD.index_select(0, index_TK[:, j]) * scale_TK[:, j, None]
-    return y_TD.to(rows_RD.dtype)
+        y_TD = F.embedding_bag(index_TK, rows_RD, mode="sum", per_sample_weights=scale_TK)
+    else:
+        y_TD = torch.zeros(tokens, rows_RD.shape[1], dtype=dtype, device=rows_RD.device)
+        for j in range(k):
+            rows_TD = rows_RD.index_select(0, index_TK[:, j])
+            y_TD += rows_TD if scale_TK is None else rows_TD * scale_TK[:, j, None]
+    y_TD = y_TD.to(rows_RD.dtype)
+    return y_TD if none_T is None else _clear(y_TD, none_T)
+
+
+def _reads(position_TK: Tensor, weights_TK: Tensor | None,
+           dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(row that each choice reads, its weight, bool [T] which tokens have no row); None: all 1, no
+    token.
+
+    An absent choice reads a row of its own token 0 times, because another's may hold NaN.
+    """
+    weights_TK = None if weights_TK is None else weights_TK.to(dtype)
+    here_TK = position_TK >= 0
+    if _on_host(position_TK) and bool(here_TK.all()):
+        return position_TK, weights_TK, None
+    own_T1 = position_TK.amax(1, keepdim=True)
+    index_TK = torch.where(here_TK, position_TK, own_T1).clamp_(min=0)
+    scale_TK = here_TK.to(dtype) if weights_TK is None else weights_TK * here_TK
+    return index_TK, scale_TK, own_T1[:, 0] < 0
+
+
+def _clear(rows_RD: Tensor, empty_R: Tensor) -> Tensor:
+    """The rows, zero where `empty_R` (bool [R]); in place."""
+    if _on_host(empty_R):
+        return rows_RD.index_fill_(0, empty_R.nonzero()[:, 0], 0)  # touches only these rows
+    return rows_RD.masked_fill_(empty_R[:, None], 0)
+
+
+def _on_host(index: Tensor) -> bool:
+    # values can be looked at without waiting for a device or breaking a graph
+    return index.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 @op
@@ -63,7 +94,7 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     grad_TD = grad_TD.to(dtype)
     columns = [(rows_RD.index_select(0, index_TK[:, j]).to(dtype) * grad_TD).sum(1)
                for j in range(index_TK.shape[1])]
-    return torch.stack(columns, dim=1) * (position_TK >= 0)
+    return torch.stack(columns, dim=1).masked_fill_(position_TK < 0, 0)
 
 
 class _Gather(torch.autograd.Function):
@@ -123,15 +154,30 @@ class _Permute(torch.autograd.Function):
         return grad_RD.index_select(0, ctx.saved_tensors[0]), None, None
 
 
+def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
+    """Values of choices by row, [R] in their dtype; 0 for an empty slot."""
+    if values_TK.numel() == 0:
+        return values_TK.new_zeros(source_R.numel())
+    return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)
+
+
+def at_choices(values_R: Tensor, position_TK: Tensor) -> Tensor:
+    """Values of rows by choice, [T, K] in their dtype; 0 where there is no row."""
+    if values_R.numel() == 0:
+        return values_R.new_zeros(position_TK.shape)
+    return values_R[position_TK.clamp(min=0)].masked_fill(position_TK < 0, 0)
+
+
 def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
                        position_TK: Tensor) -> tuple[Tensor, Tensor]:
     """The same as `_Combine.backward`, in operations that autograd can differentiate."""
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0
-    scale_R = weights_TK.reshape(-1)[source_R.clamp(min=0)] * (source_R >= 0)
+    scale_R = at_rows(weights_TK, source_R)
     grad_rows_RD = _Gather.apply(grad_TD, source_R, position_TK) * scale_R[:, None].to(
         grad_TD.dtype)
-    dots_TK = (rows_RD[position_TK.clamp(min=0)] * grad_TD[:, None]).sum(-1) * (position_TK >= 0)
+    dots_TK = (rows_RD[position_TK.clamp(min=0)] * grad_TD[:, None]).sum(-1)
+    dots_TK = dots_TK.masked_fill(position_TK < 0, 0)
     return grad_rows_RD, dots_TK.to(weights_TK.dtype)
 
 

@@ -29,7 +29,7 @@ from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.main_grad import WEIGHTS, MainGrad
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.rows import sum_rows
+from moe_plugin.kernels.rows import at_choices, sum_rows
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
@@ -337,8 +337,4 @@ class _Backward:
     def _grad_gates(self) -> Tensor | None:
         if self.dots_R is None:
             return None
-        position_TK = self.call.position_TK
-        if self.dots_R.numel() == 0:
-            return torch.zeros_like(self.gates_TK)
-        grads_TK = self.dots_R[position_TK.clamp(min=0)] * (position_TK >= 0)
-        return grads_TK.to(self.gates_TK.dtype)
+        return at_choices(self.dots_R, self.call.position_TK).to(self.gates_TK.dtype)

@@ -28,7 +28,7 @@ from moe_plugin.kernels.expert_matmul import (
 from moe_plugin.kernels.groups import Groups
 from moe_plugin.kernels.main_grad import placeholder_grad
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.rows import sum_rows
+from moe_plugin.kernels.rows import at_choices, at_rows, sum_rows
 from moe_plugin.records import RowCounts, RowPlan
 
 
@@ -122,8 +122,8 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
     """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`."""
     groups, token_R = Groups(RowCounts(list(counts)), x.device), _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
-    scale_R = None if gates_TK is None else _at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
-                                                     source_R)
+    scale_R = None if gates_TK is None else at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
+                                                    source_R)
     g_h, g_gate, a_RF, dots_R = expert_matmul_act_backward(grad_y, groups, w_out, h_RF, gate,
                                                            scale_R, token_R, activation)
 
@@ -204,13 +204,6 @@ class _IntoMainGrad(torch.autograd.Function):
         return None, x, gates, None, None, *rest, None, None
 
 
-def _at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Values of choices by row, [R]; 0 for an empty slot."""
-    if values_TK.numel() == 0:
-        return values_TK.new_zeros(source_R.numel())
-    return values_TK.reshape(-1)[source_R.clamp(min=0)] * (source_R >= 0)
-
-
 def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None,
             position_TK: Tensor | None) -> Tensor:
     rows_RD = None
@@ -223,10 +216,8 @@ def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_
 def _grad_gates(groups: Groups, dots_R: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
     """<gradient of y, output row> of each choice: <u, a> from the kernel, plus the bias's part."""
-    if dots_R.numel() == 0:
-        return dots_R.new_zeros(position_TK.shape)
-    if b_out is not None and grad_y.shape[0]:
+    if b_out is not None and grad_y.shape[0] and dots_R.numel():
         expert_R = torch.repeat_interleave(groups.lengths_L, output_size=groups.total)
         share_TL = grad_y.to(dots_R.dtype) @ b_out.to(dots_R.dtype).t()
         dots_R = dots_R + share_TL[token_R.clamp(min=0), expert_R]
-    return dots_R[position_TK.clamp(min=0)] * (position_TK >= 0)
+    return at_choices(dots_R, position_TK)
