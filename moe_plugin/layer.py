@@ -22,7 +22,7 @@ from moe_plugin.routing.replay import Replaying
 from moe_plugin.routing.statistics import call_stats
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import LayoutCall
-from moe_plugin.tuning.placement import place_experts
+from moe_plugin.tuning.placement import agree_on_settings, place_experts
 
 
 class MoELayer(Replaying, nn.Module):
@@ -41,6 +41,7 @@ class MoELayer(Replaying, nn.Module):
         dtype, device: of the parameters.
     Raises:
         ValueError: config, group and names do not fit together; it names value, bound, remedy.
+            Settings or versions differ between ranks; it names them on every rank.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm | None = None, *,
@@ -48,8 +49,10 @@ class MoELayer(Replaying, nn.Module):
                  experts: Callable[[int], nn.Module] | None = None,
                  dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
-        config.prepare()
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
+        agree_on_settings(config, self.comm, dtype=dtype or torch.get_default_dtype(),
+                          custom_router=router is not None, custom_experts=experts is not None)
+        config.prepare()
         config, place, sharing = place_experts(config, self.comm)
         self.config, self.placement = config, place
         where = {"dtype": dtype, "device": device}

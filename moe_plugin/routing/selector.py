@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.local import LocalComm
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.contract import RouterModule, needs_of
@@ -52,7 +51,10 @@ class RouterSelector(RouterModule):
         self.needs = frozenset().union(*(needs_of(router) for router in routers))
         self.steps = 0  # the value of the buffer, without a read from the device
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
-        _check_agreement(self.config, comm if comm is not None else LocalComm())
+        if comm is not None:  # ranks that take different routers would wait in different collectives
+            agree(comm, {"router.name": self.config.names,
+                         **{f"router.selection.{name}": value
+                            for name, value in asdict(self.config.selection).items()}})
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
@@ -129,19 +131,3 @@ def number_layers(model: nn.Module, first: int = 0) -> int:
     for number, selector in enumerate(found, first):
         selector.layer = number
     return len(found)
-
-
-def _check_agreement(config: RouterConfig, comm: Comm) -> None:
-    """`ValueError` if settings differ: ranks with different routers would hang in different
-    collectives.
-    """
-    if comm.size == 1:
-        return
-    text = repr((config.names, config.selection))
-    mark = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    high, low = comm.all_reduce(torch.tensor([mark, -mark], dtype=torch.int64, device=comm.device),
-                                "max").tolist()
-    if high != -low:
-        raise ValueError(
-            f"router.name and router.selection differ between the {comm.size} ranks that share "
-            f"experts; rank {comm.rank} has {text}: give all ranks the same settings, the seed too")

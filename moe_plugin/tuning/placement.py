@@ -6,9 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
+import torch
+
+import moe_plugin
+from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import check_capacity, dispatchers
 from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
@@ -16,7 +22,21 @@ from moe_plugin.tuning.default_hardware import default_cluster
 from moe_plugin.tuning.exchange import prepare
 
 log = logging.getLogger(__name__)
+# settings that each rank may have of its own: nothing that ranks exchange depends on them
+OWN_SETTINGS = ("observe.", "comm.timeout_s", "comm.watchdog_s")
 REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule before any token is seen
+
+
+def agree_on_settings(config: MoEConfig, comm: Comm, **more: Any) -> None:
+    """Check that all ranks make the same layer with the same versions. Collective, see `agree`.
+
+    more: what else decides the shapes and dtypes that ranks exchange, by name.
+    Raises: ValueError: on every rank; names what differs.
+    """
+    settings = {name: value for name, value in flatten(to_dict(config)).items()
+                if not name.startswith(OWN_SETTINGS)}
+    agree(comm, {**settings, **more, "version of torch": torch.__version__,
+                 "version of moe_plugin": moe_plugin.__version__})
 
 
 def place_experts(config: MoEConfig, comm: Comm) -> tuple[MoEConfig, Placement, Comm | None]:
