@@ -21,14 +21,14 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
     """Check that all ranks of a group have equal settings. Collective: one all-gather of 40 bytes.
 
     Its size is fixed, so it ends whatever the ranks' settings are; only where they differ are the
-    settings themselves gathered.
+    settings themselves gathered. Simulated ranks, threads of one process, are not compared.
 
     Args:
         settings: values by name; two are equal where their `repr` is.
     Raises:
         ValueError: on every rank; names each setting that differs, its values and their ranks.
     """
-    if comm.size == 1:
+    if comm.size == 1 or not comm.separate:
         return
     text = json.dumps({name: repr(value) for name, value in settings.items()},
                       sort_keys=True).encode()

@@ -53,11 +53,13 @@ class Comm(ABC):
     receive_first: whether point-to-point messages with all receives posted first are the faster
         linear all-to-all here.
     threaded: whether exchanges may run in another thread (on views made by `with_tag`).
+    separate: whether ranks are processes of their own, whose settings may differ, see `agreement`.
     tag: tells apart exchanges that run at the same time, see `with_tag`.
     """
 
     receive_first: bool = False
     threaded: bool = False
+    separate: bool = False
     tag: int = 0
 
     def __init__(self, rank: int, size: int, name: str, state: GroupState | None = None) -> None:

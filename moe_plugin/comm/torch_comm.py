@@ -42,6 +42,8 @@ class TorchComm(Comm):
     Raises: ValueError: torch.distributed is not initialised.
     """
 
+    separate = True
+
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> None:
         self.group = group if group is not None else dist.group.WORLD
         if self.group is None:
