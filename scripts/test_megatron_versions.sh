@@ -15,7 +15,7 @@ for version in "${@:-0.15.3 0.16.1 0.17.1 0.18.2 0.19.2}"; do
         fi
         echo "== megatron-core $each"
         PYTHONPATH=$target${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 "$python" -m pytest -q -W ignore -p no:cacheprovider \
-            tests/megatron -m "not slow" || failed+=("$each")
+            tests/hosts/megatron -m "not slow" || failed+=("$each")
     done
 done
 if [ ${#failed[@]} -gt 0 ]; then

@@ -14,7 +14,7 @@ from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.megatron import parameters, state
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.settings import script_arguments
+from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
@@ -55,14 +55,18 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
         settings: our settings, dotted paths (see `moe_plugin.config`); None: those among the
             arguments of Megatron's training script, which has them when the launcher started it,
             else defaults.
+        plain_layers: the spec is for standard attention and MoE layers everywhere; another config
+            is refused.
     Raises:
         ValueError: settings that neither side can honour; it names value, bound and remedy.
     """
 
     def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None,
                  pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
-                 **extra: Any) -> None:
+                 plain_layers: bool = False, **extra: Any) -> None:
         core.check_version()
+        if plain_layers:
+            _refuse_other_layers(config)
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
         groups = core.groups(pg_collection)
@@ -308,6 +312,29 @@ def _moe_layers_before(config: Any, layer_number: int, is_mtp: bool) -> int:
     if is_mtp and layer_number <= layers:
         layer_number += layers
     return sum(pattern[: layer_number - 1]) + max(0, layer_number - 1 - layers)
+
+
+def all_layers_moe(config: Any) -> bool:
+    """True where `moe_layer_freq` makes every layer an MoE layer."""
+    pattern = config.moe_layer_freq
+    return all(pattern) if isinstance(pattern, (list, tuple)) else pattern == 1
+
+
+def _refuse_other_layers(config: Any) -> None:
+    for name in ("qk_layernorm", "multi_latent_attention", "qk_l2_norm"):
+        if setting(config, name):
+            raise ValueError(
+                f"{name}={setting(config, name)!r} does not fit this layer spec, which has "
+                "standard attention: must be False; swap the layers of Megatron's block spec with "
+                "moe_plugin.hosts.megatron.spec.swap_moe, or use --spec "
+                "moe_plugin.hosts.megatron.spec moe_layer, which follows "
+                f"--{name.replace('_', '-')}")
+    if not all_layers_moe(config):
+        raise ValueError(
+            f"moe_layer_freq={config.moe_layer_freq!r} does not fit this layer spec, which makes "
+            "every layer an MoE layer: must be 1; swap the layers of Megatron's block spec with "
+            "moe_plugin.hosts.megatron.spec.swap_moe, or use --spec "
+            "moe_plugin.hosts.megatron.spec moe_layer, which follows --moe-layer-freq")
 
 
 def _first_moe_layer(config: Any) -> int:

@@ -10,9 +10,11 @@ On the command line of Megatron's training script (0.16 on):
     else Megatron's own layers
     --spec moe_plugin.hosts.megatron.spec moe_layer_local    Megatron's own layers
 
-Settings then come from the launcher
+Both follow the script's arguments: attention (`--qk-layernorm`, `--multi-latent-attention`,
+`--qk-l2-norm`), normalization, `--moe-layer-freq`, multi-token prediction. Settings come from the
+launcher
 (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`), which adds our arguments.
-Without it: a module of your own with `spec = moe_layer_spec("settings.yaml")`, and
+Without it: a module of your own with `spec = script_spec("settings.yaml")`, and
 `--spec your_module spec`.
 """
 
@@ -23,7 +25,8 @@ from typing import Any
 
 from moe_plugin.config import settings_from_yaml
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config
+from moe_plugin.hosts.megatron.layer import PluginMoELayer, all_layers_moe
 
 
 def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
@@ -50,11 +53,51 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
 
 def moe_layer_spec(settings: Mapping[str, Any] | str | None = None, *,
                    transformer_engine: bool | None = None) -> Any:
-    """A GPT transformer layer spec with our MoE layer. transformer_engine: None takes it where it
-    is installed.
+    """A GPT transformer layer spec with our MoE layer, standard attention, and an MoE layer
+    everywhere. For anything else swap the layers of Megatron's own block spec. A model whose
+    config differs is refused when it is built.
+
+    transformer_engine: None takes it where it is installed.
     """
-    return swap_moe(core.gpt_moe_layer_spec(transformer_engine), settings)
+    settings = settings_from_yaml(settings) if isinstance(settings, str) else settings
+    swapped, _ = core.swap_spec(core.gpt_moe_layer_spec(transformer_engine), PluginMoELayer,
+                                {"settings": settings, "plain_layers": True})
+    return swapped
 
 
-moe_layer = moe_layer_spec()
-moe_layer_local = moe_layer_spec(transformer_engine=False)
+def script_spec(settings: Mapping[str, Any] | str | None = None, *,
+                transformer_engine: bool | None = None) -> Any:
+    """What `--spec` gives Megatron's training script: the layers that its arguments describe, with
+    our MoE layer. Before arguments are parsed, `moe_layer_spec`.
+
+    Raises:
+        ValueError: arguments that describe other layers than Megatron's standard ones, or virtual
+            pipeline stages with layers of several kinds; it names the flag.
+    """
+    arguments = script_arguments()
+    if not arguments:
+        return moe_layer_spec(settings, transformer_engine=transformer_engine)
+    for name in _OTHER_LAYERS:
+        if arguments.get(name):
+            raise ValueError(
+                f"{name}={arguments[name]!r} describes layers that --spec "
+                "moe_plugin.hosts.megatron.spec does not build; leave out "
+                f"--{name.replace('_', '-')}, or swap the MoE layers of your own spec with "
+                "moe_plugin.hosts.megatron.spec.swap_moe")
+    if transformer_engine is None and arguments.get("transformer_impl") == "local":
+        transformer_engine = False
+    config = script_config()
+    block = core.gpt_block_spec(config, transformer_engine)
+    if not config.virtual_pipeline_model_parallel_size:
+        return swap_moe(block, settings, allow_none=True)
+    if not all_layers_moe(config):  # a spec does not know which virtual stage it is for
+        raise ValueError(
+            f"moe_layer_freq={config.moe_layer_freq!r} cannot be used with virtual pipeline stages "
+            "and --spec: must be 1; leave out --moe-layer-freq or the virtual stages")
+    return swap_moe(block.layer_specs[0], settings)
+
+
+_OTHER_LAYERS = ("yaml_cfg", "heterogeneous_layers_config_path", "experimental_attention_variant",
+                 "use_kitchen", "use_kitchen_attention")
+moe_layer = script_spec()
+moe_layer_local = script_spec(transformer_engine=False)

@@ -130,3 +130,94 @@ def test_every_cpu_patch_states_versions_and_reason() -> None:
     from moe_plugin.hosts.megatron.compat.cpu import PATCHES
 
     assert len(PATCHES) >= 8 and all(patch.versions and len(patch.reason) > 20 for patch in PATCHES)
+
+
+def _model_by_arguments(settings: dict[str, object]) -> tuple[list[bool], bool]:
+    """A GPT model by `--spec moe_plugin.hosts.megatron.spec moe_layer` in a script with those
+    settings: which layers are ours (multi-token prediction last), and whether all parameters
+    outside of MoE layers are those of the model that Megatron builds itself.
+    """
+    import argparse
+    import importlib
+    from types import SimpleNamespace
+
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.spec_utils import import_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    from moe_plugin.hosts.megatron import spec
+    from moe_plugin.hosts.megatron.layer import PluginMoELayer
+
+    ps.initialize_model_parallel()
+    base = {
+        "num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 2,
+        "use_cpu_initialization": True, "add_bias_linear": False, "moe_router_topk": 1,
+        "moe_router_pre_softmax": True
+    }
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    config = kind(**{**base, **settings})
+    # what a parsed script leaves behind
+    sys.modules["megatron.training.global_vars"] = SimpleNamespace(  # type: ignore[assignment]
+        _GLOBAL_ARGS=argparse.Namespace(transformer_impl="local"))
+    sys.modules["megatron.training.arguments"] = SimpleNamespace(  # type: ignore[assignment]
+        core_transformer_config_from_args=lambda _: config)
+    sys.modules.setdefault("megatron.training", SimpleNamespace())  # type: ignore[arg-type]
+    importlib.reload(spec)  # the script imports it after its arguments are parsed
+    found = import_module(("moe_plugin.hosts.megatron.spec", "moe_layer"))
+    native = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm)
+
+    if settings.get("multi_latent_attention"):  # not built without Transformer Engine
+        pairs = list(zip(found.layer_specs, native.layer_specs, strict=True))
+        return [True] * len(pairs), all(
+            a.submodules.self_attention == b.submodules.self_attention for a, b in pairs)
+
+    def build(layers: object) -> GPTModel:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, layers, use_transformer_engine=False) if config.mtp_num_layers else None
+        return GPTModel(config, layers, vocab_size=8, max_sequence_length=8, mtp_block_spec=mtp)
+
+    def dense(model: GPTModel) -> dict[str, object]:
+        return {name: tuple(p.shape) for name, p in model.named_parameters()
+                if ".router." not in name and ".experts." not in name}
+
+    ours = build(found)
+    layers = [m for m in ours.modules() if type(m).__name__ == "TransformerLayer"]
+    return [isinstance(layer.mlp, PluginMoELayer) for layer in layers], dense(ours) == dense(
+        build(native))
+
+
+@pytest.mark.distributed
+def test_spec_follows_the_arguments() -> None:
+    from tests.hosts.megatron.ranks import on_ranks
+
+    every = [True] * 4
+    for settings, layers in (
+        ({"qk_layernorm": True}, every), ({"qk_l2_norm": True}, every),
+        ({"multi_latent_attention": True, "qk_layernorm": True}, every),
+        ({"moe_layer_freq": 2, "normalization": "RMSNorm"}, [True, False, True, False]),
+        ({"moe_layer_freq": [0, 1, 1, 0]}, [False, True, True, False]),
+        ({"mtp_num_layers": 1}, [*every, True])):
+        assert on_ranks(1, _model_by_arguments, settings) == [(layers, True)], settings
+
+
+def _refusal(settings: dict[str, object]) -> str:
+    from types import SimpleNamespace
+
+    from moe_plugin.hosts.megatron.layer import PluginMoELayer
+
+    with pytest.raises(ValueError, match="does not fit this layer spec") as refused:
+        PluginMoELayer(SimpleNamespace(**{"moe_layer_freq": 1, **settings}), plain_layers=True)
+    return str(refused.value)
+
+
+def test_a_fixed_layer_spec_refuses_other_layers() -> None:
+    from moe_plugin.hosts.megatron.spec import moe_layer_spec
+
+    assert "plain_layers" in repr(moe_layer_spec())
+    assert "--qk-layernorm" in _refusal({"qk_layernorm": True})
+    assert "--multi-latent-attention" in _refusal({"multi_latent_attention": True})
+    assert "--moe-layer-freq" in _refusal({"moe_layer_freq": 2})

@@ -277,6 +277,18 @@ def gpt_moe_layer_spec(transformer_engine: bool | None) -> Any:
     return gpt_layer_specs.get_gpt_layer_local_spec(num_experts=1)
 
 
+def gpt_block_spec(config: Any, transformer_engine: bool | None) -> TransformerBlockSubmodules:
+    """Megatron's own spec of this pipeline stage's layers, with everything that `config` says of
+    them: attention, norms, which layers are MoE layers.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    engine = has_transformer_engine() if transformer_engine is None else transformer_engine
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm)
+
+
 def replace_norms(spec: Any, native: type, ours: type) -> Any:
     """A copy of a block or layer spec with one norm class replaced by another."""
     if isinstance(spec, TransformerBlockSubmodules):

@@ -32,6 +32,12 @@ def script_arguments() -> dict[str, Any]:
     return {} if arguments is None else vars(arguments)
 
 
+def script_config() -> Any:
+    """`TransformerConfig` of the arguments of Megatron's own training script."""
+    arguments = importlib.import_module("megatron.training.arguments")
+    return arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments()))
+
+
 def extend_parse_args(ours: Callable[[Provider | None], Provider]) -> None:
     """Make Megatron's `parse_args` take `ours(provider)` in place of the provider that a script
     gives it.
