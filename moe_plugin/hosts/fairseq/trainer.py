@@ -7,6 +7,7 @@ For a model without experts it is fairseq's trainer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ from moe_plugin.hosts.fairseq.gradients import (
 )
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.observe import observer
+from moe_plugin.hosts.plain.drops import DropWarning
 from moe_plugin.routing import finish_step
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class MoETrainer(Trainer):
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
-        self._skipped = 0
+        self._skipped, self._warn_of_drops = 0, DropWarning()
         self._replicas: dist.ProcessGroup | None = None  # made where it is needed first
         if self.has_experts:
             _refuse_unsupported(cfg)
@@ -66,6 +68,8 @@ class MoETrainer(Trainer):
             logged = super().train_step(samples, raise_oom)
         if self.has_experts and self.get_num_updates() > before:
             finish_step(self._model)
+        if logged and self.is_data_parallel_master:
+            self._warn_of_drops(self.get_num_updates(), _dropped(logged))
         if self._observer is not None and self.get_num_updates() > before:
             self._observer.after_step(self.get_num_updates())
         return logged
@@ -173,6 +177,12 @@ class MoETrainer(Trainer):
                 filename = files.with_rank(filename, self.data_parallel_rank)
             filename = files.agree(filename, self._manifest(), group)
         return super().load_checkpoint(filename, *args, **kwargs)
+
+
+def _dropped(logged: Mapping[str, Any]) -> float:
+    """The share of first and second choices that a step dropped, from fairseq's log line."""
+    lost = [logged[key] for key in ("overflow_expert1", "overflow_expert2") if key in logged]
+    return sum(lost) / len(lost) / 100 if lost else 0.0
 
 
 def _make_replica_group(replicas: int, timeout_s: float) -> Any:

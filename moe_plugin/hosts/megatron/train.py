@@ -26,6 +26,7 @@ import torch.distributed as dist
 from moe_plugin import determinism
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.hosts.megatron import arguments
+from moe_plugin.hosts.plain.drops import DropWarning
 from moe_plugin.routing import finish_step
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -186,6 +187,7 @@ class Loop:
         self.args, self.training, self.observer, self.log = args, training, observer, log
         self.train_set, self.valid_set = train_set, valid_set
         self.finite = FiniteSteps(training.optimizer)
+        self.warn_of_drops = DropWarning()
         self.replica, self.replicas = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
         self.microbatches = args.global_batch_size // (args.micro_batch_size * self.replicas)
         self.device = next(training.chunks[0].parameters()).device
@@ -298,6 +300,10 @@ class Loop:
                 } for layer, row in self.observer.records(progress.iteration).items()
             },
         }
+        rows = list(record["balance"].values())
+        if rows and dist.get_rank() == 0:
+            self.warn_of_drops(progress.iteration,
+                               sum(row["drop_fraction"] for row in rows) / len(rows))
         self.log.write(record)
         logger.info("%s", line(record, self.args.train_iters))
         return record

@@ -5,6 +5,7 @@ everywhere.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,10 @@ def test_a_launch_script_of_the_branch(corpus: Corpus, tmp_path: Path) -> None:
         "fairseq-train",
         f"{corpus.lm} {script} --user-dir moe_plugin --cpu --no-save --save-dir {tmp_path}",
         ranks=2).ok()
+    # the branch's capacity drops a third of the choices at first: said once, with what to change
+    [warning] = re.findall(r".*found no slot at their expert.*", result.log)
+    assert float(re.findall(r"(\d+) % of the choices", warning)[0]) > 10
+    assert "--moe-capacity-factor none" in warning
     assert len(
         result.losses
     ) == 3 and "fully_sharded becomes legacy_ddp" in result.log and ("--num-workers-valid has no "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging.handlers
 import os
 import signal
 import subprocess
@@ -459,6 +460,14 @@ def test_bad_arguments_are_named(extra: list[str], parts: tuple[str, ...], data:
     assert all(part in message for part in parts), message
 
 
+def _train_with_warnings(argv: list[str]) -> tuple[Any, list[str]]:
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("moe_plugin").addHandler(handler)
+    record = _train(argv)
+    return record, [entry.getMessage() for entry in handler.buffer
+                    if entry.levelno == logging.WARNING]
+
+
 def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
     (tmp_path / "moe.yaml").write_text("dispatch: {name: padded, capacity_factor: 0.5}\n")
     log = str(tmp_path / "stats.jsonl")
@@ -466,7 +475,10 @@ def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
         *MODEL, "--data-path", data, "--train-iters", "2", "--moe-config",
         str(tmp_path / "moe.yaml"), "--moe-stats-jsonl", log
     ]
-    [record] = on_ranks(1, _train, argv)
+    [(record, warnings)] = on_ranks(1, _train_with_warnings, argv)
+    # half of the slots: one warning for both steps, with what to change
+    [warning] = [text for text in warnings if "found no slot at their expert" in text]
+    assert warning.startswith("step 1: ") and "--moe-capacity-factor none" in warning
     assert set(record["balance"]) == {"layer1", "layer2"
                                       } and record["balance"]["layer1"]["drop_fraction"] > 0
     rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
