@@ -13,7 +13,7 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.kernels import kernels
 from moe_plugin.kernels.main_grad import WEIGHTS
 from tests.exactness.harness import compare, config_of, reference, run_rank
-from tests.kernels.test_strategies import make_layer
+from tests.experts.problems import make_layer
 from tests.oracle import Case
 
 

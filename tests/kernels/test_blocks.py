@@ -12,7 +12,7 @@ from moe_plugin.experts import strategies
 from moe_plugin.kernels.cpu import expert_ffn as fused
 from moe_plugin.kernels.cpu.blocks import Block, blocks_of
 from moe_plugin.records import RowPlan
-from tests.kernels.test_strategies import parameters
+from tests.experts.problems import parameters
 
 LOADS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 

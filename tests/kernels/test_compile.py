@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from moe_plugin.kernels.gpu.expert_ffn import expert_ffn
 from moe_plugin.layer import MoELayer
 from tests.combinations import Cell, all_pairs, name_of
+from tests.experts.problems import make_layer, problem
 from tests.kernels.problems import SHAPES, Shape
-from tests.kernels.test_strategies import make_layer, problem
 
 
 @pytest.mark.parametrize("compute", ["auto", "kernels"])

@@ -31,7 +31,7 @@ from moe_plugin.tuning.compute_candidates import (
     why_unmeasured,
 )
 from moe_plugin.tuning.compute_times import MeasuredChoices, timed
-from tests.kernels.test_strategies import parameters, problem
+from tests.experts.problems import parameters, problem
 
 CPU = torch.device("cpu")
 ALL = {"fused", "grouped", "batched", "loop", "kernels"}

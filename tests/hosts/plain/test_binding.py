@@ -63,7 +63,7 @@ def test_only_allowed_processors_and_more_ranks_than_processors(tmp_path: Path) 
 def test_place_from_launchers() -> None:
     assert local_place({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == (1, 4)
     assert local_place({"SLURM_LOCALID": "2", "SLURM_NTASKS_PER_NODE": "8"}) == (2, 8)
-    with pytest.raises(ValueError, match="no launcher told"):
+    with pytest.raises(ValueError, match="the local rank of this process is not known"):
         local_place({})
     with pytest.raises(ValueError, match="local rank 4 of 4"):
         plan(4, 4)

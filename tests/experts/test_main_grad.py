@@ -17,7 +17,7 @@ from moe_plugin.experts import strategies
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.routing.replay import checkpoint
-from tests.kernels.test_strategies import Largest, make_layer
+from tests.experts.problems import Largest, make_layer
 
 SCALE = 1024.0  # of the loss, as a host in fp16 scales it
 

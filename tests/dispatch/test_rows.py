@@ -1,0 +1,102 @@
+"""Which choice lies in which row, against loops."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_plugin.comm import LocalComm, algorithms, run_simulated
+from moe_plugin.dispatch.base import expand, expand_slots
+from moe_plugin.dispatch.rows import (
+    exact_rows,
+    inverse_permutation,
+    rows_of_this_rank,
+    slot_rows,
+    sort_by_expert,
+)
+from moe_plugin.kernels import slot_index
+from moe_plugin.records import Placement, Routing
+
+EXPERTS = 4
+IDS = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=2, max_size=2), max_size=9)
+
+
+def ids_of(rows: list[list[int]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+
+
+def routing_of(ids_TK: Tensor) -> Routing:
+    """A routing with these ids; the rest plays no part here."""
+    scalar = torch.zeros(())
+    return Routing(ids_TK=ids_TK, weights_TK=torch.rand(ids_TK.shape), priority_T=scalar,
+                   losses={}, entropy=scalar, tokens=scalar)
+
+
+@given(rows=IDS)
+@settings(deadline=None, max_examples=60)
+def test_exact_rows(rows: list[list[int]]) -> None:
+    ids_TK = ids_of(rows)
+    plan = exact_rows(ids_TK, torch.rand(ids_TK.shape), EXPERTS)
+    flat = ids_TK.flatten().tolist()
+    wanted = [n for e in range(EXPERTS) for n, expert in enumerate(flat) if expert == e]
+    assert plan.source_R.tolist() == wanted and plan.token_R.tolist() == [n // 2 for n in wanted]
+    assert plan.counts.host == [flat.count(e) for e in range(EXPERTS)]
+    assert plan.position_TK.flatten().tolist() == [
+        wanted.index(n) if expert >= 0 else -1 for n, expert in enumerate(flat)
+    ]
+
+
+@given(rows=IDS, capacity=st.integers(9, 12))
+@settings(deadline=None, max_examples=60)
+def test_fixed_slots(rows: list[list[int]], capacity: int) -> None:
+    ids_TK = ids_of(rows)
+    slots_TK = slot_index(ids_TK, EXPERTS)
+    if slots_TK.numel() and int(slots_TK.max()) >= capacity:
+        return  # capacity drops such choices before rows are planned
+    plan = slot_rows(ids_TK, torch.rand(ids_TK.shape), slots_TK, capacity, EXPERTS)
+    wanted = [-1] * (EXPERTS * capacity)
+    for n, (expert, slot) in enumerate(zip(ids_TK.flatten().tolist(), slots_TK.flatten().tolist(),
+                                           strict=True)):
+        if expert >= 0:
+            wanted[expert * capacity + slot] = n
+    assert plan.source_R.tolist() == wanted and plan.counts.host == [capacity] * EXPERTS
+
+
+def test_choices_without_an_expert_come_last() -> None:
+    order_N, counts_E = sort_by_expert(torch.tensor([[2, -1], [0, 2], [-1, 1]]), EXPERTS)
+    assert order_N.tolist() == [2, 5, 0, 3, 1, 4] and counts_E.tolist() == [1, 1, 2, 0]
+
+
+def test_inverse_permutation() -> None:
+    order_R = torch.randperm(17)
+    assert torch.equal(inverse_permutation(order_R)[order_R], torch.arange(17))
+
+
+def test_every_choice_is_a_row_of_one_rank() -> None:
+    """Where experts are cut, of every rank that has a shard of the expert."""
+    ids_TK = torch.tensor([[0, 3], [1, -1], [2, 0], [3, 1]])
+    for world, experts, owners in [(2, 4, 1), (4, 4, 1), (8, 4, 2)]:
+        found = run_simulated(world, lambda comm, experts=experts: rows_of_this_rank(
+            routing_of(ids_TK), Placement(comm, experts, algorithms.get("linear"))))
+        rows = sorted(n for plan in found for n in plan.source_R.tolist())
+        assert rows == sorted([0, 1, 2, 4, 5, 6, 7] * owners), world
+
+
+def test_slices_of_a_cut_expert_share_out_its_slots() -> None:
+    """Two experts on eight ranks, every token to r = 2 of the S = 4 shards: slot s goes to member
+    s % 2 of each slice.
+    """
+    ids_TK, slots_TK = torch.tensor([[0], [0], [1], [0]]), torch.tensor([[0], [1], [0], [2]])
+    place = run_simulated(8, lambda comm: Placement(comm, 2, algorithms.get("linear"), copies=2))[0]
+    ids_TKr, weights_TKr = expand(place, routing_of(ids_TK[:, :1]), slots_TK)
+    assert ids_TKr.tolist() == [[0, 2], [1, 3], [4, 6], [0, 2]] and weights_TKr.shape == (4, 2)
+    spread_TKr, capacity = expand_slots(place, slots_TK, 3)
+    assert spread_TKr.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]] and capacity == 2
+
+
+def test_whole_experts_are_not_expanded() -> None:
+    routing = routing_of(torch.tensor([[0, 1]]))
+    ids_TK, weights_TK = expand(Placement(LocalComm(), 2, algorithms.get("linear")), routing, None)
+    assert ids_TK is routing.ids_TK and weights_TK is routing.weights_TK
