@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,9 +36,10 @@ class TorchComm(Comm):
 
     Args:
         group: process group; None: the default group.
-        timeout_s: seconds that a point-to-point exchange may take, and the timeout of groups made
-            by `subgroup` (torch's own default there is 30 minutes, not the world's timeout).
-            Collectives of the group itself keep the timeout that it was made with.
+        timeout_s: seconds that a collective or a point-to-point exchange may take, also where the
+            group was made with a longer timeout, and the timeout of groups made by `subgroup`
+            (torch's own default there is 30 minutes, not the world's timeout). Collectives on NCCL
+            keep the timeout that the group was made with.
     Raises: ValueError: torch.distributed is not initialised.
     """
 
@@ -92,15 +93,15 @@ class TorchComm(Comm):
         source, target, factor = _as_supported(x.contiguous()), _as_supported(out), _widening(x)
         with self.error_context(
                 lambda: f"all_to_all of {x.dtype} {tuple(x.shape)}, send {send}, receive {recv}"):
-            dist.all_to_all_single(target, source, [n * factor for n in recv],
-                                   [n * factor for n in send], group=self.group)
+            self._bounded(dist.all_to_all_single, target, source, [n * factor for n in recv],
+                          [n * factor for n in send])
         return out
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """See `Comm`. Not counted in bytes: the backend chooses the algorithm."""
         out = x.clone()
         with self.error_context(lambda: f"all_reduce({op}) of {x.dtype} {tuple(x.shape)}"):
-            dist.all_reduce(out, _OPS[op], group=self.group)
+            self._bounded(dist.all_reduce, out, _OPS[op])
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ class TorchComm(Comm):
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] * (self.size - 1))
         with self.error_context(lambda: f"all_gather of {x.dtype} {tuple(x.shape)}"):
-            _gather(out, x.contiguous(), group=self.group)
+            self._bounded(_gather, out, x.contiguous())
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -119,14 +120,14 @@ class TorchComm(Comm):
         out = x.new_empty((length, *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] - length)
         with self.error_context(lambda: f"reduce_scatter of {x.dtype} {tuple(x.shape)}"):
-            dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
+            self._bounded(dist.reduce_scatter_tensor, out, x.contiguous())
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """See `Comm`; root: a rank of this group. Not counted in bytes."""
         out = x.clone()
         with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
-            dist.broadcast(out, self.ranks[root], group=self.group)
+            self._bounded(dist.broadcast, out, self.ranks[root])
         return out
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
@@ -199,7 +200,24 @@ class TorchComm(Comm):
     def barrier(self) -> None:
         """See `Comm`."""
         with self.error_context(lambda: "barrier"):
-            dist.barrier(group=self.group)
+            self._bounded(dist.barrier)
+
+    def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
+        """Run a collective of torch; on gloo for `timeout_s` at most, whatever the group's own.
+
+        NCCL does not wait on the host: there the group's own timeout and its watchdog apply.
+        """
+        if not self.receive_first:
+            collective(*args, group=self.group)
+            return
+        begun, work = time.monotonic(), collective(*args, group=self.group, async_op=True)
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            if time.monotonic() - begun < self.timeout.total_seconds():
+                raise
+            raise RuntimeError(f"a rank did not come within {self.timeout.total_seconds():g} s "
+                               f"(comm.timeout_s): {error}") from error
 
     def _count_rows(self, messages: int, x: Tensor, rows: int) -> None:
         self._count_sent(messages, rows * math.prod(x.shape[1:]) * x.element_size())

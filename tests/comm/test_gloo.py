@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 import time
@@ -164,6 +165,43 @@ def test_a_missing_peer_is_named(tmp_path: Path) -> None:
         assert f"rank {rank} of 4 in group 'ranks [0, 1, 2, 3]'" in text
         assert "of 20 bytes" in text and "torch.float32" in text
         assert "2" in text.split("not received yet: from ranks [")[1].split("]")[0]
+
+
+COLLECTIVES = {
+    "all_reduce(sum) of torch.float32 (4, 3)": lambda comm, x: comm.all_reduce(x),
+    "all_gather of torch.float32 (4, 3)": lambda comm, x: comm.all_gather(x),
+    "all_to_all of torch.float32 (4, 3)": lambda comm, x: comm.all_to_all(x),
+    "broadcast from 1 of torch.float32 (4, 3)": lambda comm, x: comm.broadcast(x, 1),
+    "send_receive of torch.float32": lambda comm, x: comm.reduce_scatter(x),
+    "barrier": lambda comm, x: comm.barrier(),
+}
+
+
+def _nobody_else_comes(folder: Path) -> None:
+    """Rank 0 of a group of its own maker for each collective; the group waits for 60 s."""
+    groups = [dist.new_group([0, 1]) for _ in COLLECTIVES]
+    if dist.get_rank():
+        while not (folder / "done").exists():
+            time.sleep(0.05)
+        os._exit(0)
+    found = []
+    for group, call in zip(groups, COLLECTIVES.values(), strict=True):
+        begun = time.monotonic()
+        with pytest.raises(CommError) as caught:
+            call(TorchComm(group, timeout_s=0.5), torch.zeros(4, 3))
+        found.append((str(caught.value), time.monotonic() - begun))
+    (folder / "found").write_text(repr(found))
+    (folder / "done").touch()
+    os._exit(0)
+
+
+def test_every_collective_ends_in_time_in_groups_made_by_others(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 died"):
+        run_gloo(2, _nobody_else_comes, tmp_path)
+    found = ast.literal_eval((tmp_path / "found").read_text())
+    for name, (text, seconds) in zip(COLLECTIVES, found, strict=True):
+        assert text.startswith("rank 0 of 2 in group 'ranks [0, 1]'") and name in text
+        assert 0.4 < seconds < 5
 
 
 def _copied_layer() -> tuple[bool, bool]:
