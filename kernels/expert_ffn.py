@@ -36,6 +36,8 @@ class FFNParameters:
     main_grad_weights: by field name, the parameters whose gradient the host keeps in `main_grad`. A
     strategy that uses the fields need not know: `redirect_grad` adds the gradients. One that
     computes with `operands()` must add these gradients itself, see `kernels.main_grad`.
+    dropout: probability with which a value after the activation becomes 0; only strategies for
+    which `drops_out` is true read it.
     """
 
     w_in_LDF: Tensor
@@ -48,6 +50,7 @@ class FFNParameters:
     memory: Workspace
     choice: str = "rule"
     main_grad_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    dropout: float = 0.0
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
         """Inputs of one autograd function, and the `main_grad_weights` among them.
@@ -106,6 +109,8 @@ def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParame
         inner_RF = act(inner_RF)
     else:
         inner_RF = act(matmul(rows_RD, counts, p.w_gate_LDF, p.b_gate_LF)) * inner_RF
+    if p.dropout:
+        inner_RF = F.dropout(inner_RF, p.dropout)
     return matmul(inner_RF, counts, p.w_out_LFD, p.b_out_LD)
 
 
@@ -176,6 +181,20 @@ strategies.register("loop")(from_matmul(loop))
 strategies.register("batched")(from_matmul(batched))
 strategies.register("grouped", why_not=lambda: None
                     if _HAS_GROUPED else _NO_GROUPED)(from_matmul(grouped))
+
+
+_DROP_OUT = tuple(strategies.get(name)
+                  for name in ("loop", "batched", *(["grouped"] if _HAS_GROUPED else [])))
+
+
+def drops_out(strategy: Strategy) -> bool:
+    """Whether a strategy applies `FFNParameters.dropout`; `drop_out_strategy` is one that does."""
+    return strategy in _DROP_OUT
+
+
+def drop_out_strategy() -> Strategy:
+    """The strategy in place of one without dropout: torch's grouped GEMM, or a loop."""
+    return _DROP_OUT[-1]
 
 
 def _bmm(x_LCI: Tensor, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:

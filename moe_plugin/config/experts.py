@@ -32,6 +32,10 @@ class ExpertsConfig(Section):
         flag="expert-compute-selection")
     shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none",
                                     flag="shared-expert-hidden-dim")
+    dropout: float = option(
+        0.0, "training: probability with which a value inside an expert, after the activation, "
+        "becomes 0; fused kernels have no dropout, torch's matmuls take their place",
+        flag="expert-dropout")
     init_std: float | None = option(
         None, "standard deviation of initial weights; none: Xavier uniform", flag="expert-init-std")
 
@@ -40,5 +44,6 @@ class ExpertsConfig(Section):
         for name, value in (("hidden_dim", self.hidden_dim),
                             ("shared_hidden_dim", self.shared_hidden_dim)):
             self.require(name, value >= 0, ">= 0", "use 0 for the default")
+        self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
                      "use none")

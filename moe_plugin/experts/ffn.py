@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,16 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels import main_grad
-from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
+from moe_plugin.kernels.expert_ffn import (
+    FFNParameters,
+    drop_out_strategy,
+    drops_out,
+    strategies,
+)
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import ExpertRows, HostContext, Placement
+
+logger = logging.getLogger(__name__)
 
 # axis along which an expert is cut where there are fewer experts than ranks (axis 0 counts experts)
 SHARD_AXIS = {
@@ -43,6 +51,9 @@ class FFNExperts(Experts):
         self.config, self.placement = config.experts, placement
         self.adds_to_main_grad = host.adds_to_main_grad
         self.compute = strategies.get(config.experts.compute)
+        if self.config.dropout and not drops_out(self.compute):
+            logger.info("experts.dropout=%s: experts.compute=%s has no dropout; in training torch's "
+                        "matmuls compute the experts", self.config.dropout, self.config.compute)
         self.memory = Workspace()
         shards, local, width = placement.shards, placement.local, config.model_dim
         _check_shards(config, shards)
@@ -96,7 +107,10 @@ class FFNExperts(Experts):
     def forward(self, work: ExpertRows) -> Tensor:
         """See `Experts`. A shard's part of the result where experts are split."""
         strategy = work.strategy or self.compute
-        return strategy(work.x, work.rows, work.parameters or self.compute_parameters())
+        parameters = work.parameters or self.compute_parameters()
+        if parameters.dropout and not drops_out(strategy):
+            strategy = drop_out_strategy()
+        return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
         """See `Experts`: those of `SHARD_AXIS` that this kind of expert has."""
@@ -134,7 +148,7 @@ class FFNExperts(Experts):
         return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"),
                              tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
                              self.config.activation, self.memory, self.config.compute_selection,
-                             redirected)
+                             redirected, self.config.dropout if self.training else 0.0)
 
 
 @expert_kinds.register("gated_ffn")

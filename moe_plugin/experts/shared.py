@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
@@ -22,6 +23,7 @@ class SharedExpert(nn.Module):
         options = {"bias": config.experts.bias, "dtype": dtype, "device": device}
         self.activation = ACTIVATIONS[config.experts.activation].value
         self.fc_in = nn.Linear(width, inner, **options)
+        self.dropout = config.experts.dropout
         gated = config.experts.kind == "gated_ffn"
         self.fc_gate = nn.Linear(width, inner, **options) if gated else None
         self.fc_out = nn.Linear(inner, width, **options)
@@ -41,6 +43,7 @@ class SharedExpert(nn.Module):
             inner_TF = self.activation(inner_TF)
         else:
             inner_TF = self.activation(self.fc_gate(x_TD)) * inner_TF
+        inner_TF = F.dropout(inner_TF, self.dropout, self.training)
         y_TD = self.fc_out(inner_TF).to(x_TD.dtype)
         return y_TD if mask_T is None else y_TD.masked_fill(~mask_T[:, None], 0)
 

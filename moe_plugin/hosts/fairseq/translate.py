@@ -58,7 +58,9 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
                                                         for name in DISPATCH_FLAGS)
     file = flags[CONFIG_FLAG.dest]
     in_file = settings_from_yaml(file) if file else {}
+    dropout = setting(args, "activation_dropout", 0) or setting(args, "relu_dropout", 0) or 0
     base = {"experts.hidden_dim": ffn_dim, "experts.activation": _activation(activation),
+            "experts.dropout": float(dropout),
             **_branch_base(args, _chosen_k(args, flags, in_file), own_dispatch)}
     changed = set(_changed_branch_paths(args))
     base = {path: value for path, value in base.items() if path not in in_file or path in changed}
@@ -146,10 +148,6 @@ def _warn(args: Any, config: MoEConfig) -> None:
             "--moe-expert-ffn-dim %s is not read, as in fairseq's moe branch; "
             "--moe-expert-hidden-dim sets the width",
             ffn)
-    dropout = float(setting(args, "activation_dropout", 0) or setting(args, "relu_dropout", 0) or 0)
-    if dropout:
-        logger.warning("--activation-dropout %s applies to dense layers only; experts have none",
-                       dropout)
     if setting(args, "dummy_a2a", False):
         logger.warning(
             "--dummy-a2a: tokens do not reach their experts, results are wrong; for profiling only")

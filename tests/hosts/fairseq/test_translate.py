@@ -57,6 +57,9 @@ BRANCH = "--moe-freq 2 --moe-expert-count 4 "
     ("--moe-dispatch ragged --moe-capacity-factor none", "dispatch.capacity_factor", None),
     ("--moe-dispatch ragged --moe-capacity-factor none", "dispatch.eval_token_fraction", 0.0),
     ("--moe-dispatch ragged", "dispatch.name", "ragged"),
+    ("", "experts.dropout", 0.0),
+    ("--activation-dropout 0.1", "experts.dropout", 0.1),
+    ("--activation-dropout 0.1 --moe-expert-dropout 0.3", "experts.dropout", 0.3),
     ("--moe-top-k 3", "router.second_expert_policy", "all"),
     ("--moe-losses gshard=0.5,z=0.001", "losses", {"gshard": 0.5, "z": 0.001}),
 ])
