@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -349,3 +350,26 @@ def test_a_launched_process_without_a_group_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="WORLD_SIZE=2 .*init_process_group"):
         MoELayer(config())
     assert MoELayer(config(), LocalComm()).comm.size == 1
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"router": {"name": "topk,base"}}, {"parallel": {"mode": "auto"}},
+    {"comm": {"all_to_all": "auto"}}, {"experts": {"compute_selection": "rule"}},
+    {"dispatch": {"capacity_factor": 1.0, "name": "padded"}}], ids=str)
+def test_a_used_layer_is_pickled_copied_and_saved(settings: dict) -> None:
+    layer, x, file = MoELayer(from_dict({"model_dim": 8, "num_experts": 4} | settings)), torch.randn(
+        5, 8), io.BytesIO()
+    layer(x).output.sum().backward()
+    torch.save(layer.eval(), file)
+    file.seek(0)
+    for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer),
+                  torch.load(file, weights_only=False)):
+        assert torch.equal(other(x).output, layer(x).output)
+        other.train()(x).output.sum().backward()
+
+
+def test_a_router_of_two_choices_refuses_one_expert() -> None:
+    with pytest.raises(ValueError, match="num_experts=1 is out of bounds: must be >= 2 with "
+                       "GShardRouter; raise num_experts"):
+        MoELayer(from_dict({"model_dim": 8, "num_experts": 1, "router": {"name": "gshard",
+                                                                         "top_k": 1}}))

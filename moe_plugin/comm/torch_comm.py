@@ -64,6 +64,12 @@ class TorchComm(Comm):
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm:
         return self  # a copy of a model talks to the same ranks; a process group cannot be copied
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a layer over the process group {self.name!r} cannot be pickled, as a process group "
+            "exists in its own process only; save state_dict() and build the layer again, or use "
+            "copy.deepcopy in this process")
+
     @property
     def device(self) -> torch.device:
         """The current CUDA device for NCCL, else the CPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import os
+import pickle
 import time
 from pathlib import Path
 
@@ -207,6 +208,8 @@ def test_every_collective_ends_in_time_in_groups_made_by_others(tmp_path: Path) 
 def _copied_layer() -> tuple[bool, bool]:
     layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 2}), TorchComm())
     copied, x = copy.deepcopy(layer), torch.randn(3, 4)
+    with pytest.raises(TypeError, match="cannot be pickled.*save state_dict"):
+        pickle.dumps(layer)
     return copied.comm is layer.comm, torch.equal(copied(x).output, layer(x).output)
 
 

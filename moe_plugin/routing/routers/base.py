@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.options import check
 from moe_plugin.kernels import expert_load
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.contract import RouterModule
@@ -50,6 +51,9 @@ class Router(RouterModule):
         self.layer_config, self.config = config, config.router
         self.num_experts, self.model_dim = config.num_experts, config.model_dim
         self.comm: Comm = comm if comm is not None else LocalComm()
+        check(self.fixed_k is None or self.fixed_k <= self.num_experts, "num_experts",
+              self.num_experts, f">= {self.fixed_k} with {type(self).__name__}",
+              "raise num_experts, or use router.name=topk")
         self.loss_names = [name for name, weight in config.losses.items() if weight > 0]
         self._check_losses()
         self.needs = self.needs | {
