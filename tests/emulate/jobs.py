@@ -182,9 +182,8 @@ def megatron_group(argv: Sequence[str], log: str) -> Group:
     tokenizer, train_set, _ = train._datasets(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
-    loop = train.Loop(args, training, Observer(training,
-                                               train.MoEConfig().observe), RunLog(None), train_set,
-                      None)
+    observer = Observer(training.moe_layers(), train.MoEConfig().observe)
+    loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
     losses: dict[int, float] = {}
     loop.log.write = lambda record: losses.update({record["iteration"]: record["lm_loss"]})  # type: ignore[method-assign]
     loop.run(checkpoint.Progress())

@@ -19,6 +19,7 @@ import sys
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron.compat.finite import skip_steps_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import Provider, extend_parse_args
+from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
 
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.path.insert(0, os.path.dirname(script))
     extend_parse_args(chained)
     skip_steps_of_all_optimizers()
+    observe_script()
     runpy.run_path(script, run_name="__main__")
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.model import Training
+from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.timeline import Timeline
+from moe_plugin.records import LayerStats
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +63,14 @@ class Observer:
     """Collects `LayerStats` from every layer of this pipeline stage and makes records of them.
 
     Args:
-        training: the model; its layers are connected.
+        layers: of this stage; they are connected.
         config: our `observe` settings: further files for the same records.
     """
 
-    def __init__(self, training: Training, config: ObserveConfig) -> None:
+    def __init__(self, layers: Sequence[PluginMoELayer], config: ObserveConfig) -> None:
         from megatron.core import parallel_state as ps
 
-        self.layers = training.moe_layers()
+        self.layers, self.config = list(layers), config
         group = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
         stage = ps.get_pipeline_model_parallel_rank()
         if stage:  # one writer a file: later stages write their own
@@ -78,7 +80,19 @@ class Observer:
                                  {f"layer{layer.layer_number}": layer for layer in self.layers},
                                  self.recorder.comm, dist.get_rank())
         for layer in self.layers:
-            layer.observer = functools.partial(self.recorder.add, f"layer{layer.layer_number}")
+            layer.observer = functools.partial(self._add, layer)
+
+    def _add(self, layer: PluginMoELayer, stats: LayerStats) -> None:
+        if layer.training:  # the records are of training
+            self.recorder.add(f"layer{layer.layer_number}", stats)
+
+    def after_step(self, step: int) -> None:
+        """Write a record of each layer at the end of an interval; a collective call of the stage.
+
+        step: counted from 1.
+        """
+        if step % self.config.interval == 0:
+            self.recorder.flush(step)
 
     def records(self, iteration: int) -> dict[str, Any]:
         """Records by layer of all pipeline stages since the last call; a collective call."""

@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     progress = checkpoint.load(args.load, training) if args.load else checkpoint.Progress()
     log = RunLog(args.log_file or (args.save and os.path.join(args.save, "log.jsonl")), vars(args))
     observe = {path: value for path, value in settings.items() if path.startswith("observe.")}
-    observer = Observer(training, with_overrides(MoEConfig(), observe).observe)
+    observer = Observer(training.moe_layers(), with_overrides(MoEConfig(), observe).observe)
     try:
         return Loop(args, training, observer, log, train_set, valid_set).run(progress)
     finally:
@@ -317,7 +317,6 @@ class Loop:
         with torch.no_grad():
             total, tokens = self._loss_sums(
                 self._forward_backward(batches, self.args.eval_iters, forward_only=True)).tolist()
-        self.observer.recorder.reduce()  # the balance that is reported is of training
         self.log.write({"iteration": iteration, "valid_loss": total / max(1.0, tokens)})
         logger.info("iteration %d | validation loss %.4f", iteration, total / max(1.0, tokens))
 

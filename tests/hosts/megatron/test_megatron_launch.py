@@ -50,6 +50,8 @@ def checkout(tmp_path: Path) -> Path:
     (package / "arguments.py").write_text(ARGUMENTS)
     (package / "initialize.py").write_text("from megatron.training.arguments import parse_args\n")
     (package / "global_vars.py").write_text("_GLOBAL_ARGS = None\n")
+    (package / "training.py").write_text(
+        "def train_step(): pass\ndef setup_model_and_optimizer(): pass\n")
     (package.parent.parent / "pretrain_gpt.py").write_text(SCRIPT)
     return package.parent.parent
 

@@ -40,9 +40,8 @@ def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
         }
 
     before, records = known(), []
-    loop = train.Loop(args, training, Observer(training,
-                                               train.MoEConfig().observe), RunLog(None), train_set,
-                      None)
+    observer = Observer(training.moe_layers(), train.MoEConfig().observe)
+    loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
     loop.log.write = records.append  # type: ignore[method-assign]
     loop.run(progress)
     return before, known(), [record["lm_loss"] for record in records]

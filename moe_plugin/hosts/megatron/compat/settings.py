@@ -38,6 +38,15 @@ def script_config() -> Any:
     return arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments()))
 
 
+def wrap_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrap(function)` in place of a function that Megatron's `pretrain` calls by name.
+
+    0.15 to 0.19: all of them are functions of `megatron.training.training`.
+    """
+    module = importlib.import_module("megatron.training.training")
+    setattr(module, name, wrap(vars(module)[name]))
+
+
 def extend_parse_args(ours: Callable[[Provider | None], Provider]) -> None:
     """Make Megatron's `parse_args` take `ours(provider)` in place of the provider that a script
     gives it.

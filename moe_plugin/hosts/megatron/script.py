@@ -1,0 +1,63 @@
+"""What the launcher adds to a run of Megatron's own training script: records of the MoE layers and
+token ids for routers that need them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from moe_plugin.hosts.megatron.compat.settings import script_arguments, wrap_training
+
+
+def observe_script() -> None:
+    """Make Megatron's `pretrain` hand token ids to the layers and write the records that
+    `--moe-stats-...` ask for; stays for the life of the process.
+    """
+    script = _Script()
+    wrap_training("setup_model_and_optimizer", script.around_setup)
+    wrap_training("train_step", script.around_step)
+
+
+class _Script:
+
+    def __init__(self) -> None:
+        self.observer: Any = None
+
+    def around_setup(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+
+        @functools.wraps(setup)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            built = setup(*args, **kwargs)
+            self.connect(built[0])
+            return built
+
+        return call
+
+    def connect(self, chunks: list[Any]) -> None:
+        # imported once the script's arguments are parsed, because a layer spec follows them
+        from moe_plugin.hosts.megatron.layer import PluginMoELayer
+        from moe_plugin.hosts.megatron.report import Observer
+        from moe_plugin.hosts.megatron.tokens import give_token_ids
+
+        for chunk in chunks:
+            give_token_ids(chunk)
+        layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
+        config = layers[0].plan.config.observe if layers else None
+        if config is not None and (config.jsonl or config.tensorboard):
+            self.observer = Observer(layers, config)
+
+    def around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+
+        @functools.wraps(step)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.observer is None:
+                return step(*args, **kwargs)
+            number = script_arguments()["curr_iteration"] + 1
+            with self.observer.timeline.around(number):
+                done = step(*args, **kwargs)
+            self.observer.after_step(number)
+            return done
+
+        return call
