@@ -7,25 +7,33 @@ the newest step that all ranks have. Every file has a checksum (`moe_plugin.chec
 
 from __future__ import annotations
 
+import argparse
 import glob
 import logging
 import os
 import pickle
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
-from moe_plugin.checkpoint import CheckpointError, checksums, merge, split
+from moe_plugin.checkpoint import CheckpointError, checksums, merge, split, trust
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
 MANIFEST, VERSION, PENDING = "moe_plugin", 1, ".new"
+# classes in fairseq's checkpoints: arguments, numbers of numpy
+ALLOWED = (argparse.Namespace, numpy.dtype, type(numpy.dtype("float64")),
+           type(numpy.dtype("float32")), type(numpy.dtype("int64")),
+           (numpy.float64(0).__reduce__()[0], "numpy.core.multiarray.scalar"),
+           numpy.float64(0).__reduce__()[0])
 _RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
 # what torch.load raises for a damaged file
 _UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
@@ -133,7 +141,7 @@ def read(path: str) -> dict[str, Any]:
                 f"checkpoint {without_rank(path)!r} was written without checksums: damage may go "
                 "unnoticed; the next save adds them", stacklevel=2)
         return _load(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, trust.UntrustedFile):
         raise
     except _UNREADABLE as error:
         size = os.path.getsize(path) if os.path.exists(path) else 0
@@ -144,10 +152,28 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _load(path: str) -> dict[str, Any]:
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    state = load(path, map_location="cpu", mmap=True)
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}, not a mapping")
     return state
+
+
+def load(file: Any, **options: Any) -> Any:
+    """`torch.load` of plain values, tensors and what fairseq itself saves; of anything where the
+    command line has `--trust-checkpoint`.
+
+    fairseq passes its settings to none of the functions that load, so the command line is read.
+
+    Args:
+        file: path or stream.
+        options: for `torch.load`.
+    Raises:
+        UntrustedFile: the file names other classes.
+    """
+    if trust.FLAG in sys.argv:
+        return torch.load(file, **{**options, "weights_only": False})
+    what = file if isinstance(file, str) else str(getattr(file, "name", file))  # streams differ
+    return trust.load(file, ALLOWED, f"checkpoint {what!r}", **options)
 
 
 @dataclass

@@ -88,7 +88,8 @@ _PARALLEL: tuple[_Flag, ...] = (("tensor-model-parallel-size", {
                                 )
 _FILES: tuple[_Flag, ...] = (("data-path", {"required": True}), ("split", {
     "default": "969,30,1"
-}), ("data-cache-path", {}), ("save", {}), ("load", {}), ("save-interval", {"type": int}),
+}), ("data-cache-path", {}), ("save", {}), ("load", {}), ("trust-checkpoint", _ON),
+                             ("save-interval", {"type": int}),
                              ("log-interval", {"type": int, "default": 10}),
                              )
 _OURS: tuple[_Flag, ...] = (("vocab-size", {

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError
+from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron import checkpoint_trust
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
@@ -154,10 +156,14 @@ def latest(root: str) -> int | None:
     return int(text)
 
 
-def load(root: str, training: Training) -> Progress:
+def load(root: str, training: Training, trust: bool = False) -> Progress:
     """Load the newest checkpoint under `root`, or an older one where it is damaged; a collective
     call. Without one, training starts from the beginning (with a warning).
 
+    Args:
+        root: folder of the checkpoints.
+        training: what is loaded.
+        trust: load also a checkpoint that could run code (see `checkpoint_trust`).
     Raises:
         ValueError: the checkpoint is of another model, incomplete, truncated or unreadable. Nothing
             is changed on disk.
@@ -173,9 +179,13 @@ def load(root: str, training: Training) -> Progress:
     same = meta["layout"] == layout()
     optimizers.prepare_optimizer_for_load(training.optimizer)
     try:
+        if not trust:
+            checkpoint_trust.check(path)
         state = _state(training, loading=True, same_layout=same)
         without_missing((state[f"model{i}"] for i in range(len(training.chunks))), path)
         found = dist_checkpointing.load(state, path)
+    except UntrustedFile:
+        raise
     # Megatron, torch and pickle raise many kinds for a damaged file
     except (Exception, CheckpointException) as error:
         raise ValueError(

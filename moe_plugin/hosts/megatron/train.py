@@ -140,7 +140,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = arguments.our_settings(args)
     tokenizer, train_set, valid_set = _datasets(args)
     training = model.build(args, config, settings, tokenizer.vocab_size)
-    progress = checkpoint.load(args.load, training) if args.load else checkpoint.Progress()
+    progress = (checkpoint.load(args.load, training, args.trust_checkpoint)
+                if args.load else checkpoint.Progress())
     log = RunLog(args.log_file or (args.save and os.path.join(args.save, "log.jsonl")), vars(args))
     observe = {path: value for path, value in settings.items() if path.startswith("observe.")}
     observer = Observer(training.moe_layers(), with_overrides(MoEConfig(), observe).observe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +71,35 @@ def test_a_damaged_last_checkpoint_gives_way_to_an_older_one(
     asked = str(tmp_path / "checkpoint_best-rank-0.pt")
     with pytest.raises(ValueError, match="checkpoint_best-rank-0.pt.*damaged"):
         files.agree(asked, WANTED, None)
+
+
+class Payload:
+    """A pickle that writes a file where it is loaded."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+def test_no_code_runs_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, target = str(tmp_path / "checkpoint_last-rank-0.pt"), tmp_path / "code has run"
+    files.write({files.MANIFEST: {**WANTED, "num_updates": 8}, "model": {},
+                 "cfg": {"x": argparse.Namespace(a=1)}, "extra_state": {"best": np.float64(2.5)}},
+                path)
+    assert files.read(path)["cfg"]["x"].a == 1 and files.read(path)["extra_state"]["best"] == 2.5
+    files.write({files.MANIFEST: {**WANTED, "num_updates": 8}, "model": Payload(target)}, path)
+    write(tmp_path / "checkpoint_best-rank-0.pt", 4)
+    for load in (lambda: files.agree(path, WANTED, None), lambda: files.read(path)):
+        with pytest.raises(ValueError, match="mkdir.*refused.*--trust-checkpoint"):
+            load()
+    with open(path, "rb") as stream, pytest.raises(ValueError, match="--trust-checkpoint"):
+        files.load(stream)
+    assert not target.exists()
+    monkeypatch.setattr("sys.argv", ["fairseq-train", "--trust-checkpoint"])
+    files.read(path)
+    assert target.exists()
 
 
 def test_a_full_disk_ends_with_the_remedy_and_keeps_what_is_there(

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging.handlers
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -411,6 +412,47 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(data: str, whole_run: An
     on_ranks(2, _train, [*MODEL, "--data-path", data, "--train-iters", "6", *EP2, "--load",
                          str(folder), "--log-file", str(log)])
     assert _losses(str(log)) == {step: whole_run[1][step] for step in (5, 6)}
+
+
+class _Payload:
+    """A pickle that writes a file where it is loaded."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.target,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "entry"])
+def test_no_code_runs_from_a_checkpoint(name: str, data: str, whole_run: Any,
+                                        tmp_path: Path) -> None:
+    folder, target = _copy_of(whole_run[0], tmp_path), tmp_path / "code has run"
+    path, bad = folder / "iter_0000004", _Payload(str(target))
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    if name == ".metadata":
+        metadata.planner_data = bad
+    elif name == "common.pt":
+        torch.save({"progress": bad}, path / "common.pt")
+    else:
+        key = next(key for key in metadata.storage_data if type(
+            metadata.state_dict_metadata[key.fqn]).__name__ == "BytesStorageMetadata")
+        place = metadata.storage_data[key]
+        torch.save([bad], path / place.relative_path)
+        place.offset, place.length = 0, (path / place.relative_path).stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / "moe_plugin.json").write_text(json.dumps({  # as of a release without checksums
+        **json.loads((path / "moe_plugin.json").read_text()), "checksums": {}, "files": {}
+    }).replace('"sealed": true, ', ""))
+    meta = json.loads((path / "moe_plugin.json").read_text())
+    meta.pop("crc32")
+    (path / "moe_plugin.json").write_text(json.dumps(meta))
+    argv = [*MODEL, "--data-path", data, "--train-iters", "5", "--load", str(folder)]
+    [message] = on_ranks(1, _message, argv)
+    assert "refused" in message and "--trust-checkpoint" in message and "mkdir" in message
+    assert not target.exists()
+    on_ranks(1, _message, [*argv, "--trust-checkpoint"])
+    assert target.exists() or name != ".metadata"  # this run does not read that entry
 
 
 def _save_without_space(argv: list[str]) -> str:

@@ -27,6 +27,24 @@ def checksums() -> None:
     checkpoint_utils.torch_persistent_save = torch_persistent_save
 
 
+def trust_flag() -> None:
+    """Every command of fairseq that reads a checkpoint takes `--trust-checkpoint`."""
+    from fairseq import options
+
+    from moe_plugin.checkpoint import trust
+
+    original = options.get_parser
+
+    def get_parser(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        parser.add_argument(
+            trust.FLAG, action="store_true",
+            help="load checkpoints that hold other classes than fairseq's, which can run code")
+        return parser
+
+    options.get_parser = get_parser
+
+
 def evaluation_from_rank_files() -> None:
     """fairseq <= 0.12.3 evaluates from one file. `--path X.pt` here also stands for `X-rank-0.pt`,
     `X-rank-1.pt`, ...; the process gets all experts, so that generation, whose steps differ from
@@ -63,4 +81,5 @@ def evaluation_from_rank_files() -> None:
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
 
 
-SHIMS: tuple[Callable[[], None], ...] = (checksums, evaluation_from_rank_files)
+SHIMS: tuple[Callable[[], None], ...] = (checksums, trust_flag,
+                                          evaluation_from_rank_files)

@@ -34,17 +34,19 @@ def numpy_names() -> None:
 
 
 def full_checkpoints() -> None:
-    """torch >= 2.6 loads weights only; fairseq's checkpoints and broadcasts hold its config
-    objects.
+    """torch >= 2.6 loads weights only; fairseq's checkpoints hold its settings, and so do its
+    broadcasts, which come from ranks of the same run.
     """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
+
+    from moe_plugin.hosts.fairseq import checkpoint_files as files
 
     def load(*args: Any, **kwargs: Any) -> Any:
         return torch.load(*args, **{"weights_only": False, **kwargs})
 
     utils.torch = Overlay(torch, load=load)
-    checkpoint_utils.torch = Overlay(torch, load=load)
+    checkpoint_utils.torch = Overlay(torch, load=files.load)
 
 
 def hydra_of_its_time() -> None:
