@@ -64,6 +64,11 @@ class TorchComm(Comm):
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm:
         return self  # a copy of a model talks to the same ranks; a process group cannot be copied
 
+    def __copy__(self) -> TorchComm:
+        view = object.__new__(type(self))  # views of the group, see `with_tag`
+        view.__dict__.update(self.__dict__)
+        return view
+
     def __reduce__(self) -> Any:
         raise TypeError(
             f"a layer over the process group {self.name!r} cannot be pickled, as a process group "
