@@ -22,6 +22,8 @@ _MODEL: tuple[_Flag, ...] = (("num-layers", {"type": int, "required": True}), ("
     "default": "learned_absolute", "choices": ("learned_absolute", "rope")
 }), ("normalization", {"default": "LayerNorm", "choices": ("LayerNorm", "RMSNorm")
                        }), ("swiglu", _ON), ("squared-relu", _ON), ("disable-bias-linear", _ON),
+                             ("group-query-attention", _ON),
+                             ("num-query-groups", {"type": int, "default": 1}),
                              ("untie-embeddings-and-output-weights", _ON), ("init-method-std", {
                                  "type": float, "default": 0.02
                              }), ("hidden-dropout", {"type": float, "default": 0.1}),
@@ -83,7 +85,9 @@ _PARALLEL: tuple[_Flag, ...] = (("tensor-model-parallel-size", {
     "type": int, "default": 1
 }), ("num-virtual-stages-per-pipeline-rank", {"type": int}), ("expert-model-parallel-size", {
     "type": int, "default": 1
-}), ("expert-tensor-parallel-size", {"type": int}), ("sequence-parallel", _ON),
+}), ("expert-tensor-parallel-size", {"type": int}),
+                                ("context-parallel-size", {"type": int, "default": 1}),
+                                ("sequence-parallel", _ON),
                                 ("distributed-timeout-minutes", {"type": float, "default": 10.0}),
                                 )
 _FILES: tuple[_Flag, ...] = (("data-path", {"required": True}), ("split", {
@@ -144,6 +148,12 @@ def check(args: argparse.Namespace, world: int) -> None:
         f"a multiple of tensor_model_parallel_size={args.tensor_model_parallel_size} under "
         "--sequence-parallel",
         "change one of the two")
+    _need(args.context_parallel_size == 1, "context_parallel_size", args.context_parallel_size, "1",
+          "Megatron's attention is cut over ranks by Transformer Engine only, through "
+          "moe_plugin.hosts.megatron.launch and Megatron-LM's script; use --sequence-parallel")
+    groups = args.num_query_groups
+    _need(groups >= 1 and args.num_attention_heads % groups == 0, "num_query_groups", groups,
+          f"a divisor of num_attention_heads={args.num_attention_heads}", "change one of the two")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     # between two ranks forward and backward messages of one exchange would be taken for each other:
     # wrong numbers, no error
@@ -184,6 +194,8 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
         "recompute_num_layers": args.recompute_num_layers,
         "recompute_modules": args.recompute_modules,
     }
+    if args.group_query_attention:
+        values["num_query_groups"] = args.num_query_groups
     values.update(_activation(args))
     if args.num_experts:
         values.update(_moe_values(args))

@@ -526,6 +526,40 @@ def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
     assert rows[0]["layer"] == "layer1" and rows[0]["capacity"] > 0
 
 
+def _query_groups(argv: list[str]) -> tuple[int, tuple[int, ...], float]:
+    from moe_plugin.hosts.megatron import arguments, model, train
+
+    build, built = model.build, []
+
+    def kept(*args: Any) -> Any:
+        built.append(build(*args))
+        return built[0]
+
+    model.build = kept
+    args = arguments.parser().parse_args(argv)
+    train.start(args)
+    loss = train.run(args)["lm_loss"]
+    weight = built[0].bare()[0].decoder.layers[0].self_attention.linear_qkv.weight
+    return built[0].config.num_query_groups, tuple(weight.shape), loss
+
+
+def test_grouped_query_attention_trains(data: str) -> None:
+    [(groups, shape, loss)] = on_ranks(1, _query_groups, [
+        *MODEL, "--data-path", data, "--train-iters", "2", "--group-query-attention",
+        "--num-query-groups", "2"
+    ])
+    # 32 rows of queries, 2 groups of 8 keys and 8 values
+    assert groups == 2 and shape == (32 + 2 * 2 * 8, 32) and 0 < loss < 10
+
+
+@pytest.mark.parametrize(("extra", "message"), [
+    (["--context-parallel-size", "2"], "Transformer Engine"),
+    (["--group-query-attention", "--num-query-groups", "3"], "a divisor of num_attention_heads=4")])
+def test_attention_flags_are_refused_by_name(extra: list[str], message: str, data: str) -> None:
+    [found] = on_ranks(1, _message, [*MODEL, "--data-path", data, "--train-iters", "2", *extra])
+    assert message in found and extra[-2][2:].replace("-", "_") in found
+
+
 def test_empty_text_writes_nothing(tmp_path: Path) -> None:
     from moe_plugin.hosts.megatron.data import documents, write_indexed
 
