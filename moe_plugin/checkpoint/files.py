@@ -37,8 +37,9 @@ _UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueErr
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, truncated or of another model. The message names the file and the
-    remedy.
+    """A checkpoint is missing, truncated or of another model.
+
+    The message names the file and the remedy.
     """
 
 
@@ -104,8 +105,9 @@ def _together(comm: Comm, target: Path) -> Iterator[None]:
 def load(directory: str | os.PathLike[str], model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None,
          comm: Comm | None = None) -> dict[str, Any]:
-    """Read a checkpoint that any number of ranks wrote into this rank's model and optimizer;
-    returns `extra`.
+    """Read a checkpoint into this rank's model and optimizer; returns `extra`.
+
+    Any number of ranks may have written it.
 
     Nothing is changed unless everything could be read.
 

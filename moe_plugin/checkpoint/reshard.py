@@ -21,8 +21,9 @@ State = Mapping[str, Any]
 
 
 def moe_layers(state: State) -> dict[str, dict[str, int]]:
-    """Prefix of every MoE layer in a state dict, with where its experts come from (see
-    `MoELayer.get_extra_state`).
+    """Prefix of every MoE layer in a state dict, with where its experts come from.
+
+    See `MoELayer.get_extra_state`.
     """
     suffix = "_extra_state"
     return {key.removesuffix(suffix): value for key, value in state.items()

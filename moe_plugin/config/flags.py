@@ -104,8 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozen
 
 def config_from_flags(values: Mapping[str, Any],
                       base: Mapping[str, Any] | None = None) -> MoEConfig:
-    """Defaults, then the YAML file in `moe_config`, then `base` (dotted paths, from the host), then
-    the flags given.
+    """Settings from defaults, file, host and flags, each above the one before.
+
+    The file is that of `moe_config`; the host's are `base`.
 
     Args:
         values: parsed flags by `dest`; absent or None means "not given".

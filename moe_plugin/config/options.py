@@ -34,8 +34,9 @@ def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
 
 
 class Section:
-    """Base of all sections of the tree, which are dataclasses. Building one checks types, choices
-    and bounds, in this order.
+    """Base of all sections of the tree, which are dataclasses.
+
+    Building one checks types, choices and bounds, in this order.
 
     Attributes:
         PATH: where the section is in the tree, with a trailing dot.

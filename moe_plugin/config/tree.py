@@ -110,8 +110,9 @@ def from_dict(values: Mapping[str, Any]) -> MoEConfig:
 
 
 def from_yaml(path: str) -> MoEConfig:
-    """Read a YAML file (see `configs/`) into a validated config. A file that is not a YAML mapping
-    is a `ValueError`.
+    """Read a YAML file (see `configs/`) into a validated config.
+
+    A file that is not a YAML mapping is a `ValueError`.
     """
     return from_dict(read_yaml(path))
 

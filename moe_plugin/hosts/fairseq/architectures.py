@@ -48,8 +48,7 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 
 
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Encoder-decoder with pre-norm layers, an MoE layer every second layer and 8 experts, unless
-    given otherwise.
+    """Encoder-decoder with pre-norm layers; defaults: an MoE layer every second layer, 8 experts.
     """
 
     def architecture(args: Any) -> None:

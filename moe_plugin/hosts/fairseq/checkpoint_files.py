@@ -105,8 +105,9 @@ def write(state: Mapping[str, Any], path: str) -> None:
 
 
 def copy(source: str, target: str, link: bool = False) -> None:
-    """Copy a checkpoint so that `target` is whole at any time; files of ranks change names
-    together.
+    """Copy a checkpoint so that `target` is complete at any time.
+
+    Files of ranks change names together.
 
     link: share the storage of `source` where the file system can.
     """
@@ -347,8 +348,9 @@ def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
 
 
 def whole_state(path: str) -> dict[str, Any]:
-    """One process's state, with all experts, from the file of any rank; the files of the other
-    ranks are next to it.
+    """One process's state, with all experts, from the file of any rank.
+
+    The files of the other ranks are next to it.
 
     Raises:
         ValueError: a file is missing, truncated or of another step.

@@ -69,8 +69,9 @@ class GateLoss:
 
     @classmethod
     def reduce_metrics(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
-        """fairseq's metrics, `inner_loss`, `moe_gate_loss` and those of `METRICS`, averaged over
-        ranks and batches.
+        """fairseq's metrics, `inner_loss`, `moe_gate_loss` and those of `METRICS`.
+
+        Averaged over ranks and batches.
         """
         sample_size = sum(log.get("sample_size", 0) for log in logging_outputs)
         batches = sum(log.get("batch_count", 0) for log in logging_outputs)

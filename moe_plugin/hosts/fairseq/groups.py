@@ -32,8 +32,9 @@ class Groups:
 
 
 class MeasuredComm(TorchComm):
-    """A `TorchComm` that measures the exchange of rows (`--record-a2a-perf-stats`) or leaves it out
-    (`--dummy-a2a`).
+    """A `TorchComm` that measures the exchange of rows, or leaves it out.
+
+    For `--record-a2a-perf-stats` and `--dummy-a2a`.
 
     Host time is measured around every exchange; on a CUDA device also the time between events on
     the stream. Views of this group (`with_tag`) add to the same totals.
@@ -98,8 +99,9 @@ class MeasuredComm(TorchComm):
 
 @contextmanager
 def whole_model() -> Iterator[None]:
-    """Models built inside have all experts in this process (validation, scoring, generation from a
-    checkpoint).
+    """Models built inside have all experts in this process.
+
+    For validation, scoring, generation from a checkpoint.
     """
     token = _whole_model.set(True)
     try:

@@ -66,8 +66,9 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
 
 
 class ExpertFFN(TakesTokenIds, nn.Module):
-    """`MoELayer` as fairseq wants it: gate loss summed by weight, statistics kept until the
-    criterion reads them.
+    """`MoELayer` as fairseq needs it: one gate loss, statistics kept for the criterion.
+
+    The gate loss is the weighted sum of the router losses.
 
     Attributes: `stats`: of the last forward pass. `observer`: if set, called with the statistics of
     every training pass. Expert parameters have their gradient scaled by `gradient_factor`, and the
@@ -153,9 +154,7 @@ class MoEDecoderLayer(_MoEMixin, TransformerDecoderLayerBase):
 
 
 class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with experts; torch's fused inference path is off, it knows of no
-    experts.
-    """
+    """fairseq's encoder layer with experts; torch's fused inference path is off."""
 
     def __init__(self, cfg: Any, return_fc: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, return_fc)

@@ -20,8 +20,9 @@ METRICS = ("overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_ba
 
 
 def layer_metrics(layers: list[Any]) -> dict[str, Any]:
-    """Means over MoE layers of one batch, on the layers' device (no synchronisation, except where
-    all-to-all is measured).
+    """Means over MoE layers of one batch, on the layers' device.
+
+    No synchronization, except where all-to-all is measured.
 
     overflow_expert{1,2}: percent of first / second choices that found no slot. entropy_gating:
     nats. expert{1,2}_balance_top/bottom: percent of tokens at the most / least used 20 % of

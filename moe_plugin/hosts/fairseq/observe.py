@@ -45,14 +45,16 @@ class Observer:
             self.recorder.add(name, stats)
 
     def around_step(self, update: int) -> AbstractContextManager[None]:
-        """Around the work of an optimizer step (counted from 1); records the timeline where it is
-        asked for.
+        """Around the work of an optimizer step (counted from 1).
+
+        Records the timeline where the settings ask for it.
         """
         return self.timeline.around(update)
 
     def after_step(self, updates: int) -> None:
-        """To be called on every rank after an optimizer step; every `observe.interval` updates it
-        writes a record per layer.
+        """Call it on every rank after an optimizer step.
+
+        Every `observe.interval` updates it writes a record per layer.
         """
         if updates % self.config.interval == 0:
             self.recorder.flush(updates)

@@ -8,8 +8,9 @@ from moe_plugin.hosts.plain.tokens import hand_token_ids
 
 
 def give_token_ids(stack: nn.Module) -> None:
-    """Before each forward pass of an encoder (`src_tokens`) or decoder (`prev_output_tokens`) hand
-    its token ids [B, T] to those MoE layers in it that need them.
+    """Hand a stack's token ids [B, T] to the MoE layers in it that need them.
+
+    Before each forward pass of an encoder (`src_tokens`) or decoder (`prev_output_tokens`).
     """
     hand_token_ids(stack, "prev_output_tokens", "src_tokens")
 

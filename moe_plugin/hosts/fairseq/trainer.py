@@ -97,8 +97,9 @@ class MoETrainer(Trainer):
             mark_replicas(copy, replicas_of(parameter))
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """Norm over all parameters, each expert counted once; equal on all ranks. Gradients are
-        clipped by it.
+        """Norm over all parameters, each expert counted once; equal on all ranks.
+
+        Gradients are clipped by it.
 
         Raises:
             OverflowError: the norm is not finite: fairseq then skips the step, here on every rank,

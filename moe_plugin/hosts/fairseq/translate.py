@@ -154,9 +154,7 @@ def _warn(args: Any, config: MoEConfig) -> None:
 
 
 def check_experts_given(args: Any, freq: int) -> None:
-    """`ValueError` where MoE layers are asked for without saying how many experts, or with a
-    negative frequency.
-    """
+    """`ValueError` for MoE layers without a number of experts, or with a negative frequency."""
     if freq < 0:
         raise ValueError(
             f"--moe-freq {freq} is out of bounds: must be >= 0; use 0 for a dense model")
@@ -173,17 +171,19 @@ def check_experts_given(args: Any, freq: int) -> None:
 
 
 def masks_padding(args: Any, config: MoEConfig) -> bool:
-    """Whether padding is kept from the router: `--use-moe-pad-mask`, and always with the dropless
-    dispatcher.
+    """Whether padding is kept from the router.
+
+    So it is with `--use-moe-pad-mask`, and always with the dropless dispatcher.
     """
     return bool(setting(args, "use_moe_pad_mask", False)) or config.dispatch.capacity_factor is None
 
 
 def gradient_factor(args: Any, world: int) -> float:
-    """What an expert's gradient is multiplied with. fairseq multiplies every gradient by W /
-    sample_size; the shared ones were divided by W before. An expert's gradient is a sum over all
-    ranks already, so it is divided by W here, once (or by its root,
-    `--moe-normalize-expert-grad sqrt_world_size`).
+    """What an expert's gradient is multiplied with.
+
+    fairseq multiplies every gradient by W / sample_size; the shared ones were divided by W before.
+    An expert's gradient is a sum over all ranks already, so it is divided by W here, once (or by
+    its root, `--moe-normalize-expert-grad sqrt_world_size`).
     """
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):

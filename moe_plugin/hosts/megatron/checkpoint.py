@@ -77,8 +77,9 @@ def folder(root: str, iteration: int) -> str:
 
 
 def save(root: str, training: Training, progress: Progress) -> str:
-    """Write a checkpoint; a collective call. Returns its folder. What was there before stays until
-    the new one is complete.
+    """Write a checkpoint and return its folder; a collective call.
+
+    What was there before stays until the new one is complete.
 
     Raises:
         FloatingPointError: a weight, buffer or optimizer state of any rank is not finite; nothing
@@ -141,8 +142,9 @@ def _replace_folder(part: str, final: str) -> None:
 
 
 def latest(root: str) -> int | None:
-    """Iteration of the newest checkpoint; None if absent. `ValueError` where the file
-    that names it is damaged.
+    """Iteration of the newest checkpoint; None if absent.
+
+    `ValueError` where the file that names it is damaged.
     """
     path = os.path.join(root, LATEST)
     if not os.path.exists(path):
@@ -157,8 +159,9 @@ def latest(root: str) -> int | None:
 
 
 def load(root: str, training: Training, trust: bool = False) -> Progress:
-    """Load the newest checkpoint under `root`, or an older one where it is damaged; a collective
-    call. Without one, training starts from the beginning (with a warning).
+    """Load the newest checkpoint under `root`; a collective call.
+
+    Without one, training starts from the beginning (with a warning).
 
     Args:
         root: folder of the checkpoints.

@@ -46,8 +46,9 @@ class ByteTokenizer:
 
 
 class IntegerTokenizer(ByteTokenizer):
-    """Stands for a tokenizer that made the dataset elsewhere: only its vocabulary size and end
-    token are known.
+    """Stands for a tokenizer that made the dataset elsewhere.
+
+    Only its vocabulary size and end token are known.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -83,8 +84,9 @@ def documents(path: str) -> Iterator[bytes]:
 
 
 def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
-    """Write documents as byte tokens, each ended by the end-of-document token; returns the number
-    of tokens.
+    """Write documents as byte tokens, each with an end-of-document token.
+
+    Returns the number of tokens.
 
     The two files appear complete or not at all: they are written under another name and renamed.
     """
@@ -126,9 +128,7 @@ def check_prefix(prefix: str) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, all int64 except the mask: tokens, labels, positions [B, S], loss_mask
-    float32 [B, S].
-    """
+    """One micro-batch: tokens, labels, positions int64 [B, S], loss_mask float32 [B, S]."""
 
     tokens: Tensor
     labels: Tensor
@@ -138,8 +138,9 @@ class Batch:
 
 def build_dataset(prefix: str, *, sequence_length: int, samples: int, seed: int, tokenizer: Any,
                   split: str, cache_dir: str | None) -> tuple[Any, Any]:
-    """(training set, validation set or None) as Megatron's `GPTDataset`s. The default group must be
-    initialised.
+    """(training set, validation set or None) as Megatron's `GPTDataset`s.
+
+    The default group must be initialized.
 
     Raises:
         ValueError: missing or empty files, or fewer tokens than one sequence needs.
@@ -168,8 +169,9 @@ def build_dataset(prefix: str, *, sequence_length: int, samples: int, seed: int,
 
 def batches(dataset: Any, *, start: int, micro_batch_size: int, replica: int, replicas: int,
             device: torch.device) -> Iterator[Batch]:
-    """Micro-batches of one data-parallel replica from sample number `start` on, the whole world's
-    samples in order.
+    """Micro-batches of one data-parallel replica from sample number `start` on.
+
+    The samples of all replicas together are in order.
 
     Micro-batch i of replica r takes the samples start + (i * replicas + r) * micro_batch_size and
     following, modulo the dataset's length, so that a resumed run sees what an unbroken one would.

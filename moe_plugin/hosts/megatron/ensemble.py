@@ -25,8 +25,9 @@ class _OutputHeads(nn.Module):
 
 
 def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float = 0.0) -> nn.Module:
-    """Put an ensemble of heads in place of a GPT model's output layer; without labels it then
-    returns logits [B, S, M, V].
+    """Put an ensemble of heads in place of a GPT model's output layer.
+
+    Without labels it then returns logits [B, S, M, V].
 
     On stages without an output layer nothing is done. Call it before the data-parallel wrapper.
 

@@ -24,8 +24,9 @@ from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds our generated flags, without those that have a native equivalent. For scripts that call
-    Megatron's `pretrain` themselves.
+    """Adds our generated flags, without those that have a native equivalent.
+
+    For scripts that call Megatron's `pretrain` themselves.
     """
     add_arguments(parser, NATIVE_ARGUMENTS)
     return parser
@@ -37,7 +38,7 @@ def chained(first: Provider | None) -> Provider:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`launch [--moe-cpu] SCRIPT ARGUMENTS...`"""
+    """Run `launch [--moe-cpu] SCRIPT ARGUMENTS...`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["--moe-cpu"]:
         from moe_plugin.hosts.megatron.compat import cpu

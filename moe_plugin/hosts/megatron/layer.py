@@ -37,8 +37,9 @@ _ONE_STEP = ("route", "preprocess", "dispatch", "shared_experts_compute", "route
 
 
 class PluginMoELayer(TakesTokenIds, core.MoELayer):
-    """A drop-in for Megatron's `MoELayer`: its arguments, its groups, its losses and log; our
-    routing, dispatch and experts.
+    """A drop-in for Megatron's `MoELayer` with our routing, dispatch and experts.
+
+    Arguments, groups, losses and log are Megatron's.
 
     It is a subclass so that Megatron's `isinstance` checks pass, and builds nothing of its parent.
     Attributes: `router` (ours, or Megatron's where a native setting needs it), `experts`,
@@ -244,8 +245,9 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Sharded tensors for Megatron's distributed checkpoint: experts by global index, loadable
-        at any expert-parallel size.
+        """Sharded tensors for Megatron's distributed checkpoint.
+
+        Experts are stored by global index, so that they load at any expert-parallel size.
         """
         groups = self.groups
         found: dict[str, Any] = parameters.expert_shards(self.experts, self.moe.placement, groups,

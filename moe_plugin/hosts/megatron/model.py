@@ -22,8 +22,9 @@ from moe_plugin.hosts.megatron.tokens import give_token_ids
 
 @dataclass
 class Training:
-    """What a training step needs: wrapped model chunks (one, or one per virtual pipeline stage),
-    optimizer, Megatron's config.
+    """What a training step needs: model chunks, optimizer, Megatron's config.
+
+    chunks: wrapped; one, or one per virtual pipeline stage.
     """
 
     chunks: list[Any]
@@ -117,8 +118,9 @@ def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
 
 
 def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Megatron's `forward_step_func`: (output or per-token loss, function from it to loss and what
-    is logged).
+    """Megatron's `forward_step_func`.
+
+    Returns: output or per-token loss, and the function from it to the loss and what is logged.
     """
     from megatron.core.utils import get_model_config
 

@@ -35,8 +35,7 @@ def mark(experts: nn.Module) -> None:
 
 
 def wait_for(experts: nn.Module) -> None:
-    """Have Megatron finish what it gathers of these parameters behind the forward pass
-    (`overlap_param_gather`).
+    """Wait for what Megatron gathers of these parameters (`overlap_param_gather`).
 
     It waits in a hook before the forward of the module that has them. Experts are also used
     without their forward: gathered (r = 0), broadcast, or token by token. Where their forward is
@@ -50,8 +49,7 @@ def wait_for(experts: nn.Module) -> None:
 
 def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any],
                output_init: Callable[[Tensor], Any]) -> None:
-    """Fill expert weights by Megatron's init methods, expert by expert, so that values do not
-    depend on the number of ranks.
+    """Fill expert weights by Megatron's init methods, the same on any number of ranks.
 
     One draw from torch's generator seeds all experts by their global index. Biases become zero.
     """
@@ -80,8 +78,7 @@ def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
 
 def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: str,
                   offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Megatron sharded tensors of the expert parameters: global shape [E, ...] for any number
-    of ranks.
+    """Megatron sharded tensors of the expert parameters, global shape [E, ...].
 
     Args:
         prefix: of the state-dict keys, with a trailing dot.
@@ -101,8 +98,9 @@ def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: 
 
 def replicated_shard(key: str, name: str, parameter: Tensor, groups: Groups,
                      offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """A parameter that every rank of a pipeline stage stores, under the state-dict key `key`, saved
-    as `name`.
+    """A parameter that every rank of a pipeline stage stores, saved as `name`.
+
+    key: its state-dict key. name: in the checkpoint.
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {

@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
-    """Megatron's log of auxiliary losses by name and layer, reduced over ranks, the mean over
-    micro-batches; empties the log.
+    """Megatron's log of auxiliary losses by name and layer; empties the log.
+
+    Reduced over ranks, the mean over micro-batches.
 
     A collective call: all ranks agree on the names first, because a pipeline stage may have none.
     """
@@ -109,8 +110,9 @@ class Observer:
 
 
 class RunLog:
-    """Rank 0's JSONL file; other ranks have none. settings: written next to it as `settings.json`,
-    for the report.
+    """Rank 0's JSONL file; other ranks have none.
+
+    settings: written next to it as `settings.json`, for the report.
     """
 
     def __init__(self, path: str | None, settings: dict[str, Any] | None = None) -> None:

@@ -63,17 +63,16 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
 
 def tuner_shard(state: dict[str, Any], groups: Groups, key: str,
                 offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """The tuner's entry of a distributed checkpoint. offsets: axes that Megatron puts before ours
-    (layers).
+    """The tuner's entry of a distributed checkpoint.
+
+    offsets: axes that Megatron puts before ours (layers).
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {key: make_sharded_object_for_checkpoint(state, key, offsets, replica)}
 
 
 def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
-    """Take out of the state dicts to be loaded the tuners that the checkpoint at `path` does not
-    have.
-    """
+    """Take tuners that the checkpoint at `path` does not have out of the state dicts to load."""
     from megatron.core import dist_checkpointing
 
     wanted = [(model, key, entry) for model in models for key, entry in model.items()

@@ -11,8 +11,9 @@ from moe_plugin.hosts.plain.tokens import hand_token_ids
 
 
 def give_token_ids(model: nn.Module) -> None:
-    """Before each forward pass of a GPT model (chunk) hand its `input_ids` [B, S] to the MoE layers
-    in it that need them.
+    """Hand a GPT model's `input_ids` [B, S] to the MoE layers in it that need them.
+
+    Before each forward pass of the model (chunk).
 
     Call it on what the model provider returns. Every pipeline stage must be called with the tokens,
     not the first alone.
@@ -22,8 +23,7 @@ def give_token_ids(model: nn.Module) -> None:
 
 def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str],
            rank: int) -> Tensor | None:
-    """Ids int64 [s, B] of this tensor-parallel rank's part of the sequence; None where they are not
-    needed.
+    """Ids int64 [s, B] of this tensor-parallel rank's part; None where they are not needed.
 
     Args:
         x_SBD: [s, B, D], part number `rank` of the sequence.
@@ -46,8 +46,9 @@ def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str],
 
 
 class StepClock:
-    """Tells when the first micro-batch of a new step begins, by Megatron's own count of
-    micro-batches per step.
+    """Tells when the first micro-batch of a new step begins.
+
+    By Megatron's own count of micro-batches per step.
 
     Where Megatron's count is not set (training loops other than its own) it never does: these call
     `moe_plugin.routing.finish_step`.
@@ -57,8 +58,9 @@ class StepClock:
         self.left: int | None = None
 
     def new_step(self, microbatches: int | None) -> bool:
-        """Call it once per training pass. microbatches: per step; None: not known. True: a step
-        has ended before this pass.
+        """Call it once per training pass; True: a step has ended before this pass.
+
+        microbatches: per step; None: not known.
         """
         if microbatches is None:
             return False
@@ -69,8 +71,9 @@ class StepClock:
         return ended
 
     def ended(self) -> bool:
-        """Whether a step has ended that `new_step` has not reported (before a checkpoint is
-        written); it counts as reported.
+        """Whether a step has ended that `new_step` has not reported; it counts as reported.
+
+        Asked before a checkpoint is written.
         """
         ended, self.left = self.left == 0, None if self.left == 0 else self.left
         return ended

@@ -61,8 +61,9 @@ def _log_from_rank_zero() -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Process group, device, Megatron's groups, random seeds. Alone (without torchrun) it is a
-    world of one.
+    """Initialize process group, device, Megatron's groups and random seeds.
+
+    Without torchrun this is a world of one.
     """
     from moe_plugin.hosts.megatron.compat import cpu
 
@@ -163,8 +164,9 @@ def _datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def learning_rate(args: argparse.Namespace, iteration: int) -> float:
-    """Rate of a 0-based iteration: linear warm-up to `lr`, then constant, linear or cosine decay to
-    `min_lr`.
+    """Rate of a 0-based iteration.
+
+    Linear warm-up to `lr`, then constant, linear or cosine decay to `min_lr`.
     """
     if iteration < args.lr_warmup_iters:
         return args.lr * (iteration + 1) / args.lr_warmup_iters

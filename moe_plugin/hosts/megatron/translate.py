@@ -49,8 +49,10 @@ LOSS_NAMES = {"switch": "load_balancing_loss", "z": "z_loss"}  # our name: name 
 
 @dataclass(frozen=True)
 class Translation:
-    """Our config for one layer; why Megatron's router is needed (empty: ours is used); what is
-    without effect here.
+    """A layer's settings in our terms.
+
+    config: for the layer. native_router: why Megatron's router is needed (empty: ours is used).
+    notices: what has no effect here.
     """
 
     config: MoEConfig
@@ -59,8 +61,9 @@ class Translation:
 
 
 def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings given by `--moe-config` and the generated flags, as dotted paths; flags override
-    the file.
+    """Settings given by `--moe-config` and the generated flags, as dotted paths.
+
+    Flags override the file.
     """
     file = values.get(CONFIG_FLAG.dest)
     return {**(settings_from_yaml(file) if file else {}),
@@ -238,8 +241,9 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str],
 
 
 def refuse_unsupported(native: Any) -> None:
-    """`ValueError` for the first native setting that this layer would have to ignore although it
-    changes what is computed or when.
+    """`ValueError` for the first native setting that this layer cannot honour.
+
+    That is one that it would have to ignore although it changes what is computed or when.
     """
     if not native.num_moe_experts:
         raise ValueError(

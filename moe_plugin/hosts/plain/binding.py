@@ -26,8 +26,9 @@ _PLACES = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_P
 
 @dataclass(frozen=True)
 class Binding:
-    """Processors for one rank. node: NUMA node, None where the machine tells of none. why: for
-    people.
+    """Processors for one rank.
+
+    node: NUMA node, None if the machine does not say. why: for people.
     """
 
     cpus: tuple[int, ...]
@@ -93,8 +94,9 @@ def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] 
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(place, count) of this process on its machine, as its launcher tells; `ValueError` where none
-    does.
+    """(place, count) of this process on its machine, from its launcher's variables.
+
+    `ValueError` where there are none.
     """
     for rank, size in _PLACES:
         if rank in environment and size in environment:

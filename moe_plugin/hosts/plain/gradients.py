@@ -41,8 +41,9 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
 
 
 def exclude_experts(model: nn.Module) -> None:
-    """Call before `DistributedDataParallel(model)`: DDP then neither overwrites a rank's experts by
-    rank 0's nor averages their gradients.
+    """Call before `DistributedDataParallel(model)`, so that it leaves experts alone.
+
+    Otherwise DDP overwrites a rank's experts by rank 0's and averages their gradients.
 
     After backward, `sync_gradients` does what remains to be done for the experts.
     """

@@ -23,8 +23,9 @@ class TakesTokenIds:
 
 
 def hand_token_ids(model: nn.Module, *names: str) -> None:
-    """Before each forward pass of a model hand its token ids [B, T] to the MoE layers in it that
-    need them.
+    """Hand a model's token ids [B, T] to the MoE layers in it that need them.
+
+    It does so before each forward pass.
 
     Args:
         model: its token ids are its first positional argument, or a keyword argument.

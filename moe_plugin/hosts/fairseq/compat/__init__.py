@@ -11,8 +11,9 @@ from __future__ import annotations
 
 
 def install() -> None:
-    """Apply every shim to the imported fairseq 0.12. Calling it again does nothing, nor does
-    calling it on another version.
+    """Apply every shim to the imported fairseq 0.12.
+
+    Calling it again, or on another version, does nothing.
     """
     import fairseq
 

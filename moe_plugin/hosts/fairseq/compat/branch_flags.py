@@ -13,8 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def is_moe_flag() -> None:
-    """Launch scripts of fairseq's `moe` branch pass `--is-moe` to evaluation; files say it
-    themselves here.
+    """Accept `--is-moe`, which launch scripts of fairseq's `moe` branch pass to evaluation.
+
+    Here the files say it themselves.
     """
     from fairseq import options
 
@@ -63,8 +64,9 @@ def flags_without_effect() -> None:
 
 
 def num_workers_valid_flag() -> None:
-    """Launch scripts of fairseq's `moe` branch pass `--num-workers-valid`; fairseq 0.12 reads
-    validation data with `--num-workers`.
+    """Accept `--num-workers-valid` of launch scripts of fairseq's `moe` branch.
+
+    fairseq 0.12 reads validation data with `--num-workers`.
     """
     from fairseq import options
 

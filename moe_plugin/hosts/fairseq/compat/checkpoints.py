@@ -46,9 +46,10 @@ def trust_flag() -> None:
 
 
 def evaluation_from_rank_files() -> None:
-    """fairseq <= 0.12.3 evaluates from one file. `--path X.pt` here also stands for `X-rank-0.pt`,
-    `X-rank-1.pt`, ...; the process gets all experts, so that generation, whose steps differ from
-    rank to rank, needs no collective.
+    """Let `--path X.pt` also stand for `X-rank-0.pt`, `X-rank-1.pt`, ... in evaluation.
+
+    fairseq <= 0.12.3 evaluates from one file. The process gets all experts, so that generation,
+    whose steps differ from rank to rank, needs no collective.
     """
     from fairseq import checkpoint_utils
 

@@ -16,8 +16,10 @@ _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 def call_main_without_cuda() -> None:
-    """fairseq <= 0.12.3 counts processes by CUDA devices and speaks NCCL; on CPU it asserts, or
-    spawns nothing and trains nothing.
+    """Start the configured number of processes without CUDA.
+
+    fairseq <= 0.12.3 counts processes by CUDA devices and uses NCCL; on CPU it asserts, or spawns
+    nothing and trains nothing.
     """
     from fairseq.distributed import utils
 
@@ -39,10 +41,11 @@ def call_main_without_cuda() -> None:
 
 
 def moe_without_sharding() -> None:
-    """Launch scripts of fairseq's `moe` branch say `--ddp-backend fully_sharded`, which shards
-    dense parameters over ranks. With experts that becomes `legacy_ddp` here: the same numbers,
-    every rank holding all dense parameters. fairseq <= 0.12.3 asks for the backend's package before
-    it builds the model, so this cannot wait for the trainer.
+    """Turn `--ddp-backend fully_sharded` into `legacy_ddp` for models with experts.
+
+    Launch scripts of fairseq's `moe` branch shard dense parameters over ranks with it; here every
+    rank stores all of them, with the same numbers. fairseq <= 0.12.3 asks for the backend's package
+    before it builds the model, so this cannot wait for the trainer.
     """
     from fairseq.distributed import utils
 
@@ -65,8 +68,10 @@ def moe_without_sharding() -> None:
 
 
 def close_groups_at_the_end() -> None:
-    """fairseq <= 0.12.3 never destroys its process groups; their threads abort a process that ends
-    before they do (seen: gloo, torch 2.13).
+    """Destroy process groups at the end of `main`.
+
+    fairseq <= 0.12.3 never does; their threads abort a process that ends before them (seen: gloo,
+    torch 2.13).
     """
     from fairseq.distributed import utils
 

@@ -36,8 +36,9 @@ def native_module() -> ModuleType | None:
 
 
 def swap_native(module: ModuleType) -> type:
-    """Replace `MOELayer` in the branch's module and wherever fairseq imported it by name; returns
-    the replacement.
+    """Replace `MOELayer` in the branch's module and wherever fairseq imported it by name.
+
+    Returns the replacement.
 
     fairseq `moe` branch only: it has no registry for layers. The replacement is a subclass, so
     `isinstance` still holds.

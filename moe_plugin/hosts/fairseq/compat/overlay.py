@@ -7,8 +7,9 @@ from typing import Any
 
 
 class Overlay(ModuleType):
-    """Stands for `module` inside one other module's namespace, so that a replaced name is replaced
-    there alone.
+    """Stands for `module` inside one other module's namespace.
+
+    A name replaced in it is replaced there alone.
     """
 
     def __init__(self, module: Any, **names: Any) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Let a stock model name and all its architectures build `model`, a subclass of the stock
-    model.
+    """Let a stock model name and its architectures build `model`, a subclass of that model.
 
     fairseq 0.12.2 has no way to add flags to a model that is registered. Launch scripts of its
     `moe` branch say `--arch transformer_lm_gpt --moe-freq 2`; without MoE flags the subclass builds

@@ -20,8 +20,10 @@ FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_p
 
 
 def numpy_names() -> None:
-    """numpy >= 1.24 has no `np.int`/`np.float`, numpy >= 2 no `np.compat`; fairseq <= 0.12.3 uses
-    all three in these modules.
+    """Restore the numpy names that fairseq's modules use.
+
+    numpy >= 1.24 has no `np.int`/`np.float`, numpy >= 2 no `np.compat`; fairseq <= 0.12.3 uses all
+    three.
     """
     import numpy
     from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
@@ -34,8 +36,9 @@ def numpy_names() -> None:
 
 
 def full_checkpoints() -> None:
-    """torch >= 2.6 loads weights only; fairseq's checkpoints hold its settings, and so do its
-    broadcasts, which come from ranks of the same run.
+    """Load fairseq's checkpoints and broadcasts with their config objects.
+
+    torch >= 2.6 loads weights only by default.
     """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
@@ -50,9 +53,11 @@ def full_checkpoints() -> None:
 
 
 def hydra_of_its_time() -> None:
-    """fairseq <= 0.12.3 composes its settings through `hydra.experimental`, which hydra >= 1.2
-    refuses once anybody in the process has started hydra with a `version_base` of 1.2 or more.
-    fairseq gets base 1.1 while it composes; what was set before returns afterwards.
+    """Give fairseq hydra's base version 1.1 while it composes its settings.
+
+    fairseq <= 0.12.3 uses `hydra.experimental`, which hydra >= 1.2 refuses once anything in the
+    process has started hydra with a `version_base` of 1.2 or more. What was set before returns
+    afterwards.
     """
     from fairseq.dataclass import utils
     from hydra import initialize_config_dir
@@ -74,8 +79,9 @@ def hydra_of_its_time() -> None:
 
 
 def gather_lists_without_cuda() -> None:
-    """fairseq <= 0.12.3 gathers Python objects through `torch.cuda.ByteTensor`, which a machine
-    without CUDA refuses.
+    """Gather Python objects without CUDA.
+
+    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` for it.
     """
     from fairseq.distributed import utils
 
@@ -93,9 +99,11 @@ def gather_lists_without_cuda() -> None:
 
 
 def ddp_wrapping() -> None:
-    """torch's DDP refuses `device_ids` for CPU parameters; fairseq always passes them. And it waits
-    for gradients of the copies of its weights that fairseq 0.12.2 - 0.12.3 keeps in each encoder
-    layer for torch's fused inference path, which never get one.
+    """Wrap models in torch's DDP without device ids on CPU and without unused weight copies.
+
+    fairseq always passes `device_ids`, which DDP refuses for CPU parameters. And DDP waits for
+    gradients of the copies of its weights that fairseq 0.12.2 - 0.12.3 keeps in each encoder layer
+    for torch's fused inference path, which never get one.
     """
     from fairseq.models import distributed_fairseq_model as module
 
@@ -115,8 +123,9 @@ def ddp_wrapping() -> None:
 
 
 def bf16_without_tpu() -> None:
-    """fairseq <= 0.12.3 takes `--bf16` for a TPU (options.py); without torch_xla that ends in an
-    import error.
+    """Let `--bf16` run without torch_xla.
+
+    fairseq <= 0.12.3 takes it for a TPU (options.py), which ends in an import error.
     """
     import importlib.util
 
@@ -137,8 +146,9 @@ def bf16_without_tpu() -> None:
 
 
 def fused_path_copies(layer: torch.nn.Module) -> list[str]:
-    """fairseq >= 0.12: the attributes of an encoder layer that copy parameters for torch's fused
-    inference path.
+    """Attributes of an encoder layer that copy parameters for torch's fused inference path.
+
+    fairseq >= 0.12 has them.
     """
     return [name for name in FUSED_PATH_COPIES if hasattr(layer, name)]
 
@@ -150,8 +160,10 @@ def drop_fused_path_copies(layer: torch.nn.Module) -> None:
 
 
 def fp32_copies(optimizer: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """(parameter, fp32 copy) of an fp16 optimizer; fairseq <= 0.12.3 keeps the copies in a list
-    under `--fp16-no-flatten-grads` and has the attribute in no other optimizer.
+    """(parameter, fp32 copy) pairs of an fp16 optimizer; empty for others.
+
+    fairseq <= 0.12.3 keeps the copies in a list under `--fp16-no-flatten-grads` and has the
+    attribute in no other optimizer.
     """
     copies = getattr(optimizer, "fp32_params", None)
     return list(zip(optimizer.fp16_params, copies, strict=True)) if isinstance(copies, list) else []
@@ -172,8 +184,9 @@ class _HostScalar(torch.Tensor):
 
 
 def skipped_steps_without_cuda() -> None:
-    """fairseq <= 0.12.3 answers a gradient overflow with `torch.tensor(0.0).cuda()`, also on a
-    machine without CUDA.
+    """Skip a step after a gradient overflow without CUDA.
+
+    fairseq <= 0.12.3 answers an overflow with `torch.tensor(0.0).cuda()` on any machine.
     """
     from fairseq import trainer
 
@@ -183,9 +196,10 @@ def skipped_steps_without_cuda() -> None:
 
 
 def separate_fp32_copies() -> None:
-    """fairseq <= 0.12.3 packs all fp32 master weights in one tensor (on the current CUDA device),
-    which loses the mark of expert
-    parameters: `--fp16-no-flatten-grads` is therefore implied for models with experts, and on CPU.
+    """Imply `--fp16-no-flatten-grads` for models with experts, and on CPU.
+
+    fairseq <= 0.12.3 packs all fp32 master weights in one tensor (on the current CUDA device),
+    which loses the mark of expert parameters.
     """
     import logging
 
@@ -208,8 +222,10 @@ def separate_fp32_copies() -> None:
 
 
 def empty_validation_batches() -> None:
-    """fairseq <= 0.12.3: `fairseq-validate` on several ranks gives a rank without data an empty
-    batch and dies of `KeyError`.
+    """Validate on ranks without data.
+
+    fairseq <= 0.12.3: `fairseq-validate` on several ranks gives such a rank an empty batch and dies
+    of `KeyError`.
 
     Such a rank runs one sentence and counts it as nothing, so that collectives inside the model
     stay aligned.

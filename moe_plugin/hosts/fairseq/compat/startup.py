@@ -90,8 +90,9 @@ def _install() -> None:
 
 
 def boot() -> None:
-    """Wait for fairseq. Called at interpreter start by the `.pth` file; calling it again does
-    nothing.
+    """Wait for fairseq; the `.pth` file calls this when Python starts.
+
+    Calling it again does nothing.
     """
     if "fairseq" not in sys.modules and not any(
             isinstance(finder, _Finder) for finder in sys.meta_path):

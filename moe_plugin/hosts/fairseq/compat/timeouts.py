@@ -10,8 +10,9 @@ from torch.distributed import distributed_c10d
 
 
 def shorten_timeouts(timeout_s: float) -> None:
-    """Let no group that fairseq uses wait longer than this. All ranks call it, after the world is
-    there.
+    """Let no group that fairseq uses wait longer than this.
+
+    All ranks call it, after the world is initialized.
 
     fairseq <= 0.12.3 passes a time-out neither to `init_process_group` nor to the `new_group` in
     which it reduces gradients, and has no setting for it: torch's 30 minutes apply (10 under NCCL).

@@ -10,8 +10,9 @@ from typing import Any
 
 
 def own_user_dir() -> None:
-    """fairseq <= 0.12.3 imports the `models` of a user dir only if the package was not imported
-    before, by whomever.
+    """Import the `models` of a user dir even if the package was imported before.
+
+    fairseq <= 0.12.3 imports them only if it was not.
 
     With this, `--user-dir moe_plugin` and a path to the installed package both work, in spawned
     processes and in programs that already imported the package. A path to another copy is refused.
@@ -45,8 +46,10 @@ def _checked_home(given: str) -> str:
 
 
 def user_dir_before_defaults() -> None:
-    """`fairseq-hydra-train` (<= 0.12.3) fills in model defaults before it imports the user dir that
-    brings the models.
+    """Import the user dir before model defaults are filled in.
+
+    `fairseq-hydra-train` (<= 0.12.3) fills them in before it imports the user dir that brings the
+    models.
     """
     from fairseq import utils
     from fairseq.dataclass import initialize

@@ -63,9 +63,7 @@ class Groups:
 
 
 def groups(collection: Any | None) -> Groups:
-    """From the collection that Megatron passes to a layer, or from its global state if it passes
-    none.
-    """
+    """The groups that Megatron passes to a layer; its global ones if it passes none."""
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
     return Groups(collection=collection, experts=collection.tp_ep,
@@ -94,9 +92,7 @@ def all_data_group(collection: Any) -> Group:
 
 
 def microbatches_a_step() -> int | None:
-    """Micro-batches of the present step by Megatron's calculator; None where no script has set one
-    up.
-    """
+    """Micro-batches of this step by Megatron's calculator; None if no script has set one up."""
     from megatron.core import num_microbatches_calculator as calculator
 
     known = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
@@ -130,8 +126,9 @@ def injects_router(submodules: Any) -> bool:
 
 def call_native_router(router: torch.nn.Module, x_SBD: Tensor,
                        padding_SB: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(probs_TE, routing_map_TE). padding_SB: True = padding; left out where this version's router
-    does not take it.
+    """(probs_TE, routing_map_TE) of a native router.
+
+    padding_SB: True = padding; left out where this version's router does not take it.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     return router(
@@ -139,8 +136,9 @@ def call_native_router(router: torch.nn.Module, x_SBD: Tensor,
 
 
 def shared_experts(config: Any, submodules: Any, groups_: Groups) -> torch.nn.Module:
-    """Megatron's own shared expert, from the native spec. Spec or class up to 0.17, a partial from
-    0.18.
+    """Megatron's own shared expert, from the native spec.
+
+    A spec or class up to 0.17, a partial from 0.18.
     """
     builder = getattr(submodules, "shared_experts", None)
     if builder is None:
@@ -167,16 +165,15 @@ def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...]
 
 
 def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
-    """The same activation; in backward, `loss` gets the gradient scale that Megatron gives to
-    auxiliary losses.
-    """
+    """The same activation; in backward, `loss` gets Megatron's scale of auxiliary losses."""
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
 
 def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
              part_of: Group | None) -> None:
-    """Add a raw loss to Megatron's aux-loss log; values of the ranks in `part_of` are summed when
-    it is read.
+    """Add a raw loss to Megatron's log of auxiliary losses.
+
+    Values of the ranks in `part_of` are summed when it is read.
     """
     layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     moe_utils.save_to_aux_losses_tracker(name, value.detach(), layer_number, layers,
@@ -185,8 +182,9 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
 
 @dataclass(frozen=True)
 class LoggedLoss:
-    """One named auxiliary loss of the log: sums over micro-batches by layer [layers], and how ranks
-    are to be reduced.
+    """One named auxiliary loss of the log.
+
+    Sums over micro-batches by layer [layers], and how ranks are to be reduced.
     """
 
     values: Tensor
@@ -215,8 +213,9 @@ def set_logged_losses(values: dict[str, Tensor]) -> None:
 
 
 def quiet_unknown_mlp() -> None:
-    """Up to 0.17 a transformer layer warns of every MLP class that it does not list, a subclass of
-    `MoELayer` too.
+    """Silence Megatron's warning of an MLP class that it does not list.
+
+    Up to 0.17 a transformer layer warns of a subclass of `MoELayer`, too.
     """
     name = "megatron.core.transformer.transformer_layer"
     logging.getLogger(name).addFilter(
@@ -235,8 +234,9 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
 
 
 def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[Any, int]:
-    """(a copy of the spec with every MoELayer replaced, how many were). Layer specs and block
-    specs; the input stays as it is.
+    """(a copy of the spec with every MoELayer replaced, how many were).
+
+    Layer specs and block specs; the input stays as it is.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         swapped = [swap_spec(layer, replacement, settings) for layer in spec.layer_specs]
@@ -267,8 +267,9 @@ def has_transformer_engine() -> bool:
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None) -> Any:
-    """Megatron's own GPT layer spec with an MoE layer; the number of experts in it only has to be
-    set.
+    """Megatron's own GPT layer spec with an MoE layer.
+
+    The number of experts in it only has to be set.
     """
     from megatron.core.models.gpt import gpt_layer_specs
 

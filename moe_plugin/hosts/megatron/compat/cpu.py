@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Patch:
-    """One group of replacements: what is replaced, in which versions of Megatron-core it is needed,
-    and why.
+    """One group of replacements.
+
+    What is replaced, in which versions of Megatron-core it is needed, and why.
     """
 
     target: str
@@ -47,8 +48,9 @@ def _patch(target: str, versions: str,
 
 
 def enable(force: bool = False) -> bool:
-    """Make Megatron-core run on CPU. Returns True where patches are in force, False where CUDA
-    exists (nothing done).
+    """Make Megatron-core run on CPU.
+
+    Returns True where patches are in force, False where CUDA exists (nothing done).
 
     force: also where CUDA exists, for a process that is to stay on CPU.
     """

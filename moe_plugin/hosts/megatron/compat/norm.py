@@ -12,8 +12,7 @@ _KINDS = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
 
 class TorchNorm:
-    """Builds `torch.nn.LayerNorm` or `RMSNorm` and marks its parameters for Megatron's sequence
-    parallelism.
+    """Builds torch's `LayerNorm` or `RMSNorm`, marked for Megatron's sequence parallelism.
 
     Megatron-core's own fallback (`WrappedTorchNorm`) refuses `sequence_parallel`; all that is
     missing there is the mark by which Megatron sums a replicated parameter's gradient over the

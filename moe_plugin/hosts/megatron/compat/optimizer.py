@@ -33,8 +33,7 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 
 
 def prepare_optimizer_for_load(optimizer: Any) -> None:
-    """Give a distributed optimizer around torch's Adam the empty state that its checkpoint is
-    loaded into.
+    """Give a distributed optimizer the empty state that its checkpoint is loaded into.
 
     0.15 to 0.19: without Apex and Transformer Engine it reads the step number from that state, also
     before loading; and for SGD it calls a function that is not there.

@@ -24,8 +24,9 @@ def plain_name(value: Any) -> str:
 
 
 def script_arguments() -> dict[str, Any]:
-    """The parsed arguments of Megatron's own training script; empty where none runs (only
-    megatron-core is installed, say).
+    """Parsed arguments of Megatron's own training script; empty where none runs.
+
+    So it is where only megatron-core is installed.
     """
     state = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(state, "_GLOBAL_ARGS", None)
@@ -48,8 +49,7 @@ def wrap_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., 
 
 
 def extend_parse_args(ours: Callable[[Provider | None], Provider]) -> None:
-    """Make Megatron's `parse_args` take `ours(provider)` in place of the provider that a script
-    gives it.
+    """Let Megatron's `parse_args` use `ours(provider)` in place of a script's provider.
 
     0.15 to 0.19: `pretrain` hands the provider on to `parse_args`, which lives in `arguments` and
     is imported into `initialize`.
