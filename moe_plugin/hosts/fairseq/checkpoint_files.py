@@ -304,7 +304,7 @@ def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> 
     manifest = state.get(MANIFEST)
     if manifest is None:
         raise ValueError(
-            f"checkpoint {path!r} has no experts; the model has {wanted['num_experts']} an MoE "
+            f"checkpoint {path!r} has no experts; the model has {wanted['num_experts']} per MoE "
             "layer. Use another --save-dir "
             "or --restore-file, or train the dense model with --moe-freq 0")
     for key, value in wanted.items():
