@@ -90,6 +90,22 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         raise ValueError(f"{spec.flag} {text!r} cannot be read; must be {wanted}") from error
 
 
+def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings by dotted path as flags that say the same: texts by `dest`, the inverse of
+    `parse_value`. Settings without a flag are left out.
+    """
+    specs = {spec.path: spec for spec in flag_specs()[1:]}
+    return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
+
+
+def _text(value: Any) -> str:
+    if value is None or value == {}:
+        return "none"
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={weight}" for name, weight in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozenset()) -> None:
     """Add every generated flag to an argparse parser, except those whose config path is in `skip`.
     """

@@ -154,7 +154,7 @@ def with_overrides(config: MoEConfig, overrides: Mapping[str, Any]) -> MoEConfig
 
 
 def register_hydra() -> None:
-    """Put the tree in Hydra's ConfigStore as `moe/base` (group `moe`, name `base`)."""
+    """Put the typed tree in Hydra's ConfigStore as `moe/base` (group `moe`, name `base`)."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(group="moe", name="base", node=to_dict(MoEConfig()))
+    ConfigStore.instance().store(group="moe", name="base", node=MoEConfig)

@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
 
@@ -127,11 +129,42 @@ def test_hydra_yaml_trains(corpus: Corpus, tmp_path: Path) -> None:
         f"checkpoint.save_dir={tmp_path} "
         f"hydra.run.dir={tmp_path / 'hydra'} common.cpu=true common.log_interval=1 "
         "task.tokens_per_sample=32 "
-        "dataset.batch_size=4 optimization.max_update=6 lr_scheduler.warmup_updates=1",
+        "dataset.batch_size=4 optimization.max_update=6 lr_scheduler.warmup_updates=1 "
+        "moe.num_experts=4 +moe.router.top_k=1 moe.router.second_expert_policy=all",
         cwd=Path(__file__).parents[3]).ok()
     assert len(result.losses) == 6
     assert result.losses[-1] < result.losses[0]
-    assert (tmp_path / "checkpoint_last.pt").exists()
+    saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
+    # the group `moe` of the file and of the command line
+    assert saved["moe_plugin"]["num_experts"] == 4
+    model = saved["cfg"]["model"]
+    assert (model["moe_top_k"], model["moe_capacity_factor"]) == ("1", "none")
+
+
+def test_the_typed_hydra_group_becomes_flags() -> None:
+    from hydra import compose, initialize
+    from omegaconf import OmegaConf
+
+    from moe_plugin.config import MoEConfig
+    from moe_plugin.config.flags import config_from_flags, flag_specs
+    from moe_plugin.hosts.fairseq.compat.userdir import take_moe_group
+    from moe_plugin.hosts.fairseq.options import MoELanguageModelConfig
+
+    def composed(*overrides: str) -> Any:
+        with initialize(None, version_base=None):
+            tree = compose(overrides=["+moe=base", *overrides])
+        return OmegaConf.create({"model": OmegaConf.structured(MoELanguageModelConfig),
+                                 "moe": tree.moe})
+
+    cfg = composed("moe.router.top_k=1", "moe.experts.bias=false")
+    take_moe_group(cfg)
+    assert cfg.moe is None
+    got = config_from_flags({spec.dest: cfg.model[spec.dest] for spec in flag_specs()})
+    wanted = MoEConfig()
+    wanted.router.top_k, wanted.experts.bias = 1, False
+    assert got == wanted
+    with pytest.raises(Exception, match="many"):
+        composed("moe.router.top_k=many")
 
 
 @pytest.mark.distributed

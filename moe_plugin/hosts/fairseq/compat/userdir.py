@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from moe_plugin.hosts.fairseq.compat.fields import add_field
+
 
 def own_user_dir() -> None:
     """Import the `models` of a user dir even if the package was imported before.
@@ -45,6 +47,44 @@ def _checked_home(given: str) -> str:
     return home
 
 
+def take_moe_group(cfg: Any) -> None:
+    """Hydra's group `moe` becomes the model's flags; flags that the model has already win.
+
+    Raises:
+        ValueError: unknown keys, wrong types, bad values; a model without experts.
+    """
+    from omegaconf import OmegaConf
+
+    from moe_plugin.config import flatten, from_dict
+    from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
+
+    group = cfg.get("moe")
+    if group is None:
+        return
+    cfg.moe = None
+    values = OmegaConf.to_container(group, resolve=True)
+    from_dict(values)  # its errors name keys, types and bounds
+    if CONFIG_FLAG.dest not in cfg.model:
+        raise ValueError("the group moe needs a model with experts: use common.user_dir=moe_plugin "
+                         "and model._name=moe_transformer_lm")
+    settings = flatten(values)
+    if not settings.get("experts.hidden_dim"):
+        settings.pop("experts.hidden_dim", None)  # the host's inner width
+    for name, text in flag_texts(settings).items():
+        if cfg.model.get(name) is None:
+            cfg.model[name] = text
+
+
+def group_in_hydra() -> None:
+    """`fairseq-hydra-train` finds the group `moe` (node `base`) before it imports a user dir."""
+    from fairseq.dataclass.configs import FairseqConfig
+
+    from moe_plugin.config import register_hydra
+
+    add_field(FairseqConfig, "moe", Any, None, "settings of the MoE layers (group moe)")
+    register_hydra()
+
+
 def user_dir_before_defaults() -> None:
     """Import the user dir before model defaults are filled in.
 
@@ -61,6 +101,7 @@ def user_dir_before_defaults() -> None:
         if common is not None and common.get("user_dir"):
             utils.import_user_module(argparse.Namespace(user_dir=common.user_dir))
         original(cfg)
+        take_moe_group(cfg)
 
     initialize.add_defaults = add_defaults
     train = sys.modules.get("fairseq_cli.train")
@@ -68,4 +109,5 @@ def user_dir_before_defaults() -> None:
         train.add_defaults = add_defaults
 
 
-SHIMS: tuple[Callable[[], None], ...] = (own_user_dir, user_dir_before_defaults)
+SHIMS: tuple[Callable[[], None], ...] = (own_user_dir, user_dir_before_defaults,
+                                             group_in_hydra)
