@@ -5,7 +5,8 @@ float32 (float64). source_R: int64, the choice t*K + j that row r holds, -1: an 
 position_TK: int64, the inverse: the row that holds a choice, -1: none. Each row holds one choice,
 each choice is in at most one row.
 
-A row that holds NaN or infinity reaches no other token: nothing of another token is multiplied by 0.
+A row that holds NaN or infinity reaches no other token: nothing of another token is multiplied by
+0.
 """
 
 from __future__ import annotations

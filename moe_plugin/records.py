@@ -249,6 +249,7 @@ class RowCounts:
 
     @property
     def total(self) -> int:
+        """R, rows of all local experts."""
         return sum(self.host)
 
     def device(self, device: torch.device) -> Tensor:
@@ -332,9 +333,7 @@ class DispatchPlan:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What happened in one forward pass on this rank.
-
-    Tensors stay on the device until `as_dict` is called.
+    """What happened in one forward pass on this rank; tensors stay on the device until `as_dict`.
 
     Attributes:
         load_KE: int64, tokens whose j-th choice is expert e, before dropping.
@@ -348,8 +347,7 @@ class LayerStats:
         layout: the layout it ran in, e.g. `r=1 d=2 linear auto`.
         exchanges: all-to-alls of the forward pass, by the algorithm that ran.
         decisions: of the tuner, since the last call (plain values).
-        copies: ranks that report these same tokens: in a sum over ranks, load and tokens count
-            1/copies.
+        copies: ranks that report these same tokens: a sum over ranks counts them 1/copies each.
         router: as in `Routing`.
         chosen_KE: int64, as load_KE, before a second-expert policy took choices away; None: it took
             none.

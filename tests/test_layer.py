@@ -357,8 +357,8 @@ def test_a_launched_process_without_a_group_is_refused(monkeypatch: pytest.Monke
     {"comm": {"all_to_all": "auto"}}, {"experts": {"compute_selection": "rule"}},
     {"dispatch": {"capacity_factor": 1.0, "name": "padded"}}], ids=str)
 def test_a_used_layer_is_pickled_copied_and_saved(settings: dict) -> None:
-    layer, x, file = MoELayer(from_dict({"model_dim": 8, "num_experts": 4} | settings)), torch.randn(
-        5, 8), io.BytesIO()
+    layer, x, file = MoELayer(
+        from_dict({"model_dim": 8, "num_experts": 4} | settings)), torch.randn(5, 8), io.BytesIO()
     layer(x).output.sum().backward()
     torch.save(layer.eval(), file)
     file.seek(0)

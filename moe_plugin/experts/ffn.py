@@ -52,8 +52,9 @@ class FFNExperts(Experts):
         self.adds_to_main_grad = host.adds_to_main_grad
         self.compute = strategies.get(config.experts.compute)
         if self.config.dropout and not drops_out(self.compute):
-            logger.info("experts.dropout=%s: experts.compute=%s has no dropout; in training torch's "
-                        "matmuls compute the experts", self.config.dropout, self.config.compute)
+            logger.info(
+                "experts.dropout=%s: experts.compute=%s has no dropout; in training torch's "
+                "matmuls compute the experts", self.config.dropout, self.config.compute)
         self.memory = Workspace()
         shards, local, width = placement.shards, placement.local, config.model_dim
         _check_shards(config, shards)

@@ -51,7 +51,8 @@ class RouterSelector(RouterModule):
         self.needs = frozenset().union(*(needs_of(router) for router in routers))
         self.steps = 0  # the value of the buffer, without a read from the device
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
-        if comm is not None:  # ranks that take different routers would wait in different collectives
+        # ranks that take different routers would wait in different collectives
+        if comm is not None:
             agree(comm, {"router.name": self.config.names,
                          **{f"router.selection.{name}": value
                             for name, value in asdict(self.config.selection).items()}})

@@ -60,7 +60,7 @@ class LayoutSelector:
         return LocalComm() if self.available.traits.shares_tokens else self.place.comm
 
     def report(self, call: LayoutCall) -> dict[str, Any]:
-        """Fields of `LayerStats`: layout, decisions since the last call, ranks with these tokens."""
+        """Fields of `LayerStats`: layout, decisions since the last call, copies of the tokens."""
         decisions = () if self.tuner is None else self.tuner.pop_decisions()
         copies = self.place.replicas.size if self.place.replicas is not None else 1
         if self.available.traits.shares_tokens:

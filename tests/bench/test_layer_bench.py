@@ -83,7 +83,8 @@ def test_bad_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kernels() -> None:
     found = bench_kernels.run(SMALL, rounds=1)
     assert {r.operation for r in found.results} >= {
-        "route_top_k", "take_rows", "sum_rows", "dot_rows", "expert_matmul_act", "expert_weight_grad"
+        "route_top_k", "take_rows", "sum_rows", "dot_rows", "expert_matmul_act",
+        "expert_weight_grad"
     }
     assert all(r.chosen and r.implementation == "torch" for r in found.results)
     assert "expert_matmul_act" in report.kernel_table(found)

@@ -18,7 +18,8 @@ from moe_plugin.kernels import kernels
 from moe_plugin.kernels.triton_ops import MODULES
 
 pytest.importorskip("triton", reason="triton is not installed")
-PRODUCTS = ("matmul_kernel", "matmul_act_backward_kernel", "weight_grad_kernel", "weight_add_kernel")
+PRODUCTS = ("matmul_kernel", "matmul_act_backward_kernel", "weight_grad_kernel",
+            "weight_add_kernel")
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=label)

@@ -174,7 +174,8 @@ def test_damaged_index(tmp_path: Path, content: bytes) -> None:
 
 def test_other_version(tmp_path: Path) -> None:
     index = saved(tmp_path) / "index.json"
-    index.write_text(checksums.seal_json({**checksums.open_json(index.read_text())[0], "version": 9}))
+    index.write_text(
+        checksums.seal_json({**checksums.open_json(index.read_text())[0], "version": 9}))
     with pytest.raises(CheckpointError, match="version 9"):
         load_here(tmp_path / "ckpt")
 

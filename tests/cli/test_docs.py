@@ -26,7 +26,8 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.glob("*.md"))]
 PYTHON_BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}") for page in PAGES for number, block in enumerate(
+    pytest.param(block, id=f"{page.name}-{number}") for page in PAGES
+    for number, block in enumerate(
         re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
 ]
 SCRIPTS = sorted((ROOT / "scripts").glob("benchmark_*.py"))
@@ -173,7 +174,8 @@ def test_settings_files_are_a_hydra_group_over_the_base(path: Path) -> None:
 
 @pytest.mark.parametrize("block", PYTHON_BLOCKS)
 def test_python_examples_run(block: str) -> None:
-    done = subprocess.run([sys.executable, "-c", block], check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", block], check=False, capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

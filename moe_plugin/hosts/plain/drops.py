@@ -21,7 +21,8 @@ class DropWarning:
             return
         self._said = True
         logger.warning(
-            "step %d: %.0f %% of the choices found no slot at their expert and were dropped (warned "
+            "step %d: %.0f %% of the choices found no slot at their expert and were dropped "
+            "(warned "
             "of above %.0f %%, once); use --moe-capacity-factor none to drop nothing, a larger "
             "--moe-capacity-factor, or more balance (--moe-losses)", step, 100 * fraction,
             100 * WARN_ABOVE)

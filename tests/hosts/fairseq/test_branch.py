@@ -56,8 +56,9 @@ class BranchLayer:
 def sample(batch: int) -> dict[str, Any]:
     ids = tokens(batch=batch, length=9)
     return {
-        "net_input": {"src_tokens": ids[:, :-1], "src_lengths": torch.full((batch,), 8)},
-        "target": ids[:, 1:].contiguous(), "ntokens": 8 * batch, "nsentences": batch, "id": torch.arange(batch),
+        "net_input": {"src_tokens": ids[:, :-1], "src_lengths": torch.full(
+            (batch,), 8)}, "target": ids[:, 1:].contiguous(), "ntokens": 8 * batch,
+        "nsentences": batch, "id": torch.arange(batch),
     }
 
 
