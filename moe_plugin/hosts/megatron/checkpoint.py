@@ -159,9 +159,9 @@ def latest(root: str) -> int | None:
 
 
 def load(root: str, training: Training, trust: bool = False) -> Progress:
-    """Load the newest checkpoint under `root`; a collective call.
+    """Load the newest checkpoint under `root`, or an older one if it is damaged.
 
-    Without one, training starts from the beginning (with a warning).
+    A collective call. Without a checkpoint, training starts from the beginning (with a warning).
 
     Args:
         root: folder of the checkpoints.

@@ -53,9 +53,10 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
 
 def moe_layer_spec(settings: Mapping[str, Any] | str | None = None, *,
                    transformer_engine: bool | None = None) -> Any:
-    """A GPT transformer layer spec with our MoE layer.
+    """A GPT layer spec with our MoE layer, standard attention, and an MoE layer everywhere.
 
-    transformer_engine: None takes it where it is installed.
+    For anything else swap the layers of Megatron's own block spec. A model whose config differs is
+    refused when it is built.
 
     transformer_engine: None takes it where it is installed.
     """

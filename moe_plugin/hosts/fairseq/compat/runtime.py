@@ -38,7 +38,8 @@ def numpy_names() -> None:
 def full_checkpoints() -> None:
     """Load fairseq's checkpoints and broadcasts with their config objects.
 
-    torch >= 2.6 loads weights only by default.
+    torch >= 2.6 loads weights only by default. Checkpoints have fairseq's settings, and so do its
+    broadcasts, which come from ranks of the same run.
     """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
