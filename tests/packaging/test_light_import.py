@@ -55,3 +55,21 @@ def test_starting_python_costs_one_small_module(tmp_path: Path) -> None:
                           check=True)
     assert done.stdout.strip() in ("['__future__', 'moe_plugin_fairseq_compat']",
                                    "['moe_plugin_fairseq_compat']")
+
+
+@pytest.mark.fairseq
+def test_looking_for_fairseq_leaves_its_import_as_it_is(tmp_path: Path) -> None:
+    """`find_spec`, as many programs call it to see what is installed, before the import."""
+    pytest.importorskip("fairseq")
+    shutil.copy(ROOT / "moe_plugin" / "hosts" / "fairseq" / "compat" / "startup.py",
+                tmp_path / "moe_plugin_fairseq_compat.py")
+    # the installed finder steps aside for the one of this tree
+    code = (
+        f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT)]!r}; import importlib.util as u; "
+        "sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != '_Finder']; "
+        "sys.modules.pop('moe_plugin_fairseq_compat', None); "
+        "import moe_plugin_fairseq_compat as m; m.boot(); u.find_spec('fairseq'); "
+        "import fairseq; print('imported')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          check=False)
+    assert done.stdout.strip().endswith("imported"), done.stderr

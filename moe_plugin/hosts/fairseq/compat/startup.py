@@ -44,16 +44,21 @@ class _Loader:
 
 
 class _Finder:
-    """Waits for the first `import fairseq`, then steps aside."""
+    """Waits for the first `import fairseq`. Looking for its spec alone changes nothing."""
+
+    searching = False
 
     def find_spec(self, name: str, path: Any = None,
                   target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "fairseq":
+        if name != "fairseq" or self.searching:
             return None
         import importlib.util
 
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.searching = True  # the other finders answer
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
