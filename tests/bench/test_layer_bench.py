@@ -96,3 +96,16 @@ def test_least_work() -> None:
     data = layer.make_data(SMALL)
     assert sum(layer.loads(SMALL,
                            data)) == 128 and not torch.equal(data.x_TD, torch.zeros_like(data.x_TD))
+
+
+@pytest.mark.megatron
+def test_the_megatron_peer_leaves_no_group_behind() -> None:
+    """A group that stays would be ended in a process forked later, whose threads are gone."""
+    if peers.entry("megatron").why_not() is not None:
+        pytest.skip("megatron-core is not installed")
+    layer.run(SMALL, ["megatron"], rounds=1)
+    from megatron.core import parallel_state
+
+    left = [name for name, value in vars(parallel_state).items()
+            if isinstance(value, torch.distributed.ProcessGroup)]
+    assert left == []

@@ -60,9 +60,19 @@ def fairseq(argv: Sequence[str], log: str) -> None:
     train.cli_main()
 
 
+_INHERITED: list[object] = []
+
+
 def megatron(argv: Sequence[str], log: str) -> None:
     """`python -m moe_plugin.hosts.megatron.train ARGV` on this rank."""
+    from megatron.core import parallel_state
+
     from moe_plugin.hosts.megatron import train
+    from moe_plugin.hosts.megatron.compat import core
+
+    # groups that a test made in the process that this one is forked from must not end here:
+    # that would wait for threads which a fork does not have
+    _INHERITED.append((dict(vars(parallel_state)), core.logged_losses()))
 
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
     status = train.main(list(argv))

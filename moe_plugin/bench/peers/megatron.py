@@ -23,6 +23,8 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
     if problem.device == "cpu":
         cpu.enable(force=True)
+    from moe_plugin.hosts.megatron.compat import core
+
     with one_rank(problem.device):
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -38,7 +40,7 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
         try:
             yield Candidate(forward, list(layer.parameters()), note)
         finally:
-            parallel_state.destroy_model_parallel()
+            core.destroy_groups()
 
 
 def _layer(problem: Problem) -> tuple[nn.Module, str]:

@@ -75,7 +75,9 @@ def initialise_parallel(case: Case, pp: int = 1) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.destroy_model_parallel()
+    from moe_plugin.hosts.megatron.compat import core
+
+    core.destroy_groups()
     parallel_state.initialize_model_parallel(case.tp, pp, expert_model_parallel_size=case.ep,
                                              expert_tensor_parallel_size=case.etp)
     torch.manual_seed(1)

@@ -91,6 +91,20 @@ def all_data_group(collection: Any) -> Group:
         with_context_parallel=True)
 
 
+def destroy_groups() -> None:
+    """Megatron's `destroy_model_parallel`, and what it forgets (0.15 to 0.19): one more group, and
+    those in the records of auxiliary losses.
+
+    A process that is forked later and makes its own groups would end the forgotten ones there, and
+    wait forever for their threads, which a fork does not have.
+    """
+    parallel_state.destroy_model_parallel()
+    _loss_records().clear()
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+
+
 def microbatches_a_step() -> int | None:
     """Micro-batches of this step by Megatron's calculator; None if no script has set one up."""
     from megatron.core import num_microbatches_calculator as calculator
@@ -190,6 +204,15 @@ class LoggedLoss:
     values: Tensor
     reduce_group: Group | None
     average_data_parallel: bool
+
+
+def _loss_records() -> dict[str, Any]:
+    """Megatron's records of auxiliary losses by name: dicts up to 0.17, objects from 0.18 on."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        return moe_utils.get_moe_layer_wise_logging_tracker()
+    return get_moe_metrics_tracker().metrics
 
 
 def logged_losses() -> dict[str, LoggedLoss]:
