@@ -73,6 +73,7 @@ def megatron(argv: Sequence[str], log: str) -> None:
     # groups that a test made in the process that this one is forked from must not end here:
     # that would wait for threads which a fork does not have
     _INHERITED.append((dict(vars(parallel_state)), core.logged_losses()))
+    core.forget_losses()
 
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
     status = train.main(list(argv))

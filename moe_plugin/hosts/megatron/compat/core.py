@@ -99,7 +99,7 @@ def destroy_groups() -> None:
     wait forever for their threads, which a fork does not have.
     """
     parallel_state.destroy_model_parallel()
-    _loss_records().clear()
+    forget_losses()
     for name, value in vars(parallel_state).items():
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
@@ -213,6 +213,12 @@ def _loss_records() -> dict[str, Any]:
     except ImportError:
         return moe_utils.get_moe_layer_wise_logging_tracker()
     return get_moe_metrics_tracker().metrics
+
+
+def forget_losses() -> None:
+    """Auxiliary losses as in a new process: no records, and no scale, whose shape schedules set."""
+    _loss_records().clear()
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def logged_losses() -> dict[str, LoggedLoss]:
