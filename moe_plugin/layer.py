@@ -52,14 +52,12 @@ class MoELayer(Replaying, nn.Module):
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
         agree_on_settings(config, self.comm, dtype=dtype or torch.get_default_dtype(),
                           custom_router=router is not None, custom_experts=experts is not None)
-        config.prepare()
         config, place, sharing = place_experts(config, self.comm)
         self.config, self.placement = config, place
         where = {"dtype": dtype, "device": device}
         self.tokens = TokenEntry(config.model_dim, sharing)
         if router is None:
-            seen = host if sharing is None else host.when_split(sharing)
-            router = build_router(config, place.comm, host=seen, **where)
+            router = build_router(config, place.comm, host=host.when_split(sharing), **where)
         self.router = router
         self.experts = build_experts(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
@@ -78,8 +76,7 @@ class MoELayer(Replaying, nn.Module):
             info: token ids, sequences, which of several routers; see `router.needs`.
             top_k: experts per token for this call; None: as configured.
             choice: layout of this call, the same on all ranks; None: as configured or tuned.
-        Returns:
-            Output [..., D] in x's dtype, raw losses by name, statistics.
+        Returns: output [..., D] in x's dtype, raw losses by name, statistics.
         Raises:
             ValueError: shapes or dtypes that do not fit.
             CommError: a collective failed or timed out; it names rank, collective and sizes.

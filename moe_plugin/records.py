@@ -83,10 +83,10 @@ class HostContext:
     split_batch_comm: Comm | None = None
     adds_to_main_grad: bool = False
 
-    def when_split(self, sharing: Comm) -> "HostContext":
-        """What routers see in a layer that splits the tokens of the ranks `sharing`, so that their
-        losses are parts of one loss.
-        """
+    def when_split(self, sharing: Comm | None) -> "HostContext":
+        """What routers see where the ranks `sharing` split tokens: losses are parts of one loss."""
+        if sharing is None:
+            return self
         return replace(self, loss_comm=self.split_loss_comm or self.loss_comm or sharing,
                        batch_comm=self.split_batch_comm or self.batch_comm)
 

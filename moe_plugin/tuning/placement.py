@@ -47,6 +47,7 @@ def place_experts(config: MoEConfig, comm: Comm) -> tuple[MoEConfig, Placement, 
     Raises:
         ValueError: settings and group do not fit together.
     """
+    config.prepare()
     exchange = prepare(comm, config.comm)
     place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
     place.check()
