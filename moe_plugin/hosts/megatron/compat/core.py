@@ -223,16 +223,14 @@ def forget_losses() -> None:
 
 def logged_losses() -> dict[str, LoggedLoss]:
     """Megatron's aux-loss log as it stands on this rank."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # up to 0.17
-        return {
-            name: LoggedLoss(entry["values"], entry.get("reduce_group"),
-                             not entry.get("reduce_group_has_dp", False))
-            for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()
-        }
-    return {name: LoggedLoss(entry.values, entry.reduce_group, entry.needs_dp_avg)
-            for name, entry in get_moe_metrics_tracker().metrics.items()}
+    return {name: _logged(record) for name, record in _loss_records().items()}
+
+
+def _logged(record: Any) -> LoggedLoss:
+    if isinstance(record, dict):  # up to 0.17
+        return LoggedLoss(record["values"], record.get("reduce_group"),
+                          not record.get("reduce_group_has_dp", False))
+    return LoggedLoss(record.values, record.reduce_group, record.needs_dp_avg)
 
 
 def set_logged_losses(values: dict[str, Tensor]) -> None:
