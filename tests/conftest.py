@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,29 @@ import torch
 def _one_thread() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """apex is installed and a CUDA device is there, as far as anybody can see: its stand-in
+    computes on CPU. The names of the functions that are called.
+    """
+    from moe_plugin.hosts.plain import fused, multi_tensor
+
+    folder = str(Path(__file__).with_name("fake_apex"))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(multi_tensor, "APEX_DEVICES", ("cpu",))
+    fused._imported.cache_clear()
+    import amp_C
+
+    amp_C.calls.clear()
+    yield amp_C.calls
+    fused._imported.cache_clear()
+    for name in list(sys.modules):
+        if folder in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def pytest_collection_finish() -> None:

@@ -70,7 +70,9 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
     assert logger.level == logging.NOTSET  # quiet for its self check alone
     text = capsys.readouterr().out
     for word in ("Devices", "torch.distributed", "Packages", "dispatcher", "ragged", "take_rows",
-                 "Self check", "the layer works here"):
+                 "Self check", "the layer works here", "fairseq --optimizer adam",
+                 "--moe-fused-adam", "torch.optim.AdamW", "torch.nn.RMSNorm",
+                 "torch._foreach_norm"):
         assert word in text
     assert max(map(len, text.splitlines())) < 200
 
@@ -156,6 +158,13 @@ def test_missing_hosts_are_reported_with_the_command(monkeypatch: pytest.MonkeyP
     rows = hosts.host_rows()
     assert [row["name"] for row in rows] == ["fairseq", "megatron"]
     assert all(row["state"] == "not available" and "pip install" in row["install"] for row in rows)
+
+
+def test_fused_parts_are_stated_with_the_reason(apex: list[str]) -> None:
+    rows = {row["name"]: row for row in hosts.fused_rows()}
+    assert rows["fairseq --optimizer adam"]["state"] == "apex FusedAdam"
+    assert rows["RMS norm"]["state"] == "apex FusedRMSNorm"
+    assert rows["gradient scaling"]["reason"] == "amp_C.multi_tensor_scale imports"
 
 
 def test_render_lists_what_is_missing(no_hosts: None) -> None:

@@ -1,13 +1,13 @@
-"""Whether each host imports with our adapter, and what apex and Transformer Engine add to them."""
+"""Whether each host imports with our adapter, and which fused parts the hosts use."""
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from typing import Any
 
 from moe_plugin.cli.doctor.packages import PACKAGES, install_command, installed_version
+from moe_plugin.hosts.plain import fused
 
 _PACKAGE = {p.name: p for p in PACKAGES}
 _ADAPTER = {
@@ -52,24 +52,6 @@ def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
 
 
 def fused_rows() -> list[dict[str, Any]]:
-    """Parts of apex and Transformer Engine that the hosts use where they import."""
-    parts = (
-        ("apex FusedLayerNorm", "apex.normalization", "fused_layer_norm_cuda",
-         "fairseq's LayerNorm; Megatron's fused norm"),
-        ("apex FusedAdam", "apex.optimizers", "amp_C",
-         "fairseq's --optimizer adam on GPU; Megatron's Adam without Transformer Engine"),
-        ("Transformer Engine", "transformer_engine.pytorch", "",
-         "Megatron's --transformer-impl transformer_engine"),
-    )
-    return [_fused(*part) for part in parts]
-
-
-def _fused(name: str, module: str, extension: str, use: str) -> dict[str, Any]:
-    try:
-        importlib.import_module(module)
-        if extension:
-            importlib.import_module(extension)
-    except Exception as error:  # noqa: BLE001 - a broken extension can raise anything
-        return {"name": name, "state": "not available", "use": use,
-                "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
-    return {"name": name, "state": "available", "reason": None, "use": use}
+    """What the hosts use for Adam, norms, and the norm and scaling of gradients, and why."""
+    return [{"name": choice.role, "state": choice.active, "reason": choice.reason}
+            for choice in fused.choices()]

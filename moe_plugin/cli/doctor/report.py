@@ -34,9 +34,8 @@ def render(report: dict[str, Any]) -> str:
         _table("torch.distributed", report["backends"], "name", "state", "what"),
         _table("Packages", report["packages"], "name", "version", "state", "use"),
         _table("Hosts", report["hosts"], "name", "version", "state", "reason"),
-        _table("Fused parts that the hosts use where they import",
-               [{**r, "what": r["reason"] or r["use"]} for r in report["fused"]],
-               "name", "state", "what"),
+        _table("What the hosts use for optimizers, norms and gradients, and why",
+               report["fused"], "name", "state", "reason"),
         "Registered names (active: used by the default settings on this machine)",
         *(_kind(kind, rows) for kind, rows in report["registries"].items()),
         _table("Expert compute that auto has measured (for other loads it uses a rule: "

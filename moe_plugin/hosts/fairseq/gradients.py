@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_plugin.hosts.plain import multi_tensor
+
 
 def mark_replicas(parameter: Tensor, ranks: int) -> None:
     """Mark an expert parameter with the number of ranks that store it."""
@@ -37,10 +39,8 @@ def expert_norm_squared(parameters: list[torch.nn.Parameter], group: Any,
     An expert stored by R ranks (`replicas_of`) is counted once: its sum is divided by R before
     ranks are added up. A NaN or Inf of any rank reaches every rank this way.
     """
-    squared = torch.zeros((), dtype=torch.float64, device=device)
-    for parameter in parameters:
-        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double()
-        squared += norm.to(device) ** 2 / replicas_of(parameter)
+    squared = multi_tensor.squared_norm([p.grad for p in parameters], device,
+                                        [replicas_of(p) for p in parameters])
     if group is not None:
         dist.all_reduce(squared, group=group)
     return squared

@@ -14,6 +14,10 @@ from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_
 _Flag = tuple[str, dict[str, Any]]
 _ON: dict[str, Any] = {"action": "store_true"}
 
+FUSED_ADAM: _Flag = ("moe-fused-adam", {
+    **_ON, "help": "Adam by torch's fused kernels, on CPU and GPU, where Megatron uses torch's "
+    "Adam (without Apex and Transformer Engine); equal up to rounding"
+})
 _MODEL: tuple[_Flag, ...] = (("num-layers", {"type": int, "required": True}), ("hidden-size", {
     "type": int, "required": True
 }), ("num-attention-heads", {"type": int, "required": True}), ("ffn-hidden-size", {
@@ -102,6 +106,7 @@ _OURS: tuple[_Flag, ...] = (("vocab-size", {
     "help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"
 }), ("native-moe", {**_ON, "help": "train with Megatron's own MoE layer, for comparison"}),
                             ("cpu", {**_ON, "help": "train on CPU although a GPU is there"}),
+                            FUSED_ADAM,
                             )
 
 

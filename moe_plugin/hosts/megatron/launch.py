@@ -17,6 +17,7 @@ import runpy
 import sys
 
 from moe_plugin.config.flags import add_arguments
+from moe_plugin.hosts.megatron.arguments import FUSED_ADAM
 from moe_plugin.hosts.megatron.compat.finite import skip_steps_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import Provider, extend_parse_args
 from moe_plugin.hosts.megatron.script import observe_script
@@ -24,10 +25,13 @@ from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds our generated flags, without those that have a native equivalent.
+    """Adds our generated flags, without those that have a native equivalent, and
+    `--moe-fused-adam`.
 
     For scripts that call Megatron's `pretrain` themselves.
     """
+    name, options = FUSED_ADAM
+    parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
     return parser
 

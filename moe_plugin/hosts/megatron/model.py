@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.norm import TorchNorm
+from moe_plugin.hosts.megatron.compat.norm import LocalNorm
+from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.data import Batch
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.spec import swap_moe
@@ -67,6 +68,7 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     for chunk in chunks:
         chunk.broadcast_params()
     optimizer = _optimizer(args, config, chunks)
+    use_fused_adam(optimizer, args.moe_fused_adam)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return Training(chunks, optimizer, config)
@@ -93,14 +95,15 @@ def _gpt(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], voc
 
 def _spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
           stage: int | None) -> Any:
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     engine = core.has_transformer_engine()
     spec = core.call_supported(get_gpt_decoder_block_spec, config=config,
                                  use_transformer_engine=engine, vp_stage=stage)
-    if not engine:
-        spec = core.replace_norms(spec, WrappedTorchNorm, TorchNorm)
+    for native in () if engine else (WrappedTorchNorm, FusedLayerNorm):
+        spec = core.replace_norms(spec, native, LocalNorm)
     if args.native_moe or not args.num_experts:
         return spec
     return swap_moe(spec, settings, allow_none=True)  # a pipeline stage may have dense layers only

@@ -1,5 +1,5 @@
-"""What the launcher adds to a run of Megatron's own training script: records of the MoE layers and
-token ids for routers that need them.
+"""What the launcher adds to a run of Megatron's own training script: records of the MoE layers,
+token ids for routers that need them, torch's fused Adam.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, wrap_training
 
 
 def observe_script() -> None:
-    """Make Megatron's `pretrain` hand token ids to the layers and write the records that
-    `--moe-stats-...` ask for; stays for the life of the process.
+    """Make Megatron's `pretrain` hand token ids to the layers, write the records that
+    `--moe-stats-...` ask for and follow `--moe-fused-adam`; stays for the life of the process.
     """
     script = _Script()
     wrap_training("setup_model_and_optimizer", script.around_setup)
@@ -31,6 +32,8 @@ class _Script:
         def call(*args: Any, **kwargs: Any) -> Any:
             built = setup(*args, **kwargs)
             self.connect(built[0])
+            if built[1] is not None:  # evaluation has no optimizer
+                use_fused_adam(built[1], script_arguments().get("moe_fused_adam", False))
             return built
 
         return call

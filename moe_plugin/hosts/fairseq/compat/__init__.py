@@ -26,12 +26,13 @@ def install() -> None:
         evaluation,
         fields,
         launch,
+        optimizers,
         runtime,
         saving,
         userdir,
     )
 
     for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, saving.SHIMS, checkpoints.SHIMS,
-                  evaluation.SHIMS, branch_flags.SHIMS, fields.SHIMS):
+                  evaluation.SHIMS, branch_flags.SHIMS, optimizers.SHIMS, fields.SHIMS):
         for shim in shims:
             shim()

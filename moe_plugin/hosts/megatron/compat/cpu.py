@@ -186,10 +186,10 @@ def _literals() -> None:
     "it refuses sequence parallelism; without Apex and "
     "Transformer Engine Megatron has only this norm")
 def _norm() -> None:
-    from moe_plugin.hosts.megatron.compat.norm import TorchNorm
+    from moe_plugin.hosts.megatron.compat.norm import LocalNorm
 
     module = importlib.import_module("megatron.core.transformer.torch_norm")
-    module.WrappedTorchNorm.__new__ = lambda _cls, *args, **kwargs: TorchNorm(*args, **kwargs)
+    module.WrappedTorchNorm.__new__ = lambda _cls, *args, **kwargs: LocalNorm(*args, **kwargs)
 
 
 @_patch("transformer.moe.moe_utils.te_general_gemm", "0.14 to 0.16",

@@ -1,12 +1,15 @@
-"""Megatron's optimizers in checkpoints, versions 0.15 to 0.19."""
+"""Megatron's optimizers: torch's fused Adam, checkpoints; versions 0.15 to 0.19."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 def parts(optimizer: Any) -> list[Any]:
@@ -30,6 +33,48 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, (
             torch.optim.Adam, torch.optim.AdamW))
     ]
+
+
+def use_fused_adam(optimizer: Any, fused: bool) -> None:
+    """Let the Adams of torch in Megatron's optimizer use torch's fused kernels, or not; also after
+    a checkpoint of the other kind is loaded.
+
+    0.15 to 0.19 use torch's AdamW without Apex and Transformer Engine, and never fuse it.
+
+    Raises:
+        ValueError: fused, and the optimizer is not Adam.
+    """
+    inner = [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
+    if fused and any(isinstance(other, torch.optim.SGD) for other in inner):
+        raise ValueError("--moe-fused-adam needs --optimizer adam; leave it out with sgd")
+    of_torch = [adam for adam in inner if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))]
+    for adam in of_torch:
+        _set_fused(adam, fused)
+        # torch takes this setting from the file that it loads
+        adam.register_load_state_dict_post_hook(functools.partial(_set_fused, fused=fused))
+        if fused:
+            adam.register_step_pre_hook(_match_strides)
+    if fused:
+        names = ", ".join(sorted({type(adam).__name__ for adam in inner}))
+        logger.info("%s: %s", names,
+                    "torch's fused kernels" if of_torch else "fused already, without our flag")
+
+
+def _set_fused(adam: torch.optim.Optimizer, fused: bool) -> None:
+    for group in adam.param_groups:
+        group["fused"] = fused or None
+        for parameter in group["params"]:
+            state = adam.state.get(parameter, {})
+            if "step" in state:  # fused kernels read it on the parameter's device
+                device = parameter.device if fused else torch.device("cpu")
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(device)
+
+
+def _match_strides(adam: torch.optim.Optimizer, *_: Any) -> None:
+    # torch's kernels for CPUs read both in the order of memory, whatever the strides
+    for parameter in (p for group in adam.param_groups for p in group["params"]):
+        if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
 
 def prepare_optimizer_for_load(optimizer: Any) -> None:

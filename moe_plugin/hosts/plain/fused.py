@@ -1,0 +1,132 @@
+"""Which fused parts the hosts use on this machine, and why: the one place that decides.
+
+apex (github.com/NVIDIA/apex) has kernels for CUDA devices only. A part of it is used where such a
+device is there and the extension behind the part imports; everything else is torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ADAM, ADAM_16_BIT = "FusedAdam", "FusedAdam, 16-bit statistics"
+LAYER_NORM, RMS_NORM = "FusedLayerNorm", "FusedRMSNorm"
+L2_NORM, SCALE, APPLIER = "multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_applier"
+# module and name of each part, and the compiled module that it needs
+_APEX = {
+    ADAM: ("apex.optimizers", "FusedAdam", "amp_C"),
+    ADAM_16_BIT: ("fused_adam_cuda", "adam", "fused_adam_cuda"),
+    LAYER_NORM: ("apex.normalization", "FusedLayerNorm", "fused_layer_norm_cuda"),
+    RMS_NORM: ("apex.normalization", "FusedRMSNorm", "fused_layer_norm_cuda"),
+    APPLIER: ("apex.multi_tensor_apply", "multi_tensor_applier", "amp_C"),
+    L2_NORM: ("amp_C", "multi_tensor_l2norm", "amp_C"),
+    SCALE: ("amp_C", "multi_tensor_scale", "amp_C"),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of apex. value: the class or function, None where it cannot be used; reason: why."""
+
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a host uses. role: what for; active: what of; reason: why it and not another."""
+
+    role: str
+    active: str
+    reason: str
+
+
+def apex(name: str) -> Part:
+    """A part of apex by its name in this module, for tensors on a CUDA device."""
+    if not torch.cuda.is_available():
+        return Part(None, "apex needs a CUDA device, and there is none")
+    return _imported(*_APEX[name])
+
+
+@functools.cache
+def _imported(module: str, name: str, extension: str) -> Part:
+    try:
+        importlib.import_module(extension)
+        value = getattr(importlib.import_module(module), name)
+    except Exception as error:  # noqa: BLE001 - a broken extension can raise anything
+        text = (str(error).splitlines() or [""])[0]
+        return Part(None, f"apex: {type(error).__name__}: {text}")
+    return Part(value, f"{module}.{name} imports")
+
+
+def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
+                 fp16_stats: bool) -> Choice:
+    """The Adam of fairseq's `--optimizer adam`; `active` is "torch", "apex" or "fairseq".
+
+    dtypes: of the parameters. torch_fused, old, fp16_stats: `--moe-fused-adam`, `--use-old-adam`,
+    `--fp16-adam-stats`.
+    Raises: ValueError: two of the three flags that exclude each other.
+    """
+    role = "fairseq --optimizer adam"
+    if torch_fused and (old or fp16_stats):
+        other = "--use-old-adam" if old else "--fp16-adam-stats"
+        raise ValueError(f"--moe-fused-adam and {other} ask for different optimizers: torch's "
+                         "fused Adam has fp32 statistics; leave one of the two flags out")
+    if torch_fused:
+        return Choice(role, "torch", "--moe-fused-adam")
+    if old:
+        return Choice(role, "fairseq", "--use-old-adam")
+    legacy, current = apex(ADAM_16_BIT), apex(ADAM)
+    if legacy.value is not None:
+        return Choice(role, "apex", legacy.reason)
+    if current.value is None or fp16_stats:  # fairseq refuses the statistics itself
+        return Choice(role, "fairseq", (legacy if fp16_stats else current).reason)
+    if torch.bfloat16 in dtypes:
+        return Choice(role, "torch", "fairseq's use of apex.optimizers.FusedAdam takes no bfloat16 "
+                      "parameters (--memory-efficient-bf16)")
+    return Choice(role, "apex", current.reason)
+
+
+def choices() -> list[Choice]:
+    """What the hosts use on this machine with their default settings, for a report."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+        engine = "it imports"
+    except Exception as error:  # noqa: BLE001 - a broken extension can raise anything
+        engine = f"not available: {type(error).__name__}: {error}".splitlines()[0]
+    fairseq = fairseq_adam(set(), torch_fused=False, old=False, fp16_stats=False)
+    names = {"torch": "torch's fused Adam", "apex": "apex FusedAdam", "fairseq": "fairseq's own"}
+    return [
+        Choice(fairseq.role, names[fairseq.active], _unless_fused(fairseq)),
+        Choice("fairseq --fp16-adam-stats", *_or("refused", ADAM_16_BIT)),
+        _megatron_adam(engine == "it imports"),
+        Choice("layer norm", *_or("torch.nn.LayerNorm", LAYER_NORM)),
+        Choice("RMS norm", *_or("torch.nn.RMSNorm", RMS_NORM)),
+        Choice("gradient norm", *_or("torch._foreach_norm", L2_NORM)),
+        Choice("gradient scaling", *_or("torch._foreach_mul_", SCALE)),
+        Choice("Transformer Engine", "yes" if engine == "it imports" else "no", engine),
+    ]
+
+
+def _or(torch_part: str, name: str) -> tuple[str, str]:
+    part = apex(name)
+    return (torch_part if part.value is None else f"apex {name}"), part.reason
+
+
+def _unless_fused(choice: Choice) -> str:
+    return choice.reason + "; --moe-fused-adam: torch's fused Adam" * (choice.active == "fairseq")
+
+
+def _megatron_adam(engine: bool) -> Choice:
+    role = "Megatron --optimizer adam"
+    if engine:
+        return Choice(role, "Transformer Engine FusedAdam", "Transformer Engine imports")
+    # Megatron itself looks for the Python module only
+    part = _imported("apex.optimizers", "FusedAdam", "apex")
+    if part.value is not None:
+        return Choice(role, "apex FusedAdam", part.reason)
+    return Choice(role, "torch.optim.AdamW", f"{part.reason}; --moe-fused-adam: fused")

@@ -1,0 +1,96 @@
+"""Norm and scaling of many tensors at once: by apex where it fits (`fused`), else by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from moe_plugin.hosts.plain import fused
+
+# what apex has kernels for in every release
+APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
+
+
+@torch.no_grad()
+def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
+                 copies: Sequence[int] | None = None) -> Tensor:
+    """Sum of the squares of all elements: 0-dim, float64; norms of tensors are taken in float32
+    (float64 of float64 tensors).
+
+    A NaN or Inf in any tensor makes it NaN or Inf. No wait for the device.
+
+    Args:
+        tensors: of any shapes, floating dtypes and devices; none gives 0. Of a DTensor this
+            rank's part counts.
+        device: of the result; None: that of the first tensor.
+        copies: number of ranks that have the same tensor, by which its squares are divided;
+            None: 1 for all.
+    """
+    device = device or (tensors[0].device if tensors else torch.device("cpu"))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for count in sorted(set(copies or [1])):
+        chosen = tensors if copies is None else [
+            tensor for tensor, n in zip(tensors, copies, strict=True) if n == count]
+        for group in _by_device_and_dtype(chosen):
+            total += _norms(group).double().square().sum().to(device) / count
+    return total
+
+
+def _norms(group: list[Tensor]) -> Tensor:
+    """Norms [n] of tensors of one device and dtype, or one norm [1] of all."""
+    if (norm_op := _apex(fused.L2_NORM, group)) is not None:
+        return norm_op([group], False)[0].reshape(-1)
+    precision = torch.promote_types(group[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(group, 2, dtype=precision))
+
+
+@torch.no_grad()
+def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply all tensors in place.
+
+    Args:
+        tensors: of any shapes, floating dtypes and devices, DTensors among them.
+        factor: a number, or 0-dim; apex is used for numbers only, because it would wait for a
+            tensor's value.
+    """
+    for group in _by_device_and_dtype(tensors):
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(group, factor.to(group[0].device))
+        elif (scale_op := _apex(fused.SCALE, group)) is not None:
+            scale_op([group, group], factor)
+        else:
+            torch._foreach_mul_(group, factor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    if type(tensor) in (Tensor, Parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor  # slow to import, and rarely there
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in map(local, tensors):
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    yield from groups.values()
+
+
+def _apex(name: str, group: list[Tensor]) -> Callable[..., Any] | None:
+    """apex's function over lists of these tensors, or None where it does not take them."""
+    first = group[0]
+    if first.device.type not in APEX_DEVICES or first.dtype not in APEX_DTYPES or not all(
+            tensor.layout == torch.strided and tensor.is_contiguous() for tensor in group):
+        return None
+    operation, applier = fused.apex(name).value, fused.apex(fused.APPLIER).value
+    if operation is None or applier is None:
+        return None
+    overflow = torch.zeros(1, dtype=torch.int, device=first.device)  # apex reports there, unread
+    return lambda lists, *arguments: applier(operation, overflow, lists, *arguments)

@@ -1,0 +1,1 @@
+"""A package with the interface that apex publishes (github.com/NVIDIA/apex), for tests on CPU."""

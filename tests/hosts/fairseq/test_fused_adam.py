@@ -1,0 +1,257 @@
+"""Fused Adams equal fairseq's own: torch's by `--moe-fused-adam`, apex's where it is installed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from fairseq import optim, options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.optim.adam import Adam
+from torch import Tensor, nn
+
+from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.hosts.fairseq.adam import FusedAdam
+from moe_plugin.hosts.fairseq.gradients import expert_norm_squared, mark_replicas
+from tests.hosts.fairseq import small
+from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
+
+PRECISIONS = ["", "--fp16", "--bf16", "--memory-efficient-fp16", "--memory-efficient-bf16"]
+
+
+def _parameters() -> list[nn.Parameter]:
+    """Of all dtypes; the second is not contiguous, as a tied and transposed weight."""
+    torch.manual_seed(0)
+    values = [torch.randn(5, 3), torch.randn(4, 6).t(), torch.randn(7).half(),
+              torch.randn(2, 3).bfloat16(), torch.randn(3).double(), torch.randn(2)]
+    return [nn.Parameter(value) for value in values]
+
+
+def _give_gradients(parameters: list[nn.Parameter], step: int) -> None:
+    """Other strides than the weight's, sizes near eps, and at some steps none."""
+    generator = torch.Generator().manual_seed(step)
+    for i, p in enumerate(parameters):
+        grad = torch.randn(p.shape[::-1], generator=generator).to(p.dtype)
+        p.grad = grad.permute(*reversed(range(p.dim()))) * (1e-7 if i == 0 else 1.0)
+    if step % 3 == 1:
+        parameters[-1].grad = None
+
+
+def _step(optimizer: Any, parameters: list[nn.Parameter], step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 * (step + 1) / 20
+    _give_gradients(parameters, step)
+    optimizer.step()
+
+
+def _same(seen: list[nn.Parameter], wanted: list[nn.Parameter]) -> None:
+    for mine, theirs in zip(seen, wanted, strict=True):
+        # a rounding of float32 may move a bfloat16 by its own
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_equals_fairseqs_adam(decay: float) -> None:
+    settings: Any = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": decay}
+    wanted, seen = _parameters(), _parameters()
+    native, ours = Adam(wanted, **settings), FusedAdam(seen, **settings)
+    for step in range(20):
+        _step(native, wanted, step)
+        _step(ours, seen, step)
+        _same(seen, wanted)
+    for mine, theirs in zip(seen, wanted, strict=True):
+        assert ours.state[mine]["step"] == native.state[theirs]["step"]
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(ours.state[mine][name], native.state[theirs][name])
+
+
+@pytest.mark.parametrize("kinds", [(Adam, FusedAdam), (FusedAdam, Adam)])
+def test_each_continues_the_others_state(kinds: tuple[type, type]) -> None:
+    wanted, seen = _parameters(), _parameters()
+    whole, first = Adam(wanted, lr=0.01), kinds[0](seen, lr=0.01)
+    for step in range(10):
+        _step(whole, wanted, step)
+        _step(first, seen, step)
+    second = kinds[1](seen, lr=0.5)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.state_dict()["param_groups"] == first.state_dict()["param_groups"]
+    for step in range(10, 20):
+        _step(whole, wanted, step)
+        _step(second, seen, step)
+    # of half-precision parameters torch loads moments in half precision (fairseq puts them back)
+    torch.testing.assert_close(seen[:2] + seen[4:], wanted[:2] + wanted[4:])
+
+
+def test_flat_parameters_and_sparse_gradients() -> None:
+    flat = nn.Parameter(torch.randn(100))
+    wanted = nn.Parameter(flat.detach().clone())
+    for parameter, kind in ((flat, FusedAdam), (wanted, Adam)):
+        parameter.grad = torch.arange(100.0)
+        optimizer = kind([parameter], lr=0.1)
+        assert optimizer.supports_flat_params and optimizer.supports_memory_efficient_fp16
+        optimizer.step()
+    torch.testing.assert_close(flat, wanted)
+    flat.grad = torch.zeros(100).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        FusedAdam([flat]).step()
+
+
+def _settings(*flags: str) -> Any:
+    arguments = ["data", "--task", "language_modeling", "--arch", "transformer_lm", "--optimizer",
+                 "adam", "--lr", "0.01", "--weight-decay", "0.01", "--cpu", "--fp16-scale-window",
+                 "4", "--fp16-init-scale", "8", *flags]
+    return convert_namespace_to_omegaconf(
+        options.parse_args_and_arch(options.get_training_parser(), arguments))
+
+
+def _optimizer(cfg: Any, parameters: list[nn.Parameter]) -> Any:
+    """As fairseq's trainer builds it."""
+    if not (cfg.common.fp16 or cfg.common.bf16):
+        return optim.build_optimizer(cfg.optimizer, parameters)
+    lean = cfg.common.memory_efficient_fp16 or cfg.common.memory_efficient_bf16
+    kind = optim.MemoryEfficientFP16Optimizer if lean else optim.FP16Optimizer
+    return kind.build_optimizer(cfg, parameters)
+
+
+def _curve(*flags: str) -> tuple[list[float], dict[str, Tensor], Any]:
+    """Losses of 20 steps of a language model with experts, what its expert weights moved, its
+    optimizer.
+    """
+    cfg = _settings(*flags)
+    model = small.language_model(moe_dispatch="ragged", moe_capacity_factor="none",
+                                 moe_second_expert_policy="all")
+    dtype = torch.bfloat16 if cfg.common.bf16 else torch.half if cfg.common.fp16 else torch.float32
+    model.to(dtype)
+    start = {name: p.detach().clone() for name, p in expert_parameters(model).items()}
+    optimizer = _optimizer(cfg, list(model.parameters()))
+    tokens, losses = small.tokens(), []
+    for step in range(20):
+        optimizer.set_lr(0.01 / (1 + step))
+        optimizer.zero_grad()
+        scores = model(tokens[:, :-1])[0].float()
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.backward(loss)
+        optimizer.multiply_grads(0.5)
+        optimizer.clip_grad_norm(0.25)
+        optimizer.step()
+        losses.append(loss.item())
+    moved = {name: p.detach().float() - start[name].float()
+             for name, p in expert_parameters(model).items()}
+    return losses, moved, optimizer
+
+
+def _same_run(seen: tuple, wanted: tuple, loss: float, moved: float) -> None:
+    """loss: bound of the difference; moved: bound of that of the weights, of all movement."""
+    torch.testing.assert_close(seen[0], wanted[0], rtol=0, atol=loss)
+    assert wanted[0][-1] < wanted[0][0] - 1 and wanted[1]
+    for name, value in wanted[1].items():
+        assert (seen[1][name] - value).norm() <= moved * value.norm(), name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_losses_and_experts_equal_those_of_fairseqs_adam(precision: str) -> None:
+    flags = precision.split()
+    wanted, seen = _curve(*flags), _curve(*flags, "--moe-fused-adam")
+    assert type(wanted[2].optimizer) is Adam and type(seen[2].optimizer) is FusedAdam
+    # a rounding of float32 in Adam may move a half-precision weight by one of its own
+    _same_run(seen, wanted, *((2e-2, 5e-2) if "bf16" in precision else (
+        1e-2, 2e-2) if precision else (1e-4, 1e-4)))
+
+
+@pytest.mark.distributed
+def test_a_run_resumes_with_the_other_adam(corpus: Corpus, tmp_path: Path) -> None:
+    """Two ranks, clipping, weight decay and a schedule: 4 steps of one Adam, 4 of the other."""
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --disable-validation --optimizer adam "
+             "--lr 0.02 --weight-decay 0.1 --lr-scheduler inverse_sqrt --warmup-updates 3").replace(
+                 "--optimizer sgd --momentum 0.9 --lr 0.1 --lr-scheduler fixed", "")
+    assert "sgd" not in flags
+    whole = run("fairseq-train", f"{flags} --max-update 8 --no-save --save-dir {tmp_path}",
+                ranks=2).ok()
+    for name, first, second in (("a", "--moe-fused-adam", ""), ("b", "", "--moe-fused-adam")):
+        here = f"{flags} --save-dir {tmp_path / name}"
+        start = run("fairseq-train", f"{here} --max-update 4 {first}", ranks=2).ok()
+        end = run("fairseq-train", f"{here} --max-update 8 {second}", ranks=2).ok()
+        for part, flag in ((start, first), (end, second)):
+            words = "Adam of torch: --moe-fused-adam" if flag else "Adam of fairseq: apex needs a"
+            assert words in part.log
+        assert start.losses + end.losses == pytest.approx(whole.losses, abs=2.1e-3)
+        assert [step["gnorm"] for step in start.steps + end.steps] == pytest.approx(
+            [step["gnorm"] for step in whole.steps], abs=2.1e-3)
+
+
+def _executed_again(module: ModuleType) -> ModuleType:
+    """A second module of the same file; fairseq's modules look for apex when they are imported."""
+    spec = importlib.util.spec_from_file_location(f"again_{module.__name__}", module.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    return again
+
+
+@pytest.fixture
+def fairseq_with_apex(apex: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """fairseq as if it had found apex, and CPU tensors that pass for a GPU's."""
+    from fairseq import utils
+
+    for name, parts in (("fairseq.modules.layer_norm", ("FusedLayerNorm", "has_fused_layernorm")),
+                        ("fairseq.optim.fused_adam", ("FusedAdamV2",))):
+        module = importlib.import_module(name)
+        again = _executed_again(module)
+        for part in parts:
+            monkeypatch.setitem(vars(module), part, vars(again)[part])
+    monkeypatch.setattr(utils, "multi_tensor_l2norm_available", True)
+    monkeypatch.setattr(Tensor, "cuda", lambda self, *_, **__: self.clone())
+    return apex
+
+
+@pytest.mark.parametrize(("flags", "deprecated", "adam", "call"), [
+    ("", True, "FusedAdamV1", "fused_adam_cuda.adam"),
+    ("--fp16 --fp16-adam-stats", True, "FusedAdamV1", "fused_adam_cuda.adam"),
+    ("--memory-efficient-bf16", True, "FusedAdamV1", "fused_adam_cuda.adam"),
+    ("", False, "FusedAdamV2", "multi_tensor_adam"),
+    ("--memory-efficient-fp16", False, "FusedAdamV2", "multi_tensor_adam"),
+    ("--memory-efficient-bf16", False, "FusedAdam", None),
+])
+def test_apex_with_experts(flags: str, deprecated: bool, adam: str, call: str | None,
+                           fairseq_with_apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """deprecated: apex is built with the extension that fairseq prefers."""
+    if not deprecated:
+        monkeypatch.setitem(sys.modules, "fused_adam_cuda", None)
+    given = ["--weight-decay", "0", *flags.split()]
+    stock = [flag for flag in given if flag != "--fp16-adam-stats"]
+    wanted = _curve(*stock, "--use-old-adam")
+    assert {"FusedLayerNorm"} <= set(fairseq_with_apex)
+    fairseq_with_apex.clear()
+    seen = _curve(*given)
+    assert type(seen[2].optimizer).__name__ == adam
+    # clipping, and the factor 1/2; apex has no such function for bfloat16, and its deprecated Adam
+    # multiplies gradients itself in mixed precision
+    scales = "bf16" not in flags and not (flags and deprecated)
+    wanted_calls = {"FusedLayerNorm", call, "multi_tensor_scale" if scales else None}
+    assert set(fairseq_with_apex) == wanted_calls - {None}
+    # statistics of 16 bits are rounded; apex's newer Adam adds eps in another place
+    rough = "stats" in flags or "bf16" in flags
+    _same_run(seen, wanted, *((0.1, 0.1) if rough else (2e-2, 2e-2)))
+
+
+def test_16_bit_statistics_without_their_extension_are_refused(
+        fairseq_with_apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fused_adam_cuda", None)
+    with pytest.raises(NotImplementedError, match="FusedAdamV1"):
+        _curve("--fp16", "--fp16-adam-stats")
+
+
+def test_the_norm_of_experts_is_apexs(apex: list[str]) -> None:
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    for parameter, replicas in zip(parameters, (1, 2, 2), strict=True):
+        mark_replicas(parameter, replicas)
+        parameter.grad = torch.full((4,), 3.0)
+    squared = expert_norm_squared(parameters, None, torch.device("cpu"))
+    assert float(squared) == pytest.approx(36.0 + 2 * 36.0 / 2)
+    assert apex == 2 * ["multi_tensor_l2norm"]
