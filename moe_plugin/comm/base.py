@@ -54,12 +54,15 @@ class Comm(ABC):
         linear all-to-all here.
     threaded: whether exchanges may run in another thread (on views made by `with_tag`).
     separate: whether ranks are processes of their own, whose settings may differ, see `agreement`.
+    fails_later: whether a collective may fail after it has returned, so that the error is raised by
+        another one.
     tag: tells apart exchanges that run at the same time, see `with_tag`.
     """
 
     receive_first: bool = False
     threaded: bool = False
     separate: bool = False
+    fails_later: bool = False
     tag: int = 0
 
     def __init__(self, rank: int, size: int, name: str, state: GroupState | None = None) -> None:
@@ -241,14 +244,23 @@ class Comm(ABC):
     def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
         """Raise a failure inside as a `CommError` that names rank, group, collective and sizes.
 
-        describe: the collective and its sizes in words; called only after a failure.
+        describe: the collective and its sizes in words; called only after a failure, except where
+            it may also be the cause of a later one.
         """
+        if self.fails_later:
+            self.state.started.append(describe())
         try:
             yield
         except CommError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise self.error(f"{describe()} failed: {error}{self.missing_ranks()}") from error
+            raise self.error(f"{describe()} failed: {error}{self._started_before()}"
+                             f"{self.missing_ranks()}") from error
+
+    def _started_before(self) -> str:
+        """The collectives of which a failure may be, where one fails later than it is called."""
+        before = list(self.state.started)[:-1]
+        return f"; started before it, and perhaps the cause: {'; '.join(before)}" if before else ""
 
     def error(self, text: str) -> CommError:
         """A `CommError` that begins with rank and group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class GroupState:
     watchdog: sends heartbeats, so that an error can name the missing ranks; None: not asked for.
     worker: the thread that runs exchanges in the background; made at the first one.
     stream: the CUDA stream for the same purpose.
+    started: the last collectives in words, where they may fail after they have returned.
     last_tag: of the last exchange in the background; all ranks count alike.
     subgroups: by size, the subgroup of consecutive ranks that this rank is in. To make one is
         collective and costs connections.
@@ -41,6 +43,7 @@ class GroupState:
     watchdog: Watchdog | None = None
     worker: ThreadPoolExecutor | None = None
     stream: torch.cuda.Stream | None = None
+    started: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     last_tag: int = 0
     subgroups: dict[int, Comm] = field(default_factory=dict)
     collects_for: dict[int, list[int]] | None = None

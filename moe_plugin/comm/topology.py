@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from moe_plugin.messages import short
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -28,9 +30,8 @@ class Topology:
         ranks = sorted(rank for node in nodes for rank in node)
         if not ranks or ranks != list(range(len(ranks))) or not all(nodes):
             raise ValueError(
-                f"topology nodes={self.nodes} must hold each rank 0..n-1 exactly once and no empty "
-                "node; list the ranks node by node"
-            )
+                f"topology nodes={short(self.nodes)} must hold each rank 0..n-1 exactly once and "
+                "no empty node; list the ranks node by node")
         if self.nics < 1:
             raise ValueError(
                 f"topology nics={self.nics} must be >= 1; give the number of network cards of a "

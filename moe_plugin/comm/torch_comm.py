@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -20,6 +21,7 @@ from moe_plugin.comm.nodes import node_key
 from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
 
+log = logging.getLogger(__name__)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 _KEY_BYTES = 16
 # The one place where state outlives a `Comm`. Each layer of a model makes its own TorchComm over
@@ -39,7 +41,9 @@ class TorchComm(Comm):
         timeout_s: seconds that a collective or a point-to-point exchange may take, also where the
             group was made with a longer timeout, and the timeout of groups made by `subgroup`
             (torch's own default there is 30 minutes, not the world's timeout). Collectives on NCCL
-            keep the timeout that the group was made with.
+            keep the timeout that the group was made with; a longer one is warned of. What fails
+            there later than it is called is raised by a later collective, whose error names those
+            before it; where NCCL's own watchdog ends the process, its log names the collective.
     Raises: ValueError: torch.distributed is not initialised.
     """
 
@@ -60,6 +64,17 @@ class TorchComm(Comm):
         # by device, e.g. cpu:gloo,cuda:nccl
         self.backend = str(dist.get_backend_config(self.group))
         self.receive_first = self.threaded = "gloo" in self.backend and "nccl" not in self.backend
+        self.fails_later = not self.receive_first
+        if "nccl" in self.backend:
+            self._warn_of_longer_timeout()
+
+    def _warn_of_longer_timeout(self) -> None:
+        own = self.group._get_backend(torch.device("cuda")).options._timeout
+        if own > self.timeout:
+            log.warning(
+                "comm.timeout_s=%g does not bound the exchanges in %s: NCCL waits as long as the "
+                "group was made to, %g s; give its maker that timeout",
+                self.timeout.total_seconds(), self.name, own.total_seconds())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm:
         return self  # a copy of a model talks to the same ranks; a process group cannot be copied
@@ -197,8 +212,9 @@ class TorchComm(Comm):
             return None
         # local synchronisation: other ranks of the world may not know this group and would never
         # answer
-        group = dist.new_group([self.ranks[r] for r in ranks], timeout=self.timeout,
-                               use_local_synchronization=True)
+        with self.error_context(lambda: f"making a group of the ranks {list(ranks)}"):
+            group = dist.new_group([self.ranks[r] for r in ranks], timeout=self.timeout,
+                                   use_local_synchronization=True)
         child = TorchComm(group, self.timeout.total_seconds())
         if self.state.topology is not None:
             child.prepare(self.topology.restrict([self.ranks.index(r) for r in child.ranks]))

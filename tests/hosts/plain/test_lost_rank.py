@@ -1,0 +1,53 @@
+"""A rank dies or stalls while a layer waits for it: the others end in time, by a named error."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_plugin import MoELayer
+from moe_plugin.comm import CommError, TorchComm
+from moe_plugin.config import from_dict
+from tests.distributed import run_gloo
+from tests.hosts.lost_rank import lose
+
+pytestmark = pytest.mark.distributed
+WAYS = {
+    "rows": ({}, "send_receive", 3), "back": ({}, "send_receive", 4),
+    "capacity": ({"dispatch": {"name": "padded", "capacity_factor": 1.0}}, "all_reduce", 2),
+    "parameters": ({"parallel": {"r": 0}}, "all_gather", 3),
+    "native": ({"comm": {"all_to_all": "native"}}, "all_to_all", 3),
+}
+
+
+def _train(folder: Path, how: str, way: str) -> None:
+    """In a group that its maker would let wait for 60 s."""
+    values, method, at = WAYS[way]
+    config = from_dict({"model_dim": 8, "num_experts": 4, **values,
+                        "comm": {"timeout_s": 1.0, **values.get("comm", {})}})
+    group = dist.new_group([0, 1])
+    layer = MoELayer(config, TorchComm(group, config.comm.timeout_s))
+    if dist.get_rank() == 1:
+        lose(how, method, at, 2.5)
+    try:
+        for _ in range(8):
+            layer(torch.randn(6, 8)).output.sum().backward()
+    except CommError as error:
+        (folder / "said").write_text(str(error))
+    os._exit(3)
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_other_rank_says_what_it_waited_for(tmp_path: Path, how: str, way: str) -> None:
+    with pytest.raises(AssertionError, match="died"):
+        run_gloo(2, _train, tmp_path, how, way)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("rank 0 of 2 in group 'ranks [0, 1]': ")
+    assert " of torch." in said, said
+    if "send_receive" in said:
+        assert "from rank 1 failed" in said or "to rank 1 failed" in said
