@@ -12,7 +12,7 @@ from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import SharedExpert, add_residual, build_experts, is_expert
+from moe_plugin.experts import SharedExpert, add_residual, build_experts, check_memory, is_expert
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, MoEOutput, TokenInfo
@@ -55,6 +55,7 @@ class MoELayer(Replaying, nn.Module):
         config, place, sharing = place_experts(config, self.comm)
         self.config, self.placement = config, place
         where = {"dtype": dtype, "device": device}
+        check_memory(config, place, experts, **where)
         self.tokens = TokenEntry(config.model_dim, sharing)
         if router is None:
             router = build_router(config, place.comm, host=host.when_split(sharing), **where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -27,6 +28,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """Memory of a device, all of it; None where it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
     """A folder of this user that outlives the process, created if missing.
 
@@ -40,7 +50,8 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         folder = Path(tempfile.gettempdir()) / f"moe-plugin-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(OSError):  # the check below says it
+            folder.mkdir(mode=0o700, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} is not writable, so {purpose}; make it writable")
     return folder

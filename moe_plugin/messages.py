@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+from typing import Any, NoReturn
 
-LIMIT = 200
+LIMIT = 200  # characters of a value
+_ARGUMENT_LIMIT = 600  # of argparse's message about an argument, which lists the choices
 
 
 def short(value: Any, limit: int = LIMIT) -> str:
@@ -17,7 +19,20 @@ def short(value: Any, limit: int = LIMIT) -> str:
             text = " ".join(str(value).split()) or text
     except (ValueError, RecursionError):  # an integer of more digits than Python writes, or nesting
         text = f"a {type(value).__name__} too large to show"
+    return cut(text, limit)
+
+
+def cut(text: str, limit: int = LIMIT) -> str:
+    """A text as at most `limit` of its characters."""
     if len(text) <= limit:
         return text
     note = f"... ({len(text)} characters)"
     return text[: limit - len(note)] + note
+
+
+class Parser(argparse.ArgumentParser):
+    """`ArgumentParser` whose errors are short, whatever the arguments are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Write the usage and the message, end with status 2."""
+        super().error(cut(message, _ARGUMENT_LIMIT))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from moe_plugin.messages import short
+
 T = TypeVar("T")
 KINDS: dict[str, "Registry"] = {}
 
@@ -69,7 +71,7 @@ class Registry(Generic[T]):
         """The whole entry called `name`."""
         if name not in self._entries:
             raise ValueError(
-                f"unknown {self.kind} {name!r}; known: {', '.join(self.names()) or 'none'}")
+                f"unknown {self.kind} {short(name)}; known: {', '.join(self.names()) or 'none'}")
         return self._entries[name]
 
     def names(self) -> list[str]:

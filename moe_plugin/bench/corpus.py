@@ -27,6 +27,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_plugin.messages import short
+from moe_plugin.regular_files import check_output, make_folder, write_regular
+
 SPLITS = ("train", "valid", "test")
 _SKIPPED = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload",
@@ -62,7 +65,8 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
         size: bytes of all splits together (a little more: whole files are taken).
         source: folder of Python files; None: the running interpreter's standard library.
     Raises:
-        ValueError: a size that leaves a split empty, or no sources in the folder.
+        ValueError: a size that leaves a split empty, no sources in the folder, or a file that
+            cannot be written.
     """
     if size < 1:
         raise ValueError(f"corpus size {size} is out of bounds: must be >= 1 byte; use 4000000")
@@ -73,19 +77,22 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
                               there.format) == (size, name, platform.python_version(), _FORMAT):
         return there
     texts = _split(_files(root), size, root)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
+    for name in ("corpus.json", "dict.txt", *(f"{s}.{kind}" for s in SPLITS
+                                              for kind in ("txt", "tok"))):
+        check_output(out / name)
     # written last: a corpus without it is not complete
     (out / "corpus.json").unlink(missing_ok=True)
     for split in SPLITS:
         _write(out, split, texts[split])
-    (out / "dict.txt").write_text(
-        "".join(f"{byte_token(b)} 1\n" for b in range(256) if b != ord("\n")), encoding="utf-8")
+    write_regular(out / "dict.txt", "".join(
+        f"{byte_token(b)} 1\n" for b in range(256) if b != ord("\n")))
     train = b"".join(texts["train"])
     info = CorpusInfo(size=size, source=name, python=platform.python_version(),
                       files={s: len(texts[s]) for s in SPLITS},
                       tokens={s: sum(map(len, texts[s])) for s in SPLITS},
                       unigram_entropy=unigram_entropy(train))
-    (out / "corpus.json").write_text(json.dumps(dataclasses.asdict(info), indent=1) + "\n")
+    write_regular(out / "corpus.json", json.dumps(dataclasses.asdict(info), indent=1) + "\n")
     return info
 
 
@@ -140,8 +147,8 @@ def _files(root: Path) -> list[Path]:
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
         raise ValueError(
-            f"no Python sources below {str(root)!r} (some distributions leave them out); give a "
-            "folder of Python files with --source")
+            f"no Python sources below {short(str(root))} (some distributions leave them out); give "
+            "a folder of Python files with --source")
     return sorted(
         found,
         key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest())
@@ -160,7 +167,7 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
     empty = [split for split in SPLITS if not texts[split]]
     if empty:
         raise ValueError(
-            f"corpus size {size} from {str(root)!r} leaves {', '.join(empty)} empty ({index} "
+            f"corpus size {size} from {short(str(root))} leaves {', '.join(empty)} empty ({index} "
             "files); ask for more bytes, e.g. --size 4000000, or give a larger folder")
     return texts
 
@@ -179,7 +186,6 @@ def _read(path: Path) -> bytes:
 
 
 def _write(out: Path, split: str, texts: list[bytes]) -> None:
-    (out / f"{split}.txt").write_bytes(b"".join(texts))
-    with open(out / f"{split}.tok", "w", encoding="utf-8") as stream:
-        for text in texts:
-            stream.writelines(line + "\n" for line in token_lines(text))
+    write_regular(out / f"{split}.txt", b"".join(texts))
+    write_regular(out / f"{split}.tok", "".join(
+        line + "\n" for text in texts for line in token_lines(text)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from moe_plugin.machine import memory_bytes
+from moe_plugin.messages import short
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.fit import nonnegative_least_squares
 
@@ -22,8 +23,13 @@ def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, widt
 
     A matmul of n rows takes launch + 2 width inner (n + half_rows) / flops seconds: a line in n.
     width, inner: of the experts.
+    Raises: ValueError: a device that is not there, or widths that do not fit its memory.
     """
-    where = torch.device(device)
+    where = _device(device)
+    memory = memory_bytes(where) or float("inf")
+    if min(width, inner) < 1 or 4 * width * inner > memory:
+        raise ValueError(f"model_dim={short(width)} and hidden_dim={short(inner)} must be >= 1 and "
+                         f"fit the memory of {device}, {memory} bytes; e.g. 512 and 2048")
     w_DF = torch.randn(width, inner, dtype=dtype, device=where)
     launch = _seconds(lambda x=torch.zeros(8, device=where): x + 1, where, repeats * 10)
     times = [
@@ -34,7 +40,21 @@ def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, widt
     big = torch.randn(1 << 24, device=where)
     copy = _seconds(lambda: big.clone(), where, repeats)
     return Device(name="measured", flops=flops, half_rows=half_rows, launch_s=launch,
-                  memory_bytes_s=2 * big.numel() * 4 / copy, memory_bytes=_memory(where))
+                  memory_bytes_s=2 * big.numel() * 4 / copy,
+                  memory_bytes=float(memory_bytes(where) or Device().memory_bytes))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        where = torch.device(name)
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {short(name)} must be cpu or cuda; use cpu")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {short(name)}: torch sees {torch.cuda.device_count()} GPUs; "
+                         "use cpu")
+    return where
 
 
 def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
@@ -62,9 +82,3 @@ def _seconds(fn: Callable[[], object], where: torch.device, repeats: int) -> flo
 
     once()
     return statistics.median(once() for _ in range(repeats))
-
-
-def _memory(where: torch.device) -> float:
-    if where.type == "cuda":
-        return float(torch.cuda.get_device_properties(where).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

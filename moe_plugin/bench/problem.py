@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_plugin.machine import memory_bytes
+from moe_plugin.messages import short
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -32,12 +35,23 @@ class Problem:
                     f"--{name.replace('_', '-')}"
                 )
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+            raise ValueError(
+                f"dtype={short(self.dtype)} is unknown; use one of {', '.join(DTYPES)}")
         if self.top_k > self.experts:
             raise ValueError(
                 f"top_k={self.top_k} is out of bounds: must be <= experts={self.experts}; lower "
                 "--top-k"
             )
+
+    def check_device(self) -> None:
+        """`ValueError` where the device is not there, or too small whatever computes the layer."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda': torch sees no GPU; use --device cpu")
+        memory = memory_bytes(torch.device(self.device))
+        if memory is not None and self.least_memory > memory:
+            raise ValueError(
+                f"{short(self.label())} needs {self.least_memory / 2**30:.3g} GiB: must be <= the "
+                f"{memory / 2**30:.3g} GiB of {self.device}; lower --tokens, --experts or a width")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,6 +76,15 @@ class Problem:
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 3 * weights + 5 * self.tokens * self.model_dim
+        return elements * self.torch_dtype.itemsize
+
+    @property
+    def least_memory(self) -> int:
+        """Bytes that no implementation does without: weights and their gradients, x, y, both
+        gradients, and the inner activations.
+        """
+        weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
+        elements = 2 * weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
         return elements * self.torch_dtype.itemsize
 
     def label(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 from moe_plugin.bench.kernels import KernelReport
 from moe_plugin.bench.layer import LayerReport
 from moe_plugin.bench.resources import Resources
+from moe_plugin.messages import short
+from moe_plugin.regular_files import check_output, write_regular
 
 
 def paragraph(text: str) -> str:
@@ -112,11 +116,28 @@ def _bars(axis: Any, names: list[str], values: list[float], label: str) -> None:
     axis.set_xlabel(label)
 
 
-def save_figure(figure: Any, path: str) -> None:
-    """Write a figure to .png or .svg (without a date, so equal plots are equal files); close it."""
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure to .png or .svg (without a date, so equal plots are equal files); close it.
+
+    Raises:
+        ValueError: another suffix, or a file that cannot be written.
+    """
+    content, kind = io.BytesIO(), check_figure(path)
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
+    figure.savefig(content, format=kind, metadata={"Date": None} if kind == "svg" else None)
     pyplot().close(figure)
+    write_regular(path, content.getvalue())
+
+
+def check_figure(path: str | os.PathLike[str]) -> str:
+    """The kind of figure that `save_figure` writes there; its `ValueError` before anything is
+    measured.
+    """
+    kind = check_output(path).suffix.removeprefix(".").lower()
+    if kind not in ("png", "svg"):
+        raise ValueError(f"--plot {short(os.fspath(path))} must end with .png or .svg")
+    return kind
 
 
 def pyplot() -> Any:

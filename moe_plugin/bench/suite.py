@@ -21,6 +21,7 @@ from moe_plugin.bench.layer import LayerReport
 from moe_plugin.bench.measure import versions
 from moe_plugin.bench.peers import peers
 from moe_plugin.bench.problem import Problem
+from moe_plugin.regular_files import make_folder, write_regular
 
 logger = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
@@ -93,7 +94,7 @@ def main() -> None:
     args = p.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
     for part in args.only.split(","):
         PARTS[part](args.out, "" if args.device == "cpu" else "_gpu", args)
 
@@ -128,13 +129,13 @@ PARTS: dict[str, Callable[[Path, str, argparse.Namespace], None]] = {
 
 
 def _json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    write_regular(path, json.dumps(value, indent=1) + "\n")
 
 
 def _text(path: Path, title: str, body: str, device: str) -> None:
     setup = ", ".join(f"{k} {v}" for k, v in versions(device).items())
     made = report.paragraph(f"Made by `bash scripts/bench_all.sh`. {setup}")
-    path.write_text(f"# {title}\n\n{made}\n\n{body}\n", encoding="utf-8")
+    write_regular(path, f"# {title}\n\n{made}\n\n{body}\n")
 
 
 if __name__ == "__main__":

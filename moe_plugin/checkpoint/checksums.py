@@ -7,14 +7,14 @@ entry. Files from before are not sealed and still load.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
+
+from moe_plugin.regular_files import check_input
 
 CHUNK = 1 << 22
 _TRAILER, _TRAILER_BYTES = re.compile(rb"\nmoe-plugin crc32 ([0-9a-f]{8})\n"), 27
@@ -84,6 +84,7 @@ def verify(path: str | os.PathLike[str]) -> bool:
     Raises:
         DamagedFile: it is sealed and is not what was written.
     """
+    check_input(path)
     size = os.path.getsize(path)
     with open(path, "rb") as stream:
         start = stream.read(len(_ZIP_START))
@@ -127,15 +128,3 @@ def open_json(text: str) -> tuple[Any, bool]:
     if start:
         del values["sealed"], values["crc32"]
     return values, start
-
-
-def write_remedy(error: BaseException, folder: str | os.PathLike[str]) -> str:
-    """What to do where a file in `folder` could not be written."""
-    code = error.errno if isinstance(error, OSError) else None
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
-        return (f"the disk is full ({free / 2**20:.0f} MiB free): free space or choose another "
-                "folder")
-    if code in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return "the folder is read-only here: make it writable or choose another folder"
-    return "free space or choose another folder"

@@ -27,6 +27,7 @@ from moe_plugin.checkpoint.reshard import merge, moe_layers, split
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.messages import short
+from moe_plugin.regular_files import check_input, write_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def _together(comm: Comm, target: Path) -> Iterator[None]:
         raise CheckpointError(
             f"checkpoint {str(target)!r}: rank {comm.rank} could not write its part: "
             f"{type(error).__name__}: {error}; an older checkpoint there is untouched; "
-            f"{checksums.write_remedy(error, target.parent)}") from error
+            f"{write_remedy(error, target.parent)}") from error
     if failed:
         raise CheckpointError(
             f"checkpoint {str(target)!r}: not written, because of an error on rank(s) "
@@ -116,21 +117,34 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
     """
     comm = comm or LocalComm()
     source, index, parts = _read(Path(directory))
-    layers = moe_layers(parts[0]["model"])
-    mine = moe_layers(model.state_dict())
-    _check_layers(source, layers, mine)
-    shards = {prefix: origin["shards"] for prefix, origin in mine.items() if "shards" in origin}
-    try:
+    with _as_saved(source):
+        layers = moe_layers(parts[0]["model"])
+        mine = moe_layers(model.state_dict())
+        _check_layers(source, layers, mine)
+        shards = {prefix: origin["shards"] for prefix, origin in mine.items() if "shards" in origin}
         state = split(merge([part["model"] for part in parts]), comm.rank, comm.size, shards=shards)
-    except ValueError as error:
-        raise CheckpointError(f"checkpoint {str(source)!r}: {error}") from error
-    _check_tensors(source, state, model.state_dict())
-    if optimizer is not None:
-        restored = _split_optimizer([part["optimizer"] for part in parts], layers, comm, shards)
-        _check_optimizer(source, restored, model, optimizer)
-        _load_optimizer(restored, model, optimizer)
-    model.load_state_dict(state)
+        _check_tensors(source, state, model.state_dict())
+        if optimizer is not None:
+            restored = _split_optimizer([part["optimizer"] for part in parts], layers, comm, shards)
+            _check_optimizer(source, restored, model, optimizer)
+            _load_optimizer(restored, model, optimizer)
+        model.load_state_dict(state)
     return index["extra"]
+
+
+@contextmanager
+def _as_saved(source: Path) -> Iterator[None]:
+    """Values of other types or shapes than `save` writes are a `CheckpointError`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {str(source)!r}: {short(error, 500)}") from error
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} holds something else than save() writes "
+            f"({type(error).__name__}: {short(error)}); use another checkpoint") from error
 
 
 def _part(rank: int, size: int) -> str:
@@ -185,6 +199,7 @@ def _read_folder(source: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _read_index(source: Path) -> tuple[dict[str, Any], bool]:
     try:
+        check_input(source / "index.json")
         index, sealed = checksums.open_json((source / "index.json").read_text(encoding="utf-8"))
         if not isinstance(index, dict):
             raise ValueError(f"a {type(index).__name__}, not a mapping")
@@ -257,11 +272,12 @@ def _check_tensors(source: Path, state: Mapping[str, Any], mine: Mapping[str, An
             where = "checkpoint" if key not in state else "model"
             raise CheckpointError(
                 f"{key!r} is not in the {where}: checkpoint {str(source)!r} is of another model")
-        if isinstance(mine[key], Tensor) and mine[key].shape != state[key].shape:
-            raise CheckpointError(
-                f"{key!r} has shape {tuple(state[key].shape)} in checkpoint {str(source)!r}, "
-                f"{tuple(mine[key].shape)} in the model"
-            )
+        theirs = state[key]
+        if isinstance(mine[key], Tensor) and (not isinstance(theirs, Tensor)
+                                              or mine[key].shape != theirs.shape):
+            found = tuple(theirs.shape) if isinstance(theirs, Tensor) else type(theirs).__name__
+            raise CheckpointError(f"{key!r} has shape {found} in checkpoint {str(source)!r}, "
+                                  f"{tuple(mine[key].shape)} in the model")
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from moe_plugin.cli.options import add_exchange_sizes, links_of
+from moe_plugin.messages import short
 
 if TYPE_CHECKING:
     from moe_plugin.bench.all_to_all import Plan
@@ -42,11 +43,13 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.config import CommConfig
     from moe_plugin.planner.units import parse_size
 
+    if args.plot:
+        from moe_plugin.bench.report import check_figure
+
+        check_figure(args.plot)
     names = tuple(args.algorithms.split(","))
     for name in names:
         algorithms.get(name)
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats} must be >= 1; e.g. 7")
     plan = Plan(names, tuple(map(parse_size, args.sizes.split(","))), args.repeats,
                 CommConfig(topology=args.topology, cluster=args.cluster))
     rows, about = measure(args, plan)
@@ -57,6 +60,16 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, plan: Plan) -> tuple[list, dict[str, Any]]:
     """(rows, what they were measured on); no rows on ranks other than 0."""
+    import torch
+
+    from moe_plugin.machine import memory_bytes
+
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {short(args.repeats)} must be >= 1; e.g. 7")
+    memory = memory_bytes(torch.device("cpu")) or float("inf")
+    if not 1 <= min(plan.sizes) <= max(plan.sizes) <= memory:
+        raise ValueError(f"--sizes {short(args.sizes)} must be from 1 to the {memory} bytes of "
+                         "memory here; e.g. 64KiB,1MiB")
     return _emulated(args, plan) if args.emulate else _own_ranks(plan)
 
 

@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.bench.peers import peers
 
     problem = problem_of(args)
+    if args.plot:
+        report.check_figure(args.plot)
     names = {"all": peers.names(), "none": []}.get(args.peers, args.peers.split(","))
     found = layer.run(problem, names, args.rounds)
     text = json.dumps(found.as_dict(), indent=1) if args.json else report.layer_table(found)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from moe_plugin.cli.options import add_exchange_sizes
+from moe_plugin.regular_files import check_output, write_regular
 
 NAMES = "linear,2dh,leader"
 SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
@@ -33,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.planner import Cluster, dump_cluster, fit
     from moe_plugin.planner.units import parse_size
 
-    if args.out.exists() and not args.out.is_file():
-        raise ValueError(f"--out {args.out} is not a file; give the path of a YAML file to write")
+    check_output(args.out)
     rows, about = measure(
         args,
         Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats))
@@ -49,6 +49,6 @@ def run(args: argparse.Namespace) -> int:
         f"Fitted by `moe-plugin calibrate` to {len(rows)} exchanges on {grids} ranks "
         f"({', '.join(f'{k} {v}' for k, v in about.items())}).\n"
         f"Relative error of the fit: mean {result.mean_error:.1%}, largest {result.max_error:.1%}.")
-    args.out.write_text(dump_cluster(result.cluster, comment), encoding="utf-8")
+    write_regular(args.out, dump_cluster(result.cluster, comment))
     print(f"{args.out}: {comment}")
     return 0

@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_plugin import __version__
+from moe_plugin.messages import Parser, cut, short
+
+_LINE = 2000  # characters of an error
 
 
 @dataclass(frozen=True)
@@ -57,31 +61,54 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Console script.
 
+    Errors end with one line; `--verbose` shows where they come from.
+
     Returns:
-        The exit status: 0 success, 1 the command found something wrong, 2 bad arguments.
+        The exit status: 0 success, 1 the command found something wrong or failed, 2 bad arguments.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+    name = " ".join(["moe-plugin", *_words(argv)[:1]])
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # of `moe-plugin ... | head`; Python would write to it again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if "--verbose" in argv:
+            raise
+        print(f"{name}: {_one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def _run(argv: list[str]) -> int:
+    parser = Parser(
         prog="moe-plugin",
         description="Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.")
     parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")
     parser.add_argument("--verbose", action="store_true",
                         help="log more; show the traceback of an error")
-    _add_commands(parser, COMMANDS, [word for word in argv if not word.startswith("-")])
+    _add_commands(parser, COMMANDS, _words(argv))
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO, format="%(message)s")
     if args.command is None:
         parser.print_help()
         return 2
-    try:
-        return args.run(args)
-    except ValueError as error:
-        if args.verbose:
-            raise
-        print(f"moe-plugin {args.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return args.run(args)
+
+
+def _words(argv: Sequence[str]) -> list[str]:
+    return [word for word in argv if not word.startswith("-")]
+
+
+def _one_line(error: Exception) -> str:
+    """Our errors say what to do. Others have their type, and the way to see where they come from.
+    """
+    if isinstance(error, ValueError):
+        return cut(" ".join(str(error).split()), _LINE)
+    text = short(error) if isinstance(error, OSError) else f"{type(error).__name__}: {short(error)}"
+    return f"{text}; `moe-plugin --verbose ...` shows where"
 
 
 def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from moe_plugin.messages import short
 from moe_plugin.planner.units import parse_rate, parse_time
 
 if TYPE_CHECKING:
@@ -67,11 +68,15 @@ def problem_of(args: argparse.Namespace) -> Problem:
     from moe_plugin.bench.problem import Problem
 
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"threads={args.threads} is out of bounds: must be >= 1; leave "
-                             "--threads out for torch's number")
+        if not 1 <= args.threads <= 4096:
+            raise ValueError(f"threads={short(args.threads)} is out of bounds: must be from 1 to "
+                             "4096; leave --threads out for torch's number")
         torch.set_num_threads(args.threads)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return Problem(tokens=args.tokens, model_dim=args.model_dim, hidden_dim=args.hidden_dim,
-                   experts=args.experts, top_k=args.top_k, dtype=args.dtype, gated=args.gated,
-                   device=device)
+    if args.rounds < 1:
+        raise ValueError(f"rounds={short(args.rounds)} is out of bounds: must be >= 1; use 15")
+    problem = Problem(tokens=args.tokens, model_dim=args.model_dim, hidden_dim=args.hidden_dim,
+                      experts=args.experts, top_k=args.top_k, dtype=args.dtype, gated=args.gated,
+                      device=device)
+    problem.check_device()
+    return problem

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.messages import short
 from moe_plugin.planner.write import HOSTS
+from moe_plugin.regular_files import make_folder, write_regular
 
 COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"}
 
@@ -55,6 +57,16 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.model_search import Space, search
 
+    if args.plot:
+        from moe_plugin.bench.report import check_figure
+
+        check_figure(args.plot)
+    for name, value in (("top", args.top), ("nodes", args.nodes),
+                        ("ranks-per-node", args.ranks_per_node)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {short(value)} must be >= 1; leave it out for the default")
+    if not 0 < args.experts_per_rank <= 1e6:
+        raise ValueError(f"--experts-per-rank {args.experts_per_rank} must be a number > 0; use 1")
     model, device = load_model(args.model), load_device(args.device)
     cluster = load_cluster(args.cluster)
     cluster = cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node)
@@ -80,12 +92,9 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> i
     from dataclasses import asdict
 
     from moe_plugin.planner.static_layer import scale_table, scale_text
+    from moe_plugin.planner.units import parse_counts
 
-    try:
-        nodes = [int(n) for n in args.scale.split(",")]
-    except ValueError:
-        raise ValueError(f"--scale {args.scale!r} cannot be read; must be numbers of nodes with "
-                         "commas between them, e.g. 1,2,4") from None
+    nodes = parse_counts("--scale", args.scale, "1,2,4")
     micro = max(1, model.global_batch // cluster.ranks)
     rows = scale_table(model.layer(micro * model.sequence), cluster, device, nodes,
                        args.experts_per_rank)
@@ -101,16 +110,16 @@ def _write(args: argparse.Namespace, model: Any, best: Any) -> None:
 
     note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted {1e3 * best.seconds:.1f} "
             "ms per step.")
-    args.write.mkdir(parents=True, exist_ok=True)
+    make_folder(args.write)
     for name, text in write_plan(model, best.plan, args.host, args.auto, note).items():
-        (args.write / name).write_text(text, encoding="utf-8")
+        write_regular(args.write / name, text)
         if not args.json:
             print(f"wrote {args.write / name}")
 
 
 def _plot(path: Path, plans: list[Any]) -> None:
     """Stacked bars of the plans' times, and the best plan's MoE layer as a timeline."""
-    from moe_plugin.bench.report import pyplot
+    from moe_plugin.bench.report import pyplot, save_figure
 
     plt = pyplot()
     figure, (bars, lanes) = plt.subplots(
@@ -135,5 +144,4 @@ def _plot(path: Path, plans: list[Any]) -> None:
         start += timeline.seconds
     lanes.set_xlabel(
         "ms of one MoE layer, forward and backward (orange: experts, blue: out, cyan: back)")
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path)

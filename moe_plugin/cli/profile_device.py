@@ -7,6 +7,8 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from moe_plugin.regular_files import check_output, write_regular
+
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -30,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     from moe_plugin.bench.device import measure_device
 
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device!r}: torch sees no GPU; use cpu")
+    check_output(args.out)
     found = measure_device(args.device, getattr(torch, args.dtype), args.model_dim, args.hidden_dim)
     values = {
         k: v if isinstance(v, str) else float(f"{v:.4g}")
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     }
     text = (f"# Measured by `moe-plugin profile-device`: {args.dtype} on {args.device}, width "
             f"{args.model_dim}, inner width {args.hidden_dim}.\n")
-    args.out.write_text(text + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    write_regular(args.out, text + yaml.safe_dump(values, sort_keys=False))
     print(f"{args.out}: {found.flops / 1e9:.1f} GFLOP/s, half of it at {found.half_rows:.0f} rows, "
           f"{found.memory_bytes_s / 1e9:.1f} GB/s, {1e6 * found.launch_s:.1f} us per operation")
     return 0

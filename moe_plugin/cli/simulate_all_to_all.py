@@ -28,13 +28,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Predict and print."""
     from moe_plugin.planner import load_cluster, predict_table
-    from moe_plugin.planner.units import parse_size
+    from moe_plugin.planner.units import parse_counts, parse_size
 
-    try:
-        ranks = [int(word) for word in args.ranks.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--ranks {args.ranks!r} must be whole numbers with commas, e.g. 16,256,4096") from None
+    ranks = parse_counts("--ranks", args.ranks, "16,256,4096")
     rows = predict_table(load_cluster(args.cluster), ranks,
                          [parse_size(word) for word in args.sizes.split(",")])
     if args.json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import Section, option
+from moe_plugin.config.options import MOST_SECONDS, Section, option
 
 
 @dataclass(kw_only=True)
@@ -42,5 +42,6 @@ class CommConfig(Section):
 
     def check_bounds(self) -> None:
         """Check seconds."""
-        self.require("watchdog_s", self.watchdog_s >= 0, ">= 0", "use 0 for no watchdog")
+        self.within("watchdog_s", 0, MOST_SECONDS, "use 0 for no watchdog")
         self.require("timeout_s", self.timeout_s > 0, "> 0", "use 1800")
+        self.within("timeout_s", 0, MOST_SECONDS, "use 1800")

@@ -34,6 +34,8 @@ class DispatchConfig(Section):
         flag="equal-tokens")
 
     def check_bounds(self) -> None:
-        """Check the fraction."""
+        """Check factors and the fraction."""
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            self.within(name, -1e6, 1e6, "use none for no capacity")
         self.require("eval_token_fraction", 0 <= self.eval_token_fraction <= 1, "in [0, 1]",
                      "use 0 to take the capacity factor")

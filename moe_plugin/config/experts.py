@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import Section, option
+from moe_plugin.config.options import MOST_WIDTH, Section, option
 
 
 @dataclass(kw_only=True)
@@ -41,9 +41,8 @@ class ExpertsConfig(Section):
 
     def check_bounds(self) -> None:
         """Check widths and the standard deviation."""
-        for name, value in (("hidden_dim", self.hidden_dim),
-                            ("shared_hidden_dim", self.shared_hidden_dim)):
-            self.require(name, value >= 0, ">= 0", "use 0 for the default")
+        for name in ("hidden_dim", "shared_hidden_dim"):
+            self.within(name, 0, MOST_WIDTH, "use 0 for the default")
         self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
                      "use none")

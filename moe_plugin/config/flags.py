@@ -14,8 +14,15 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin.config import MoEConfig, from_dict, from_yaml, with_overrides
+from moe_plugin.config import (
+    MoEConfig,
+    from_dict,
+    from_yaml,
+    settings_from_yaml,
+    with_overrides,
+)
 from moe_plugin.config.options import aliases, canonical, hints_of
+from moe_plugin.messages import short
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,9 @@ class FlagSpec:
 
 CONFIG_FLAG = FlagSpec("--moe-config", "", str,
                        "YAML file with the settings of the MoE layers (see configs/)", ())
+TRUST_FLAG = FlagSpec("--moe-trust-imports", "", bool,
+                      "import the modules that the file of --moe-config names in `imports`, which "
+                      "runs their code (default: such a file is refused)", ())
 
 
 def _leaf_kind(hint: Any) -> type:
@@ -65,8 +75,29 @@ def _help(f: dataclasses.Field) -> str:
 
 
 def flag_specs() -> list[FlagSpec]:
-    """All generated flags, `--moe-config` first."""
-    return [CONFIG_FLAG, *_walk(MoEConfig, "")]
+    """All generated flags: those about the file, then `setting_specs`."""
+    return [CONFIG_FLAG, TRUST_FLAG, *setting_specs()]
+
+
+def setting_specs() -> list[FlagSpec]:
+    """The flags that stand for a setting."""
+    return list(_walk(MoEConfig, ""))
+
+
+def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in the file of `--moe-config`, as dotted paths; {} without one.
+
+    Args:
+        values: parsed flags by `dest`.
+    Raises:
+        ValueError: see `settings_from_yaml`.
+    """
+    return settings_from_yaml(values[CONFIG_FLAG.dest], trust_imports=_trusted(values)) \
+        if values.get(CONFIG_FLAG.dest) else {}
+
+
+def _trusted(values: Mapping[str, Any]) -> bool:
+    return bool(parse_value(TRUST_FLAG, values.get(TRUST_FLAG.dest) or "false"))
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
@@ -87,14 +118,14 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         return spec.kind(text)
     except (ValueError, KeyError) as error:
         wanted = "name=weight,name=weight" if spec.kind is dict else spec.kind.__name__
-        raise ValueError(f"{spec.flag} {text!r} cannot be read; must be {wanted}") from error
+        raise ValueError(f"{spec.flag} {short(text)} cannot be read; must be {wanted}") from error
 
 
 def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Settings by dotted path as flags that say the same: texts by `dest`, the inverse of
     `parse_value`. Settings without a flag are left out.
     """
-    specs = {spec.path: spec for spec in flag_specs()[1:]}
+    specs = {spec.path: spec for spec in setting_specs()}
     return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
 
 
@@ -131,13 +162,14 @@ def config_from_flags(values: Mapping[str, Any],
         ValueError: naming the flag or path, its value, the bound and the remedy.
     """
     config_file = values.get(CONFIG_FLAG.dest)
-    config = from_yaml(config_file) if config_file else from_dict({})
+    config = from_yaml(config_file, trust_imports=_trusted(values)) if config_file else (
+        from_dict({}))
     return with_overrides(config, {**(base or {}), **settings_from_flags(values)})
 
 
 def settings_from_flags(values: Mapping[str, Any],
                         skip: Container[str] = frozenset()) -> dict[str, Any]:
-    """The settings given by flag, `--moe-config` apart, as dotted paths.
+    """The settings given by flag, without those in the file of `--moe-config`, as dotted paths.
 
     Args:
         values: as of `config_from_flags`.
@@ -145,6 +177,6 @@ def settings_from_flags(values: Mapping[str, Any],
     Raises:
         ValueError: a flag that cannot be read, a setting that is given under both its names.
     """
-    given = {spec.path: parse_value(spec, values[spec.dest]) for spec in flag_specs()[1:]
+    given = {spec.path: parse_value(spec, values[spec.dest]) for spec in setting_specs()
              if values.get(spec.dest) is not None and spec.path not in skip}
     return canonical(given, aliases(MoEConfig))

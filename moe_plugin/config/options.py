@@ -11,6 +11,12 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar
 
+from moe_plugin.messages import short
+
+LARGEST = 2**63 - 1  # integer that torch takes
+# beyond any use; they keep loops and memory finite
+MOST_EXPERTS, MOST_WIDTH, MOST_RANKS, MOST_SECONDS = 1 << 20, 1 << 24, 1 << 20, 1e7
+
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "",
            alias: str = "") -> Any:
@@ -30,7 +36,7 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
     """`ValueError` naming the setting, its value, the bound and the remedy, unless `ok`."""
     if not ok:
-        raise ValueError(f"{path}={value!r} is out of bounds: must be {bound}; {remedy}")
+        raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
 
 class Section:
@@ -57,6 +63,15 @@ class Section:
         """`check` of the leaf `name` of this section, or `section.name` of one inside it."""
         check(ok, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
 
+    def within(self, name: str, least: float, most: float, remedy: str) -> None:
+        """`require` that the number `name` is in these bounds. `most` is beyond any use: it keeps
+        loops, memory and times finite.
+        """
+        value = operator.attrgetter(name)(self)
+        if value is not None:
+            self.require(name, least <= value, f">= {least}", remedy)
+            self.require(name, value <= most, f"<= {most:.15g}", remedy)
+
 
 def _check_types(section: Any, prefix: str) -> None:
     hints = hints_of(type(section))
@@ -67,7 +82,7 @@ def _check_types(section: Any, prefix: str) -> None:
         elif isinstance(value, hints[f.name]):
             _check_types(value, f"{path}.")
         else:
-            raise ValueError(f"{path}={value!r} is a {type(value).__name__}; must be "
+            raise ValueError(f"{path}={short(value)} is a {type(value).__name__}; must be "
                              f"{hints[f.name].__name__}(...)")
         choices = f.metadata.get("choices")
         if choices:
@@ -87,7 +102,8 @@ def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     unknown = sorted(str(key) for key in set(values) - set(fields))
     if unknown:
         raise ValueError(
-            f"unknown key {prefix + unknown[0]!r}; known keys here: {', '.join(sorted(fields))}")
+            f"unknown key {short(prefix + unknown[0])}; known keys here: "
+            f"{', '.join(sorted(fields))}")
     hints = hints_of(cls)
     built = {name: _convert(hints[name], value, prefix + name) for name, value in values.items()}
     return cls(**built)
@@ -118,8 +134,8 @@ def canonical(values: Mapping[str, Any], names: Mapping[str, str],
     for alias, name in names.items():
         if alias in values and name in values:
             raise ValueError(
-                f"{prefix}{alias}={values[alias]!r} and {prefix}{name}={values[name]!r} name the "
-                "same setting; give one of the two")
+                f"{prefix}{alias}={short(values[alias])} and {prefix}{name}={short(values[name])} "
+                "name the same setting; give one of the two")
     return {names.get(name, name): value for name, value in values.items()}
 
 
@@ -134,12 +150,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             value = {hint.SHORTHAND: value}
         if not isinstance(value, Mapping):
             keys = ", ".join(f.name for f in dataclasses.fields(hint))
-            raise ValueError(f"{path}={value!r} must be a mapping with keys {keys}")
+            raise ValueError(f"{path}={short(value)} must be a mapping with keys {keys}")
         return build(hint, value, path + ".")
     if typing.get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise ValueError(
-                f"{path}={value!r} must be a mapping of name to number, e.g. {{gshard: 0.01}}")
+                f"{path}={short(value)} must be a mapping of name to number, e.g. {{gshard: 0.01}}")
         return {str(key): _scalar(float, item, f"{path}.{key}") for key, item in value.items()}
     options = typing.get_args(hint)
     if type(None) in options:
@@ -150,9 +166,15 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 def _scalar(kind: type, value: Any, path: str) -> Any:
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if value != value or value in (float("inf"), float("-inf")):
-            raise ValueError(f"{path}={value!r} must be a finite number")
-        return float(value)
+            raise ValueError(f"{path}={short(value)} must be a finite number")
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError(f"{path}={short(value)} must be a finite number; the largest is about "
+                             "1.8e308") from error
+    if kind is int and isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{path}={short(value)} must be an integer of at most 64 bits")
     if kind is not float and isinstance(value,
                                         kind) and not (kind is int and isinstance(value, bool)):
         return value
-    raise ValueError(f"{path}={value!r} is a {type(value).__name__}; must be {kind.__name__}")
+    raise ValueError(f"{path}={short(value)} is a {type(value).__name__}; must be {kind.__name__}")

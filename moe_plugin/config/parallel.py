@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import Section, option
+from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, Section, option
+
+MOST_PIECES, MOST_TRIALS = 4096, 10_000  # beyond any use
 
 
 @dataclass(kw_only=True)
@@ -69,12 +71,12 @@ class ParallelConfig(Section):
 
     def check_bounds(self) -> None:
         """Check degrees and the tuner's numbers."""
-        for name, value, least in (("d", self.d, 1), ("d_backward", self.d_backward, 0),
-                                   ("max_d", self.max_d, 1), ("tries", self.tries, 1),
-                                   ("samples", self.samples, 1), ("replicas", self.replicas, 1),
-                                   ("shadow", self.shadow, 0)):
-            self.require(name, value >= least, f">= {least}", f"use {max(1, least)}")
-        self.require("r", self.r is None or self.r >= 0, ">= 0 or none", "use none")
-        self.require("shards", self.shards is None or self.shards >= 1, ">= 1 or none", "use none")
+        for name, least, most in (("d", 1, MOST_PIECES), ("d_backward", 0, MOST_PIECES),
+                                  ("max_d", 1, MOST_PIECES), ("tries", 1, MOST_TRIALS),
+                                  ("samples", 1, MOST_TRIALS), ("replicas", 1, MOST_RANKS),
+                                  ("shadow", 0, MOST_EXPERTS)):
+            self.within(name, least, most, f"use {max(1, least)}")
+        self.within("r", 0, MOST_RANKS, "use none")
+        self.within("shards", 1, MOST_RANKS, "use none")
         self.require("drift", self.drift > 0, "> 0", "use 0.3")
         self.require("bucket", self.bucket > 1, "> 1", "use 1.5")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_plugin.config.options import Section, option
+from moe_plugin.config.options import MOST_EXPERTS, MOST_WIDTH, Section, option
+from moe_plugin.messages import short
 
 
 @dataclass(kw_only=True)
@@ -28,8 +29,7 @@ class HashConfig(Section):
 
     def check_bounds(self) -> None:
         """Check bounds, and settings that depend on each other."""
-        self.require("vocabulary", self.vocabulary >= 0, ">= 0",
-                     "set it to the size of the vocabulary")
+        self.within("vocabulary", 0, 1 << 31, "set it to the size of the vocabulary")
         self.require("path", self.kind != "file" or bool(self.path),
                      "a file where router.hash.kind=file", "name the table")
 
@@ -191,19 +191,18 @@ class RouterConfig(Section):
         two = self.second_expert_policy == "all" or self.top_k == 2
         self.require("second_expert_policy", two, "'all' unless router.top_k=2",
                      f"router.top_k is {self.top_k}: set it to 2 or the policy to 'all'")
-        self.require("groups", self.groups >= 0, ">= 0", "use 0 for none")
+        self.within("groups", 0, MOST_EXPERTS, "use 0 for none")
         self.require("group_top_k", 1 <= self.group_top_k <= max(1, self.groups),
                      f"in 1..router.groups={self.groups}", "use 1")
         self.require("bias_rate", self.bias_rate >= 0, ">= 0", "use 0.001")
         several, selection = len(self.names), self.selection
         self.require("selection.rule", selection.rule == "first" or several > 1,
-                     f"'first' with the one router {self.name!r}",
+                     f"'first' with the one router {short(self.name)}",
                      "list several in router.name, e.g. switch,hash")
         self.require("selection.outside_training", selection.outside_training < several,
                      f"in 0..{several - 1}", f"router.name lists {several}")
-        for name, value in (("cosine_dim", self.cosine_dim),
-                            ("sinkhorn_rounds", self.sinkhorn_rounds)):
-            self.require(name, value >= 1, ">= 1", "use the default")
+        self.within("cosine_dim", 1, MOST_WIDTH, "use the default")
+        self.within("sinkhorn_rounds", 1, 10_000, "use the default")
 
     @property
     def names(self) -> list[str]:

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from moe_plugin import determinism
 from moe_plugin.config.comm import CommConfig
 from moe_plugin.config.dispatch import DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
 from moe_plugin.config.observe import ObserveConfig
 from moe_plugin.config.options import (
+    MOST_EXPERTS,
+    MOST_WIDTH,
     Section,
     aliases,
     build,
@@ -33,6 +33,7 @@ from moe_plugin.config.options import (
 from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.config.user_modules import import_user_modules
+from moe_plugin.messages import short
 from moe_plugin.yaml_file import read_yaml
 
 
@@ -48,7 +49,8 @@ class MoEConfig(Section):
     imports: str | None = option(
         None,
         "your own modules, comma-separated dotted names or .py files; imported before names are "
-        "looked up, so that they can register routers, losses, ...",
+        "looked up, so that they can register routers, losses, ...; in a file only with "
+        "--moe-trust-imports",
         flag="import")
     deterministic: bool = option(
         False,
@@ -71,8 +73,8 @@ class MoEConfig(Section):
 
     def check_bounds(self) -> None:
         """Check sizes, and settings of several sections against each other."""
-        self.require("model_dim", self.model_dim >= 0, ">= 0", "let the host set it")
-        self.require("num_experts", self.num_experts >= 1, ">= 1", "use 8")
+        self.within("model_dim", 0, MOST_WIDTH, "let the host set it")
+        self.within("num_experts", 1, MOST_EXPERTS, "use 8")
         self.require("router.top_k", self.router.top_k <= self.num_experts,
                      f"<= num_experts={self.num_experts}",
                      "lower router.top_k or raise num_experts")
@@ -109,17 +111,34 @@ def from_dict(values: Mapping[str, Any]) -> MoEConfig:
     return build(MoEConfig, values, "")
 
 
-def from_yaml(path: str) -> MoEConfig:
+def from_yaml(path: str, *, trust_imports: bool = False) -> MoEConfig:
     """Read a YAML file (see `configs/`) into a validated config.
 
-    A file that is not a YAML mapping is a `ValueError`.
+    Args:
+        path: the file.
+        trust_imports: take its `imports`, too, whose code runs when a layer is built.
+    Raises:
+        ValueError: the file is not a YAML mapping, names settings that do not exist or do not fit,
+            or has `imports` without `trust_imports`.
     """
-    return from_dict(read_yaml(path))
+    return from_dict(_read(path, trust_imports))
 
 
-def settings_from_yaml(path: str) -> dict[str, Any]:
-    """The settings that a YAML file names, as dotted paths; errors as of `from_yaml`."""
+def _read(path: str, trust_imports: bool) -> dict[str, Any]:
     values = read_yaml(path)
+    if values.get("imports") is not None and not trust_imports:
+        raise ValueError(
+            f"config file {short(str(path))}: imports={short(values['imports'])} would run code, "
+            "so the file is refused; where you know who wrote it and those modules, give "
+            "--moe-trust-imports (in Python: trust_imports=True), or name the modules with "
+            "--moe-import instead")
+    return values
+
+
+def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
+    """The settings that a YAML file names, as dotted paths; arguments and errors as of `from_yaml`.
+    """
+    values = _read(path, trust_imports)
     from_dict(values)  # its errors name keys, types and bounds
     return canonical(flatten(values), aliases(MoEConfig))
 
@@ -142,15 +161,21 @@ def to_dict(config: MoEConfig) -> dict[str, Any]:
 
 def with_overrides(config: MoEConfig, overrides: Mapping[str, Any]) -> MoEConfig:
     """A new config with dotted-path values replaced: `{"router.top_k": 1}`."""
-    tree = OmegaConf.create(to_dict(config))
+    tree = to_dict(config)
     sections = {name: hint for name, hint in hints_of(MoEConfig).items()
                 if dataclasses.is_dataclass(hint)}
     for path, value in canonical(overrides, aliases(MoEConfig)).items():
         # else it would wipe out the section's other overrides
         if isinstance(value, str) and path in sections and sections[path].SHORTHAND:
             path = f"{path}.{sections[path].SHORTHAND}"
-        OmegaConf.update(tree, path, value, merge=False, force_add=True)
-    return from_dict(OmegaConf.to_container(tree))  # type: ignore[arg-type]
+        *above, name = path.split(".")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"unknown key {short(path)}; {short(part)} has no keys below it")
+        place[name] = value
+    return from_dict(tree)
 
 
 def register_hydra() -> None:

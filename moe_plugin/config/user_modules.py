@@ -10,6 +10,8 @@ import importlib.util
 import os
 import sys
 
+from moe_plugin.messages import short
+
 
 def import_user_modules(names: str | None) -> None:
     """Import each module of a comma-separated list: a dotted name, or the path of a `.py` file.
@@ -25,9 +27,9 @@ def import_user_modules(names: str | None) -> None:
             _import_file(name) if name.endswith(".py") else importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - somebody else's code
             raise ValueError(
-                f"imports={name!r} cannot be imported: {type(error).__name__}: {error}; give a "
-                "module that Python finds "
-                "(PYTHONPATH), or the path of a .py file") from error
+                f"imports={short(name)} cannot be imported: {type(error).__name__}: "
+                f"{short(error)}; give a module that Python finds (PYTHONPATH), or the path of a "
+                ".py file") from error
 
 
 def _import_file(path: str) -> None:

@@ -23,7 +23,7 @@ from moe_plugin.emulate.ranks import (
     stop,
 )
 
-MAX_NODES = 64
+MAX_NODES, MAX_PER_NODE = 64, 256
 ERRORS_SHOWN = 3
 
 
@@ -58,10 +58,10 @@ class EmulatedCluster:
 
     def __init__(self, nodes: int, ranks_per_node: int, rate_bit_s: float = 200e6,
                  delay_s: float = 1e-3, message_s: float = 0.0, mtu: int = 1500) -> None:
-        if not 1 <= nodes <= MAX_NODES or ranks_per_node < 1:
+        if not 1 <= nodes <= MAX_NODES or not 1 <= ranks_per_node <= MAX_PER_NODE:
             raise ValueError(
-                f"emulated cluster {nodes}x{ranks_per_node}: must be 1 to {MAX_NODES} nodes and at "
-                "least one rank per node")
+                f"emulated cluster {nodes}x{ranks_per_node}: must be 1 to {MAX_NODES} nodes and 1 "
+                f"to {MAX_PER_NODE} ranks per node, which are processes of this machine")
         if rate_bit_s <= 0 or delay_s < 0 or message_s < 0:
             raise ValueError(
                 f"emulated cluster: rate {rate_bit_s} must be > 0, delay {delay_s} and message "

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_plugin.emulate.cluster import EmulatedCluster
+from moe_plugin.messages import short
 
 PORT = 29400  # of the rendezvous; the nodes' networks are their own, so it is free
 GRACE_S = 15.0
@@ -95,6 +96,6 @@ def _python_or_command(program: Sequence[str]) -> list[str]:
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         raise ValueError(
-            f"program {name!r} is not installed: give a script (train.py), a module (-m "
+            f"program {short(name)} is not installed: give a script (train.py), a module (-m "
             "package.module) or a command (fairseq-train)")
     return ["--no-python", found, *rest]

@@ -62,7 +62,7 @@ def _progress(run: Run) -> RenderableType:
         parts[0] += f" of {total:,} ({100 * run.last_step / total:.0f} %)"
     if run.seconds is not None:
         parts.append(seconds(run.seconds))
-    if run.remaining_s and not run.finished:
+    if run.remaining_s and math.isfinite(run.remaining_s) and not run.finished:
         parts.append(f"ETA {seconds(round(run.remaining_s))}")
     text = _text("  ".join(parts))
     if not total:

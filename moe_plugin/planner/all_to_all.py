@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_plugin.messages import short
 from moe_plugin.planner.cluster import Cluster
 
 SHARPNESS = 4
@@ -135,7 +136,8 @@ COSTS: dict[str, Callable[[Cluster, float], Cost]] = {
 def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
     """Cost of one exchange of `size` bytes per rank; `ValueError` for an unknown algorithm."""
     if algorithm not in COSTS:
-        raise ValueError(f"no cost model for all-to-all {algorithm!r}; known: {', '.join(COSTS)}")
+        raise ValueError(
+            f"no cost model for all-to-all {short(algorithm)}; known: {', '.join(COSTS)}")
     return COSTS[algorithm](cluster, size)
 
 

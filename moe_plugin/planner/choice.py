@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,8 @@ class LayoutChoice:
 
 def divisors(n: int) -> list[int]:
     """All divisors, ascending."""
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
 
 
 def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:

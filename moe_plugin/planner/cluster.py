@@ -8,7 +8,11 @@ from pathlib import Path
 
 import yaml
 
+from moe_plugin.messages import short
 from moe_plugin.planner.files import load_record
+
+# more than any cluster has, so that neither searches nor sums grow without bound
+MAX_RANKS, MAX_SECONDS = 1 << 20, 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +24,9 @@ class Link:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not 0 <= value < float("inf"):
-                raise ValueError(
-                    f"link {name}={value} must be a finite number >= 0; calibrate again or correct "
-                    "the file"
-                )
+            if not 0 <= value <= MAX_SECONDS:
+                raise ValueError(f"link {name}={value} must be a number from 0 to {MAX_SECONDS:g}; "
+                                 "calibrate again or correct the file")
 
     def seconds(self, messages: float, size: float) -> float:
         """Seconds of `messages` messages of `size` bytes in total, one after another."""
@@ -55,15 +57,16 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "nics"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"cluster {name}={getattr(self, name)} must be >= 1; correct the file")
+            if not 1 <= getattr(self, name) <= MAX_RANKS:
+                raise ValueError(f"cluster {name}={short(getattr(self, name))} must be from 1 to "
+                                 f"{MAX_RANKS}; correct it")
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"cluster nodes={self.nodes} of ranks_per_node={self.ranks_per_node} "
+                             f"must be at most {MAX_RANKS} ranks together; correct it")
         for name in ("copy_s", "phase_s", "wake_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(
-                    f"cluster {name}={getattr(self, name)} must be a finite number >= 0; correct "
-                    "the file"
-                )
+            if not 0 <= getattr(self, name) <= MAX_SECONDS:
+                raise ValueError(f"cluster {name}={getattr(self, name)} must be a number from 0 to "
+                                 f"{MAX_SECONDS:g}; correct the file")
 
     @property
     def ranks(self) -> int:
@@ -91,7 +94,7 @@ class Cluster:
         if ranks % self.ranks_per_node:
             raise ValueError(
                 f"{ranks} ranks do not fill nodes of {self.ranks_per_node} ranks (cluster "
-                f"{self.name!r}); use a multiple")
+                f"{short(self.name)}); use a multiple")
         return self.resized(ranks // self.ranks_per_node)
 
 

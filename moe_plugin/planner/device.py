@@ -8,6 +8,8 @@ from pathlib import Path
 
 from moe_plugin.planner.files import load_record
 
+MAX_NUMBER = 1e30  # more than any processor has; products stay finite
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -29,9 +31,9 @@ class Device:
         for f in dataclasses.fields(self)[1:]:
             value = getattr(self, f.name)
             least = 0 if f.name in ("half_rows", "launch_s") else 1
-            if not least <= value < float("inf"):
-                raise ValueError(
-                    f"device {f.name}={value} must be a finite number >= {least}; correct the file")
+            if not least <= value <= MAX_NUMBER:
+                raise ValueError(f"device {f.name}={value} must be a number from {least} to "
+                                 f"{MAX_NUMBER:g}; correct the file")
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
         """Roofline seconds of a matmul of `rows` rows that moves `traffic` bytes, plus a launch."""

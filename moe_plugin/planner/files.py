@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from moe_plugin.messages import cut, short
 from moe_plugin.yaml_file import read_yaml
 
 T = TypeVar("T")
@@ -32,12 +33,13 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         return OmegaConf.to_object(OmegaConf.merge(schema, values))
     except ConfigKeyError as error:
         known = ", ".join(f.name for f in fields(error.object_type or kind))
-        raise ValueError(f"{where}: unknown key {error.full_key!r}; known keys: {known}") from error
+        raise ValueError(
+            f"{where}: unknown key {short(error.full_key)}; known keys: {known}") from error
     except OmegaConfBaseException as error:
-        reason = str(error).split("\n")[0]
+        reason = cut(str(error).split("\n")[0])
         raise ValueError(f"{where}: {error.full_key} {reason}; correct the file") from error
     except ValueError as error:  # out of the bounds of the record
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where}: {cut(str(error), 600)}") from error
 
 
 def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
@@ -46,4 +48,4 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
     what: what errors call the file, e.g. "cluster file". remedy: what they recommend.
     Raises: ValueError: the file cannot be read, or its values do not fit.
     """
-    return record(kind, read_yaml(path, what, remedy), f"{what} {str(path)!r}")
+    return record(kind, read_yaml(path, what, remedy), f"{what} {short(str(path))}")

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.messages import short
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import Group
 from moe_plugin.planner.files import load_record
 from moe_plugin.planner.layer_cost import LayerShape
+
+MAX_SIZE = 10**12  # more than any model has; products stay within floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,12 @@ class ModelShape:
     state_bytes: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("layers", "model_dim", "ffn_dim", "heads", "sequence", "global_batch",
-                     "moe_every", "experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"model {name}={getattr(self, name)} must be >= 1; correct the file")
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            least = 0 if f.name in ("vocab", "hidden_dim", "capacity_factor") else 1
+            if value is not None and f.name != "gated" and not least <= value <= MAX_SIZE:
+                raise ValueError(f"model {f.name}={short(value)} must be from {least} to "
+                                 f"{MAX_SIZE}; correct the file")
 
     @property
     def moe_layers(self) -> int:

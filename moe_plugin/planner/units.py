@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from moe_plugin.messages import short
+
 _SIZES = {
     "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9
 }
@@ -28,10 +30,21 @@ def parse_time(text: str) -> float:
 
 def parse_grid(text: str) -> tuple[int, int]:
     """Nodes and ranks per node: `8x4`."""
-    match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text.strip())
     if not match:
-        raise ValueError(f"{text!r} is not a grid; write nodes x ranks per node, e.g. 8x4")
+        raise ValueError(f"{short(text)} is not a grid; write nodes x ranks per node, each from 1 "
+                         "to 999999, e.g. 8x4")
     return int(match[1]), int(match[2])
+
+
+def parse_counts(name: str, text: str, example: str) -> list[int]:
+    """Numbers >= 1 with commas between them: `1,2,4`. name: of the option, for errors."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= len(word.strip()) <= 9 and int(word)
+               for word in words):
+        raise ValueError(f"{name} {short(text)} must be whole numbers from 1 to 999999999 with "
+                         f"commas, e.g. {example}")
+    return [int(word) for word in words]
 
 
 def show_size(size: float) -> str:
@@ -43,8 +56,8 @@ def show_size(size: float) -> str:
 
 
 def _parse(text: str, units: dict[str, float], default: str, what: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([a-zA-Z]*)", text.strip())
     unit = (match[2].lower() or default) if match else ""
     if unit not in units:
-        raise ValueError(f"{text!r} is not {what}")
+        raise ValueError(f"{short(text)} is not {what}")
     return float(match[1]) * units[unit]

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from moe_plugin.messages import short
 from moe_plugin.planner.model import ModelShape, Plan
 
 HOSTS = ("fairseq", "megatron")
@@ -54,7 +55,7 @@ def host_flags(model: ModelShape, plan: Plan, host: str) -> list[str]:
         switches = {"--sequence-parallel": plan.tp > 1, "--swiglu": model.gated}
         return [str(f) for f in flags] + [name for name, on in switches.items() if on]
     if host != "fairseq":
-        raise ValueError(f"unknown host {host!r}; known: {', '.join(HOSTS)}")
+        raise ValueError(f"unknown host {short(host)}; known: {', '.join(HOSTS)}")
     if plan.tp * plan.pp > 1:
         raise ValueError(
             f"plan {plan.label} needs tensor or pipeline parallelism, which fairseq lacks here; "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.yaml_file import read_yaml
 
@@ -86,8 +87,8 @@ def calibrated_costs(path: str) -> tuple[float, float]:
     near, far = cluster.intra.beta_s, cluster.inter.beta_s * ranks / min(cluster.nics, ranks)
     if not (near > 0 and far > 0):
         raise ValueError(
-            f"cluster file {path!r} has intra.beta_s={near}, inter.beta_s={far}: both must be > 0 "
-            "for a router that weighs links; calibrate with more sizes, or name the costs in "
+            f"cluster file {short(path)} has intra.beta_s={near}, inter.beta_s={far}: both must be "
+            "> 0 for a router that weighs links; calibrate with more sizes, or name the costs in "
             "router.links.costs")
     return near, far
 
@@ -113,12 +114,12 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
     rows = read_yaml(links.costs, "router.links.costs", remedy, kind=list)
     try:
         beta_WW = torch.tensor(rows, dtype=torch.float64)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"router.links.costs={links.costs!r} cannot be read: {error}; {remedy}") from error
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"router.links.costs={short(links.costs)} cannot be read: "
+                         f"{short(error)}; {remedy}") from error
     if beta_WW.shape != (comm.size, comm.size):
         raise ValueError(
-            f"router.links.costs={links.costs!r} has shape {tuple(beta_WW.shape)}: must be "
+            f"router.links.costs={short(links.costs)} has shape {tuple(beta_WW.shape)}: must be "
             f"{comm.size} x {comm.size}, the expert-parallel ranks; give one row per rank")
     return beta_WW
 

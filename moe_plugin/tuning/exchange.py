@@ -12,6 +12,7 @@ from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.watchdog import Watchdog
 from moe_plugin.config import CommConfig
 from moe_plugin.dispatch.wire import with_wire
+from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.tuning import exchange_tuner  # registers algorithm `auto`  # noqa: F401
 from moe_plugin.tuning.default_hardware import Calibration
@@ -68,7 +69,7 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
         node, `nodes: [[0, 1], [2, 3]]`. nics: network cards per node.
     Raises: ValueError: the file cannot be read or has no node lists, or ranks are missing.
     """
-    if text.isdigit():
+    if text.isdecimal() and len(text) < 10:
         return Topology.uniform(size, int(text), nics)
     values = read_yaml(text, "comm.topology", "use detect, a number of ranks per node, or a YAML "
                        "file with nodes: [[0, 1], [2, 3]]")
@@ -76,7 +77,7 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
     if not isinstance(nodes, list) or not all(
             isinstance(node, list) and all(isinstance(r, int) for r in node) for node in nodes):
         raise ValueError(
-            f"comm.topology={text!r} holds no node lists; write nodes: [[0, 1], [2, 3]]")
+            f"comm.topology={short(text)} holds no node lists; write nodes: [[0, 1], [2, 3]]")
     return Topology(tuple(tuple(node) for node in nodes), nics, source=text)
 
 

@@ -232,7 +232,7 @@ def test_killed_between_the_two_renames(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["index.json", "part-00000-of-00002.pt", "part-00001-of-00002.pt"])
-def test_every_single_bit_flip_is_detected(tmp_path: Path, name: str) -> None:
+def test_every_single_bit_flip_and_every_cut_is_detected(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path)
     whole, model = (path / name).read_bytes(), Model(LocalComm())
     edges = [*range(64), *range(len(whole) - 64, len(whole))]
@@ -240,6 +240,10 @@ def test_every_single_bit_flip_is_detected(tmp_path: Path, name: str) -> None:
         flipped = bytearray(whole)
         flipped[offset] ^= 1 << offset % 8
         (path / name).write_bytes(flipped)
+        with pytest.raises(CheckpointError):
+            load(path, model)
+    for size in range(0, len(whole), max(1, len(whole) // 50)):
+        (path / name).write_bytes(whole[:size])
         with pytest.raises(CheckpointError):
             load(path, model)
     (path / name).write_bytes(whole)
@@ -257,6 +261,7 @@ def unsealed(path: Path) -> None:
 
 def test_a_checkpoint_without_checksums_loads_with_one_warning(
         tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
     path = saved(tmp_path)
     load(path, Model(LocalComm()))
     assert not caplog.records

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moe_plugin import MoELayer
-from moe_plugin.config import from_dict
+from moe_plugin.config import from_dict, from_yaml, settings_from_yaml
+from moe_plugin.config.flags import config_from_flags
 from moe_plugin.config.user_modules import import_user_modules
 from moe_plugin.routing import losses
 
@@ -71,3 +72,27 @@ def test_a_name_that_python_does_not_find() -> None:
     before = set(sys.modules)
     import_user_modules(None), import_user_modules("")
     assert set(sys.modules) == before
+
+
+def test_a_file_that_imports_modules_is_refused_unless_it_is_trusted(tmp_path: Path) -> None:
+    mark, path = tmp_path / "code has run", tmp_path / "moe.yaml"
+    (tmp_path / "own.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    path.write_text(f"model_dim: 6\nimports: {tmp_path / 'own.py'}\n")
+    words = "moe.yaml.*imports=.*own.py.*refused.*--moe-trust-imports.*trust_imports=True"
+    for read in (from_yaml, settings_from_yaml, lambda p: config_from_flags({"moe_config": p})):
+        with pytest.raises(ValueError, match=words):
+            read(str(path))
+    trusted = {"moe_config": str(path), "moe_trust_imports": "true"}
+    wanted = str(tmp_path / "own.py")
+    assert settings_from_yaml(str(path), trust_imports=True)["imports"] == wanted
+    assert config_from_flags(trusted).imports == wanted and not mark.exists()
+    MoELayer(from_yaml(str(path), trust_imports=True))
+    assert mark.exists()
+
+
+def test_flags_and_code_name_modules_without_trust(tmp_path: Path) -> None:
+    (tmp_path / "moe.yaml").write_text("imports:\n")
+    given = {"moe_config": str(tmp_path / "moe.yaml"), "moe_import": "json"}
+    assert config_from_flags(given).imports == "json" == from_dict({"imports": "json"}).imports
+    with pytest.raises(ValueError, match="--moe-trust-imports 'maybe' cannot be read"):
+        config_from_flags({**given, "moe_trust_imports": "maybe"})

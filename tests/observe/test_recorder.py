@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from moe_plugin.comm import run_simulated
 from moe_plugin.config import DispatchConfig, ObserveConfig
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.recorder import _FOLD_AT
+from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.records import LayerStats
 
 
@@ -161,3 +165,77 @@ def test_missing_tensorboard_names_the_extra(tmp_path: Path,
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="observe.jsonl="):
         StatsRecorder(ObserveConfig(jsonl=str(tmp_path)))
+
+
+class _Full:
+    """A file on a disk that takes `room` more bytes."""
+
+    def __init__(self, stream: Any, room: int) -> None:
+        self.stream, self.room = stream, room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.stream.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def test_a_full_disk_loses_records_with_a_warning_and_training_goes_on(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = JsonlSink(str(tmp_path / "stats.jsonl"))
+    sink.write({"step": 0})
+    sink._stream = _Full(sink._stream, 5)
+    for step in (1, 2):
+        sink.write({"step": step})
+    assert len(caplog.records) == 1 and "disk is full" in caplog.text
+    sink._stream.room = 10_000
+    sink.write({"step": 3})
+    assert "is written again; 2 records were lost" in caplog.text
+    sink.close()
+    lines = (tmp_path / "stats.jsonl").read_text().splitlines()
+    assert [json.loads(lines[0]), json.loads(lines[-1])] == [{"step": 0}, {"step": 3}]
+    assert lines[1:-1] == ['{"ste']
+
+
+def test_a_line_that_a_killed_run_left_unfinished_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "stats.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    for step in (2, 3):
+        sink = JsonlSink(str(path))
+        sink.write({"step": step})
+        sink.close()
+    assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_statistics_are_appended_to_regular_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
+        with pytest.raises(ValueError, match="observe.jsonl=.*regular file"):
+            JsonlSink(str(path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="observe.jsonl=.*cannot be written.*another path"):
+        JsonlSink(str(tmp_path / "file" / "stats.jsonl"))
+
+
+def test_tensorboard_on_a_full_disk_warns_once(tmp_path: Path,
+                                               caplog: pytest.LogCaptureFixture) -> None:
+    recorder = StatsRecorder(ObserveConfig(interval=1, tensorboard=str(tmp_path)))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = recorder.sinks[0]._writer
+    close, writer.add_scalar = writer.close, full
+    for step in range(3):
+        recorder.add("layer0", stats([3, 1]))
+        assert recorder.step(step)
+    assert len(caplog.records) == 1 and "observe.tensorboard=" in caplog.text
+    assert "disk is full" in caplog.text
+    writer.close = full
+    recorder.close()
+    close()
+    assert len(caplog.records) == 1

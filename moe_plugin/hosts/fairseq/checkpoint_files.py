@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError, checksums, merge, split, trust
 from moe_plugin.messages import short
+from moe_plugin.regular_files import write_remedy
 
 logger = logging.getLogger(__name__)
 MANIFEST, VERSION, PENDING = "moe_plugin", 1, ".new"
@@ -34,6 +35,7 @@ ALLOWED = (argparse.Namespace, numpy.dtype, type(numpy.dtype("float64")),
            type(numpy.dtype("float32")), type(numpy.dtype("int64")),
            (numpy.float64(0).__reduce__()[0], "numpy.core.multiarray.scalar"),
            numpy.float64(0).__reduce__()[0])
+_MANIFEST_KEYS = ("num_experts", "world_size", "expert_parallel_size", "rank", "num_updates")
 _RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
 # what torch.load raises for a damaged file
 _UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
@@ -100,7 +102,7 @@ def write(state: Mapping[str, Any], path: str) -> None:
             os.remove(path + ".tmp")
         raise CheckpointError(
             f"checkpoint {path!r} cannot be written ({error.strerror}); older ones are untouched; "
-            f"{checksums.write_remedy(error, os.path.dirname(path) or '.')} (--save-dir)"
+            f"{write_remedy(error, os.path.dirname(path) or '.')} (--save-dir)"
         ) from error
 
 
@@ -156,6 +158,10 @@ def _load(path: str) -> dict[str, Any]:
     state = load(path, map_location="cpu", mmap=True)
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}, not a mapping")
+    manifest = state.get(MANIFEST)
+    if manifest is not None and (not isinstance(manifest, dict) or not all(
+            type(manifest.get(key)) is int for key in _MANIFEST_KEYS)):
+        raise ValueError(f"its entry {MANIFEST} is {short(manifest)}, not what a save writes")
     return state
 
 

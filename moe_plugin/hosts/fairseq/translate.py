@@ -12,8 +12,16 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from moe_plugin.config import MoEConfig, settings_from_yaml
-from moe_plugin.config.flags import CONFIG_FLAG, config_from_flags, flag_specs, parse_value
+from moe_plugin.config import MoEConfig
+from moe_plugin.config.flags import (
+    CONFIG_FLAG,
+    config_from_flags,
+    file_settings,
+    flag_specs,
+    parse_value,
+    setting_specs,
+)
+from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +64,7 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
     flags = {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
     own_dispatch = bool(flags[CONFIG_FLAG.dest]) or any(flags[name] is not None
                                                         for name in DISPATCH_FLAGS)
-    file = flags[CONFIG_FLAG.dest]
-    in_file = settings_from_yaml(file) if file else {}
+    in_file = file_settings(flags)
     dropout = setting(args, "activation_dropout", 0) or setting(args, "relu_dropout", 0) or 0
     base = {"experts.hidden_dim": ffn_dim, "experts.activation": _activation(activation),
             "experts.dropout": float(dropout),
@@ -73,7 +80,7 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
 def _activation(name: str) -> str:
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"--activation-fn {name!r} has no expert counterpart; use one of "
+            f"--activation-fn {short(name)} has no expert counterpart; use one of "
             f"{', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
@@ -127,7 +134,7 @@ def _branch_base(args: Any, chosen_k: int, own_dispatch: bool) -> dict[str, Any]
 def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[str, Any],
                            changed: set[str]) -> None:
     by_path = _changed_branch_paths(args)
-    for spec in flag_specs()[1:]:
+    for spec in setting_specs():
         given = flags.get(spec.dest)
         if given is None or spec.path not in changed:
             continue
@@ -136,8 +143,8 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
         said = base.get(spec.path, setting(args, name))
         if mine != said:
             raise ValueError(
-                f"--{name.replace('_', '-')} ({spec.path}={said!r}) contradicts {spec.flag} "
-                f"{given}; give one of the two"
+                f"--{name.replace('_', '-')} ({spec.path}={short(said)}) contradicts {spec.flag} "
+                f"{short(given)}; give one of the two"
             )
 
 
@@ -188,5 +195,6 @@ def gradient_factor(args: Any, world: int) -> float:
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):
         raise ValueError(
-            f"--moe-normalize-expert-grad {rule!r} is unknown; use world_size or sqrt_world_size")
+            f"--moe-normalize-expert-grad {short(rule)} is unknown; use world_size or "
+            "sqrt_world_size")
     return 1.0 / world if rule == "world_size" else world**-0.5

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
+from moe_plugin.machine import memory_bytes
+from moe_plugin.messages import Parser, short
 
+MOST = 10**9  # beyond any use of a size or a number of steps
 _Flag = tuple[str, dict[str, Any]]
 _ON: dict[str, Any] = {"action": "store_true"}
 
@@ -112,7 +115,7 @@ _OURS: tuple[_Flag, ...] = (("vocab-size", {
 
 def parser() -> argparse.ArgumentParser:
     """All arguments; those of Megatron mean what they mean there."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m moe_plugin.hosts.megatron.train", allow_abbrev=False,
         description="Train a GPT language model with MoE layers on Megatron-core.")
     for title, flags in (("model", _MODEL), ("mixture of experts", _MOE), ("training", _TRAINING),
@@ -130,7 +133,15 @@ def check(args: argparse.Namespace, world: int) -> None:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length",
                  "micro_batch_size", "train_iters", "log_interval", "tensor_model_parallel_size",
                  "pipeline_model_parallel_size", "expert_model_parallel_size"):
-        _need(getattr(args, name) >= 1, name, getattr(args, name), ">= 1", "give a positive number")
+        _need(1 <= getattr(args, name) <= MOST, name, getattr(args, name), f"in 1..{MOST}",
+              "give a positive number")
+    _need(args.num_experts is None or args.num_experts >= 1, "num_experts", args.num_experts,
+          ">= 1", "leave it out for a dense model")
+    weights = 12 * args.num_layers * args.hidden_size**2  # bytes, at least one each
+    memory = memory_bytes(torch.device("cpu"))
+    _need(memory is None or weights <= world * memory, "num_layers * hidden_size^2",
+          f"{args.num_layers} * {args.hidden_size}^2",
+          "such that the weights fit the memory of the ranks", "lower one of the two")
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     _need(world % model == 0, "tensor_model_parallel_size * pipeline_model_parallel_size", model,
           f"a divisor of the {world} processes",
@@ -172,7 +183,7 @@ def check(args: argparse.Namespace, world: int) -> None:
 
 def _need(ok: bool, name: str, value: Any, bound: str, remedy: str) -> None:
     if not ok:
-        raise ValueError(f"{name}={value!r} is out of bounds: must be {bound}; {remedy}")
+        raise ValueError(f"{name}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
 
 def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:

@@ -31,6 +31,7 @@ from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.model import Training
 from moe_plugin.hosts.megatron.state import without_missing
 from moe_plugin.messages import short
+from moe_plugin.regular_files import check_input
 
 logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
@@ -149,9 +150,10 @@ def latest(root: str) -> int | None:
     path = os.path.join(root, LATEST)
     if not os.path.exists(path):
         return None
+    check_input(path)
     with open(path, encoding="utf-8", errors="replace") as stream:
         text = stream.read().strip()
-    if not text.isdigit():
+    if not text.isdecimal() or len(text) > 15:
         raise ValueError(
             f"{path} contains {short(text)}, must contain the number of an iteration; write the "
             "number of one of the folders iter_... there")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError, checksums
 from moe_plugin.messages import short
+from moe_plugin.regular_files import check_input, write_remedy
 
 logger = logging.getLogger(__name__)
 META = "moe_plugin.json"
@@ -34,7 +35,7 @@ def together(folder: str, work: Callable[[], None]) -> None:
     text = "" if error is None else (
         f"checkpoint {folder!r} cannot be written on rank {dist.get_rank()}: "
         f"{type(error).__name__}: {short(error)}; older ones are untouched; "
-        f"{checksums.write_remedy(error, os.path.dirname(folder))} (--save)")
+        f"{write_remedy(error, os.path.dirname(folder))} (--save)")
     failed = [text for text in gather(text) if text]
     if failed:
         raise CheckpointError(failed[0]) from error
@@ -96,6 +97,7 @@ def verified_meta(folder: str) -> dict[str, Any]:
 
 def _read_meta(folder: str) -> tuple[dict[str, Any], bool]:
     try:
+        check_input(os.path.join(folder, META))
         with open(os.path.join(folder, META), encoding="utf-8") as stream:
             meta, sealed = checksums.open_json(stream.read())
         if not isinstance(meta, dict) or not all(
@@ -103,7 +105,7 @@ def _read_meta(folder: str) -> tuple[dict[str, Any], bool]:
             raise ValueError("not a description of a checkpoint")
         if sealed and set(meta["checksums"]) != set(meta["files"]):
             raise ValueError("not a checksum for every file")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {folder!r} has no readable {META} ({short(error)}); it is incomplete or "
             "not of this script: use another one"

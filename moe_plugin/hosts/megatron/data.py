@@ -9,16 +9,19 @@ nothing out of vocabulary.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_plugin.messages import Parser, short
+from moe_plugin.regular_files import check_input, check_output, make_folder, write_remedy
 
 logger = logging.getLogger(__name__)
 BYTE_VOCABULARY = 257
@@ -66,6 +69,7 @@ def documents(path: str) -> Iterator[bytes]:
     Raises:
         ValueError: the file cannot be read.
     """
+    check_input(path, "text file", "give the path of a text file")
     try:
         with open(path, "rb") as stream:
             lines: list[bytes] = []
@@ -79,8 +83,8 @@ def documents(path: str) -> Iterator[bytes]:
                 yield b"".join(lines)
     except OSError as error:
         raise ValueError(
-            f"text file {path!r} cannot be read ({error.strerror}); give the path of a text file"
-        ) from error
+            f"text file {short(path)} cannot be read ({error.strerror}); give the path of a text "
+            "file") from error
 
 
 def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
@@ -89,11 +93,27 @@ def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
     Returns the number of tokens.
 
     The two files appear complete or not at all: they are written under another name and renamed.
+
+    Raises:
+        ValueError: no text, or a file that cannot be written.
     """
+    make_folder(os.path.dirname(os.path.abspath(prefix)))
+    for suffix in (".bin", ".idx", ".bin.part", ".idx.part"):
+        check_output(prefix + suffix)
+    try:
+        return _write_indexed(texts, prefix)
+    except OSError as error:
+        for suffix in (".bin.part", ".idx.part"):
+            Path(prefix + suffix).unlink(missing_ok=True)
+        raise ValueError(
+            f"{prefix}.bin cannot be written ({error.strerror}); "
+            f"{write_remedy(error, os.path.dirname(os.path.abspath(prefix)))}") from error
+
+
+def _write_indexed(texts: Iterable[bytes], prefix: str) -> int:
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    os.makedirs(os.path.dirname(os.path.abspath(prefix)), exist_ok=True)
     builder = IndexedDatasetBuilder(prefix + ".bin.part", dtype=np.uint16)
     tokens = 0
     for text in texts:
@@ -104,9 +124,8 @@ def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
     if not tokens:
         os.remove(prefix + ".bin.part")
         raise ValueError(
-            f"no text to write to {prefix!r}: the input is empty; give a file with at least one "
-            "line"
-        )
+            f"no text to write to {short(prefix)}: the input is empty; give a file with at least "
+            "one line")
     builder.finalize(prefix + ".idx.part")
     for suffix in (".bin", ".idx"):
         os.replace(prefix + suffix + ".part", prefix + suffix)
@@ -119,8 +138,8 @@ def check_prefix(prefix: str) -> None:
         path = prefix + suffix
         if not os.path.isfile(path) or not os.path.getsize(path):
             raise ValueError(
-                f"dataset {prefix!r}: {path} is {'empty' if os.path.isfile(path) else 'missing'}; "
-                "give the path "
+                f"dataset {short(prefix)}: {path} is "
+                f"{'empty' if os.path.isfile(path) else 'missing'}; give the path "
                 "without .bin/.idx, or write it with: python -m moe_plugin.hosts.megatron.data "
                 "--input "
                 f"TEXT --output-prefix {prefix}")
@@ -161,8 +180,8 @@ def build_dataset(prefix: str, *, sequence_length: int, samples: int, seed: int,
                                                         lambda: True, config).build()
     except (AssertionError, IndexError, RuntimeError, ZeroDivisionError) as error:
         raise ValueError(
-            f"dataset {prefix!r} gives no training samples of {sequence_length} tokens "
-            f"({error!r}); use a "
+            f"dataset {short(prefix)} gives no training samples of {sequence_length} tokens "
+            f"({short(error)}); use a "
             "longer text, a shorter --seq-length, or another --split") from error
     return train, valid
 
@@ -193,8 +212,8 @@ def batches(dataset: Any, *, start: int, micro_batch_size: int, replica: int, re
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: write an indexed dataset from a text file."""
-    parser = argparse.ArgumentParser(prog="python -m moe_plugin.hosts.megatron.data",
-                                     description=main.__doc__)
+    parser = Parser(prog="python -m moe_plugin.hosts.megatron.data",
+                    description=main.__doc__)
     parser.add_argument("--input", required=True, help="text file; blank lines separate documents")
     parser.add_argument("--output-prefix", required=True,
                         help="path of the dataset without .bin/.idx")

@@ -22,6 +22,7 @@ from moe_plugin.hosts.megatron.compat.finite import skip_steps_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import Provider, extend_parse_args
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
+from moe_plugin.messages import short
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     if not argv or not os.path.isfile(argv[0]):
         raise SystemExit(
             f"usage: python -m moe_plugin.hosts.megatron.launch [--moe-cpu] SCRIPT ARGUMENTS...\n"
-            f"script {argv[0] if argv else ''!r} not found; give the path of Megatron-LM's "
+            f"script {short(argv[0] if argv else '')} not found; give the path of Megatron-LM's "
             "pretrain_gpt.py"
         )
     script = os.path.abspath(argv[0])

@@ -21,8 +21,10 @@ from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.observe import StatsRecorder
+from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.observe.timeline import Timeline
 from moe_plugin.records import LayerStats
+from moe_plugin.regular_files import write_regular
 
 logger = logging.getLogger(__name__)
 
@@ -116,26 +118,23 @@ class RunLog:
     """
 
     def __init__(self, path: str | None, settings: dict[str, Any] | None = None) -> None:
-        self._stream = None
+        self._sink = None
         if path and dist.get_rank() == 0:
-            folder = os.path.dirname(os.path.abspath(path))
-            os.makedirs(folder, exist_ok=True)
-            self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until `close`
+            self._sink = JsonlSink(path, "log_file")
             if settings is not None:
-                with open(os.path.join(folder, "settings.json"), "w", encoding="utf-8") as stream:
-                    stream.write(
-                        json.dumps({"host": "megatron", "settings": settings}, default=str) + "\n")
+                write_regular(
+                    os.path.join(os.path.dirname(os.path.abspath(path)), "settings.json"),
+                    json.dumps({"host": "megatron", "settings": settings}, default=str) + "\n")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line, on disk when this returns."""
-        if self._stream is not None:
-            self._stream.write(json.dumps(record) + "\n")
-            self._stream.flush()
+        if self._sink is not None:
+            self._sink.write(record)
 
     def close(self) -> None:
         """Close the file."""
-        if self._stream is not None:
-            self._stream.close()
+        if self._sink is not None:
+            self._sink.close()
 
 
 def line(record: dict[str, Any], total: int) -> str:

@@ -27,6 +27,7 @@ from moe_plugin.config import settings_from_yaml
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, all_layers_moe
+from moe_plugin.messages import short
 
 
 def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
@@ -35,8 +36,9 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
 
     Args:
         spec: transformer layer spec or `TransformerBlockSubmodules`; it is left as it is.
-        settings: ours, dotted paths to values, or the path of a YAML file; None: the launcher's
-            arguments where it runs, else defaults.
+        settings: ours, dotted paths to values, or the path of a YAML file (one with `imports` is
+            refused: see `moe_plugin.config.settings_from_yaml`); None: the launcher's arguments
+            where it runs, else defaults.
         allow_none: do not mind a spec without MoE layers (a pipeline stage of dense layers).
     Raises:
         ValueError: no MoE layer in the spec, or bad settings.
@@ -81,7 +83,7 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
     for name in _OTHER_LAYERS:
         if arguments.get(name):
             raise ValueError(
-                f"{name}={arguments[name]!r} describes layers that --spec "
+                f"{name}={short(arguments[name])} describes layers that --spec "
                 "moe_plugin.hosts.megatron.spec does not build; leave out "
                 f"--{name.replace('_', '-')}, or swap the MoE layers of your own spec with "
                 "moe_plugin.hosts.megatron.spec.swap_moe")
@@ -93,8 +95,8 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
         return swap_moe(block, settings, allow_none=True)
     if not all_layers_moe(config):  # a spec does not know which virtual stage it is for
         raise ValueError(
-            f"moe_layer_freq={config.moe_layer_freq!r} cannot be used with virtual pipeline stages "
-            "and --spec: must be 1; leave out --moe-layer-freq or the virtual stages")
+            f"moe_layer_freq={short(config.moe_layer_freq)} cannot be used with virtual pipeline "
+            "stages and --spec: must be 1; leave out --moe-layer-freq or the virtual stages")
     return swap_moe(block.layer_specs[0], settings)
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from moe_plugin import determinism
 from moe_plugin.config import MoEConfig, with_overrides
+from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.hosts.megatron import arguments
 from moe_plugin.hosts.plain.drops import DropWarning
 from moe_plugin.routing import finish_step
@@ -109,11 +110,10 @@ def _timeout(args: argparse.Namespace) -> timedelta:
     Megatron's groups.
     """
     native_s, ours = 60 * args.distributed_timeout_minutes, arguments.our_settings(args)
-    if native_s <= 0:
+    if not 0 < native_s <= MOST_SECONDS:
         raise ValueError(
             f"distributed_timeout_minutes={args.distributed_timeout_minutes} is out of bounds: "
-            "must be > 0; use 10"
-        )
+            f"must be > 0 and <= {MOST_SECONDS / 60:g}; use 10")
     given = {path: ours[path] for path in ("comm.timeout_s",) if path in ours}
     return timedelta(seconds=min(native_s, with_overrides(MoEConfig(), given).comm.timeout_s))
 

@@ -20,12 +20,11 @@ from moe_plugin.config import (
     flags,
     flatten,
     from_dict,
-    settings_from_yaml,
     to_dict,
     with_overrides,
 )
-from moe_plugin.config.flags import CONFIG_FLAG
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
+from moe_plugin.messages import short
 
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not
 # offered.
@@ -65,8 +64,7 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Flags override the file.
     """
-    file = values.get(CONFIG_FLAG.dest)
-    return {**(settings_from_yaml(file) if file else {}),
+    return {**flags.file_settings(values),
             **flags.settings_from_flags(values, NATIVE_ARGUMENTS)}
 
 
@@ -121,8 +119,8 @@ def _check_agreement(path: str, settings: Mapping[str, Any], native_value: Any) 
     if path in settings and settings[path] != native_value:
         argument = NATIVE_ARGUMENTS.get(path, "--hidden-size")
         raise ValueError(
-            f"{path}={settings[path]!r} contradicts Megatron's own setting, which says "
-            f"{native_value!r}; in this host "
+            f"{path}={short(settings[path])} contradicts Megatron's own setting, which says "
+            f"{short(native_value)}; in this host "
             f"set it by {argument} and leave it out of the moe-plugin settings")
 
 
@@ -132,7 +130,7 @@ def _losses(native: Any, given: Mapping[str, float] | None,
     if native_router:  # Megatron's router attaches its own losses
         if extra:
             raise ValueError(
-                f"losses={dict(extra)!r} cannot be used with Megatron's own router; use "
+                f"losses={short(dict(extra))} cannot be used with Megatron's own router; use "
                 "moe_aux_loss_coeff and moe_z_loss_coeff"
             )
         return {}
@@ -146,7 +144,7 @@ def _losses(native: Any, given: Mapping[str, float] | None,
     both = sorted(set(weights) & set(extra))
     if both:
         raise ValueError(
-            f"losses.{both[0]}={extra[both[0]]!r} contradicts {weights[both[0]]!r} from "
+            f"losses.{both[0]}={short(extra[both[0]])} contradicts {short(weights[both[0]])} from "
             "moe_aux_loss_coeff/moe_z_loss_coeff; "
             "give one of the two")
     return {**weights, **extra}
@@ -203,7 +201,7 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
     for path in ours:
         if settings[path] != defaults[path]:
             raise ValueError(
-                f"{path}={settings[path]!r} cannot be used with Megatron's own router, which "
+                f"{path}={short(settings[path])} cannot be used with Megatron's own router, which "
                 f"{', '.join(reasons)} asks for; "
                 "leave out one of the two")
 
@@ -247,7 +245,7 @@ def refuse_unsupported(native: Any) -> None:
     """
     if not native.num_moe_experts:
         raise ValueError(
-            f"num_moe_experts={native.num_moe_experts!r} must be >= 1 for an MoE layer; set "
+            f"num_moe_experts={short(native.num_moe_experts)} must be >= 1 for an MoE layer; set "
             "--num-experts"
         )
     for name, supported, remedy in _UNSUPPORTED:
@@ -255,8 +253,8 @@ def refuse_unsupported(native: Any) -> None:
         if not any(value is ok or (ok is not None and value is not None and value == ok)
                    for ok in supported):
             raise ValueError(
-                f"{name}={value!r} is not supported by moe-plugin's MoE layer: must be "
-                f"{supported[-1]!r}; {remedy}"
+                f"{name}={short(value)} is not supported by moe-plugin's MoE layer: must be "
+                f"{short(supported[-1])}; {remedy}"
             )
     _refuse_lists(native)
 
@@ -265,7 +263,7 @@ def _refuse_lists(native: Any) -> None:
     scopes = {plain_name(scope) for scope in _as_list(setting(native, "cuda_graph_scope") or [])}
     if setting(native, "cuda_graph_impl", "none") not in (None, "none") and scopes != {"attn"}:
         raise ValueError(
-            f"cuda_graph_impl={native.cuda_graph_impl!r} with scope {sorted(scopes)} is not "
+            f"cuda_graph_impl={short(native.cuda_graph_impl)} with scope {sorted(scopes)} is not "
             "supported: sizes inside an MoE "
             "layer change from step to step; use the scope 'attn' alone, or cuda_graph_impl='none'")
     if "moe_act" in (setting(native, "recompute_modules") or []):

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+from moe_plugin.observe.history.json_lines import LARGEST, step_number
 from moe_plugin.observe.history.records import StepRecord
 
 LN2 = math.log(2)  # fairseq logs losses in bits
@@ -52,7 +53,7 @@ def _record(values: dict[str, Any], kind: str) -> StepRecord | None:
                if (number := _number(value)) is not None}
     if "num_updates" not in numbers:
         return None
-    step = int(numbers["num_updates"])
+    step = step_number(numbers["num_updates"], "num_updates")
     loss = next((numbers[name] * LN2
                  for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
     if kind == "valid":
@@ -65,9 +66,10 @@ def _record(values: dict[str, Any], kind: str) -> StepRecord | None:
 
 def _number(value: Any) -> float | None:
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return None if LARGEST < abs(number) < math.inf else number
 
 
 def parse_settings(line: str) -> dict[str, str]:

@@ -9,8 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from moe_plugin.messages import short
 from moe_plugin.observe.history.records import Decision, LayerRecord, Span, StepRecord
 
+LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats
 _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
@@ -57,7 +59,7 @@ def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
 def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[Span]]:
     """(step, rank, spans)."""
     spans = [
-        Span(str(track), str(name), _number(start, "timeline"), _number(end, "timeline"))
+        Span(str(track), str(name), _finite(start), _finite(end))
         for track, name, start, end in _list(row, "timeline")
     ]
     return _step(row, "step"), int(_maybe(row, "rank") or 0), spans
@@ -81,7 +83,7 @@ def _mean_losses(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _decision(step: int, layer: str, row: Any) -> Decision:
     if not isinstance(row, dict):
-        raise ValueError(f"decision {row!r} is not an object")
+        raise ValueError(f"decision {short(row)} is not an object")
     call = _maybe(row, "call")
     return Decision(step=step, layer=layer, call=None if call is None else int(call),
                     **{name: str(row.get(name, "")) for name in ("event", "choice", "why")},
@@ -90,7 +92,15 @@ def _decision(step: int, layer: str, row: Any) -> Decision:
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} is {value!r}, not a number")
+        raise ValueError(f"{name} is {short(value)}, not a number")
+    if LARGEST < abs(value) < math.inf:
+        raise ValueError(f"{name} is {short(value)}, beyond {LARGEST:g}")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(_number(value, "timeline")):
+        raise ValueError(f"timeline is {value}, not a time")
     return value
 
 
@@ -103,9 +113,13 @@ def _floats(row: Mapping[str, Any], *names: str) -> dict[str, float | None]:
 
 
 def _step(row: Mapping[str, Any], name: str) -> int:
-    value = _number(row.get(name), name)
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, not a number of steps")
+    return step_number(_number(row.get(name), name), name)
+
+
+def step_number(value: float, name: str) -> int:
+    """`ValueError` where a value counts no steps."""
+    if not 0 <= value <= MOST_STEPS:
+        raise ValueError(f"{name} is {short(value)}, not a number of steps")
     return int(value)
 
 

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from moe_plugin.observe.history import fairseq_log, json_lines
 from moe_plugin.observe.history.records import LayerRecord, Run, Span, StepRecord
+from moe_plugin.regular_files import check_input
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}
 DEPTH = 3
 GIVE_UP = 100_000  # lines without a record after which a file is not read further
 SCRIPT_BYTES = 1 << 20
+LINE_BYTES = 1 << 24  # of one line; what is beyond counts as another
 INNER = ("train_inner", "iteration")  # kinds of records within an epoch
 WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
           "(--log-file) or fairseq's log (its standard output, or --log-file)")
@@ -98,18 +100,22 @@ def candidates(folder: Path) -> Iterator[Path]:
 def _read(path: Path) -> _Source:
     source = _Source(path)
     try:
+        check_input(path)
         with open(path, "rb") as stream:
             if b"\0" in stream.read(4096):
                 return source
             stream.seek(0)
             tail, error = b"\n", None
-            for number, raw in enumerate(stream, 1):
+            for number, raw in enumerate(iter(lambda: stream.readline(LINE_BYTES), b""), 1):
                 tail = raw
                 if error and error.record:
                     source.bad.append(error)
                 if number > GIVE_UP and not source.any:
                     return source
                 error = _line(source, raw.decode("utf-8", "replace"), number)
+    except ValueError as problem:  # a pipe, for example
+        source.bad.append(_BadLine(0, str(problem)))
+        return source
     except OSError as problem:
         source.bad.append(_BadLine(0, problem.strerror or str(problem)))
         return source
@@ -235,7 +241,9 @@ def _command(folder: Path) -> dict[str, str]:
     """Flags of the last command of a `.sh` file in the folder."""
     for path in sorted(folder.glob("*.sh")):
         try:
-            text = path.read_bytes()[:SCRIPT_BYTES].decode("utf-8", "replace").replace("\\\n", " ")
+            check_input(path)
+            with open(path, "rb") as stream:
+                text = stream.read(SCRIPT_BYTES).decode("utf-8", "replace").replace("\\\n", " ")
             words = shlex.split(
                 next((line for line in reversed(text.splitlines()) if line.strip()), ""))
         except (OSError, ValueError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from html import escape
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from moe_plugin.observe.history import Run
 from moe_plugin.observe.report.content import sections, summary
 from moe_plugin.observe.report.draw import figure, figure_data
 from moe_plugin.observe.report.figures import Section
+from moe_plugin.regular_files import write_regular
 
 HERE = Path(__file__).parent
 # the browser refuses everything that is not in the page
@@ -22,17 +22,9 @@ def write_report(run: Run, path: str | Path) -> Path:
     """Write the page of a run, atomically.
 
     Raises:
-        ValueError: a file that cannot be written.
+        ValueError: a file that cannot be written, or something else than a regular file there.
     """
-    path = Path(path)
-    half = path.with_name(path.name + ".new")
-    try:
-        half.write_text(render(run), encoding="utf-8")
-        os.replace(half, path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror}); give the path of an HTML "
-                         "file in a folder that exists") from error
-    return path
+    return write_regular(path, render(run))
 
 
 def render(run: Run) -> str:

@@ -50,6 +50,8 @@ def _prefixed(value: float) -> str:
 
 def seconds(value: float) -> str:
     """`340 µs`, `12.3 ms`, `4.5 s`, `3 min 20 s`, `2 h 5 min`."""
+    if not math.isfinite(value):
+        return number(value)
     if abs(value) < 60:
         factor, name = next(((f, n) for f, n in _SMALL if abs(value) >= f), _SMALL[-1])
         return "0 s" if value == 0 else f"{value / factor:.3g} {name}"

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.config.router import HashConfig
+from moe_plugin.messages import short
 from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.regular_files import check_input
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
 
@@ -75,7 +77,7 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
     vocabulary = config.vocabulary or (0 if listed_V is None else listed_V.numel())
     if vocabulary < 1 or (listed_V is not None and listed_V.numel() != vocabulary):
         entries = "" if listed_V is None else (
-            f" and of {config.path!r} with {listed_V.numel()} entries")
+            f" and of {short(config.path)} with {listed_V.numel()} entries")
         raise ValueError(f"router.hash.vocabulary={config.vocabulary} does not fit: must be the "
                          f"size of the vocabulary{entries}; set it")
     g = torch.Generator().manual_seed(config.seed)
@@ -87,8 +89,9 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
     assert listed_V is not None
     if not 0 <= int(listed_V.min()) <= int(listed_V.max()) < experts:
         raise ValueError(
-            f"table {config.path!r} names experts {int(listed_V.min())}..{int(listed_V.max())}: "
-            f"must be in 0..{experts - 1}; make it for this number of experts")
+            f"table {short(config.path)} names experts {int(listed_V.min())}.."
+            f"{int(listed_V.max())}: must be in 0..{experts - 1}; make it for this number of "
+            "experts")
     return listed_V
 
 
@@ -116,10 +119,11 @@ def balanced_table(counts_V: Tensor, experts: int,
 
 
 def _read(path: str) -> Tensor:
+    remedy = "give a text file of one integer per token id"
+    check_input(path, "router.hash.path", remedy)
     try:
         return torch.tensor([int(word) for word in Path(path).read_text(encoding="utf-8").split()],
                             dtype=torch.int64)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(
-            f"router.hash.path={path!r} cannot be read: {error}; give a text file of one integer "
-            "per token id") from error
+    except (OSError, ValueError, RuntimeError) as error:  # also numbers of more than 64 bits
+        raise ValueError(f"router.hash.path={short(path)} cannot be read: {short(error)}; "
+                         f"{remedy}") from error

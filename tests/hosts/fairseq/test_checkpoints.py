@@ -39,7 +39,7 @@ def write(path: Path, step: int = 8, **changes: int) -> str:
     return str(path)
 
 
-def test_every_single_bit_flip_is_detected(tmp_path: Path) -> None:
+def test_every_single_bit_flip_and_every_cut_is_detected(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "checkpoint_last-rank-0.pt"))
     whole = path.read_bytes()
     for offset in sorted({*range(64), *range(0, len(whole), 17),
@@ -49,6 +49,12 @@ def test_every_single_bit_flip_is_detected(tmp_path: Path) -> None:
         path.write_bytes(flipped)
         with pytest.raises(ValueError, match="truncated or damaged"):
             files.agree(str(path), WANTED, None)
+    trailer = 27  # without it alone, the file is one of a release without checksums
+    for size in sorted({*range(0, len(whole), 97), *range(len(whole) - 64, len(whole))}):
+        path.write_bytes(whole[:size])
+        if size != len(whole) - trailer:
+            with pytest.raises(ValueError, match="truncated or damaged"):
+                files.agree(str(path), WANTED, None)
 
 
 def test_a_file_without_checksum_loads_with_one_warning(tmp_path: Path) -> None:
@@ -363,3 +369,22 @@ def test_no_best_checkpoints(corpus: Corpus, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.pt")} == {"checkpoint_last.pt"}
     extra = files.read(str(tmp_path / "checkpoint_last.pt"))["extra_state"]
     assert extra["best"] > 0
+
+
+def test_modules_that_a_checkpoint_names_are_imported_only_where_it_is_trusted(
+        ep2: tuple[Path, Result], corpus: Corpus, tmp_path: Path) -> None:
+    mark, own = tmp_path / "code has run", tmp_path / "own.py"
+    own.write_text(f"open({str(mark)!r}, 'w').close()\n")
+    for rank in range(2):
+        state = files.read(str(ep2[0] / f"checkpoint_last-rank-{rank}.pt"))
+        state["cfg"]["model"]["moe_import"] = str(own)
+        files.write(state, str(tmp_path / f"checkpoint_last-rank-{rank}.pt"))
+    arguments = (f"{corpus.lm} --user-dir moe_plugin --path {tmp_path / 'checkpoint_last.pt'} "
+                 "--cpu --batch-size 4 --tokens-per-sample 32 --gen-subset valid --is-moe "
+                 "--num-workers 0")
+    run("fairseq-eval-lm", arguments).failed_with("own.py", "refused", "--trust-checkpoint")
+    assert not mark.exists()
+    run("fairseq-eval-lm", f"{arguments} --model-overrides {{'moe_import':None}}").ok()
+    assert not mark.exists()
+    run("fairseq-eval-lm", f"{arguments} --trust-checkpoint").ok()
+    assert mark.exists()

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.hosts.fairseq import translate
+from tests.fuzz.hostile import NUMBERS, WORDS, bounded, is_named
 
 
 def parse(text: str) -> argparse.Namespace:
@@ -125,3 +128,32 @@ def test_padding_is_masked_on_request_and_when_dropless() -> None:
                                                                  False)):
         args = parse(BRANCH + flags)
         assert translate.masks_padding(args, config(BRANCH + flags)) is masked
+
+
+def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
+    (tmp_path / "moe.yaml").write_text("imports: json\n")
+    flags = f"{BRANCH} --moe-config {tmp_path / 'moe.yaml'}"
+    with pytest.raises(ValueError, match="imports='json'.*--moe-trust-imports"):
+        config(flags)
+    for trust in ("--moe-trust-imports", "--moe-trust-imports true"):
+        assert config(f"{flags} {trust}").imports == "json"
+    assert config(f"{BRANCH} --moe-import json").imports == "json"
+
+
+@given(st.dictionaries(st.sampled_from([*translate.BRANCH_PATHS, "moe_losses", "moe_top_k",
+                                        "moe_capacity_factor", "moe_num_experts", "moe_topology",
+                                        "moe_expert_hidden_dim", "moe_config"]),
+                       st.one_of(NUMBERS, WORDS), max_size=4))
+@bounded(200)
+def test_flags_of_any_value_end_in_settings_or_a_named_error(values: dict[str, Any]) -> None:
+    typed = {name: value for name, value in values.items() if name not in translate.BRANCH_PATHS
+             or type(value) is type(translate.BRANCH_PATHS[name][0])}
+    args = argparse.Namespace(**{"moe_expert_count": 4, **{
+        name: value if name in translate.BRANCH_PATHS else str(value)
+        for name, value in typed.items()}})
+    try:
+        made = translate.layer_config(args, model_dim=8, ffn_dim=24, activation="gelu")
+        assert isinstance(made, MoEConfig)
+    except ValueError as error:
+        assert is_named(error), error
+

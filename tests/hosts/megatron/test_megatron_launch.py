@@ -120,7 +120,8 @@ def test_native_argument_table_names_paths_of_the_tree() -> None:
 
 
 def test_configs_are_valid() -> None:
-    from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_yaml
+    from moe_plugin.config import settings_from_yaml
+    from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
     files = sorted(Path(ROOT, "configs", "megatron").glob("*.yaml"))
     assert files
@@ -223,3 +224,22 @@ def test_a_fixed_layer_spec_refuses_other_layers() -> None:
     assert "--qk-layernorm" in _refusal({"qk_layernorm": True})
     assert "--multi-latent-attention" in _refusal({"multi_latent_attention": True})
     assert "--moe-layer-freq" in _refusal({"moe_layer_freq": 2})
+
+
+def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
+    from moe_plugin.hosts.megatron.arguments import our_settings, parser
+    from moe_plugin.hosts.megatron.spec import moe_layer_spec
+
+    (tmp_path / "moe.yaml").write_text("imports: json\n")
+    needed = [f"--{name}=1" for name in ("num-layers", "hidden-size", "num-attention-heads", "lr",
+                                         "seq-length", "micro-batch-size", "train-iters",
+                                         "data-path")]
+    flags = [*needed, "--moe-config", str(tmp_path / "moe.yaml")]
+    for read in (lambda: our_settings(parser().parse_args(flags)),
+                 lambda: moe_layer_spec(str(tmp_path / "moe.yaml"))):
+        with pytest.raises(ValueError, match="imports='json'.*--moe-trust-imports"):
+            read()
+    trusted = our_settings(parser().parse_args([*flags, "--moe-trust-imports"]))
+    assert trusted == {"imports": "json"}
+    named = our_settings(parser().parse_args([*needed, "--moe-import", "json"]))
+    assert named == {"imports": "json"}

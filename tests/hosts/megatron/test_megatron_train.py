@@ -373,7 +373,9 @@ def test_bad_checkpoints_are_named(data: str, whole_run: Any, tmp_path: Path) ->
 
 
 def _flips(folder: str) -> tuple[int, list[str]]:
-    """Number of single bit flips tried in every file of a checkpoint; those that were not found."""
+    """Number of single bit flips and cut ends tried in every file of a checkpoint; those that were
+    not found.
+    """
     from moe_plugin.checkpoint import CheckpointError
     from moe_plugin.hosts.megatron.checkpoint_files import verified_meta
 
@@ -384,20 +386,22 @@ def _flips(folder: str) -> tuple[int, list[str]]:
                               *range(len(whole) - 32, len(whole))}):
             flipped = bytearray(whole)
             flipped[offset] ^= 1 << offset % 8
-            path.write_bytes(flipped)
-            tried += 1
-            with contextlib.suppress(CheckpointError):
-                verified_meta(folder)
-                silent.append(f"{path.name}:{offset}")
+            cut = whole[:offset]  # of the line break at the end of a text it may go without
+            for content in (flipped, cut) if cut.strip() != whole.strip() else (flipped,):
+                path.write_bytes(content)
+                tried += 1
+                with contextlib.suppress(CheckpointError):
+                    verified_meta(folder)
+                    silent.append(f"{path.name}:{offset}")
         path.write_bytes(whole)
     verified_meta(folder)
     return tried, silent
 
 
-def test_every_single_bit_flip_is_detected(whole_run: Any, tmp_path: Path) -> None:
+def test_every_single_bit_flip_and_every_cut_is_detected(whole_run: Any, tmp_path: Path) -> None:
     folder = _copy_of(whole_run[0], tmp_path)
     [(tried, silent)] = on_ranks(1, _flips, str(folder / "iter_0000004"))
-    assert tried > 250 and not silent
+    assert tried > 500 and not silent
 
 
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(data: str, whole_run: Any,
@@ -492,6 +496,12 @@ BAD = {
         "--moe-capacity-factor", "wide"
     ], ("--moe-capacity-factor 'wide'",)), "megatron's own check": (["--moe-router-topk",
                                                                      "1"], ("pre-softmax",)),
+    "absurd experts": (["--num-experts", "1000000000000"], ("num_experts=1000000000000", "<=")),
+    "absurd width": (["--hidden-size", "100000000"], ("num_layers * hidden_size^2", "memory")),
+    "time-out": (["--distributed-timeout-minutes", "nan"], ("distributed_timeout_minutes=nan",)),
+    "a device": (["--moe-stats-jsonl", "/dev/null"], ("observe.jsonl='/dev/null'", "a device")),
+    "a folder": (["--log-file", "/tmp"], ("log_file='/tmp'", "a folder", "regular file")),
+    "a long value": (["--moe-router", "x" * 5000], ("unknown router 'xxx", "characters)")),
 }
 
 

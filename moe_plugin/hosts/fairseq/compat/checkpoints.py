@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -73,13 +74,33 @@ def evaluation_from_rank_files() -> None:
         if os.path.exists(path):
             files.read(path)  # its error names the file and the remedy
         state = load(path, *args, **kwargs)
-        if holds_whole_model() and files.MANIFEST in state:
-            state["model"] = files.whole_state(path)["model"]
+        if holds_whole_model():  # its model is built by the settings in the checkpoint
+            _refuse_imports(path, state, (args[0] if args else kwargs.get("arg_overrides")) or {})
+            if files.MANIFEST in state:
+                state["model"] = files.whole_state(path)["model"]
         return state
 
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
     checkpoint_utils.get_maybe_sharded_checkpoint_filename = get_maybe_sharded_checkpoint_filename
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
+
+
+def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """`UntrustedFile` where a checkpoint names modules that building its model would import."""
+    from moe_plugin.checkpoint import trust
+
+    settings = (state.get("cfg") or {}).get("model") or state.get("args")
+    named = {name: value for name in ("moe_import", "moe_trust_imports")
+             if name not in overrides and (value := _value(settings, name)) is not None}
+    if named and trust.FLAG not in sys.argv:
+        raise trust.UntrustedFile(f"checkpoint {path!r}, in its settings,",
+                                  (f"{name}={value}" for name, value in named.items()))
+
+
+def _value(settings: Any, name: str) -> Any:
+    if isinstance(settings, Mapping):
+        return settings.get(name)
+    return getattr(settings, name, None)  # a namespace of fairseq's, of any release
 
 
 SHIMS: tuple[Callable[[], None], ...] = (checksums, trust_flag,

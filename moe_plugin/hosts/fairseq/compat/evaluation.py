@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from moe_plugin.hosts.fairseq.compat.fields import add_field
+from moe_plugin.regular_files import make_folder, write_regular
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class Evaluation:
 
 def _write(path: Path, subset: str, results: dict[str, Any]) -> None:
     rounded = {name: round(float(value), 4) for name, value in results.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({subset: rounded}) + "\n")
+    make_folder(path.parent)
+    write_regular(path, json.dumps({subset: rounded}) + "\n")
     logger.info("Evaluation results saved to %s", path)
 
 

@@ -1,0 +1,126 @@
+"""Reading, writing and appending to regular files only: never a device, a pipe or a folder, and no
+link is replaced. Errors name the file and the remedy.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from moe_plugin.messages import short
+
+_KINDS = ((stat.S_ISDIR, "folder"), (stat.S_ISLNK, "link"), (stat.S_ISFIFO, "pipe"),
+          (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"), (stat.S_ISSOCK, "socket"))
+_Path = str | os.PathLike[str]
+
+
+def _kind(path: _Path, follow: bool) -> str:
+    """What is there other than a regular file; empty: one, or nothing."""
+    try:
+        mode = os.stat(path, follow_symlinks=follow).st_mode
+    except (OSError, ValueError):
+        return ""  # opening it says why
+    return next((name for test, name in _KINDS if test(mode)), "")
+
+
+def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
+    """`ValueError` where `path` is not a file that ends: opening a pipe would wait for ever.
+
+    Args:
+        path: may be missing: opening it says so.
+        what: what errors call the file.
+        remedy: what they recommend.
+    """
+    kind = _kind(path, follow=True)
+    if kind:
+        name = f"{what} {short(os.fspath(path))}".strip()
+        raise ValueError(f"{name} is a {kind}, not a regular file; {remedy}")
+
+
+def check_output(path: _Path) -> Path:
+    """The path; `ValueError` where `write_regular` could not write there. For commands that measure
+    long before they write.
+    """
+    path = Path(path)
+    for name in (path, half_of(path)) if path.name else (path,):
+        kind = _kind(name, follow=False)
+        if kind:
+            raise ValueError(f"{name} cannot be written (it is a {kind}, which is not replaced); "
+                             "give the path of a regular file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written (there is no folder {path.parent}); give the "
+                         "path of a file in a folder that exists")
+    return path
+
+
+def half_of(path: Path) -> Path:
+    """The name under which a file is written before it is complete."""
+    return path.with_name(path.name + ".new")
+
+
+def write_regular(path: _Path, content: str | bytes) -> Path:
+    """Write a file whole or not at all. Text is written as UTF-8.
+
+    Raises:
+        ValueError: something else than a regular file is there, or it cannot be written.
+    """
+    path = check_output(path)
+    half = half_of(path)
+    try:
+        half.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        os.replace(half, path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        _refuse(path, error)
+    return path
+
+
+def make_folder(path: _Path) -> Path:
+    """A folder, made with those above it where it is missing; `ValueError` where it cannot be."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _refuse(path, error)
+    return path
+
+
+def open_append(path: _Path) -> BinaryIO:
+    """A file to which bytes are appended, unbuffered; its folder is made. A link is followed.
+
+    Raises:
+        ValueError: something else than a regular file is there, or it cannot be written.
+    """
+    path = Path(path)
+    kind = _kind(path, follow=True)
+    if kind:
+        raise ValueError(f"{path} cannot be written (it is a {kind}); give the path of a regular "
+                         "file")
+    make_folder(path.parent)
+    try:
+        return open(path, "ab", buffering=0)
+    except OSError as error:
+        _refuse(path, error)
+
+
+def _refuse(path: Path, error: OSError) -> NoReturn:
+    raise ValueError(f"{path} cannot be written ({error.strerror}); "
+                     f"{write_remedy(error, path.parent)}") from error
+
+
+def write_remedy(error: BaseException, folder: _Path) -> str:
+    """What to do where a file in `folder` could not be written."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+        return (f"the disk is full ({free / 2**20:.0f} MiB free): free space or choose another "
+                "folder")
+    if code in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "the folder is read-only here: make it writable or choose another folder"
+    if code in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG, errno.EISDIR):
+        return "choose another folder, or give another path"
+    return "free space or choose another folder"

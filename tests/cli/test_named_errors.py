@@ -1,0 +1,165 @@
+"""Whatever is wrong with the arguments, the files or the disk: one line, status 1 or 2."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from moe_plugin.cli.main import COMMANDS, Command, main
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = f"--cluster {ROOT}/configs/clusters/a100_ib.yaml"
+PLAN = (f"plan {CLUSTER} --model {ROOT}/configs/plans/gpt_64_experts.yaml --device "
+        f"{ROOT}/configs/devices/a100_80g.yaml")
+HUGE = "9" * 5000
+WRONG = {
+    "doctor": ["doctor extra", f"doctor --{HUGE}"],
+    "corpus": ["corpus", "corpus --out FILE", "corpus --out FILE/x", "corpus --out DIR --size 0",
+               f"corpus --out DIR --size {HUGE}", "corpus --out DIR --source NONE",
+               "corpus --out DIR --size -1", "corpus --out PIPE"],
+    "report": ["report", "report NONE", "report FILE", "report EMPTY", "report PIPE",
+               "report RUN --output DIR", "report RUN --output PIPE", "report RUN --output LINK",
+               "report RUN --output /dev/null", "report RUN --output NONE/report.html",
+               "report RUN --output ''", "report BAD", f"report RUN --output {'x' * 300}"],
+    "watch": ["watch NONE", "watch FILE", "watch EMPTY --once", "watch RUN --interval 0",
+              "watch RUN --interval nan", "watch BAD --once"],
+    "bench layer": ["bench layer --tokens 0", "bench layer --tokens 1000000000000",
+                    "bench layer --experts 1000000000000", "bench layer --threads 0",
+                    f"bench layer --model-dim {HUGE}", "bench layer --hidden-dim 1000000000000",
+                    "bench layer --rounds 0", "bench layer --peers nobody --tokens 8",
+                    "bench layer --plot DIR", "bench layer --plot x.pdf", "bench layer --top-k 99",
+                    "bench layer --device cuda --tokens 8", "bench layer --threads 99999999"],
+    "bench kernels": ["bench kernels --tokens 0", "bench kernels --experts 1000000000000",
+                      "bench kernels --rounds -1", "bench kernels --dtype float8"],
+    "bench all-to-all": ["bench all-to-all --emulate 2x", "bench all-to-all --emulate 0x2",
+                         "bench all-to-all --emulate 99999999x2", "bench all-to-all --emulate 2x2 "
+                         "--sizes 999999999999999GiB", "bench all-to-all --emulate 2x2 --sizes ,",
+                         "bench all-to-all --emulate 2x2 --rate 0mbit", "bench all-to-all "
+                         "--emulate 2x100000", "bench all-to-all --plot DIR --emulate 2x2",
+                         "bench all-to-all --emulate 2x2 --topology PIPE --sizes 0",
+                         f"bench all-to-all --emulate {HUGE}x2"],
+    "calibrate": ["calibrate --out DIR", "calibrate --out PIPE", "calibrate --out NONE/x.yaml",
+                  "calibrate --emulate 2x2 --out x.yaml --repeats 0", "calibrate --out LINK",
+                  "calibrate --emulate 1000000x1 --out x.yaml", "calibrate --emulate x --out x"],
+    "simulate all-to-all": ["simulate all-to-all", "simulate all-to-all --cluster NONE",
+                            "simulate all-to-all --cluster DIR", "simulate all-to-all --cluster "
+                            "PIPE", "simulate all-to-all --cluster BAD/steps.jsonl",
+                            f"simulate all-to-all {CLUSTER} --ranks 0",
+                            f"simulate all-to-all {CLUSTER} --ranks {HUGE}",
+                            f"simulate all-to-all {CLUSTER} --ranks 999999999",
+                            f"simulate all-to-all {CLUSTER} --ranks ''",
+                            f"simulate all-to-all {CLUSTER} --sizes 1e400",
+                            f"simulate all-to-all {CLUSTER} --plot PIPE",
+                            f"simulate all-to-all {CLUSTER} --plot x.pdf"],
+    "plan": ["plan", f"{PLAN} --nodes 0", f"{PLAN} --nodes -1", f"{PLAN} --nodes 1000000000000",
+             f"{PLAN} --ranks-per-node 0", f"{PLAN} --top 0", f"{PLAN} --scale 0",
+             f"{PLAN} --scale many", f"{PLAN} --scale 1 --experts-per-rank nan",
+             f"{PLAN} --scale 1 --experts-per-rank inf", f"{PLAN} --plot DIR",
+             f"{PLAN} --write FILE", f"{PLAN} --write PIPE", f"{PLAN} --model NONE",
+             f"{PLAN} --model DIR", f"{PLAN} --device BAD/steps.jsonl", f"{PLAN} --cluster BOMB",
+             f"{PLAN} --scale 1000000000", f"{PLAN} --model HUGE"],
+    "profile-device": ["profile-device --device nowhere", "profile-device --device meta",
+                       "profile-device --device cuda:77", "profile-device --model-dim 0",
+                       "profile-device --model-dim 1000000000000", "profile-device --out DIR",
+                       "profile-device --out NONE/device.yaml"],
+    "emulate": ["emulate", "emulate 2 -- true", "emulate 0x1 -- true", "emulate 2x2 -- NONE",
+                "emulate 1x999999 -- true", "emulate 2x1 --max-restarts -1 -- true",
+                "emulate 2x1 --delay fast -- true"],
+}
+
+
+def _leaves(commands: Mapping[str, Command], above: str = "") -> Iterator[str]:
+    for name, command in commands.items():
+        if command.parts:
+            yield from _leaves(command.parts, f"{above}{name} ")
+        else:
+            yield above + name
+
+
+def test_every_command_is_here() -> None:
+    assert set(WRONG) == set(_leaves(COMMANDS))
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Names in the arguments above, and what is there."""
+    found = {name: tmp_path / name.lower() for name in (
+        "FILE", "DIR", "PIPE", "LINK", "RUN", "EMPTY", "BAD", "BOMB", "HUGE")}
+    for name in ("DIR", "RUN", "EMPTY", "BAD"):
+        found[name].mkdir()
+    found["FILE"].write_text("nothing")
+    os.mkfifo(found["PIPE"])
+    found["LINK"].symlink_to(found["FILE"])
+    (found["RUN"] / "steps.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
+    (found["BAD"] / "steps.jsonl").write_text('{"iteration": 1e400, "lm_loss": [[[\n')
+    found["BOMB"].write_text("a: &a [1, 1]\n" + "".join(
+        f"{name}: &{name} [{', '.join(f'*{before}' for _ in range(9))}]\n"
+        for before, name in zip("abcdefgh", "bcdefghi", strict=True)))
+    found["HUGE"].write_text(f"layers: {'9' * 400}\nmodel_dim: 8\nffn_dim: 8\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return {**found, "NONE": tmp_path / "none"}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_wrong_arguments_end_with_one_line(command: str, places: dict[str, Path],
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    for line in WRONG[command]:
+        argv = shlex.split(line)
+        for name, path in places.items():
+            argv = [word.replace(name, str(path)) if word.startswith(name) else word
+                    for word in argv]
+        status = _status(argv)
+        said = capsys.readouterr().err
+        assert status in (1, 2), line
+        last = said.strip().splitlines()[-1] if said.strip() else ""
+        assert last and "Traceback" not in said and len(last) < 1200, (line, said[-2000:])
+        if "usage:" not in said:
+            assert len(said.strip().splitlines()) == 1, (line, said[-2000:])
+    assert places["FILE"].read_text() == "nothing" and places["LINK"].is_symlink()
+
+
+def _status(argv: list[str]) -> int:
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("line", ["report RUN", "corpus --out DIR --size 200000", f"{PLAN} --write "
+                                  "DIR", f"{PLAN} --plot plan.svg", "simulate all-to-all "
+                                  f"{CLUSTER} --plot all.png"])
+def test_disks_that_are_full_or_read_only(line: str, code: int, places: dict[str, Path],
+                                          monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    before = {str(p) for p in Path().rglob("*")}
+    assert main([str(places.get(word, word)) for word in shlex.split(line)]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and ("disk is full" if code == errno.ENOSPC
+                                            else "read-only") in said
+    assert {str(p) for p in Path().rglob("*")} == before  # nothing half written stays
+
+
+def test_a_defect_ends_with_one_line_and_its_kind(monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: object) -> int:
+        raise LookupError("x" * 5000)
+
+    monkeypatch.setattr("moe_plugin.cli.report.run", fails)
+    assert main(["report", "somewhere"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("moe-plugin report: LookupError: ") and len(said) < 400
+    with pytest.raises(LookupError):
+        main(["--verbose", "report", "somewhere"])

@@ -1,0 +1,77 @@
+"""Files of the planner of any content: finite predictions or a named error."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_plugin.planner import load_cluster, predict_table
+from moe_plugin.planner.cluster import Cluster
+from moe_plugin.planner.device import Device, load_device
+from moe_plugin.planner.model import load_model
+from moe_plugin.planner.model_search import search
+from tests.fuzz.hostile import bounded, is_named, replaced
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = {
+    load_cluster: sorted((CONFIGS / "clusters").glob("*.yaml")),
+    load_device: sorted((CONFIGS / "devices").glob("*.yaml")),
+    load_model: [p for p in sorted((CONFIGS / "plans").glob("*.yaml"))
+                 if "global_batch" in p.read_text()],
+}
+
+
+@st.composite
+def damaged(draw: st.DrawFn, files: list[Path]) -> Any:
+    """Values of a real file, one or two of them replaced."""
+    values = yaml.safe_load(draw(st.sampled_from(files)).read_text())
+    for _ in range(draw(st.integers(1, 2))):
+        values = replaced(values, draw)
+    return values
+
+
+def _load(load: Any, folder: Path, values: Any) -> Any:
+    path = folder / "file.yaml"
+    try:
+        path.write_text(yaml.safe_dump(values, allow_unicode=False), encoding="utf-8")
+    except ValueError:  # an integer that Python does not write
+        return None
+    try:
+        return load(path)
+    except ValueError as error:
+        assert is_named(error), error
+        return None
+
+
+@given(st.one_of(*(damaged(files).map(lambda values, load=load: (load, values))
+                   for load, files in FILES.items())))
+@bounded(300)
+def test_records(tmp_path: Path, drawn: tuple[Any, Any]) -> None:
+    load, values = drawn
+    found = _load(load, tmp_path, values)
+    if isinstance(found, Cluster):
+        for row in predict_table(found, [found.ranks], [1, 1 << 30]):
+            assert math.isfinite(row["ms"]), row
+    if isinstance(found, Device):
+        assert math.isfinite(found.matmul_s(1e6, 1e15)) and math.isfinite(found.copy_s(1e12))
+
+
+@given(damaged(FILES[load_model]))
+@bounded(40)
+def test_searches(tmp_path: Path, values: Any) -> None:
+    model = _load(load_model, tmp_path, values)
+    if model is None:
+        return
+    cluster = dataclasses.replace(Cluster(), nodes=2, ranks_per_node=4)
+    try:
+        found = search(model, cluster, Device(memory_bytes=1e15))
+    except ValueError as error:
+        assert is_named(error), error
+    else:
+        assert all(math.isfinite(plan.seconds) for plan in found.plans)

@@ -1,0 +1,131 @@
+"""Settings of any form: a config or a named error, whatever the text, the tree or the flags are."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_plugin import MoELayer
+from moe_plugin.comm import Topology, TorchComm
+from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict, with_overrides
+from moe_plugin.config.flags import config_from_flags, flag_specs
+from moe_plugin.tuning.exchange import read_topology
+from tests.distributed import run_gloo
+from tests.fuzz.hostile import VALUES, WORDS, bounded, is_named
+
+PATHS = sorted(flatten(to_dict(MoEConfig())))
+FLAGS = sorted(spec.dest for spec in flag_specs() if spec.dest != "moe_config")
+PIECES = [
+    "model_dim", "router", "top_k", "losses", "imports", ": ", ":", "\n", "  ", "- ", "[", "]", "{",
+    "}", ", ", "&a ", "*a", "!!int ", "!!timestamp ", "!!binary ", "!!python/name:os ", "<<: ",
+    "? ", "|", ">", "'", '"', "${", "}", "# ", "---\n", "...", "%YAML 9\n", "8", "1e9", "9" * 5000,
+    ".inf", "null", "\t", "\x07", "é", "😀", "0x", "2020-13-99", "~"]
+
+
+def tree(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Dotted paths as nested values; a path through a leaf replaces it."""
+    found: dict[str, Any] = {}
+    for path, value in leaves.items():
+        *above, name = path.split(".")
+        place = found
+        for part in above:
+            if not isinstance(place.get(part), dict):
+                place[part] = {}
+            place = place[part]
+        place[name] = value
+    return found
+
+
+@given(st.one_of(st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+                 st.text(max_size=40)))
+@bounded(400)
+def test_text_of_a_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        assert isinstance(from_yaml(str(path)), MoEConfig)
+    except ValueError as error:
+        assert is_named(error), error
+
+
+@given(st.dictionaries(st.one_of(st.sampled_from(PATHS), WORDS), VALUES, max_size=4))
+@bounded(400)
+def test_trees(leaves: dict[str, Any]) -> None:
+    in_code = {path: value for path, value in leaves.items() if path in PATHS and "." not in path}
+    for build in (lambda: from_dict(tree(leaves)), lambda: MoEConfig(**in_code),
+                  lambda: with_overrides(MoEConfig(), leaves)):
+        try:
+            assert isinstance(build(), MoEConfig)
+        except ValueError as error:
+            assert is_named(error), error
+
+
+@given(st.dictionaries(st.sampled_from(FLAGS), st.one_of(WORDS, VALUES.map(str)), max_size=4))
+@bounded(300)
+def test_flags(values: dict[str, str]) -> None:
+    try:
+        assert isinstance(config_from_flags(values), MoEConfig)
+    except ValueError as error:
+        assert is_named(error), error
+
+
+@given(st.one_of(WORDS, st.integers(0, 9).map(str), st.dictionaries(
+    st.sampled_from(["nodes", "node"]), st.one_of(
+        VALUES, st.lists(st.lists(st.integers(-1, 4), max_size=3), max_size=3))).map(json.dumps)),
+    st.integers(1, 5))
+@bounded(300)
+def test_topologies(tmp_path: Path, text: str, size: int) -> None:
+    if text.startswith("{"):
+        path = tmp_path / "nodes.yaml"
+        path.write_text(text)
+        text = str(path)
+    try:
+        topology = read_topology(text, size)
+    except ValueError as error:
+        assert is_named(error), error
+    else:
+        assert isinstance(topology, Topology) and len(topology.node_of) == topology.size
+
+
+CHANGES: list[dict[str, Any]] = [
+    {}, {"num_experts": 8}, {"model_dim": 16}, {"router": {"top_k": 1}}, {"comm": {"wire": "bf16"}},
+    {"router": {"name": "switch"}}, {"router": {"name": "base"}}, {"losses": {"z": 1.0}},
+    {"dispatch": {"name": "padded", "capacity_factor": 1.0}}, {"dispatch": {"name": "all_gather"}},
+    {"comm": {"all_to_all": "leader"}}, {"experts": {"kind": "gated_ffn"}}, {"parallel": {"r": 0}},
+    {"parallel": {"d": 2}}, {"parallel": "auto"}, {"experts": {"hidden_dim": 40}},
+    {"parallel": {"shards": 2}}, {"parallel": {"shadow": 1}}, {"deterministic": True},
+]
+
+
+def _pairs() -> list[tuple[int, int, str]]:
+    """(settings of rank 0, of rank 1, what this rank said) of many layers, one after the other."""
+    comm, draw = TorchComm(), random.Random(5)
+    found = []
+    for _ in range(60):
+        first = draw.randrange(len(CHANGES))
+        pair = first, draw.choice([first, draw.randrange(len(CHANGES))])
+        config = {"model_dim": 8, "num_experts": 4, **CHANGES[pair[comm.rank]]}
+        try:
+            layer = MoELayer(from_dict(config), comm)
+            layer(torch.randn(3 + comm.rank, config["model_dim"])).output.sum().backward()
+            found.append((*pair, ""))
+        except ValueError as error:
+            found.append((*pair, str(error)))
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_with_different_settings_end_alike() -> None:
+    first, second = run_gloo(2, _pairs, group_timeout_s=20)
+    assert first == second
+    for one, other, said in first:
+        assert ("settings differ between the 2 ranks" in said) == (one != other), (one, other, said)
+        assert one == other or is_named(ValueError(said))
+    assert any(one == other for one, other, _ in first)
