@@ -44,3 +44,21 @@ step() {
     printf '\n  whole log: %s\n' "$log" >&2
     return "$rc"
 }
+
+# begin_run FOLDER [OUT]: OUT becomes the folder of a run, by default a new one next to FOLDER. It gets this script and all
+# that is printed from here on.
+begin_run() {
+    if [ $# -gt 1 ]; then
+        OUT=$2
+        mkdir -p -- "$OUT"
+    else
+        OUT="$1-$(date +%Y%m%d-%H%M%S)"
+        mkdir -- "$OUT"
+    fi
+    OUT="$(cd -- "$OUT" && pwd)"
+    [ "$0" -ef "$OUT/command.sh" ] || cp -- "$0" "$OUT/command.sh"
+    say "all files go to $OUT"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    exec > >(tee -a "$OUT/train.log") 2>&1
+    cd -- "$ROOT"
+}

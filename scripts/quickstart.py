@@ -27,7 +27,14 @@ from moe_plugin.observe.report import write_report
 from moe_plugin.yaml_file import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-HOSTS = ("fairseq", "megatron")
+SCRIPT = """#!/usr/bin/env bash
+# The command of the quick start: copy it, edit it, run it with `bash command.sh [OUT]`.
+# OUT: folder for all files (default: a new one); in the folder of a run, that run continues.
+set -euo pipefail
+. {lib}
+begin_run {here} "$@"
+{command}
+"""
 
 
 class Failed(Exception):
@@ -79,8 +86,8 @@ def fairseq_command(s: dict[str, Any], data: Path, folder: Path, gpu: bool) -> l
             "total-num-update": s["steps"], "clip-norm": 1.0, "seed": s["seed"],
             "save-dir": folder / "checkpoints", "save-interval-updates": max(1, s["steps"] // 2),
             "keep-interval-updates": 1, "max-valid-steps": 25, "log-format": "json",
-            "log-interval": _interval(s), "moe-stats-jsonl": folder / "stats.jsonl",
-            "moe-stats-interval": _interval(s), "moe-stats-timeline": _timeline_step(s)
+            "log-interval": s["log_interval"], "moe-stats-jsonl": folder / "stats.jsonl",
+            "moe-stats-interval": s["log_interval"], "moe-stats-timeline": s["timeline_step"]
         }), "--no-epoch-checkpoints", "--ddp-backend", "legacy_ddp", *cpu,
     ]
 
@@ -99,9 +106,9 @@ def megatron_command(s: dict[str, Any], prefix: Path, folder: Path, gpu: bool) -
             "lr-warmup-iters": s["warmup"], "lr-decay-style": "linear", "clip-grad": 1.0,
             "hidden-dropout": 0, "attention-dropout": 0, "seed": s["seed"], "save": folder /
             "checkpoints", "load": folder / "checkpoints", "save-interval": max(1, s["steps"] // 2),
-            "eval-interval": s["steps"], "eval-iters": 25, "log-interval": _interval(s),
+            "eval-interval": s["steps"], "eval-iters": 25, "log-interval": s["log_interval"],
             "log-file": folder / "log.jsonl", "moe-stats-jsonl": folder / "stats.jsonl",
-            "moe-stats-interval": _interval(s), "moe-stats-timeline": _timeline_step(s)
+            "moe-stats-interval": s["log_interval"], "moe-stats-timeline": s["timeline_step"]
         }), "--disable-bias-linear", *([] if gpu else ["--cpu"]),
     ]
 
@@ -111,14 +118,6 @@ def _torchrun(s: dict[str, Any]) -> list[str]:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
         str(s["ranks"])
     ]
-
-
-def _interval(s: dict[str, Any]) -> int:
-    return max(1, s["steps"] // 50)
-
-
-def _timeline_step(s: dict[str, Any]) -> int:
-    return max(1, s["steps"] * 3 // 4)
 
 
 def _flags(values: dict[str, Any]) -> list[str]:
@@ -137,8 +136,7 @@ def balance(folder: Path) -> float | None:
 def train(run: Run) -> tuple[dict[str, Any], bool]:
     """Train, unless exactly this run is finished. Returns (result, whether it was reused)."""
     done, started = run.folder / "result.json", run.folder / "command.sh"
-    script = ("#!/usr/bin/env bash\n# the command of the quick start; edit and run it\ncd "
-              f"{shlex.quote(str(ROOT))}\nexport OMP_NUM_THREADS=1\n{shlex.join(run.command)}\n")
+    script = script_of(run)
     if started.is_file() and started.read_text() != script:
         _rename_old(run, started)
     if done.is_file():
@@ -164,10 +162,21 @@ def train(run: Run) -> tuple[dict[str, Any], bool]:
     return result, False
 
 
+def script_of(run: Run) -> str:
+    """`command.sh`: the command with another folder for what it writes, so that running it, or an
+    edited copy, leaves this run as it is.
+    """
+    here = str(run.folder)
+    words = [f'"$OUT"{shlex.quote(word.removeprefix(here))}' if word.startswith(here)
+             else shlex.quote(word) for word in run.command]
+    return SCRIPT.format(lib=shlex.quote(str(ROOT / "scripts" / "lib.sh")), here=shlex.quote(here),
+                         command=" ".join(words))
+
+
 def _rename_old(run: Run, started: Path) -> None:
     """Move a run with other settings out of the way."""
-    date = time.strftime("%Y%m%d-%H%M%S", time.localtime(started.stat().st_mtime))
-    kept = run.folder.with_name(f"{run.folder.name}-{date}")
+    date = time.localtime(started.stat().st_mtime)
+    kept = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S', date)}")
     run.folder.rename(kept)
     print(f"  {run.host}: the settings changed; the run with the old ones is now {kept}")
 
@@ -207,9 +216,9 @@ def _print_quarter(run: Run, before: int, record: StepRecord, begin: float) -> N
               f"{time.monotonic() - begin:.0f} s", flush=True)
 
 
-def _tail(path: Path, count: int = 25) -> str:
+def _tail(path: Path) -> str:
     with open(path, encoding="utf-8", errors="replace") as stream:
-        return "".join(f"    {line}" for line in deque(stream, count))
+        return "".join(f"    {line}" for line in deque(stream, 25))
 
 
 def prepare(command: Sequence[str], made: Path, log: Path, what: str) -> None:
@@ -220,8 +229,7 @@ def prepare(command: Sequence[str], made: Path, log: Path, what: str) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     with open(log, "wb") as stream:
-        rc = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT,
-                            check=False).returncode
+        rc = subprocess.run(command, stdout=stream, stderr=stream, cwd=ROOT, check=False).returncode
     if rc:
         raise Failed(f"{what} ended with status {rc}; the end of {log}:\n\n{_tail(log)}")
     made.touch()
@@ -254,18 +262,14 @@ def prepare_megatron(corpus: Path) -> Path:
 
 def table(results: list[dict[str, Any]], entropy: float) -> str:
     """The results, a line per host."""
+    from moe_plugin.bench import report  # imports torch
+
     head = ("host", "tokens/s", "first loss", "last loss", "valid loss", "unigram entropy",
             "busiest expert / mean", "seconds")
-    rows = [(r["host"], f"{r['tokens_per_s']:,.0f}", _number(r["first_loss"]),
-             _number(r["last_loss"]), _number(r["valid_loss"]), f"{entropy:.3f}",
-             _number(r["balance"], 2), str(r["seconds"])) for r in results]
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in (head, *rows)
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return report.table(head, [
+        (r["host"], f"{r['tokens_per_s']:,.0f}", _number(r["first_loss"]), _number(r["last_loss"]),
+         _number(r["valid_loss"]), f"{entropy:.3f}", _number(r["balance"], 2), str(r["seconds"]))
+        for r in results])
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -277,14 +281,12 @@ def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
     lines = [
         "",
         table(results, info.unigram_entropy), "",
-        "Losses are nats per byte, without the balance loss. The unigram entropy is the loss of a "
-        "model that", "knows only the frequency of each byte: a lower loss was learned.", ""
+        "Losses are nats per byte, without the balance loss. The unigram entropy is the loss of a",
+        "model that knows only the frequency of each byte: a lower loss was learned.", ""
     ]
     for r in results:
-        files = {
-            "report": "report.html", "log": "train.log", "experts": "stats.jsonl",
-            "command": "command.sh"
-        }
+        files = {"report": "report.html", "log": "train.log", "experts": "stats.jsonl",
+                 "command": "command.sh"}
         lines += [f"{r['host']}:", f"  checkpoints  {r['checkpoints']}"]
         lines += [
             f"  {what:<12} {out / r['host'] / name}" for what, name in files.items()
@@ -292,14 +294,12 @@ def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
         ]
     lines += [
         "", "Next steps:",
-        "  - change a setting: copy a command.sh, edit, run it; all settings: docs/flags.md, "
-        "docs/config.md",
+        "  - change a setting: copy a command.sh, edit, run it: its run gets a new folder; all "
+        "settings: docs/flags.md, docs/config.md",
         "  - train on your own text:",
-        "      bash scripts/train_fairseq.sh DATA SAVE      (DATA from fairseq-preprocess "
-        "--only-source)",
+        "      bash scripts/train_fairseq.sh DATA SAVE      (DATA: of fairseq-preprocess)",
         "      bash scripts/train_megatron.sh TEXT OUT      (TEXT: any text file)",
-        "  - watch a run while it trains: moe-plugin watch DIR; its report as a page: moe-plugin "
-        "report DIR",
+        "  - watch a run: moe-plugin watch DIR; its report as a page: moe-plugin report DIR",
         "  - what this machine supports: moe-plugin doctor"
     ]
     return "\n".join(lines)
@@ -312,7 +312,8 @@ def settings(path: Path, steps: int | None) -> dict[str, Any]:
         if steps < 1:
             raise ValueError(f"--steps {steps} is out of bounds: must be >= 1")
         values["steps"], values["warmup"] = steps, min(values["warmup"], steps // 2)
-    return values
+    values["log_interval"] = max(1, values["steps"] // 50)
+    return {**values, "timeline_step": max(1, values["steps"] * 3 // 4)}
 
 
 def make_corpus(folder: Path, size: int) -> CorpusInfo:
@@ -344,9 +345,9 @@ def quickstart(args: argparse.Namespace) -> int:
     info = make_corpus(corpus, s["corpus_bytes"])
     results = []
     for host in args.hosts:
-        prepare_data, make_command = HOST_STEPS[host]
-        command = make_command(s, prepare_data(corpus), out / host, gpu)
-        result, reused = train(Run(host, out / host, command, s["steps"]))
+        prepare_data, make = HOST_STEPS[host]
+        run = Run(host, out / host, make(s, prepare_data(corpus), out / host, gpu), s["steps"])
+        result, reused = train(run)
         print(f"  {host}: " + ("finished before (--fresh trains again)"
                                if reused else f"trained in {result['seconds']} s"), flush=True)
         write_report(read_run(out / host), out / host / "report.html")
@@ -356,31 +357,35 @@ def quickstart(args: argparse.Namespace) -> int:
 
 
 # by host: prepare its data, make its command
-HOST_STEPS = {
-    "fairseq": (prepare_fairseq, fairseq_command),
-    "megatron": (prepare_megatron, megatron_command),
-}
+HOST_STEPS = {"fairseq": (prepare_fairseq, fairseq_command),
+              "megatron": (prepare_megatron, megatron_command)}
 
 
-def main() -> int:
-    """Command line."""
-    # show progress at once, also in a log file
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options (default: of the command line)."""
     parser = argparse.ArgumentParser(
         prog="scripts/quickstart.sh",
         description="Train a small MoE language model through fairseq and Megatron-core.")
     parser.add_argument("--fresh", action="store_true", help="train again from the beginning")
     parser.add_argument("--steps", type=int, default=None,
                         help="training steps (default: that of configs/quickstart.yaml)")
-    parser.add_argument("--hosts", type=lambda text: text.split(","), default=list(HOSTS),
+    parser.add_argument("--hosts", type=lambda text: text.split(","), default=list(HOST_STEPS),
                         help="fairseq,megatron or one of them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart",
                         help="where corpus, logs and checkpoints go")
-    args = parser.parse_args()
-    if unknown := set(args.hosts) - set(HOSTS):
-        parser.error(f"--hosts {','.join(sorted(unknown))} is unknown; known: {', '.join(HOSTS)}")
+    args = parser.parse_args(argv)
+    if unknown := set(args.hosts) - set(HOST_STEPS):
+        names = ", ".join(HOST_STEPS)
+        parser.error(f"--hosts {','.join(sorted(unknown))} is unknown; known: {names}")
+    return args
+
+
+def main() -> int:
+    """Command line."""
+    # show progress at once, also in a log file
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        return quickstart(args)
+        return quickstart(parse())
     except (Failed, ValueError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

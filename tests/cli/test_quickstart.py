@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from moe_plugin.observe.history import read_run
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -84,6 +86,27 @@ def test_other_settings_train_anew_and_keep_the_old_run(quickstart: ModuleType,
     assert not reused and result["steps"] == 3
     (kept,) = tmp_path.glob("run-*")
     assert json.loads((kept / "result.json").read_text())["steps"] == 2
+
+
+def test_a_copied_command_writes_to_a_new_folder(quickstart: ModuleType, tmp_path: Path) -> None:
+    """Next to the quick start's, named by the time, or where its argument says."""
+    folder = tmp_path / "a run"
+    code = log_writer(folder, 2).replace(repr(str(folder / "log.jsonl")),
+                                         "__import__('sys').argv[1] + '/log.jsonl'")
+    command = [sys.executable, "-c", code, str(folder), "--k", str(folder / "sub")]
+    quickstart.train(quickstart.Run("fake", folder, command, 2))
+    before = {path: path.read_bytes() for path in folder.rglob("*")}
+    copy = tmp_path / "mine.sh"
+    copy.write_text((folder / "command.sh").read_text().replace("'5.0", "'6.0"))
+    for arguments in ([], [str(tmp_path / "other one")]):
+        subprocess.run(["bash", str(copy), *arguments], check=True, capture_output=True)
+    new, named = sorted(set(tmp_path.iterdir()) - {folder, copy})
+    assert new.name.startswith("a run-") and named.name == "other one"
+    assert {path: path.read_bytes() for path in folder.rglob("*")} == before
+    for made in (new, named):
+        assert (made / "log.jsonl").read_bytes() == before[folder / "log.jsonl"]
+        assert (made / "command.sh").read_text() == copy.read_text()
+        assert quickstart.read_run(made).settings["k"] == "$OUT/sub"
 
 
 def test_a_failed_run_shows_the_end_of_its_log_and_leaves_no_result(quickstart: ModuleType,
@@ -161,3 +184,19 @@ def test_both_hosts_train_below_the_unigram_entropy_and_a_second_run_reuses_them
         assert result["first_loss"] > entropy and any(Path(result["checkpoints"]).iterdir())
     again = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert again.stdout.count("finished before") == 2
+    for host, steps in (("fairseq", "--max-update"), ("megatron", "--train-iters")):
+        copied_and_edited(tmp_path / "a folder" / host, tmp_path / f"{host}.sh", steps)
+
+
+def copied_and_edited(folder: Path, copy: Path, steps: str) -> None:
+    """The copy trains from its first step, in a folder of its own."""
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    script = (folder / "command.sh").read_text()
+    assert f"{steps} 80" in script
+    copy.write_text(script.replace(f"{steps} 80", f"{steps} 4"))
+    done = subprocess.run(["bash", str(copy), str(copy.with_suffix(""))], capture_output=True,
+                          text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    made = read_run(copy.with_suffix(""))
+    assert [record.step for record in made.steps if record.loss is not None] == [1, 2, 3, 4]
