@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["moe-plugin", *_words(argv)[:1]])
     try:
-        return _run(argv)
+        args = parse(argv)
+        logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO,
+                            format="%(message)s")
+        return args.run(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # of `moe-plugin ... | head`; Python would write to it again at its end
@@ -80,22 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{name}: {_one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-
-
-def _run(argv: list[str]) -> int:
-    parser = Parser(
-        prog="moe-plugin",
-        description="Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.")
-    parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")
-    parser.add_argument("--verbose", action="store_true",
-                        help="log more; show the traceback of an error")
-    _add_commands(parser, COMMANDS, _words(argv))
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO, format="%(message)s")
-    if args.command is None:
-        parser.print_help()
-        return 2
-    return args.run(args)
 
 
 def _words(argv: Sequence[str]) -> list[str]:
@@ -109,6 +96,28 @@ def _one_line(error: Exception) -> str:
         return cut(" ".join(str(error).split()), _LINE)
     text = short(error) if isinstance(error, OSError) else f"{type(error).__name__}: {short(error)}"
     return f"{text}; `moe-plugin --verbose ...` shows where"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of the command that `argv` names; `run(options)` carries it out.
+
+    Raises:
+        SystemExit: of argparse, with status 2 for bad arguments.
+    """
+    parser = Parser(
+        prog="moe-plugin",
+        description="Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.")
+    parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")
+    parser.add_argument("--verbose", action="store_true",
+                        help="log more; show the traceback of an error")
+    _add_commands(parser, COMMANDS, _words(argv))
+    parser.set_defaults(run=lambda _: _help(parser))
+    return parser.parse_args(argv)
+
+
+def _help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 2
 
 
 def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.text import documents
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHELL = sorted(SCRIPTS.glob("*.sh"))
 OURS = ("quickstart.sh", "setup.sh", "test.sh")
@@ -82,7 +84,7 @@ def fake_slurm(folder: Path, nodes: int) -> dict[str, str]:
 @pytest.mark.distributed
 def test_slurm_megatron_trains_on_two_nodes(tmp_path: Path) -> None:
     text = tmp_path / "text"
-    text.write_bytes(b"".join(p.read_bytes() for p in sorted(SCRIPTS.glob("*.sh"))))
+    text.write_text(documents(10))
     subprocess.run([
         sys.executable, "-m", "moe_plugin.hosts.megatron.data", "--input",
         str(text), "--output-prefix",

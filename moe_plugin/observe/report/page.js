@@ -1,4 +1,5 @@
-// Shows the values under the pointer, a finger, or (with the arrow keys) the keyboard, and saves plots as PNG files.
+// Shows the values under the pointer, a finger, or (with the arrow keys) the keyboard, and saves
+// plots as PNG files.
 // The page is complete without it.
 "use strict";
 (() => {
@@ -17,7 +18,10 @@
   };
   const nearest = (xs, x) => {
     let low = 0, high = xs.length - 1;
-    while (high - low > 1) { const middle = (low + high) >> 1; if (xs[middle] < x) low = middle; else high = middle; }
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] < x) low = middle; else high = middle;
+    }
     return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
   };
 
@@ -28,19 +32,23 @@
     tip.setAttribute("role", "status");
     cursor.hidden = tip.hidden = true;
     area.append(cursor, tip);
-    const steps = data.kind === "heat" ? data.steps : [...new Set(data.lines.filter((l) => !l.dashed).flatMap((l) => l.x))].sort((a, b) => a - b);
+    const drawn = data.kind === "heat" ? [] : data.lines.filter((l) => !l.dashed);
+    const steps = data.kind === "heat" ? data.steps
+      : [...new Set(drawn.flatMap((l) => l.x))].sort((a, b) => a - b);
     const begin = Number(plot.dataset.begin), size = Number(plot.dataset.end) - begin || 1;
     let column = steps.length - 1, row = 0;
 
     const words = () => data.kind === "heat"
-      ? `step ${steps[column].toLocaleString("en")}\n${data.row} ${data.rows[row]}: ${show(data.values[row][column])}`
+      ? `step ${steps[column].toLocaleString("en")}\n`
+        + `${data.row} ${data.rows[row]}: ${show(data.values[row][column])}`
       : [`step ${steps[column].toLocaleString("en")}`, ...data.lines.map((l) => {
           const at = l.x.length ? nearest(l.x, steps[column]) : -1;
           const near = l.dashed || Math.abs(l.x[at] - steps[column]) < 1e-9;
           return at < 0 || !near ? null : `${l.name}: ${show(l.y[at], data.unit)}`;
         }).filter(Boolean)].join("\n");
     const draw = (top) => {
-      const share = data.kind === "heat" ? (column + 0.5) / steps.length : (steps[column] - begin) / size;
+      const share = data.kind === "heat" ? (column + 0.5) / steps.length
+        : (steps[column] - begin) / size;
       cursor.hidden = tip.hidden = false;
       cursor.style.left = `${100 * share}%`;
       tip.textContent = words();
@@ -52,7 +60,10 @@
       const box = area.getBoundingClientRect();
       const across = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 0.9999);
       const down = Math.min(Math.max((event.clientY - box.top) / box.height, 0), 0.9999);
-      if (data.kind === "heat") { column = Math.floor(across * steps.length); row = Math.floor(down * data.rows.length); }
+      if (data.kind === "heat") {
+        column = Math.floor(across * steps.length);
+        row = Math.floor(down * data.rows.length);
+      }
       else column = nearest(steps, begin + across * size);
       draw(Math.min(down * box.height, box.height - 30));
     };
@@ -62,7 +73,10 @@
     area.addEventListener("pointerleave", hide);
     plot.addEventListener("blur", hide);
     plot.addEventListener("keydown", (event) => {
-      const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+      const moves = {
+        ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1],
+      };
+      const move = moves[event.key];
       if (event.key === "Escape") hide();
       if (!move || (move[1] && data.kind !== "heat")) return;
       event.preventDefault();
@@ -72,20 +86,28 @@
     });
   }
 
-  // The browser draws the figure's own HTML into an image; the space of the name of SVG is read from a figure, as the page names no address.
+  // The browser draws the figure's own HTML into an image; the space of the name of SVG is read
+  // from a figure, as the page names no address.
   const save = async (figure) => {
-    const space = figure.querySelector("svg").namespaceURI, { width, height } = figure.getBoundingClientRect();
+    const space = figure.querySelector("svg").namespaceURI;
+    const { width, height } = figure.getBoundingClientRect();
     const copy = figure.cloneNode(true), style = document.querySelector("style").cloneNode(true);
     for (const extra of copy.querySelectorAll("details, button, .cursor, .tip")) extra.remove();
     const body = document.createElement("body");
     body.style.cssText = "padding: 0; max-width: none";
     body.append(style, copy);
-    const svg = document.createElementNS(space, "svg"), frame = document.createElementNS(space, "foreignObject");
-    for (const [name, value] of Object.entries({ width, height })) { svg.setAttribute(name, value); frame.setAttribute(name, value); }
+    const svg = document.createElementNS(space, "svg");
+    const frame = document.createElementNS(space, "foreignObject");
+    for (const [name, value] of Object.entries({ width, height })) {
+      svg.setAttribute(name, value);
+      frame.setAttribute(name, value);
+    }
     frame.append(body);
     svg.append(frame);
-    const image = new Image(), canvas = document.createElement("canvas"), link = document.createElement("a");
-    image.src = "data:image/svg+xml," + encodeURIComponent(new XMLSerializer().serializeToString(svg));
+    const image = new Image();
+    const canvas = document.createElement("canvas"), link = document.createElement("a");
+    const text = new XMLSerializer().serializeToString(svg);
+    image.src = "data:image/svg+xml," + encodeURIComponent(text);
     await image.decode();
     canvas.width = 2 * width; canvas.height = 2 * height;
     canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
@@ -95,7 +117,9 @@
   };
   for (const area of document.querySelectorAll(".area")) {
     const figure = area.closest("figure"), button = document.createElement("button");
-    button.className = "save"; button.textContent = "PNG"; button.title = "Save this plot as a PNG file";
+    button.className = "save";
+    button.textContent = "PNG";
+    button.title = "Save this plot as a PNG file";
     button.addEventListener("click", () => save(figure));
     figure.querySelector("figcaption").prepend(button);
   }

@@ -15,3 +15,13 @@ def run_command(tool: str, arguments: list[str]) -> None:
     else:
         [script] = importlib.metadata.entry_points(group="console_scripts", name=tool)
         script.load()()
+
+
+def parse(parser: str, arguments: list[str]) -> None:
+    """Only parse them, by this function of `fairseq.options`; status 2 if one is unknown."""
+    from fairseq import options
+
+    options.parse_args_and_arch({
+        "get_training_parser": options.get_training_parser,
+        "get_preprocessing_parser": options.get_preprocessing_parser,
+    }[parser](), input_args=arguments)

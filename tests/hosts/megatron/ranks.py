@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.distributed import free_port
 from tests.preloaded import ROOT, Server
 
-__all__ = ["ROOT", "on_ranks"]
+__all__ = ["ROOT", "on_ranks", "run_main"]
 _server = Server("tests.hosts.megatron.ranks_preload")
 
 
@@ -28,6 +31,21 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any,
                            timeout_s=timeout_s)
     assert done.code == 0, f"ranks still running at the end: {done.late}\n{done.log[-8000:]}"
     return done.results
+
+
+def run_main(module: str, argv: list[str], world: int, cwd: Path) -> str:
+    """`python -m module argv` on `world` ranks, which form their group themselves; what they
+    printed. `AssertionError` if one fails.
+    """
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+                   "OMP_NUM_THREADS": "1"}
+    done = _server.run(world, _main, module, argv, environment=environment, cwd=cwd)
+    assert done.code == 0, done.log[-8000:]
+    return done.log
+
+
+def _main(module: str, argv: list[str]) -> None:
+    raise SystemExit(importlib.import_module(module).main(argv))
 
 
 def _in_world(store: str, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
