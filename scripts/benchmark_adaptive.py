@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from moe_plugin import MoELayer, TorchComm
+from moe_plugin.bench.layouts import one_step, slowest
 from moe_plugin.bench.report import paragraph
 from moe_plugin.comm.base import FunctionExchange
 from moe_plugin.config import from_dict
@@ -76,16 +77,6 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int,
     }
 
 
-def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple[float, str]:
-    """Seconds of a forward and backward pass, and the layout that it ran in."""
-    x = torch.randn(tokens, WIDTH, requires_grad=True)
-    layer.comm.barrier()
-    start = time.perf_counter()
-    out = layer(x, choice=choice)
-    out.output.square().mean().backward()
-    return time.perf_counter() - start, out.stats.layout
-
-
 def run_overlap(d: int, steps: int) -> dict[str, Any]:
     """One rank: median step, and the spans of exchanges and experts of its last step."""
     torch.set_num_threads(1)
@@ -128,11 +119,6 @@ def _trace(layer: MoELayer, spans: list[tuple[str, float, float]]) -> None:
         place = layer.layouts.available.at(LayoutChoice(r=1, d=d)).dispatcher.placement
         object.__setattr__(place, "algorithm",
                            FunctionExchange(timed("exchange", place.algorithm)))
-
-
-def slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
-    """Each step's time on the slowest rank."""
-    return [max(step) for step in zip(*(r["seconds"][name] for r in ranks), strict=True)]
 
 
 def mean_over_loads(seconds: list[float], loads: list[int],

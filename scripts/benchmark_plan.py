@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_adaptive import WIDTH, one_step, slowest
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.device import measure_device
+from moe_plugin.bench.layouts import one_step, slowest
 from moe_plugin.bench.report import paragraph, table
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
@@ -34,7 +34,7 @@ from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 
 ROOT = Path(__file__).resolve().parents[1]
-HIDDEN, TOKENS, TOP_K, WARM_UP = (64, 512, 2048), (64, 512, 2048), 1, 2
+WIDTH, HIDDEN, TOKENS, TOP_K, WARM_UP = 256, (64, 512, 2048), (64, 512, 2048), 1, 2
 # (nodes, ranks per node): (experts, algorithms)
 GRIDS = {(4, 1): (2, ("linear",)), (2, 2): (8, ("linear", "2dh", "leader"))}
 
