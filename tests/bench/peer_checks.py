@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -9,6 +11,11 @@ from torch import Tensor
 
 from moe_plugin.bench.peers import ours
 from moe_plugin.bench.problem import Problem, make_data
+
+
+def without_refusal(peer_module: Any) -> Any:
+    """The peer's `build`, which then takes any problem."""
+    return contextlib.contextmanager(inspect.unwrap(peer_module.build))
 
 
 def same_function(

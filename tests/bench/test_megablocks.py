@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_plugin.bench import layer
 from moe_plugin.bench.peers import megablocks, ours, peers
 from moe_plugin.bench.problem import Problem, make_data
-from tests.bench.peer_checks import same_function
+from tests.bench.peer_checks import same_function, without_refusal
 
 
 @dataclasses.dataclass
@@ -144,7 +144,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["megablocks.layers"].moe = sys.modules["megablocks.layers.moe"]
-    monkeypatch.setattr(megablocks, "why_unsupported", lambda problem: None)
+    monkeypatch.setattr(megablocks, "build", without_refusal(megablocks))
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_plugin.bench.peers import UnsupportedProblem, peers, scattermoe
 from moe_plugin.bench.problem import Problem, make_data
-from tests.bench.peer_checks import same_function
+from tests.bench.peer_checks import same_function, without_refusal
 
 
 class Experts(nn.Module):
@@ -75,7 +75,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp.MLP, mlp.GLUMLP = MLP, GLUMLP
     monkeypatch.setitem(sys.modules, "scattermoe", package)
     monkeypatch.setitem(sys.modules, "scattermoe.mlp", mlp)
-    monkeypatch.setattr(scattermoe, "why_unsupported", lambda problem: None)
+    monkeypatch.setattr(scattermoe, "build", without_refusal(scattermoe))
 
 
 @pytest.mark.usefixtures("stand_in")

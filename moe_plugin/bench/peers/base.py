@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -55,9 +55,26 @@ def _found(module: str) -> bool:
         return False
 
 
-def register_peer(name: str, *modules: str) -> Callable[[Build], Build]:
-    """Decorator: a peer that is available where `modules` are installed."""
-    return peers.register(name, why_not=partial(not_installed, *modules))
+def register_peer(
+    name: str, *modules: str, refuses: Callable[[Problem], str | None] = lambda problem: None,
+) -> Callable[[Callable[[Problem, Data], Iterator[Candidate]]], Build]:
+    """Decorator: a generator of one candidate becomes a peer, available where `modules` are
+    installed.
+
+    refuses: why it cannot run a problem; None where it can. Building then raises
+        `UnsupportedProblem`.
+    """
+    def add(make: Callable[[Problem, Data], Iterator[Candidate]]) -> Build:
+        @contextlib.contextmanager
+        @functools.wraps(make)
+        def build(problem: Problem, data: Data) -> Iterator[Candidate]:
+            if (reason := refuses(problem)) is not None:
+                raise UnsupportedProblem(reason)
+            yield from make(problem, data)
+
+        return peers.register(name, why_not=functools.partial(not_installed, *modules))(build)
+
+    return add
 
 
 def copy(parameter: Tensor, value: Tensor) -> None:

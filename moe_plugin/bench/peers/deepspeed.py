@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.bench.peers.base import (
-    Candidate,
-    activation,
-    copy,
-    one_rank,
-    register_peer,
-)
+from moe_plugin.bench.peers.base import Candidate, activation, copy, one_rank, register_peer
 from moe_plugin.bench.problem import Data, Problem
 
 
@@ -36,7 +29,6 @@ class _Expert(nn.Module):
 
 
 @register_peer("deepspeed", "deepspeed")
-@contextlib.contextmanager
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load, no drops."""
     with one_rank(problem.device):

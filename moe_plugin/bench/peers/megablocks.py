@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_plugin.bench.peers.base import (
-    Candidate,
-    UnsupportedProblem,
-    activation,
-    copy,
-    register_peer,
-)
+from moe_plugin.bench.peers.base import Candidate, activation, copy, register_peer
 from moe_plugin.bench.problem import Data, Problem
 
 LOSS_WEIGHT = 0.01
@@ -41,17 +34,12 @@ class _Float32Router(nn.Linear):
         return F.linear(x.float(), self.weight.float())
 
 
-@register_peer("megablocks", "megablocks", "grouped_gemm")
-@contextlib.contextmanager
+@register_peer("megablocks", "megablocks", "grouped_gemm", refuses=why_unsupported)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """MegaBlocks' dropless layer with grouped GEMM; needs a GPU and bfloat16.
 
     Not yet run on a GPU: tests cover its call and its weights only.
-    Raises: UnsupportedProblem: it cannot run this problem.
     """
-    reason = why_unsupported(problem)
-    if reason is not None:
-        raise UnsupportedProblem(reason)
     from megablocks.layers import moe
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import dMoE

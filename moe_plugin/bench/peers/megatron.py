@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from moe_plugin.bench.problem import Data, Problem
 
 
 @register_peer("megatron", "megatron.core")
-@contextlib.contextmanager
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Megatron-core's own MoE layer: all-to-all dispatcher, grouped GEMM where it supports one."""
     from moe_plugin.hosts.megatron.compat import cpu

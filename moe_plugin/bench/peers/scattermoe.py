@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.bench.peers.base import (
-    Candidate,
-    UnsupportedProblem,
-    activation,
-    copy,
-    register_peer,
-    route,
-)
+from moe_plugin.bench.peers.base import Candidate, activation, copy, register_peer, route
 from moe_plugin.bench.problem import Data, Problem
 
 
@@ -25,17 +17,12 @@ def why_unsupported(problem: Problem) -> str | None:
     return None if problem.device == "cuda" else "ScatterMoE needs a GPU"
 
 
-@register_peer("scattermoe", "scattermoe")
-@contextlib.contextmanager
+@register_peer("scattermoe", "scattermoe", refuses=why_unsupported)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """ScatterMoE's experts behind a plain router; needs a GPU.
 
     Not yet run on a GPU: tests cover its call and its weights only.
-    Raises: UnsupportedProblem: it cannot run this problem.
     """
-    reason = why_unsupported(problem)
-    if reason is not None:
-        raise UnsupportedProblem(reason)
     from scattermoe.mlp import GLUMLP, MLP
 
     kind = GLUMLP if problem.gated else MLP
