@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 SMALL_BYTES = 1 << 17  # below glibc's mapping threshold memory is reused anyway
 SHRINK = 4  # free memory this many times larger than what is asked for is given back
 # torch >= 2.1; without it nothing is kept
@@ -25,7 +26,7 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Workspace:
-    """Reusable CPU memory by purpose.
+    """What a module keeps between calls: reusable CPU memory by purpose, and state by its type.
 
     Copies (pickle, deepcopy) start empty. Safe with threads and re-entrant calls.
     """
@@ -33,6 +34,14 @@ class Workspace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, torch.dtype], list[torch.UntypedStorage]] = {}
+        self._states: dict[type, Any] = {}
+
+    def state(self, kind: type[T]) -> T:
+        """The object of this type that belongs to the module; made without arguments at first."""
+        with self._lock:
+            if kind not in self._states:
+                self._states[kind] = kind()
+            return self._states[kind]
 
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Uninitialised tensor of a shape, in `like`'s dtype and device.

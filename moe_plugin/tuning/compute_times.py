@@ -1,5 +1,5 @@
-"""Measured choices of expert compute: timed once without waiting for a device, kept in the process
-and in the user's cache.
+"""Measured choices of expert compute: timed once without waiting for a device, kept by a module and
+in the user's cache, where other modules and runs find them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MeasuredChoices:
 
     Args:
         folder: where files are kept; None: the user's cache. Where it cannot be written, choices
-            last as long as the process.
+            last as long as this object.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -56,7 +56,9 @@ class MeasuredChoices:
                 self._collect(key)
             for d in self.tuner.pop_decisions():
                 if d.event in ("settle", "keep", "restore"):
-                    log.info("experts, %s: %s (%s)", d.bucket[0], d.choice, d.why)
+                    # every module restores what one has measured
+                    level = logging.DEBUG if d.event == "restore" else logging.INFO
+                    log.log(level, "experts, %s: %s (%s)", d.bucket[0], d.choice, d.why)
             if not self.tuner.known(key):
                 return Choice(names[0], "not measured yet")
             latest = self.tuner.latest(key)
@@ -100,7 +102,7 @@ class ChoiceFiles:
         folder: see `MeasuredChoices`.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
     def place(self) -> Path:
@@ -109,7 +111,7 @@ class ChoiceFiles:
                           self._folder) / "expert-compute"
 
     def get(self, key: Key) -> tuple[str, str] | None:
-        """(name, why) of a key's file; None: there is none that can be read."""
+        """(name, why) of a key's file; None if it is absent or cannot be read."""
         try:
             record = _load(self._path(key))
         except (OSError, ValueError):
@@ -142,7 +144,7 @@ class ChoiceFiles:
 
 
 def _load(path: Path) -> tuple[str, str, str] | None:
-    """(key, name, why) of a file; None where there is none that can be read."""
+    """(key, name, why) of a file; None if it is absent or cannot be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return str(record["key"]), str(record["name"]), str(record["why"])

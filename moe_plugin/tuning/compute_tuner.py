@@ -24,8 +24,6 @@ from moe_plugin.records import RowCounts, RowPlan
 from moe_plugin.tuning.compute_candidates import Choice, Load, candidates, why_unmeasured
 from moe_plugin.tuning.compute_times import MeasuredChoices, Runs
 
-CHOICES = MeasuredChoices()
-
 
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
@@ -35,9 +33,8 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
     return strategies.get(choose(x, rows, parameters).name)(x, rows, parameters)
 
 
-def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
-           known: MeasuredChoices = CHOICES) -> Choice:
-    """What `auto` takes for these rows. known: earlier measurements; new ones are added."""
+def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Choice:
+    """What `auto` takes for these rows. A module keeps its measurements; all share the files."""
     counts = (rows if isinstance(rows, RowCounts) else rows.counts).host
     if torch.compiler.is_compiling():
         return Choice(_compiled(x, counts), "under torch.compile")
@@ -49,6 +46,7 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
     if why is not None:
         return Choice(names[0], why)
     start = functools.partial(trial, load, names, x.device, parameters)
+    known = parameters.memory.state(MeasuredChoices)
     return known.choose(_key(load, names, x.device), names, x.device,
                         start if _may_measure(x.device) else None)
 

@@ -18,7 +18,7 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.ragged import RaggedDispatcher
 from moe_plugin.kernels import Op
 from moe_plugin.registry import KINDS
-from moe_plugin.tuning import compute_tuner as auto
+from moe_plugin.tuning.compute_times import ChoiceFiles
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured is left out.
     """
     monkeypatch.setattr(hosts, "host_rows", list)
-    monkeypatch.setattr(auto.CHOICES.files, "_folder", tmp_path)
+    monkeypatch.setattr(registries, "ChoiceFiles", lambda: ChoiceFiles(tmp_path))
 
 
 @pytest.fixture

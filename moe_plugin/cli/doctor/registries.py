@@ -14,7 +14,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.kernels.groups import Groups
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
-from moe_plugin.tuning import compute_tuner as auto
+from moe_plugin.tuning.compute_times import ChoiceFiles
 
 # commands; the others import fairseq or Megatron
 _APART = ("moe_plugin.cli", "moe_plugin.hosts", "moe_plugin.models")
@@ -66,7 +66,7 @@ def registry_rows(device: torch.device) -> dict[str, list[dict[str, Any]]]:
 def choice_rows() -> list[dict[str, str]]:
     """What `experts.compute=auto` has measured on this machine: load, name of the choice, why."""
     return [{"load": key, "name": choice.name, "why": choice.why}
-            for key, choice in auto.CHOICES.files.listed()]
+            for key, choice in ChoiceFiles().listed()]
 
 
 def _defaults(config: MoEConfig) -> dict[str, set[str]]:
