@@ -76,25 +76,31 @@ def is_restarted(cluster: EmulatedCluster, program: Sequence[str], log: Path,
                                  stderr=subprocess.STDOUT)
         wait_for(lambda: steps() >= step, 200, log.read_text)
         killed = steps()
-        process_of(started, VICTIM).kill()
+        processes_of(started)[VICTIM].kill()
         wait_for(lambda: all(process.poll() is not None for process in started), 250, log.read_text)
     assert [process.returncode for process in started] == [0, 0], log.read_text()[-5000:]
     return killed
 
 
-def process_of(started: Sequence[subprocess.Popen], rank: int) -> psutil.Process:
-    """The process of this rank, seen from outside the nodes; not the helpers that it may have
-    started.
+def processes_of(started: Sequence[subprocess.Popen]) -> dict[int, psutil.Process]:
+    """The living process of each rank under these launchers, seen from outside the nodes; not the
+    helpers that it may have started.
     """
-    found = []
-    for process in started:
-        for child in psutil.Process(process.pid).children(recursive=True):
+    found: dict[int, psutil.Process] = {}
+    for launcher in started:
+        try:
+            children = psutil.Process(launcher.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            continue
+        for child in children:
             try:
-                if child.environ().get("RANK") == str(rank):
-                    found.append(child)
+                rank, created = int(child.environ().get("RANK", -1)), child.create_time()
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
-    return min(found, key=psutil.Process.create_time)
+            if rank not in found or created < found[rank].create_time():
+                found[rank] = child
+    found.pop(-1, None)
+    return found
 
 
 def wait_for(done: Callable[[], bool], seconds: float, log: Callable[[], str]) -> None:

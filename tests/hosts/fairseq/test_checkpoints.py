@@ -6,11 +6,8 @@ import argparse
 import errno
 import json
 import os
-import random
 import re
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,6 @@ from tests.hosts.fairseq.conftest import (
     MOE,
     Corpus,
     Result,
-    command,
-    environment,
     run,
 )
 
@@ -200,56 +195,6 @@ def test_copies_are_whole(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == Path(source).read_bytes()
     assert sorted(path.name
                   for path in tmp_path.iterdir()) == ["checkpoint1.pt", "checkpoint_last.pt"]
-
-
-def kill_at_step(arguments: str, step: int) -> str:
-    """Start 2 ranks, SIGKILL all of them when the log shows the step; returns the log."""
-    process = subprocess.Popen(command("fairseq-train", arguments,
-                                       ranks=2), env=environment(), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    log = []
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            log.append(line)
-            if f'"num_updates": "{step}"' in line and "train_inner" in line:
-                break
-    finally:
-        _kill_family(process)
-    return "".join(log)
-
-
-def _kill_family(process: subprocess.Popen) -> None:
-    """torchrun starts each rank in a session of its own: find them by their parent before killing
-    any.
-    """
-    import psutil
-
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        try:
-            member.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
-    process.wait()
-    psutil.wait_procs(family, timeout=10)
-
-
-@pytest.mark.distributed
-def test_killed_run_resumes_with_the_same_losses(corpus: Corpus, ep2: tuple[Path, Result],
-                                                 tmp_path: Path) -> None:
-    arguments = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 "
-                 f"--save-interval-updates 2 --save-dir {tmp_path}")
-    step = random.SystemRandom().randint(5, 11)
-    kill_at_step(arguments, step)
-    resumed = run("fairseq-train", arguments, ranks=2).ok()
-    start = int(re.findall(r"Loaded checkpoint .*@ (\d+) updates", resumed.log)[0])
-    assert 2 <= start <= step + 1
-    wanted = {entry["num_updates"]: entry for entry in ep2[1].steps}
-    assert [entry["num_updates"] for entry in resumed.steps] == list(range(start + 1, 13))
-    for entry in resumed.steps:
-        assert entry["loss"] == pytest.approx(wanted[entry["num_updates"]]["loss"], abs=1.1e-3)
-        assert entry["gnorm"] == pytest.approx(wanted[entry["num_updates"]]["gnorm"], abs=1.1e-3)
 
 
 @pytest.mark.distributed

@@ -21,8 +21,8 @@ def _preload() -> None:
         importlib.import_module(module.name)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # Megatron starts a fresh interpreter for this queue (3 s a rank), for the sake of asynchronous
-    # saves, which no test makes. `test_killed_run_resumes_to_the_same_losses` saves as users do.
+    # Megatron starts a fresh interpreter for this queue (3 s per rank), for asynchronous saves,
+    # which no test makes. `test_megatron_kills.py` saves as users do.
     filesystem_async._results_queue = queue.Queue()
 
 
