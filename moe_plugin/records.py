@@ -45,9 +45,7 @@ class TokenInfo:
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
-        """Of flat information the part for one of `pieces` equal runs of tokens, the last filled up
-        with zeros.
-        """
+        """Of flat information one of `pieces` equal runs of tokens, the last filled with zeros."""
         return self._each(lambda x_T: torch.cat([x_T, x_T.new_zeros(-x_T.shape[0] % pieces)]).chunk(
             pieces)[index])
 
@@ -220,13 +218,11 @@ class Placement:
         return self.shards // (self.copies or self.shards)
 
     def check(self) -> None:
-        """`ValueError` unless experts divide over ranks, ranks over experts, or both over shards.
-        """
+        """`ValueError` unless experts divide over ranks, ranks over experts, both over shards."""
         size = self.comm.size
         if self.cut is not None:
-            fits = [
-                s for s in range(1, size + 1) if size % s == 0 and self.experts % (size // s) == 0
-            ]
+            fits = [s for s in range(1, size + 1)
+                    if size % s == 0 and self.experts % (size // s) == 0]
             if self.cut not in fits:
                 raise ValueError(
                     f"parallel.shards={self.cut} does not fit {self.experts} experts on {size} "
@@ -235,10 +231,8 @@ class Placement:
         elif self.experts % size and size % self.experts:
             raise ValueError(
                 f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a "
-                "multiple or a divisor "
-                f"of {size}; use {max(1, self.experts // size) * size} experts or another "
-                "expert-parallel size"
-            )
+                f"multiple or a divisor of {size}; use {max(1, self.experts // size) * size} "
+                "experts or another expert-parallel size")
 
 
 @dataclass(frozen=True)
@@ -376,10 +370,10 @@ class LayerStats:
         return {
             "tokens": int(self.tokens), "load": load_E,
             "max_over_mean": max(load_E) / mean if mean else 0.0, "dropped": routed - kept,
-            "drop_fraction": (routed - kept) / routed if routed else 0.0, "unused_experts": sum(
-                n == 0 for n in load_E), "entropy": float(self.entropy), "losses": {
-                    name: float(value) for name, value in self.losses.items()
-                }, "bytes_sent": self.bytes_sent, "rows": self.rows, "capacity": self.capacity,
+            "drop_fraction": (routed - kept) / routed if routed else 0.0,
+            "unused_experts": sum(n == 0 for n in load_E), "entropy": float(self.entropy),
+            "losses": {name: float(value) for name, value in self.losses.items()},
+            "bytes_sent": self.bytes_sent, "rows": self.rows, "capacity": self.capacity,
             "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions),
             "exchanges": dict(self.exchanges), "routers": {self.router: 1} if self.router else {},
         }

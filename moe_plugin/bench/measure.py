@@ -1,4 +1,4 @@
-"""Time and memory of several candidates in turn, on CPU and GPU."""
+"""Time and memory of several candidates, measured alternately, on CPU and GPU."""
 
 from __future__ import annotations
 

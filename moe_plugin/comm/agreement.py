@@ -20,7 +20,7 @@ _DIGEST = 32
 def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
     """Check that all ranks of a group have equal settings. Collective: one all-gather of 40 bytes.
 
-    Its size is fixed, so it ends whatever the ranks' settings are; only where they differ are the
+    Its size is fixed, so it ends with any settings of the ranks; only where they differ are the
     settings themselves gathered. Simulated ranks, threads of one process, are not compared.
 
     Args:

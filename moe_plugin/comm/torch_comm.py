@@ -230,7 +230,7 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a collective of torch; on gloo for `timeout_s` at most, whatever the group's own.
+        """Run a collective of torch; on gloo for `timeout_s` at most, also in a group with more.
 
         NCCL does not wait on the host: there the group's own timeout and its watchdog apply.
         """

@@ -243,6 +243,6 @@ def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,
     if not fitting:
         least = min((c.memory_bytes for c in costs), default=0.0)
         raise ValueError(
-            f"no layout fits {memory_bytes:.3g} bytes a rank: the smallest needs {least:.3g}; "
+            f"no layout fits {memory_bytes:.3g} bytes per rank: the smallest needs {least:.3g}; "
             "lower tokens or hidden_dim, or use more ranks")
     return sorted(fitting, key=lambda c: (c.seconds, c.choice))

@@ -113,7 +113,7 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
             found.sort(key=_order)
     if not found:
         raise ValueError(
-            f"no plan fits {device.memory_bytes:.3g} bytes a rank on {cluster.ranks} ranks: the "
+            f"no plan fits {device.memory_bytes:.3g} bytes per rank on {cluster.ranks} ranks: the "
             f"smallest needs {least:.3g}; use more ranks, a smaller model, or fewer sequences at "
             "a time" if least < float("inf") else
             f"no plan divides {cluster.ranks} ranks, {model.experts} experts, {model.layers} "

@@ -151,6 +151,6 @@ def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float =
                 same(grad, slice_of(name, answer.grads[name], ranks, rank),
                      f"gradient of {name} on rank {rank}")
         same(result.grads["router"], results[group * copies].grads["router"].double(),
-             f"router gradient of rank {rank}, beside a rank with the same tokens")
+             f"router gradient of rank {rank}, next to a rank with the same tokens")
     same(sum(r.grads["router"].double() for r in results[::copies]), answer.grads["router"],
          "router gradient")

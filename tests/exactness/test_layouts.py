@@ -89,7 +89,7 @@ def test_switching_every_step_gives_the_curve_of_a_fixed_layout(world: int) -> N
 
 def traffic_of(world: int, experts: int, choice: LayoutChoice, tokens: int = 8,
                reported: list[int] | None = None) -> Traffic:
-    """What one call of a layer sends; padded, one expert a token, no bias, 8 x 16 experts in
+    """What one call of a layer sends; padded, one expert per token, no bias, 8 x 16 experts in
     float64.
 
     Forward and backward; the forward pass alone with `reported`, which takes what each rank's stats
@@ -123,7 +123,7 @@ def test_bytes_follow_the_formulas(world: int, experts: int) -> None:
     direction, and (S/r - 1) P/W of parameters.
     """
     shards, whole, row = max(1, world // experts), experts * 2 * 8 * 16 * 8, 8 * 8
-    slots = experts * -(-8 // experts)  # k * ceil(T / E) slots an expert
+    slots = experts * -(-8 // experts)  # k * ceil(T / E) slots per expert
     for choice in legal_choices(experts, world, degrees=(1,)):
         traffic = traffic_of(world, experts, choice)
         parameters = 2 * (world - 1 if choice.r == 0 else max(shards // max(choice.r, 1), 1) -
@@ -146,7 +146,7 @@ def test_stats_report_the_bytes_that_were_sent(world: int, experts: int) -> None
 def test_pieces_change_messages_and_no_bytes() -> None:
     one, four = (traffic_of(4, 4, LayoutChoice(r=1, d=d)) for d in (1, 4))
     assert sum(four.bytes.values()) == sum(one.bytes.values())
-    # two slots an expert: two pieces
+    # two slots per expert: two pieces
     assert four.collectives["all_to_all"] == 8 and one.collectives["all_to_all"] == 4
 
 

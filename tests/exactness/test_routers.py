@@ -1,7 +1,7 @@
 """Every registered router through the whole layer: output and all gradients equal a dense
 computation of its decisions.
 
-The experts that each rank chose are recorded; weights are computed anew from the inputs by the
+The experts that each rank chose are recorded; weights are computed again from the inputs by the
 router's reference, so that the gradient through them is independent of the package too. Whether the
 choice itself is right: tests/routing.
 """

@@ -160,7 +160,7 @@ def _chunks(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
         x = draw(outer * inner * s.tokens, s.width)
         yield x, outer, inner
         yield x.view(torch.uint8), outer, inner  # rows packed for the wire
-        # routing beside rows; another stride
+        # routing next to rows; another stride
         yield (x * 100).to(torch.int64)[:, :, None].expand(-1, -1, 3), outer, inner
 
 
@@ -233,7 +233,7 @@ def _weight_grad_add(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Te
                      g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for args in _weight_grad(s, plan, slotted, draw, g):
         shape = s.experts, args[0].shape[1], args[1].shape[1]
-        yield *args, torch.randn(shape, generator=g)  # float32 whatever the rows are
+        yield *args, torch.randn(shape, generator=g)  # float32 for any rows
         yield *args, draw(*shape)
         yield *args, draw(shape[0], shape[2], shape[1]).transpose(1, 2)  # another stride
 

@@ -104,8 +104,8 @@ def test_padded_layer_is_compiled_twice_where_torch_finds_out_by_itself(compute:
 
 @pytest.mark.parametrize("compute", ["auto", "kernels", "loop"])
 def test_dropless_layer_is_not_compiled_again_for_other_loads(compute: str) -> None:
-    """Routing is compiled, what needs the counts on the host is not: two graphs a kind of input,
-    whatever the loads are.
+    """Routing is compiled, what needs the counts on the host is not: two graphs per kind of
+    input, for any loads.
     """
     layer = make_layer(compute, dispatch={"name": "ragged"})
     first = [torch.randn(tokens, 16, requires_grad=True) for tokens in (56, 57)]

@@ -1,4 +1,4 @@
-"""Memory is used again when nobody has it any more, and never before."""
+"""Memory is used again when it is not in use any more, and never before."""
 
 from __future__ import annotations
 

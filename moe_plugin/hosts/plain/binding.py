@@ -96,7 +96,7 @@ def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
     """(place, count) of this process on its machine, from its launcher's variables.
 
-    `ValueError` where there are none.
+    `ValueError` if they are absent.
     """
     for rank, size in _PLACES:
         if rank in environment and size in environment:

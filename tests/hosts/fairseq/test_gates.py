@@ -32,7 +32,7 @@ def train(corpus: Corpus, home: Path, flags: str, ranks: int = 1) -> Result:
 @pytest.mark.parametrize("ddp", ["c10d", "legacy_ddp", "c10d --checkpoint-activations"])
 def test_two_ranks_take_the_gates_and_the_curve_of_one(corpus: Corpus, tmp_path: Path,
                                                        ddp: str) -> None:
-    """No `--find-unused-parameters`: routers that did not decide keep nobody waiting; a
+    """No `--find-unused-parameters`: routers that did not decide do not delay the others; a
     recomputation takes the gate of its step.
     """
     flags = (f"{GATES} --moe-router-selection cycle --max-update 6 --no-save "
@@ -178,7 +178,7 @@ def test_deterministic_runs_have_the_same_bits(corpus: Corpus, tmp_path: Path) -
         if isinstance(v, torch.Tensor)
     } for states in saved]
     assert len(tensors[0]) > 20 and tensors[0].keys() == tensors[1].keys()
-    unfilled = "_float_tensor"  # a buffer that fairseq saves and nobody fills
+    unfilled = "_float_tensor"  # a buffer that fairseq saves and never fills
     assert [
         k for k, value in tensors[0].items()
         if not k.endswith(unfilled) and not torch.equal(value, tensors[1][k])

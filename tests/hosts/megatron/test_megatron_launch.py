@@ -39,8 +39,8 @@ print(args.num_experts, args.mine, settings_from_flags(script_arguments()))
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A directory like a source checkout: a script, and `megatron.training` beside it with the seam
-    that Megatron's has.
+    """A directory like a source checkout: a script, and next to it `megatron.training` with the
+    seam that Megatron's has.
     """
     package = tmp_path / "a checkout" / "megatron" / "training"
     package.mkdir(parents=True)

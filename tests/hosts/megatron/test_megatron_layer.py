@@ -191,7 +191,7 @@ REFUSED = {
               }, {}, ("activation_func_clamp_value=7.0", "unset")),
     "activation": ({"activation_func": torch.tanh}, {}, ("activation_func=", "gelu, silu")),
     "contradiction": ({}, {"router.top_k": 3}, ("router.top_k=3", "2", "--moe-router-topk")),
-    "no losses beside one": (AUX, {"losses": {}}, ("losses=none", "0.1", "moe_aux_loss_coeff")),
+    "no losses but one": (AUX, {"losses": {}}, ("losses=none", "0.1", "moe_aux_loss_coeff")),
     "two aux losses": (AUX, {"losses": {"switch": 0.5}},
                        ("losses.switch=0.5", "0.1", "one of the two")), "capacity twice": ({
                            "moe_expert_capacity_factor": 1.0

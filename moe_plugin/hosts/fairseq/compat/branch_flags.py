@@ -41,7 +41,7 @@ class _WithoutEffect(argparse.Action):
 
 # flags of the branch's training scripts that name what fairseq 0.12 does not have
 WITHOUT_EFFECT = {
-    "--log-nvidia-smi": "accepted; run nvidia-smi beside the training",
+    "--log-nvidia-smi": "accepted; run nvidia-smi next to the training",
     "--use-stable-embedding": "accepted; embeddings are fairseq's own, without a layer norm",
     "--block-wise": "accepted; it is a setting of the branch's 8-bit Adam",
 }
