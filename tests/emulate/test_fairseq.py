@@ -17,7 +17,7 @@ pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairse
 
 from tests.emulate import host_faults, jobs
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, run
-from tests.hosts.fairseq.conftest import _sentence as sentence
+from tests.text import sentence
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fairseq]
 Make = Callable[..., EmulatedCluster]
