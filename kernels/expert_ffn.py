@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.recomputed import through_recomputed
 from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
@@ -38,6 +39,8 @@ class FFNParameters:
     computes with `operands()` must add these gradients itself, see `kernels.main_grad`.
     dropout: probability with which a value after the activation becomes 0; only strategies for
     which `drops_out` is true read it.
+    recompute: keep the values before the activation for backward, and not those after it (with
+    dropout, what it leaves is kept).
     """
 
     w_in_LDF: Tensor
@@ -51,6 +54,7 @@ class FFNParameters:
     choice: str = "rule"
     main_grad_weights: Mapping[str, Tensor] = field(default_factory=dict)
     dropout: float = 0.0
+    recompute: bool = False
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
         """Inputs of one autograd function, and the `main_grad_weights` among them.
@@ -103,15 +107,24 @@ def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
 
 
 def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParameters) -> Tensor:
-    act = ACTIVATIONS[p.activation].value
-    inner_RF = matmul(rows_RD, counts, p.w_in_LDF, p.b_in_LF)
-    if p.w_gate_LDF is None:
-        inner_RF = act(inner_RF)
-    else:
-        inner_RF = act(matmul(rows_RD, counts, p.w_gate_LDF, p.b_gate_LF)) * inner_RF
-    if p.dropout:
-        inner_RF = F.dropout(inner_RF, p.dropout)
-    return matmul(inner_RF, counts, p.w_out_LFD, p.b_out_LD)
+    inner = [matmul(rows_RD, counts, p.w_in_LDF, p.b_in_LF)]
+    if p.w_gate_LDF is not None:
+        inner.append(matmul(rows_RD, counts, p.w_gate_LDF, p.b_gate_LF))
+
+    def out(inner_RF: Tensor) -> Tensor:
+        if p.dropout:
+            inner_RF = F.dropout(inner_RF, p.dropout)
+        return matmul(inner_RF, counts, p.w_out_LFD, p.b_out_LD)
+
+    activate = functools.partial(_activate, ACTIVATIONS[p.activation].value)
+    if p.recompute:
+        return through_recomputed(out, activate, *inner)
+    return out(activate(*inner))
+
+
+def _activate(act: Callable[[Tensor], Tensor], inner_RF: Tensor,
+              gate_RF: Tensor | None = None) -> Tensor:
+    return act(inner_RF) if gate_RF is None else act(gate_RF) * inner_RF
 
 
 def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:

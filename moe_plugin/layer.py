@@ -12,11 +12,19 @@ from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import SharedExpert, add_residual, build_experts, check_memory, is_expert
+from moe_plugin.experts import (
+    Beside,
+    SharedExpert,
+    add_residual,
+    build_experts,
+    check_memory,
+    is_expert,
+)
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, MoEOutput, TokenInfo
 from moe_plugin.routing import build_router
+from moe_plugin.routing.balance import check_balance
 from moe_plugin.routing.capacity import CapacityLimit
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.routing.statistics import call_stats
@@ -59,6 +67,7 @@ class MoELayer(Replaying, nn.Module):
         self.tokens = TokenEntry(config.model_dim, sharing)
         if router is None:
             router = build_router(config, place.comm, host=host.when_split(sharing), **where)
+        check_balance(router, config, self.comm, host)
         self.router = router
         self.experts = build_experts(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
@@ -68,7 +77,8 @@ class MoELayer(Replaying, nn.Module):
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
-                top_k: int | None = None, choice: LayoutChoice | None = None) -> MoEOutput:
+                top_k: int | None = None, choice: LayoutChoice | None = None,
+                beside: Callable[[], object] | None = None) -> MoEOutput:
         """Send every token through its experts.
 
         Args:
@@ -77,6 +87,8 @@ class MoELayer(Replaying, nn.Module):
             info: token ids, sequences, which of several routers; see `router.needs`.
             top_k: experts per token for this call; None: as configured.
             choice: layout of this call, the same on all ranks; None: as configured or tuned.
+            beside: work that does not wait for the experts, done while rows travel to them where
+                `experts.shared_overlap` is on, and before the experts compute.
         Returns: output [..., D] in x's dtype, raw losses by name, statistics.
         Raises:
             ValueError: shapes or dtypes that do not fit.
@@ -88,17 +100,18 @@ class MoELayer(Replaying, nn.Module):
         routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         kept = self.capacity(routing, self.training)
         call = self.layouts.select(kept, choice, self.training)
-        y_TD, rows = call.runner(self._through_experts, call, tokens.x_TD, kept)
-        y_TD = add_residual(y_TD, tokens, routing, self.shared_expert)
+        meanwhile = Beside(self.shared_expert, tokens, beside)
+        y_TD, rows = call.runner(self._through_experts, call, tokens.x_TD, kept, meanwhile)
+        y_TD = add_residual(y_TD, tokens, routing, meanwhile.shared_TD())
         stats = call_stats(kept, traffic, self.config.num_experts, rows, self.layouts.report(call))
         y, losses = self.tokens.leave(y_TD, routing.losses, tokens)
         return MoEOutput(y, losses, stats)
 
-    def _through_experts(self, call: LayoutCall, x_TD: Tensor,
-                         kept: KeptRouting) -> tuple[Tensor, int]:
+    def _through_experts(self, call: LayoutCall, x_TD: Tensor, kept: KeptRouting,
+                         meanwhile: Beside) -> tuple[Tensor, int]:
         x_TD = call.start(x_TD)
         plan = call.plan(kept)
-        outputs = (self.experts(work) for work in call.dispatch(x_TD, plan))
+        outputs = (self.experts(work) for work in call.dispatch(x_TD, plan, meanwhile))
         return call.combine(outputs, plan), plan.rows
 
     def forget_recordings(self) -> None:

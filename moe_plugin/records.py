@@ -300,11 +300,13 @@ class ExpertRows:
 class Overlap:
     """In how many pieces rows travel and are computed, so that exchanges and matmuls overlap.
 
-    forward, backward: d and d_backward; 0 backward: as forward.
+    forward, backward: d and d_backward; 0 backward: as forward. beside: rows travel to their
+    experts in the background in one piece, too, because other work is done meanwhile.
     """
 
     forward: int = 1
     backward: int = 0
+    beside: bool = False
 
     @property
     def pieces(self) -> int:

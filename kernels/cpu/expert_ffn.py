@@ -3,8 +3,8 @@
 Rows go through all operations one block of experts at a time, while they are in the cache (see
 `blocks`): they are gathered into a buffer for one block, and matmuls write directly into their
 destination. Kept between forward and backward, in the module's `Workspace`: the value before the
-activation; the value after it, where recomputing costs more than reading; and, for the gates'
-gradient, each output row.
+activation; the value after it, where recomputing costs more than reading and nothing asks for it
+(`FFNParameters.recompute`); and, for the gates' gradient, each output row.
 
 Experts are computed one after the other, each by all threads. Computing two experts of similar
 load in one batched matmul, a thread each, was measured and does not pay. Milliseconds of forward
@@ -42,8 +42,9 @@ W_IN, W_GATE, W_OUT = WEIGHTS
 class _FFNCall:
     """Arguments of one call that autograd does not differentiate.
 
-    counts: rows of each expert. keep: whether backward will run. token_R, source_R, position_TK:
-    see `kernels.rows`; None where x already is rows. main_grad_weights: see `FFNParameters`.
+    counts: rows of each expert. keep: whether backward will run. keep_after: whether it is to find
+    the value after the activation. token_R, source_R, position_TK: see `kernels.rows`; None where x
+    already is rows. main_grad_weights: see `FFNParameters`.
     """
 
     counts: list[int]
@@ -54,6 +55,7 @@ class _FFNCall:
     source_R: Tensor | None
     position_TK: Tensor | None
     keep: bool
+    keep_after: bool
     main_grad_weights: Mapping[str, Tensor]
 
     @property
@@ -132,7 +134,9 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
                                            for t in (x, gates_TK, *tensors))
     maps = (None, None, None) if plan is None else (plan.token_R, plan.source_R, plan.position_TK)
     blocks = blocks_of(counts, BLOCK_BYTES // (p.w_in_LDF.shape[2] * x.element_size()))
-    call = _FFNCall(counts, blocks, ACTIVATIONS[p.activation], p.memory, *maps, keep, redirected)
+    act = ACTIVATIONS[p.activation]
+    call = _FFNCall(counts, blocks, act, p.memory, *maps, keep,
+                    keep and not (act.cheap or p.recompute), redirected)
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
 
@@ -168,7 +172,7 @@ class _Forward:
         self.w_in, self.w_out = _Linear(w_in, b_in), _Linear(w_out, b_out)
         self.w_gate = None if w_gate is None else _Linear(w_gate, b_gate)
         self.before = _RowBuffer(call, "before", inner, x, call.keep)
-        self.after = _RowBuffer(call, "after", inner, x, call.keep and not call.act.cheap)
+        self.after = _RowBuffer(call, "after", inner, x, call.keep_after)
         self.up = self.gated = None
         if w_gate is not None:
             self.up = _RowBuffer(call, "up", inner, x, call.keep)

@@ -30,8 +30,16 @@ class ExpertsConfig(Section):
         "how compute=auto chooses: measured (candidates are timed once per load and the result is "
         "kept), or rule (nothing is timed)", choices=("measured", "rule"),
         flag="expert-compute-selection")
+    recompute_activation: bool = option(
+        False,
+        "keep for backward the values before the activation alone, and compute those after it "
+        "again; with dropout, what it leaves is kept", flag="recompute-activation")
     shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none",
                                     flag="shared-expert-hidden-dim")
+    shared_overlap: bool = option(
+        False,
+        "compute the shared expert while the rows are on their way to their experts, where a "
+        "dispatcher exchanges rows (padded, ragged, parm_s2)", flag="shared-expert-overlap")
     dropout: float = option(
         0.0, "training: probability with which a value inside an expert, after the activation, "
         "becomes 0; fused kernels have no dropout, torch's matmuls take their place",

@@ -70,6 +70,8 @@ class Dispatcher(ABC):
                  anchor: Tensor | None) -> Iterable[ExpertRows]:
         """Work for this rank's experts, piece by piece, each when it has arrived.
 
+        What travels in the background (`Overlap`) has started when this returns.
+
         Args:
             x_TD: [T, D] tokens of this rank.
             plan: of this call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from moe_plugin.comm.functional import all_to_all
@@ -26,7 +27,8 @@ class ExchangeDispatcher(Dispatcher):
                  anchor: Tensor | None) -> Iterable[ExpertRows]:
         """See `Dispatcher`."""
         rows_ND = self.own_part(gather_rows(x_TD, plan.source_N, plan.position_TK))
-        if len(plan.pieces) == 1:
+        beside = self.overlap.beside and not torch.compiler.is_compiling()
+        if len(plan.pieces) == 1 and not beside:
             piece = plan.pieces[0]
             rows_RD = self._exchange(rows_ND, piece.send, piece.recv, plan.even, anchor)
             return [ExpertRows(piece.expert_major(rows_RD), piece.counts)]

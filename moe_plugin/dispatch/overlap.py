@@ -45,14 +45,13 @@ class PipelinedExchange:
                                    plan.even)
 
     def deliver(self, rows_ND: Tensor, anchor: Tensor | None) -> Iterator[Tensor]:
-        """Post all pieces of rows_ND [N, D]; each piece of rows when it has arrived.
+        """Post all pieces of rows_ND [N, D] now; each piece of rows when it has arrived.
 
         anchor: a parameter, see `comm.functional`.
         """
         every = range(len(self.sends))
         posted = _Send.apply(self, every, rows_ND, anchor)
-        for number in every:
-            yield _Receive.apply(self, range(number, number + 1), posted)
+        return (_Receive.apply(self, range(number, number + 1), posted) for number in every)
 
     def collect(self, pieces: Iterable[Tensor], anchor: Tensor | None) -> Tensor:
         """Post each piece when it is there; all rows [N, D] when the last has arrived."""

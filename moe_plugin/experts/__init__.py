@@ -5,7 +5,7 @@ from moe_plugin.experts.build import build_experts, check_memory
 from moe_plugin.experts.custom import CustomExperts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
-from moe_plugin.experts.shared import SharedExpert, add_residual
+from moe_plugin.experts.shared import Beside, SharedExpert, add_residual
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
     Strategy,
@@ -15,7 +15,7 @@ from moe_plugin.kernels.expert_ffn import (
 )
 
 __all__ = [
-    "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts", "SharedExpert",
-    "Strategy", "add_residual", "apply_to_rows", "build_experts", "check_memory",
+    "Beside", "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts",
+    "SharedExpert", "Strategy", "add_residual", "apply_to_rows", "build_experts", "check_memory",
     "expert_kinds", "expert_parameters", "from_matmul", "is_expert", "mark_expert", "strategies",
 ]

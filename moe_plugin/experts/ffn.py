@@ -149,7 +149,8 @@ class FFNExperts(Experts):
         return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"),
                              tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
                              self.config.activation, self.memory, self.config.compute_selection,
-                             redirected, self.config.dropout if self.training else 0.0)
+                             redirected, self.config.dropout if self.training else 0.0,
+                             self.config.recompute_activation)
 
 
 @expert_kinds.register("gated_ffn")

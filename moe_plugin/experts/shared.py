@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class SharedExpert(nn.Module):
         options = {"bias": config.experts.bias, "dtype": dtype, "device": device}
         self.activation = ACTIVATIONS[config.experts.activation].value
         self.fc_in = nn.Linear(width, inner, **options)
-        self.dropout = config.experts.dropout
+        self.dropout, self.overlap = config.experts.dropout, config.experts.shared_overlap
         gated = config.experts.kind == "gated_ffn"
         self.fc_gate = nn.Linear(width, inner, **options) if gated else None
         self.fc_out = nn.Linear(inner, width, **options)
@@ -48,16 +49,43 @@ class SharedExpert(nn.Module):
         return y_TD if mask_T is None else y_TD.masked_fill(~mask_T[:, None], 0)
 
 
+class Beside:
+    """What in one call does not wait for the routed experts.
+
+    Args:
+        shared: the layer's shared expert; None: it has none. tokens: of the call.
+        more: the caller's own work; None: it has none.
+    """
+
+    def __init__(self, shared: SharedExpert | None, tokens: Tokens,
+                 more: Callable[[], object] | None) -> None:
+        self.shared, self.tokens, self.more = shared, tokens, more
+        self._shared_TD: Tensor | None = None
+
+    def __call__(self) -> None:
+        """Do it; called where rows are on their way to their experts."""
+        if self.shared is not None and self.shared.overlap:
+            self.shared_TD()
+        if self.more is not None:
+            self.more()
+
+    def shared_TD(self) -> Tensor | None:
+        """The shared expert's outputs [T, D], computed once; None without one."""
+        if self._shared_TD is None and self.shared is not None:
+            self._shared_TD = self.shared(self.tokens.x_TD, self.tokens.mask_T)
+        return self._shared_TD
+
+
 def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
-                 shared: SharedExpert | None) -> Tensor:
+                 shared_TD: Tensor | None) -> Tensor:
     """Routed outputs, plus the shared expert's, plus the token weighted by `passthrough_T`.
 
     y_TD: [T, D] outputs of the routed experts. Returns [T, D] in the tokens' dtype.
     """
     x_TD, mask_T = tokens.x_TD, tokens.mask_T
     y_TD = y_TD.to(x_TD.dtype)
-    if shared is not None:
-        y_TD = y_TD + shared(x_TD, mask_T)
+    if shared_TD is not None:
+        y_TD = y_TD + shared_TD
     if routing.passthrough_T is not None:
         real_TD = x_TD if mask_T is None else x_TD.masked_fill(~mask_T[:, None], 0)
         y_TD = y_TD + (routing.passthrough_T[:, None] * real_TD).to(x_TD.dtype)

@@ -24,11 +24,13 @@ class RouterModule(Replaying, nn.Module):
         needs: what it reads of a call's `TokenInfo`: "token_ids", "sequences". Hosts pass only
             what is needed.
         own_losses: losses that this router can compute and some others cannot.
+        balances: it gives experts even loads by itself, so that training needs no balance loss.
         host: what the host knows of the layer.
     """
 
     needs: frozenset[str] = frozenset()
     own_losses: frozenset[str] = frozenset()
+    balances: bool = False
 
     def __init__(self, host: HostContext = HostContext()) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.base import Comm
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.routing.balance import balances_by_itself
 from moe_plugin.routing.contract import RouterModule, needs_of
 from moe_plugin.routing.router_selection import SelectionCall, router_selections
 
@@ -49,6 +50,7 @@ class RouterSelector(RouterModule):
         self.rule = router_selections.get(self.config.selection.rule)
         self.layer = host.layer_number
         self.needs = frozenset().union(*(needs_of(router) for router in routers))
+        self.balances = all(map(balances_by_itself, routers))
         self.steps = 0  # the value of the buffer, without a read from the device
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
         # ranks that take different routers would wait in different collectives

@@ -123,10 +123,11 @@ class LayoutCall:
         kept = dataclasses.replace(kept, routing=sent)
         return CallPlan(self.layout.dispatcher.plan(kept), shadow)
 
-    def dispatch(self, x_TD: Tensor, plan: CallPlan) -> Iterator[ExpertRows]:
+    def dispatch(self, x_TD: Tensor, plan: CallPlan,
+                 meanwhile: Callable[[], None]) -> Iterator[ExpertRows]:
         """Work for this rank's experts: shadowed experts' first, then piece by piece as it arrives.
 
-        x_TD: [T, D] tokens of this rank.
+        x_TD: [T, D] tokens of this rank. meanwhile: called when the rows are on their way.
         """
         layout, experts = self.layout, self.experts
         if plan.shadow is not None:
@@ -135,7 +136,9 @@ class LayoutCall:
             parameters = experts.compute_parameters(whole, 0)
             yield ExpertRows(x_TD, plan.shadow, parameters, layout.strategy)
         parameters = layout.parameters(experts)
-        for work in layout.dispatcher.dispatch(x_TD, plan.dispatch, experts.anchor):
+        arriving = layout.dispatcher.dispatch(x_TD, plan.dispatch, experts.anchor)
+        meanwhile()
+        for work in arriving:
             yield ExpertRows(work.x, work.rows, parameters, layout.strategy)
 
     def combine(self, outputs: Iterable[Tensor], plan: CallPlan) -> Tensor:
@@ -207,7 +210,8 @@ class Layouts:
         if self.traits.single_layout:
             return Layout(choice, self.dispatcher(place), strategy)
         place = dataclasses.replace(place, copies=choice.r)
-        dispatcher = self.dispatcher(place, Overlap(choice.d, choice.d_backward))
+        dispatcher = self.dispatcher(place, Overlap(choice.d, choice.d_backward,
+                                                    self.config.experts.shared_overlap))
         size = place.token_shards
         gather = place.comm.contiguous_subgroup(size) if size > 1 else None
         return Layout(choice, dispatcher, strategy, gather, size, place.shard // size * size)

@@ -31,6 +31,7 @@ class BASERouter(Router):
     """
 
     fixed_k = 1
+    balances = True
     own_losses = frozenset()
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:

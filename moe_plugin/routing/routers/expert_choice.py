@@ -21,6 +21,7 @@ class ExpertChoiceRouter(Router):
     Source: Zhou et al. 2022.
     """
 
+    balances = True
     own_losses = frozenset()
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:

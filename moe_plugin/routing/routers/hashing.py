@@ -28,6 +28,7 @@ class HashRouter(Router):
     """
 
     fixed_k = 1
+    balances = True
     own_losses = frozenset()
     needs = frozenset({"token_ids"})
 

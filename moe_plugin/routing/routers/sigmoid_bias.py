@@ -31,6 +31,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters, the biases and the counts; see `Router.build`."""
         super().build(dtype, device)
+        self.balances = self.config.bias_rate > 0
         self.register_buffer("bias_E",
                              torch.zeros(self.num_experts, dtype=torch.float32, device=device))
         self.register_buffer("load_E",

@@ -22,6 +22,7 @@ class SinkhornRouter(Router):
     > 1, not divided by their sum. Source: Clark et al. 2022 (S-BASE); weights as in Megatron-core.
     """
 
+    balances = True
     own_losses = frozenset()
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
