@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import METRICS, layer_metrics
 from moe_plugin.hosts.fairseq.translate import plain_value
+from moe_plugin.routing.balance import balances_by_itself, warn_unbalanced
 from moe_plugin.routing.replay import forget
 
 
@@ -109,3 +110,17 @@ class MoELabelSmoothedCrossEntropyCriterion(GateLoss, LabelSmoothedCrossEntropyC
                  moe_gate_loss_transform: str = "none") -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
+
+
+def check_balance(model: Any, criterion: Any) -> None:
+    """A warning where the routers need a balance loss and the criterion adds none."""
+    if all(balances_by_itself(layer.moe_layer.moe.router) for layer in moe_layers(model)):
+        return
+    if not isinstance(criterion, GateLoss):
+        warn_unbalanced(
+            f"criterion {type(criterion).__name__} does not add the routers' losses "
+            "(--moe-losses)", "most tokens will visit few experts; use moe_cross_entropy or "
+            "moe_label_smoothed_cross_entropy")
+    elif not criterion.gate_loss_weight:
+        warn_unbalanced("--moe-gate-loss-wt 0 leaves out the routers' losses (--moe-losses)",
+                        "most tokens will visit few experts; use 0.01 or more")

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import checkpoint_files as files
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies
-from moe_plugin.hosts.fairseq.criterion import GateLoss
+from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.gradients import (
     expert_norm_squared,
     mark_replicas,
@@ -49,12 +49,8 @@ class MoETrainer(Trainer):
         self._replicas: dist.ProcessGroup | None = None  # made where it is needed first
         if self.has_experts:
             _refuse_unsupported(cfg)
-            if not isinstance(criterion, GateLoss):
-                logger.warning(
-                    "criterion %s does not add the routers' losses (--moe-losses): nothing keeps "
-                    "the experts balanced; use "
-                    "moe_cross_entropy or moe_label_smoothed_cross_entropy",
-                    type(criterion).__name__)
+            if cfg.distributed_training.distributed_rank == 0:
+                check_balance(model, criterion)
             with open_dict(cfg):
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         super().__init__(cfg, task, model, criterion, quantizer)

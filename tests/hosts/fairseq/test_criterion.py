@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from fairseq import metrics
 from moe_plugin.hosts.fairseq.criterion import (
     MoECrossEntropyCriterion,
     MoELabelSmoothedCrossEntropyCriterion,
+    check_balance,
 )
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
@@ -68,6 +70,23 @@ def test_dense_model_gives_the_inner_loss() -> None:
 def test_negative_weight_is_refused() -> None:
     with pytest.raises(ValueError, match="--moe-gate-loss-wt -1"):
         criterion(moe_gate_loss_wt=-1)
+
+
+def _warnings(model: Any, used: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        check_balance(model, used)
+    return [str(each.message) for each in shown]
+
+
+def test_a_gate_loss_without_weight_is_warned_of() -> None:
+    model = language_model()
+    [text] = _warnings(model, criterion(moe_gate_loss_wt=0.0))
+    assert "--moe-gate-loss-wt 0" in text and "nothing keeps the experts balanced" in text
+    assert _warnings(model, criterion(moe_gate_loss_wt=0.01)) == []
+    assert _warnings(language_model(moe_freq=0), criterion(moe_gate_loss_wt=0.0)) == []
+    balanced = language_model(moe_router="sigmoid_bias", moe_second_expert_policy="all")
+    assert _warnings(balanced, criterion(moe_gate_loss_wt=0.0)) == []
 
 
 def _gradients(given_up: bool) -> list[torch.Tensor]:
