@@ -57,7 +57,7 @@ _MOE: tuple[_Flag, ...] = (("num-experts", {"type": int}), ("moe-ffn-hidden-size
          "type": float
      }), ("moe-pad-expert-input-to-capacity", _ON), ("moe-token-drop-policy", {
          "default": "probs", "choices": ("probs", "position")
-     }), ("moe-shared-expert-intermediate-size", {"type": int}), ("moe-token-dispatcher-type", {
+     }), ("moe-shared-expert-intermediate-size", {"type": int}), ("moe-shared-expert-overlap", _ON), ("moe-token-dispatcher-type", {
          "default": "alltoall", "choices": ("alltoall", "allgather")
      }),
                            )
@@ -75,7 +75,15 @@ _TRAINING: tuple[_Flag, ...] = (("micro-batch-size", {
     "type": float, "default": 0.9
 }), ("adam-beta2", {"type": float, "default": 0.999}), ("sgd-momentum", {
     "type": float, "default": 0.9
-}), ("seed", {"type": int, "default": 1234}), ("bf16", _ON), ("use-distributed-optimizer", _ON),
+}), ("seed", {"type": int, "default": 1234}), ("bf16", _ON), ("fp16", _ON),
+                                ("loss-scale", {"type": float}),
+                                ("initial-loss-scale", {"type": float, "default": 2.0**32}),
+                                ("min-loss-scale", {"type": float, "default": 1.0}),
+                                ("loss-scale-window", {"type": int, "default": 1000}),
+                                ("hysteresis", {"type": int, "default": 2}),
+                                ("use-distributed-optimizer", _ON),
+                                ("overlap-grad-reduce", _ON), ("overlap-param-gather", _ON),
+                                ("ddp-bucket-size", {"type": int}),
                                 ("calculate-per-token-loss", _ON), ("recompute-granularity", {
                                     "choices": ("full", "selective")
                                 }), ("recompute-method", {"choices": ("uniform", "block")}),
@@ -95,6 +103,7 @@ _PARALLEL: tuple[_Flag, ...] = (("tensor-model-parallel-size", {
 }), ("expert-tensor-parallel-size", {"type": int}),
                                 ("context-parallel-size", {"type": int, "default": 1}),
                                 ("sequence-parallel", _ON),
+                                ("overlap-moe-expert-parallel-comm", _ON),
                                 ("distributed-timeout-minutes", {"type": float, "default": 10.0}),
                                 )
 _FILES: tuple[_Flag, ...] = (("data-path", {"required": True}), ("split", {
@@ -171,14 +180,25 @@ def check(args: argparse.Namespace, world: int) -> None:
     _need(groups >= 1 and args.num_attention_heads % groups == 0, "num_query_groups", groups,
           f"a divisor of num_attention_heads={args.num_attention_heads}", "change one of the two")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
-    # between two ranks forward and backward messages of one exchange would be taken for each other:
-    # wrong numbers, no error
-    _need(stages == 1 or args.pipeline_model_parallel_size > 2,
-          "num_virtual_stages_per_pipeline_rank", stages, "1 with fewer than 3 pipeline stages",
-          "use --pipeline-model-parallel-size 3 or more, or leave it out")
+    _need(stages == 1 or args.pipeline_model_parallel_size > 1,
+          "num_virtual_stages_per_pipeline_rank", stages, "1 without pipeline stages",
+          "use --pipeline-model-parallel-size 2 or more, or leave it out")
+    _check_training(args)
     parts = stages * args.pipeline_model_parallel_size
     _need(args.num_layers % parts == 0, "num_layers", args.num_layers,
           f"a multiple of the {parts} pipeline stages", "change one of the two")
+
+
+def _check_training(args: argparse.Namespace) -> None:
+    _need(not (args.bf16 and args.fp16), "fp16", args.fp16, "False with --bf16",
+          "leave out one of the two")
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        scale = getattr(args, name)
+        _need(scale is None or scale > 0, name, scale, "> 0", "leave it out for the default")
+    sharded = args.use_distributed_optimizer and args.overlap_grad_reduce
+    _need(not args.overlap_param_gather or sharded, "overlap_param_gather",
+          args.overlap_param_gather,
+          "False without --use-distributed-optimizer and --overlap-grad-reduce", "give both")
 
 
 def _need(ok: bool, name: str, value: Any, bound: str, remedy: str) -> None:
@@ -192,17 +212,22 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
 
     from moe_plugin.hosts.megatron.compat.core import call_supported
 
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     values = {
         "num_layers": args.num_layers, "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads, "ffn_hidden_size": args.ffn_hidden_size,
         "normalization": args.normalization, "add_bias_linear": not args.disable_bias_linear,
         "init_method_std": args.init_method_std, "hidden_dropout": args.hidden_dropout,
-        "attention_dropout": args.attention_dropout, "bf16": args.bf16, "params_dtype": dtype,
+        "attention_dropout": args.attention_dropout, "bf16": args.bf16, "fp16": args.fp16,
+        "params_dtype": dtype,
         "pipeline_dtype": dtype, "autocast_dtype": dtype, "use_cpu_initialization": cpu,
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": args.num_virtual_stages_per_pipeline_rank,
+        # as Megatron-LM's script has it: see `translate` for what the other way does to two ranks
+        "overlap_p2p_comm": (args.num_virtual_stages_per_pipeline_rank or 1) > 1,
+        "batch_p2p_comm": (args.num_virtual_stages_per_pipeline_rank or 1) == 1,
+        "overlap_moe_expert_parallel_comm": args.overlap_moe_expert_parallel_comm,
         "sequence_parallel": args.sequence_parallel, "deterministic_mode": args.deterministic_mode,
         "calculate_per_token_loss": args.calculate_per_token_loss,
         "gradient_accumulation_fusion": False, "recompute_granularity": args.recompute_granularity,
@@ -234,7 +259,9 @@ def _moe_values(args: argparse.Namespace) -> dict[str, Any]:
     renamed = {
         "num_moe_experts": args.num_experts,
         "expert_model_parallel_size": args.expert_model_parallel_size,
-        "expert_tensor_parallel_size": args.expert_tensor_parallel_size, "moe_grouped_gemm": False
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
+        # Megatron allows moe_act with it alone; our experts do not read it
+        "moe_grouped_gemm": not args.native_moe and "moe_act" in (args.recompute_modules or [])
     }
     same = {name.replace("-", "_") for name, _ in _MOE} - {"num_experts"}
     return {**renamed, **{name: getattr(args, name) for name in same}}

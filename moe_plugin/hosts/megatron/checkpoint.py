@@ -89,6 +89,7 @@ def save(root: str, training: Training, progress: Progress) -> str:
     """
     from megatron.core import dist_checkpointing
 
+    training.gather_parameters()
     _refuse_not_finite(root, training)
     final = folder(root, progress.iteration)
     part = final + ".part"

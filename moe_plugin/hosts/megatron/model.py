@@ -42,6 +42,16 @@ class Training:
             m for chunk in self.chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)
         ]
 
+    def gather_parameters(self) -> None:
+        """Complete the parameters after a step, before anything but the next step reads them.
+
+        Under `overlap_param_gather` each rank has the new values of its own shards only, until the
+        next step's forward pass gathers them. A collective call.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
 
 def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
           vocab_size: int) -> Training:
@@ -56,21 +66,29 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     sharded = args.use_distributed_optimizer
     wrapper = DistributedDataParallelConfig(use_distributed_optimizer=sharded,
-                                            grad_reduce_in_fp32=args.bf16)
+                                            grad_reduce_in_fp32=args.bf16,
+                                            overlap_grad_reduce=args.overlap_grad_reduce,
+                                            overlap_param_gather=args.overlap_param_gather,
+                                            bucket_size=args.ddp_bucket_size)
     chunks = []
     for stage in range(stages):
         model = _gpt(args, config, settings, vocab_size, stage if stages > 1 else None)
         give_token_ids(model)
-        model = Float16Module(config, model) if args.bf16 else model
+        model = Float16Module(config, model) if args.bf16 or args.fp16 else model
         if torch.cuda.is_available() and not args.cpu:
             model = model.cuda()
-        chunks.append(DistributedDataParallel(config=config, ddp_config=wrapper, module=model))
+        # as in Megatron's training: what other chunks send overlaps with the first one's compute
+        chunks.append(DistributedDataParallel(config=config, ddp_config=wrapper, module=model,
+                                              disable_bucketing=stage > 0))
     for chunk in chunks:
         chunk.broadcast_params()
     optimizer = _optimizer(args, config, chunks)
     use_fused_adam(optimizer, args.moe_fused_adam)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
+    if args.overlap_grad_reduce:  # gradients leave in a step's last micro-batch only
+        held_back = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = held_back if stages > 1 else held_back[0]
     return Training(chunks, optimizer, config)
 
 
@@ -116,14 +134,20 @@ def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
         OptimizerConfig, optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr,
         weight_decay=args.weight_decay, adam_beta1=args.adam_beta1, adam_beta2=args.adam_beta2,
         sgd_momentum=args.sgd_momentum, clip_grad=args.clip_grad, bf16=args.bf16,
-        params_dtype=config.params_dtype, use_distributed_optimizer=args.use_distributed_optimizer)
+        fp16=args.fp16, loss_scale=args.loss_scale, initial_loss_scale=args.initial_loss_scale,
+        min_loss_scale=args.min_loss_scale, loss_scale_window=args.loss_scale_window,
+        hysteresis=args.hysteresis, params_dtype=config.params_dtype,
+        use_distributed_optimizer=args.use_distributed_optimizer)
     return get_megatron_optimizer(settings, chunks)
 
 
-def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def forward_step(batches: Iterator[Batch], model: Any,
+                 return_schedule_plan: bool = False) -> tuple[Any, Callable[[Tensor], Any]]:
     """Megatron's `forward_step_func`.
 
-    Returns: output or per-token loss, and the function from it to the loss and what is logged.
+    return_schedule_plan: as under `overlap_moe_expert_parallel_comm`.
+    Returns: output or per-token loss (or the plan to compute it), and the function from it to the
+        loss and what is logged.
     """
     from megatron.core.utils import get_model_config
 
@@ -133,7 +157,8 @@ def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable
     if not core.has_transformer_engine():
         mask = torch.ones(1, 1, length, length, dtype=torch.bool,
                           device=batch.tokens.device).triu(1)
-    output = model(batch.tokens, batch.positions, mask, labels=batch.labels)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(batch.tokens, batch.positions, mask, labels=batch.labels)
     per_token = get_model_config(model).calculate_per_token_loss
 
     def loss(loss_BS: Tensor) -> Any:

@@ -295,6 +295,7 @@ class Loop:
             "lm_loss": total / tokens if tokens else None,
             "skipped_steps": self.finite.skipped,
             "lr": learning_rate(self.args, progress.iteration - 1),
+            "loss_scale": float(self.training.optimizer.get_loss_scale()),
             "grad_norm": norm, "tokens_per_s": tokens / seconds, "seconds": seconds,
             "aux_losses": auxiliary_losses(max(1, round(steps)) * self.microbatches), "balance": {
                 layer: {
@@ -314,6 +315,7 @@ class Loop:
     def _evaluate(self, iteration: int) -> None:
         if self.valid_set is None:
             return
+        self.training.gather_parameters()
         for chunk in self.training.chunks:
             chunk.eval()
         batches = [self._batches(self.valid_set, 0) for _ in self.training.chunks]

@@ -138,3 +138,37 @@ def _steps_of_a_script(argv: list[str]) -> tuple[list[bool], bool]:
 def test_optimizers_of_a_launched_script_skip(sharded: list[str], data: str) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "2", *EP2, *sharded]
     assert on_ranks(2, _steps_of_a_script, argv) == [([True, False, True], True)] * 2
+
+
+def _expert_overflow(argv: list[str]) -> tuple[list[bool], list[list[float]], list[float]]:
+    """Steps done, loss scales of all optimizers after each, and the expert gradient that the last
+    step used, where expert gradients of rank 1 alone are infinite in the second and third step.
+    """
+    from moe_plugin.hosts.megatron import arguments, model, train
+    from moe_plugin.hosts.megatron.compat.finite import FiniteSteps
+    from moe_plugin.hosts.megatron.compat.optimizer import parts
+
+    args = arguments.parser().parse_args(argv)
+    train.start(args)
+    training = model.build(args, arguments.transformer_config(args, cpu=True), {}, 257)
+    FiniteSteps(training.optimizer)
+    done, scales = [], []
+    for step in range(5):
+        scale = float(training.optimizer.get_loss_scale())
+        for parameter in training.bare()[0].parameters():
+            parameter.main_grad.fill_(0.5 * scale)
+        if step in (1, 2) and dist.get_rank() == 1:
+            next(training.moe_layers()[0].experts.parameters()).main_grad.fill_(float("inf"))
+        done.append(bool(training.optimizer.step()[0]))
+        scales.append([float(part.grad_scaler.scale) for part in parts(training.optimizer)])
+    experts = next(iter(training.moe_layers()[0].experts.parameters()))
+    return done, scales, (experts.main_grad / scale).flatten()[:2].tolist()
+
+
+def test_an_overflow_of_experts_alone_lowers_one_scale_for_all(data: str) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "2", "--fp16", "--hysteresis", "1",
+            "--initial-loss-scale", "1024", *EP2]
+    for done, scales, grad in on_ranks(2, _expert_overflow, argv):
+        assert done == [True, False, False, True, True]
+        assert scales == [[1024.0] * 2, [512.0] * 2, [256.0] * 2, [256.0] * 2, [256.0] * 2]
+        assert grad == [0.5, 0.5]

@@ -127,7 +127,7 @@ def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_
     light = _aux([*argv, "--moe-aux-loss-coeff", "5"], str(tmp_path), world=1)
     assert abs(light[0]["norm"] / want[0]["norm"] - 1) > 1e-2  # a loss counted otherwise would show
     virtual = ["--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
-    for world, sizes in ((2, [*PP2, *RECOMPUTE]), (4, [
+    for world, sizes in ((2, [*PP2, *RECOMPUTE]), (2, [*PP2, *virtual[2:]]), (4, [
             *virtual, "--recompute-granularity", "selective", "--recompute-modules", "moe"
     ])):
         got = _aux(argv, str(tmp_path), *sizes, world=world)

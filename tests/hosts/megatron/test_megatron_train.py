@@ -444,7 +444,7 @@ BAD = {
                     "--tensor-model-parallel-size", "3"
                 ], ("=3", "divisor of the 1 processes")), "virtual stages": ([
                     "--num-virtual-stages-per-pipeline-rank", "2"
-                ], ("num_virtual_stages_per_pipeline_rank=2", "fewer than 3 pipeline stages")),
+                ], ("num_virtual_stages_per_pipeline_rank=2", "1 without pipeline stages")),
     "batch": (["--global-batch-size", "7"], ("global_batch_size=7", "multiple of", "use 6")),
     "experts": (["--num-experts", "4", "--expert-model-parallel-size",
                  "3"], ("num_experts=4", "expert_model_parallel_size=3")),
@@ -491,6 +491,30 @@ def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
                                       } and record["balance"]["layer1"]["drop_fraction"] > 0
     rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
     assert rows[0]["layer"] == "layer1" and rows[0]["capacity"] > 0
+
+
+def _balance_warnings(argv: list[str]) -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        _train(argv)
+    return [str(each.message) for each in shown if "experts balanced" in str(each.message)]
+
+
+@pytest.mark.distributed
+def test_training_without_a_balance_loss_is_warned_of_once(data: str) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "1"]
+    off = ["--moe-aux-loss-coeff", "0"]
+    assert on_ranks(2, _balance_warnings, [*argv, *EP2]) == [[], []]
+    first, second = on_ranks(2, _balance_warnings, [*argv, *off, *EP2])
+    assert len(first) == 1 and "--moe-aux-loss-coeff 0.01" in first[0] and second == []
+    # Megatron's own router: by its expert bias, or by nothing
+    native = ["--moe-router-num-groups", "2", "--moe-router-group-topk", "1"]
+    biased = [*native, "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"]
+    for extra, count in ((native, 1), (biased, 0)):
+        [said] = on_ranks(1, _balance_warnings, [*argv, *off, "--moe-z-loss-coeff", "0", *extra])
+        assert len(said) == count, (extra, said)
 
 
 def _query_groups(argv: list[str]) -> tuple[int, tuple[int, ...], float]:

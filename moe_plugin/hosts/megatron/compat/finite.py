@@ -37,6 +37,7 @@ class FiniteSteps:
         self.loss_is_finite = True
         self._prepare: Callable[[], bool] = optimizer.prepare_grads
         optimizer.prepare_grads = self
+        self._update_scale = _share_scaler(optimizer)
 
     def __call__(self) -> bool:
         """Prepare the gradients; a collective call of all ranks.
@@ -48,7 +49,9 @@ class FiniteSteps:
         bad = self._prepare()
         bad |= not self.loss_is_finite or not all_finite(self._gradients())
         self.loss_is_finite = True
-        if not any_rank(bad):
+        bad = any_rank(bad)
+        self._update_scale(bad)
+        if not bad:
             self.in_a_row = 0
             return False
         self.skipped += 1
@@ -74,6 +77,23 @@ class FiniteSteps:
                 grad = parameter.grad if grad is None else grad
                 if grad is not None:
                     yield grad
+
+
+def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
+    """Give the optimizers of a chain one loss scaler; returns its update, to be called once a step.
+
+    0.15 to 0.19: each has a dynamic scaler of its own, which follows its own gradients. Where only
+    experts overflow, theirs falls and the loss is still scaled by the first one, so that every
+    later gradient of an expert is wrong by a factor.
+    """
+    scaled = [part for part in parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
+    if not scaled:
+        return lambda found: None
+    scaler = scaled[0].grad_scaler
+    update, scaler.update = scaler.update, lambda found: None
+    for part in scaled:
+        part.grad_scaler = scaler
+    return update
 
 
 def _scale_falls(part: Any) -> bool:
