@@ -12,6 +12,17 @@ class TrafficMeter:
         self._counters = comm.counters
         self._bytes, self._exchanges = comm.counters.bytes, dict(comm.counters.exchanges)
 
+    def hold(self) -> None:
+        """Leave out what is sent until `go_on`."""
+        self._held = self._counters.bytes, dict(self._counters.exchanges)
+
+    def go_on(self) -> None:
+        """Count again."""
+        held_bytes, held = self._held
+        self._bytes += self._counters.bytes - held_bytes
+        for name, count in self._counters.exchanges.items():
+            self._exchanges[name] = self._exchanges.get(name, 0) + count - held.get(name, 0)
+
     @property
     def bytes(self) -> int:
         """Bytes sent since."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
-from moe_plugin.hosts.megatron import parameters, state
+from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 from moe_plugin.hosts.megatron.native_router import NativeRouter
@@ -26,17 +27,15 @@ from moe_plugin.hosts.megatron.translate import (
 )
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext, LayerStats, MoEOutput
+from moe_plugin.records import HostContext, LayerStats, MoEOutput, TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.marks import keeps_init
 from moe_plugin.routing.replay import inside_backward
 
 logger = logging.getLogger(__name__)
-_ONE_STEP = ("route", "preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute",
-             "combine", "postprocess", "router_and_preprocess", "backward_dw")
 
 
-class PluginMoELayer(TakesTokenIds, core.MoELayer):
+class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     """A drop-in for Megatron's `MoELayer` with our routing, dispatch and experts.
 
     Arguments, groups, losses and log are Megatron's.
@@ -92,6 +91,8 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
             config.recompute_modules or [])
         self._prepare_parameters(native)
         self.needs = needs_of(moe.router)
+        if setting(config, "overlap_moe_expert_parallel_comm"):
+            stages.check(self)
         self._clock = StepClock()
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
@@ -99,7 +100,8 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
     def _build(self, config: Any, plan: Translation, native: nn.Module | None) -> MoELayer:
         device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available(
         ) else torch.device("cuda", torch.cuda.current_device())
-        router = None if native is None else NativeRouter(native, config.moe_router_topk)
+        router = None if native is None else NativeRouter(native, config.moe_router_topk,
+                                                          plan.native_balance)
         moe = MoELayer(layer_config(config, plan.config), comm_of(self.groups.experts, plan),
                        host=self._host_context(config, plan, native is not None),
                        router=router, dtype=config.params_dtype, device=device)
@@ -183,14 +185,18 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
         return self._run(hidden_states, real_SB), None
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
-        ranks = self.groups.tensor.size()
+        ranks, shared = self.groups.tensor.size(), None
+        if self.shared_experts is not None:
+            shared = functools.cache(functools.partial(self.shared_experts, x_SBD))
+        beside = shared if self.plan.config.experts.shared_overlap else None
         if ranks > 1 and not self.config.sequence_parallel and not self.shares_tokens:
-            output = self._run_split(x_SBD, real_SB, ranks)
+            output = self._run_split(x_SBD, real_SB, ranks, beside)
         else:
-            output = self._routed(x_SBD, real_SB)
-        return output if self.shared_experts is None else output + self.shared_experts(x_SBD)
+            output = self._routed(x_SBD, real_SB, beside)
+        return output if shared is None else output + shared()
 
-    def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int) -> Tensor:
+    def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int,
+                   beside: Callable[[], Tensor] | None) -> Tensor:
         # every tensor-parallel rank has all tokens: each routes its own part of the sequence, as
         # under sequence parallelism
         from megatron.core.tensor_parallel import mappings
@@ -205,37 +211,44 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
         group = self.groups.tensor
         part_SBD = mappings.scatter_to_sequence_parallel_region(x_SBD, group=group)
         real_SB = None if real_SB is None else real_SB.chunk(ranks)[group.rank()]
-        output = self._routed(part_SBD, real_SB)
+        output = self._routed(part_SBD, real_SB, beside)
         return mappings.gather_from_sequence_parallel_region(
             output, tensor_parallel_output_grad=False, group=group)[:length]
 
-    def _routed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
+    def _routed(self, x_SBD: Tensor, real_SB: Tensor | None,
+                beside: Callable[[], Tensor] | None) -> Tensor:
+        parameters.wait_for(self.experts)
+        out = self.moe(x_SBD, real_SB, info=self._before_routing(x_SBD), beside=beside)
+        self._observe(out)
+        return self._with_losses(
+            out.output, out.losses,
+            x_SBD.shape[0] * x_SBD.shape[1] if real_SB is None else real_SB.sum())
+
+    def _before_routing(self, x_SBD: Tensor) -> TokenInfo | None:
         if self.plan.native_router:
             self.moe.router.batch_size = x_SBD.shape[1]
-        parameters.wait_for(self.experts)
         if self.training and not inside_backward() and self._clock.new_step(
                 core.microbatches_a_step()):
             finish_step(self.router)
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
         ids_SB = ids_of(x_SBD, self.tokens_BT, self.needs, part)
-        out = self.moe(x_SBD, real_SB, info=token_info(x_SBD, ids_SB, self.needs))
+        return token_info(x_SBD, ids_SB, self.needs)
+
+    def _observe(self, out: MoEOutput) -> None:
         if torch.is_grad_enabled() or not self.training:  # else the first pass of a recomputation
             self.last_stats = out.stats
             if self.observer is not None and out.stats is not None:
                 self.observer(out.stats)
-        return self._with_losses(
-            out, x_SBD.shape[0] * x_SBD.shape[1] if real_SB is None else real_SB.sum())
 
-    def _with_losses(self, out: MoEOutput, tokens: int | Tensor) -> Tensor:
+    def _with_losses(self, y: Tensor, losses: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
         # once a micro-batch: not in a recomputation's first pass
         if not (self.training and torch.is_grad_enabled()):
-            return out.output
-        y = out.output
+            return y
         parts = self.groups.context if self.shares_tokens else self.groups.tokens
         group = parts if parts.size() > 1 else None
         for name, weight in self.plan.config.losses.items():
-            if weight and name in out.losses:
-                loss = out.losses[name]
+            if weight and name in losses:
+                loss = losses[name]
                 # by tokens: Megatron then divides every gradient by the number of tokens
                 y = core.attach_loss(
                     y, weight * loss * (tokens if self.config.calculate_per_token_loss else 1))
@@ -276,16 +289,15 @@ class PluginMoELayer(TakesTokenIds, core.MoELayer):
 def _refused(name: str) -> Any:
     def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
         raise ValueError(
-            f"MoELayer.{name} is a step of Megatron's overlapped schedules; moe-plugin's layer "
-            "runs as one step: set "
-            "overlap_moe_expert_parallel_comm=False and delay_wgrad_compute=False")
+            f"MoELayer.{name} is not a step of moe-plugin's layer: set delay_wgrad_compute=False; "
+            "overlap_moe_expert_parallel_comm needs megatron-core >= 0.16")
 
     call.__name__, call.__doc__ = name, ("Not offered: a `ValueError` that names the setting to "
                                          "change.")
     return call
 
 
-for _name in _ONE_STEP:
+for _name in ("router_and_preprocess", "backward_dw"):
     setattr(PluginMoELayer, _name, _refused(_name))
 
 

@@ -16,11 +16,15 @@ class NativeRouter(RouterModule):
     Megatron's router attaches its losses to the probabilities and logs them itself, so
     `Routing.losses` is empty. It does not give its score distribution away, so the entropy is that
     of the chosen weights, divided by their sum.
+
+    Args:
+        native: Megatron's router. top_k: experts per token.
+        balances: whether its settings keep the load even, by a loss or otherwise.
     """
 
-    def __init__(self, native: nn.Module, top_k: int) -> None:
+    def __init__(self, native: nn.Module, top_k: int, balances: bool = True) -> None:
         super().__init__()
-        self.native, self.top_k = native, top_k
+        self.native, self.top_k, self.balances = native, top_k, balances
         # sequences in the next call; the layer sets it, for losses that are taken by sequence
         self.batch_size = 1
 

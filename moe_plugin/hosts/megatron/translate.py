@@ -40,6 +40,8 @@ NATIVE_ARGUMENTS: dict[str, str] = {
     "experts.hidden_dim": "--moe-ffn-hidden-size",
     "experts.activation": "--swiglu, --squared-relu",
     "experts.bias": "--disable-bias-linear",
+    "experts.recompute_activation": "--recompute-modules",
+    "experts.shared_overlap": "--moe-shared-expert-overlap",
     "experts.shared_hidden_dim": "--moe-shared-expert-intermediate-size",
     "experts.init_std": "--init-method-std",
 }
@@ -51,12 +53,13 @@ class Translation:
     """A layer's settings in our terms.
 
     config: for the layer. native_router: why Megatron's router is needed (empty: ours is used).
-    notices: what has no effect here.
+    notices: what has no effect here. native_balance: Megatron's router keeps the load even.
     """
 
     config: MoEConfig
     native_router: tuple[str, ...]
     notices: tuple[str, ...]
+    native_balance: bool
 
 
 def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +95,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     config = with_overrides(from_dict({"losses": {}}), {**settings, **known})
     if reasons:
         _check_native_router_settings(settings, reasons)
-    return Translation(config, tuple(reasons), tuple(_notices(native)))
+    balance = injected_router or _native_router_balances(native)
+    return Translation(config, tuple(reasons), tuple(_notices(native)), balance)
 
 
 def _native_values(native: Any) -> dict[str, Any]:
@@ -112,6 +116,9 @@ def _native_values(native: Any) -> dict[str, Any]:
         "experts.activation": _activation(native),
         "experts.bias": bool(native.add_bias_linear),
         "experts.shared_hidden_dim": 0,  # Megatron's own shared expert is used
+        "experts.shared_overlap": bool(setting(native, "moe_shared_expert_overlap", False)),
+        "experts.recompute_activation": native.recompute_granularity == "selective" and "moe_act" in
+                                        (setting(native, "recompute_modules") or []),
     }
 
 
@@ -191,6 +198,17 @@ def native_router_reasons(native: Any) -> Iterable[str]:
             yield f"{name}={setting(native, name)}"
 
 
+def _native_router_balances(native: Any) -> bool:
+    kinds, weights = _as_list(native.moe_router_load_balancing_type), _as_list(
+        native.moe_aux_loss_coeff)
+    weighted = any(weight and "aux_loss" in kind
+                   for kind, weight in zip(kinds, weights, strict=False))
+    others = any(kind != "none" and "aux_loss" not in kind for kind in kinds)
+    return weighted or others or any(
+        setting(native, name) for name in ("moe_router_enable_expert_bias",
+                                           "moe_router_force_load_balancing"))
+
+
 def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str]) -> None:
     ours = [
         path for path in settings
@@ -212,16 +230,13 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str],
                             ("fp4", (None, False),
                              "run the MoE layers in bf16"), ("moe_latent_size", (None, 0),
                                                              "leave it unset"),
-                            ("moe_shared_expert_overlap", (None, False),
-                             "set it to False: the shared expert runs before the dispatch"),
                             ("moe_apply_probs_on_input", (None, False),
                              "set it to False"), ("glu_linear_offset", (None, 0, 0.0),
                                                   "set it to 0"), ("activation_func_clamp_value",
                                                                    (None,), "leave it unset"),
-                            ("overlap_moe_expert_parallel_comm", (None, False),
-                             "set it to False: this layer runs as one step"),
                             ("delay_wgrad_compute", (None, False),
-                             "set it to False: this layer runs as one step"),
+                             "set it to False: the experts' weight gradients are computed with the "
+                             "others, in one backward pass"),
                             ("overlap_dispatch_backward_with_experts_wgrad", (None, False),
                              "set it to False"), ("moe_mlp_glu_interleave_size", (None,),
                                                   "leave it unset"),
@@ -257,6 +272,21 @@ def refuse_unsupported(native: Any) -> None:
                 f"{short(supported[-1])}; {remedy}"
             )
     _refuse_lists(native)
+    _refuse_confused_stages(native)
+
+
+def _refuse_confused_stages(native: Any) -> None:
+    # between two ranks an activation and a gradient of one batch of messages are taken for each
+    # other: both have the same shape, so that the numbers are wrong and nothing fails
+    stages = setting(native, "virtual_pipeline_model_parallel_size") or 1
+    if stages > 1 and native.pipeline_model_parallel_size == 2 and setting(
+            native, "batch_p2p_comm", True):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={stages} with pipeline_model_parallel_size=2 "
+            "trains wrongly where Megatron sends messages in batches (batch_p2p_comm=True): between "
+            "two ranks it takes activations for gradients; set overlap_p2p_comm=True and "
+            "batch_p2p_comm=False (leave out --no-overlap-p2p-communication), use 3 or more "
+            "pipeline stages, or no virtual ones")
 
 
 def _refuse_lists(native: Any) -> None:
@@ -266,11 +296,6 @@ def _refuse_lists(native: Any) -> None:
             f"cuda_graph_impl={short(native.cuda_graph_impl)} with scope {sorted(scopes)} is not "
             "supported: sizes inside an MoE "
             "layer change from step to step; use the scope 'attn' alone, or cuda_graph_impl='none'")
-    if "moe_act" in (setting(native, "recompute_modules") or []):
-        raise ValueError(
-            "recompute_modules contains 'moe_act', which is not supported: must be without it; use "
-            "'moe'"
-        )
     offloaded = {"expert_fc1", "moe_act"} & set(setting(native, "offload_modules") or [])
     if setting(native, "fine_grained_activation_offloading", False) and offloaded:
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from tests.experts.exchange_events import logged
 from tests.hosts.megatron.layers import Case, build, compare, initialise_parallel, run
 from tests.hosts.megatron.ranks import on_ranks
 
@@ -115,24 +116,27 @@ def test_tensor_parallel_without_sequence_parallel(etp: int) -> None:
         torch.testing.assert_close(results[0][0][name], results[0][1][name], rtol=1e-5, atol=1e-6)
 
 
-def _recomputed(case: Case) -> list[dict[str, Any]]:
+def _recomputed(case: Case, module: str) -> list[dict[str, Any]]:
     initialise_parallel(case)
     again = replace(
         case,
-        native={**case.native, "recompute_granularity": "selective", "recompute_modules": ["moe"]})
+        native={**case.native, "recompute_granularity": "selective", "recompute_modules": [module],
+                "moe_grouped_gemm": module == "moe_act"})
     layers = [build(case, True), build(again, True)]
     seen: list[Any] = []
     layers[1].observer = seen.append
+    assert layers[1].moe.config.experts.recompute_activation == (module == "moe_act")
     results = [run(layer, c) for layer, c in zip(layers, (case, again), strict=True)]
     assert len(seen) == 1, "statistics are taken once, not in both passes"
     return results
 
 
-@pytest.mark.parametrize("native",
-                         [BOTH, {**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}],
-                         ids=["own router", "native router"])
-def test_recompute_changes_nothing(native: dict[str, Any]) -> None:
-    [(plain, again)] = on_ranks(1, _recomputed, Case(native=native))
+@pytest.mark.parametrize(("native", "module"), [
+    (BOTH, "moe"), ({**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}, "moe"),
+    (BOTH, "moe_act")], ids=["own router", "native router", "activation"])
+def test_recompute_changes_nothing(native: dict[str, Any], module: str) -> None:
+    [(plain, again)] = on_ranks(1, _recomputed, Case(native=native, gated=module == "moe_act"),
+                                module)
     for name, value in plain.items():
         if value is not None:
             torch.testing.assert_close(again[name], value, rtol=0, atol=0)
@@ -185,11 +189,15 @@ def _error(native: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 REFUSED = {
-    "wgrad": ({"overlap_moe_expert_parallel_comm": True}, {},
-              ("overlap_moe_expert_parallel_comm=True", "False")), "clamp": ({
+    "wgrad": ({"delay_wgrad_compute": True}, {},
+              ("delay_wgrad_compute=True", "one backward pass")), "clamp": ({
                   "activation_func_clamp_value": 7.0
               }, {}, ("activation_func_clamp_value=7.0", "unset")),
     "activation": ({"activation_func": torch.tanh}, {}, ("activation_func=", "gelu, silu")),
+    "virtual stages over two ranks": ({
+        "virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2
+    }, {}, ("virtual_pipeline_model_parallel_size=2", "overlap_p2p_comm=True",
+            "--no-overlap-p2p-communication")),
     "contradiction": ({}, {"router.top_k": 3}, ("router.top_k=3", "2", "--moe-router-topk")),
     "no losses but one": (AUX, {"losses": {}}, ("losses=none", "0.1", "moe_aux_loss_coeff")),
     "two aux losses": (AUX, {"losses": {"switch": 0.5}},
@@ -230,35 +238,35 @@ def test_our_own_settings_reach_the_layer() -> None:
     assert name == "padded" and capacity == 2 * int(0.5 * 6) and logged["logged gshard_loss"] >= 0.9
 
 
-def _steps_refused() -> list[str]:
-    initialise_parallel(Case())
-    layer, messages = build(Case(), True), []
-    for name in ("route", "preprocess", "dispatch", "routed_experts_compute", "combine",
-                 "postprocess", "backward_dw"):
-        with pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm=False") as caught:
-            getattr(layer, name)()
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_steps_of_overlapped_schedules_are_refused() -> None:
-    assert all(name in message
-               for name, message in zip(("route", "preprocess", "dispatch"),
-                                        on_ranks(1, _steps_refused)[0], strict=False))
-
-
-def _shared() -> torch.Tensor:
-    case = Case(native={"moe_shared_expert_intermediate_size": 8})
+def _shared(case: Case, overlap: bool) -> tuple[float, list[str]]:
+    """(largest difference from Megatron's layer, order of events in ours)"""
+    case = replace(case, native={**case.native, "moe_shared_expert_intermediate_size": 8})
+    beside = replace(case, native={**case.native, "moe_shared_expert_overlap": overlap})
     initialise_parallel(case)
-    layers = [build(case, flag) for flag in (False, True)]
+    layers, log = [build(case, False), build(beside, True)], []
     layers[1].shared_experts.load_state_dict(layers[0].shared_experts.state_dict())
-    native, ours = (run(layer, case) for layer in layers)
-    return torch.stack([(native[n] - ours[n]).abs().max()
-                        for n in ("output", "input gradient", "router gradient")])
+    native = run(layers[0], case)
+    with logged(log, shared=layers[1].shared_experts):
+        ours = run(layers[1], beside)
+    grads = [[p.grad for p in layer.shared_experts.parameters()] for layer in layers]
+    pairs = [(native[n], ours[n]) for n in ("output", "input gradient", "router gradient",
+                                            "w_in gradient")]
+    return max(float((a - b).abs().max())
+               for a, b in [*pairs, *zip(*grads, strict=True)]), log
 
 
 def test_megatrons_shared_expert_is_used() -> None:
-    assert on_ranks(1, _shared)[0].max() < 1e-5
+    [(difference, _)] = on_ranks(1, _shared, Case(), False)
+    assert difference < 1e-5
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", [Case(ep=2), Case(tp=2, etp=2, sequence_parallel=True)],
+                         ids=["EP2", "TP2 ETP2"])
+def test_shared_expert_runs_while_rows_travel(case: Case) -> None:
+    for difference, log in on_ranks(2, _shared, case, True):
+        assert difference < 1e-5
+        assert log == ["started", "shared", "waited"] * 2  # forward, backward
 
 
 def test_swap_moe_needs_an_moe_layer() -> None:

@@ -162,6 +162,8 @@ def shared_experts(config: Any, submodules: Any, groups_: Groups) -> torch.nn.Mo
             "Megatron's own functions and swap the MoE layer in it "
             "(moe_plugin.hosts.megatron.spec.swap_moe)"
         )
+    config = copy.copy(config)
+    config.moe_shared_expert_overlap = False  # else it is in pieces for Megatron's own dispatcher
     kwargs = {"config": config, "pg_collection": groups_.collection}
     if hasattr(config, "moe_shared_expert_gate"):  # from 0.16 the gate is an argument
         kwargs["gate"] = config.moe_shared_expert_gate

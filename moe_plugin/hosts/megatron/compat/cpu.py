@@ -111,6 +111,7 @@ def _streams() -> None:
     for name in ("synchronize", "empty_cache", "set_device"):
         setattr(cuda, name, _always(None))
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _always(None), _always(None)
+    Tensor.record_stream = _always(None)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def stream(_stream: Any) -> Iterator[None]:
@@ -156,8 +157,6 @@ class _CudaMeansCpu(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is Tensor.cuda:
             return args[0]
-        if name == "record_stream":
-            return None
         if name == "type" and len(args) == 1 and not kwargs:
             return _tensor_type(func(*args), sys._getframe(1).f_code.co_filename)
         if "device" in kwargs:

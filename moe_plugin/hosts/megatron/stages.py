@@ -1,0 +1,166 @@
+"""Our layer in steps, for Megatron's schedule that runs the forward pass of one micro-batch beside
+the backward pass of another (`overlap_moe_expert_parallel_comm`, 0.16 to 0.19).
+
+Megatron cuts the graph between these steps: each takes detached tensors, runs its own backward, and
+the memory of what it took is freed when it is done. So whatever has a gradient, tokens, rows and
+gate weights, goes from step to step as an argument, and a step copies what it must keep. One call
+is under way in a layer at a time; backward passes in between do not touch it.
+
+| Megatron's step | here |
+|---|---|
+| `shared_experts_compute` | Megatron's shared expert |
+| `route`, `preprocess` | route, capacity, select, plan |
+| `dispatch` | dispatch |
+| `routed_experts_compute` | experts |
+| `combine`, `postprocess` | combine, leave |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_plugin.comm.meter import TrafficMeter
+from moe_plugin.dispatch.local import TokenPlan, with_weights
+from moe_plugin.hosts.megatron import parameters
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, MoEOutput, RowPlan, Tokens
+from moe_plugin.routing.statistics import call_stats
+from moe_plugin.tuning.layouts import CallPlan, LayoutCall
+
+
+@dataclass
+class _Call:
+    """The call under way: what a step leaves for the next ones beside its tensors."""
+
+    tokens: Tokens
+    kept: KeptRouting
+    layout: LayoutCall
+    traffic: TrafficMeter
+    plan: CallPlan | None = None
+    work: ExpertRows | None = None
+
+
+class Stages:
+    """The steps of `PluginMoELayer`; its `forward` does not use them."""
+
+    _call: _Call | None = None
+
+    def shared_experts_compute(self: Any, hidden_states: Tensor) -> Tensor | None:
+        """The shared expert's outputs [s, b, h]; None without one."""
+        return None if self.shared_experts is None else self.shared_experts(hidden_states)
+
+    def route(self: Any, hidden_states: Tensor,
+              padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(gate weights [T, K], experts int64 [T, K]) of hidden_states [s, b, h].
+
+        padding_mask: [b, s] bool, True = padding.
+        """
+        real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
+        info, moe = self._before_routing(hidden_states), self.moe
+        traffic = TrafficMeter(moe.comm)
+        tokens = moe.tokens.enter(hidden_states, real_SB, info, moe.experts.dtype)
+        routing = moe.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
+        if routing.passthrough_T is not None:
+            raise ValueError(
+                f"router.name={moe.config.router.name!r} does not fit "
+                "overlap_moe_expert_parallel_comm=True: it adds a part of each token to its "
+                "output; set one of the two otherwise")
+        kept = moe.capacity(routing, self.training)
+        layout = moe.layouts.select(kept, None, self.training)
+        self._call = _Call(tokens, kept, layout, traffic)
+        return routing.weights_TK, routing.ids_TK
+
+    def preprocess(self: Any, hidden_states: Tensor, probs: Tensor,
+                   routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens [T, h], gate weights as the plan has them); auxiliary losses are attached."""
+        call = self._call
+        call.plan = call.layout.plan(call.kept)
+        real_T, tokens = call.tokens.mask_T, call.tokens.count
+        x_TD = self._with_losses(call.tokens.x_TD.clone(), call.kept.before.losses,
+                                 tokens if real_T is None else real_T.sum())
+        call.traffic.hold()
+        return x_TD, _weights(call.plan.dispatch)
+
+    def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows [R, h] for this rank's experts, gate weights)."""
+        call = self._call
+        call.traffic.go_on()
+        parameters.wait_for(self.experts)
+        [call.work] = call.layout.dispatch(hidden_states, call.plan, lambda: None)
+        call.traffic.hold()
+        rows_RD = call.work.x
+        call.work = dataclasses.replace(call.work, x=rows_RD[:0])
+        if rows_RD.untyped_storage().data_ptr() == hidden_states.untyped_storage().data_ptr():
+            rows_RD = rows_RD.clone()
+        return rows_RD, probs.clone()
+
+    def routed_experts_compute(self: Any, hidden_states: Tensor,
+                               probs: Tensor) -> tuple[Tensor, None]:
+        """(the experts' results for the rows [R, h], None: without a separate bias)."""
+        call = self._call
+        call.plan = dataclasses.replace(call.plan,
+                                        dispatch=_with_weights(call.plan.dispatch, probs))
+        rows = call.work.rows
+        rows = with_weights(rows, probs) if isinstance(rows, RowPlan) else rows
+        work = dataclasses.replace(call.work, x=hidden_states.clone(), rows=rows)
+        return self.experts(work), None
+
+    def combine(self: Any, output: Tensor) -> Tensor:
+        """Each token's results weighted and summed, [T, h]."""
+        call = self._call
+        call.traffic.go_on()
+        return call.layout.combine([output], call.plan)
+
+    def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Outputs [s, b, h], with the shared expert's; ends the call."""
+        call, self._call, moe = self._call, None, self.moe
+        stats = call_stats(call.kept, call.traffic, moe.config.num_experts, call.plan.rows,
+                           moe.layouts.report(call.layout))
+        self._observe(MoEOutput(output, {}, stats))
+        y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
+        return y if shared_expert_output is None else y + shared_expert_output
+
+
+def check(layer: Any) -> None:
+    """`ValueError` for settings of a `PluginMoELayer` that cannot be cut into these steps."""
+    config, native, split = layer.moe.config, layer.config, layer.groups.tensor.size() > 1
+    traits = layer.moe.layouts.available.traits
+    bad = [
+        (name, value, bound) for name, value, bound, ok in (
+            ("parallel.mode", config.parallel.mode, "'fixed'", config.parallel.mode == "fixed"),
+            ("parallel.d", config.parallel.d, 1, config.parallel.d == 1),
+            ("parallel.d_backward", config.parallel.d_backward, 0,
+             config.parallel.d_backward in (0, 1)),
+            ("parallel.shadow", config.parallel.shadow, 0, not config.parallel.shadow),
+            ("parallel.replicas", config.parallel.replicas, 1, config.parallel.replicas == 1),
+            ("dispatch.name", config.dispatch.name, "'ragged' or 'padded'", traits.cuts),
+            ("sequence_parallel", False, True, native.sequence_parallel or not split),
+            ("router.name", config.router.name, "a router that reads no token ids",
+             "token_ids" not in layer.needs),
+            # 0.16 to 0.19: the schedule has the final norm in an MoE layer's last step alone
+            ("moe_layer_freq", native.moe_layer_freq, "such that the last layer is an MoE layer",
+             _last_layer_is_moe(native))) if not ok
+    ]
+    for name, value, bound in bad:
+        raise ValueError(
+            f"{name}={value!r} does not fit overlap_moe_expert_parallel_comm=True, which hides "
+            f"exchanges behind another micro-batch: must be {bound}; set one of the two otherwise")
+
+
+def _last_layer_is_moe(native: Any) -> bool:
+    pattern = native.moe_layer_freq
+    return bool(pattern[-1]) if isinstance(pattern, (list, tuple)) else (
+        native.num_layers - 1) % pattern == 0
+
+
+def _weights(plan: DispatchPlan) -> Tensor:
+    return plan.row_plan.weights_TK if isinstance(plan, TokenPlan) else plan.weights_TK
+
+
+def _with_weights(plan: DispatchPlan, weights_TK: Tensor) -> DispatchPlan:
+    if isinstance(plan, TokenPlan):
+        return dataclasses.replace(plan, row_plan=with_weights(plan.row_plan, weights_TK))
+    return dataclasses.replace(plan, weights_TK=weights_TK)

@@ -1,0 +1,101 @@
+"""The layer in steps: Megatron's schedule of one micro-batch's forward pass beside another's
+backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from tests.hosts.megatron.layers import Case, build, initialise_parallel
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.test_megatron_train import EP2, MODEL
+
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+CASES = {
+    "own router": [], "slots": ["--moe-dispatch", "padded", "--moe-capacity-factor", "1"],
+    "gathered experts": ["--moe-parallel-r", "0"],
+    "native router, shared expert": [
+        "--moe-router-num-groups", "2", "--moe-router-group-topk", "1",
+        "--moe-shared-expert-intermediate-size", "16"
+    ], "dense layers between": ["--num-layers", "3", "--moe-layer-freq", "2"],
+}
+
+
+def _trained(argvs: list[list[str]]) -> list[tuple[dict[str, Any], list[Tensor], list[str]]]:
+    """For each: the last record, all parameters, and the steps of the first layer's calls."""
+    from moe_plugin.hosts.megatron import arguments, model, stages, train
+
+    found, build_model, route = [], model.build, stages.Stages.route
+    combine = stages.Stages.combine
+    for argv in argvs:
+        built, called = [], []
+
+        def kept(*args: Any, built: list[Any] = built) -> Any:
+            built.append(build_model(*args))
+            return built[0]
+
+        def noted(step: Any, name: str, called: list[str] = called) -> Any:
+            return lambda self, *args: called.append(name) or step(self, *args)
+
+        model.build = kept
+        stages.Stages.route, stages.Stages.combine = noted(route, "route"), noted(combine, "combine")
+        args = arguments.parser().parse_args(argv)
+        train.start(args)
+        record = train.run(args)
+        found.append((record, [p.detach().clone() for p in built[0].bare()[0].parameters()], called))
+        from moe_plugin.hosts.megatron.compat import core
+
+        core.destroy_groups()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_overlapped_schedule_trains_the_same_model(name: str, data: str) -> None:
+    """SGD without clipping, so that a wrong gradient would show in a parameter."""
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "3", "--optimizer", "sgd", "--sgd-momentum",
+        "0", "--lr", "0.3", "--clip-grad", "0", "--bf16", *EP2, *CASES[name]
+    ]
+    for plain, overlapped in on_ranks(2, _trained, [argv, [*argv, OVERLAP]]):
+        assert plain[2] == [] and overlapped[2].count("route") == overlapped[2].count("combine") > 0
+        for key in ("lm_loss", "grad_norm"):
+            assert overlapped[0][key] == pytest.approx(plain[0][key], rel=1e-3)
+        for loss, by_layer in plain[0]["aux_losses"].items():
+            assert overlapped[0]["aux_losses"][loss] == pytest.approx(by_layer, rel=1e-2)
+        assert overlapped[0]["balance"].keys() == plain[0]["balance"].keys()
+        for one, other in zip(overlapped[1], plain[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
+def _refusals(every: list[dict[str, Any]]) -> list[str]:
+    messages = []
+    for settings in every:
+        freq = settings.pop("moe_layer_freq", 1)
+        case = Case(ep=2, dtype=torch.bfloat16, native={
+            "overlap_moe_expert_parallel_comm": True, "num_layers": 2, "moe_layer_freq": freq})
+        initialise_parallel(case)
+        with pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm=True") as refused:
+            build(case, True, settings)
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_what_cannot_be_cut_into_steps_is_refused() -> None:
+    every = {
+        "parallel.mode='auto'": {"parallel.mode": "auto"}, "parallel.d=2": {"parallel.d": 2},
+        "parallel.shadow=1": {"parallel.shadow": 1},
+        "dispatch.name='all_gather'": {"dispatch.name": "all_gather"},
+        "moe_layer_freq=2": {"moe_layer_freq": 2},
+        "router.name='hash'": {"router.name": "hash", "router.hash.vocabulary": 16},
+    }
+    for messages in on_ranks(2, _refusals, list(every.values())):
+        for start, message in zip(every, messages, strict=True):
+            assert message.startswith(start) and "set one of the two otherwise" in message
