@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.emulate import EmulatedCluster, RankProcess
 
+ALL = "[0, 1, 2, 3]"
+ONE_NODE, TWO_BY_TWO = "1 node(s) of 4 rank(s) (detected)", "2 node(s) of 2 rank(s) (detected)"
+MEASURED = ("linear", "native", "2dh", "leader")
 ANNOUNCED = re.compile(r"all-to-all (\S+) over ranks (\[[\d, ]+\]): (.*)")
 
 
@@ -154,6 +158,22 @@ def same_parameters(one: Path, other: Path, world: int, atol: float = 0.0) -> No
             name
             for name in names if not torch.allclose(first[name], second[name], rtol=0, atol=atol)
         ], rank
+
+
+def algorithms(slow: Sequence[str]) -> list[Any]:
+    """A test's parameters: every all-to-all; these are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else [])
+            for name in (*MEASURED, "auto")]
+
+
+def ran_on_two_nodes(job: Job, name: str, steps: int, layers: int) -> None:
+    """The run says that it is on two nodes of two ranks, and `name` carried every exchange."""
+    assert job.topologies == {ALL: TWO_BY_TWO}
+    every = steps * layers * 2  # rows there and rows back
+    if name == "auto":  # its first calls measure all of them
+        assert set(job.exchanges) == set(MEASURED) and sum(job.exchanges.values()) == every
+    else:
+        assert job.exchanges == {name: every}
 
 
 def settled_on_a_layout(folder: Path, layers: int) -> None:

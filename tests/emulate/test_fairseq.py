@@ -17,7 +17,7 @@ pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairse
 
 from tests.emulate import host_faults, jobs
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, run
-from tests.text import sentence
+from tests.text import sentences
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fairseq]
 Make = Callable[..., EmulatedCluster]
@@ -25,7 +25,6 @@ STEPS = 20
 MOE = ("--user-dir moe_plugin --moe-freq 1 --moe-expert-count 4 --criterion moe_cross_entropy "
        "--moe-gate-loss-wt 0.01")
 LINKS = {"rate_bit_s": 1e9, "delay_s": 2e-4}  # fast: what is proved here needs no slow link
-TWO_BY_TWO = "2 node(s) of 2 rank(s) (detected)"
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +34,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     if why_not():
         pytest.skip(why_not())
-    import random
-
     import torch._dynamo  # noqa: F401 - 2 s; otherwise every forked rank imports it
     from fairseq import utils
 
-    home, generator = tmp_path_factory.mktemp("data"), random.Random(0)
-    (home / "train.txt").write_text("".join(sentence(generator) + "\n" for _ in range(1300)))
-    (home / "valid.txt").write_text("".join(sentence(generator) + "\n" for _ in range(20)))
+    home, lines = tmp_path_factory.mktemp("data"), sentences(1320)
+    (home / "train.txt").write_text("\n".join(lines[:1300]) + "\n")
+    (home / "valid.txt").write_text("\n".join(lines[1300:]) + "\n")
     run("fairseq-preprocess",
         "--only-source --trainpref train.txt --validpref valid.txt --destdir lm", cwd=home).ok()
     utils.import_user_module(argparse.Namespace(user_dir="moe_plugin"))
@@ -70,18 +67,14 @@ def one_machine(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         job = train(cluster, data, folder, "--moe-all-to-all linear")
     assert sorted(job.losses) == list(range(1,
                                             STEPS + 1)) and job.losses[STEPS] < job.losses[1] - 0.5
-    assert job.topologies == {"[0, 1, 2, 3]": "1 node(s) of 4 rank(s) (detected)"}
+    assert job.topologies == {jobs.ALL: jobs.ONE_NODE}
     return folder, job
 
 
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param("linear", marks=SLOW),
-    pytest.param("native", marks=SLOW), "2dh",
-    pytest.param("leader", marks=SLOW), "auto"
-])
+@pytest.mark.parametrize("name", jobs.algorithms(slow=("linear", "native", "leader")))
 def test_every_algorithm_trains_the_same_model(cluster: Make, data: Path,
                                                one_machine: tuple[Path, jobs.Job], tmp_path: Path,
                                                name: str) -> None:
@@ -91,13 +84,7 @@ def test_every_algorithm_trains_the_same_model(cluster: Make, data: Path,
     job = train(cluster(2, 2, **LINKS), data, tmp_path / "run", f"--moe-all-to-all {name}")
     assert job.losses == one_machine[1].losses
     jobs.same_parameters(one_machine[0], tmp_path / "run", 4)
-    assert job.topologies == {"[0, 1, 2, 3]": TWO_BY_TWO}
-    every = STEPS * 2 * 2  # two layers, rows there and rows back
-    if name == "auto":  # its first calls measure all of them
-        assert set(job.exchanges) == {"linear", "native", "2dh", "leader"} and sum(
-            job.exchanges.values()) == every
-    else:
-        assert job.exchanges == {name: every}
+    jobs.ran_on_two_nodes(job, name, STEPS, layers=2)
 
 
 def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: Make, data: Path,

@@ -15,8 +15,8 @@ from moe_plugin.emulate import EmulatedCluster, why_not
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from tests import text
 from tests.emulate import host_faults, jobs
-from tests.hosts.megatron.ranks import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.megatron]
 Make = Callable[..., EmulatedCluster]
@@ -32,22 +32,20 @@ EP4, EP2 = ["--expert-model-parallel-size", "4"], ["--expert-model-parallel-size
 TP2, ETP2, ETP1 = (["--tensor-model-parallel-size", "2",
                     "--sequence-parallel"], ["--expert-tensor-parallel-size",
                                              "2"], ["--expert-tensor-parallel-size", "1"])
-ALL, TWO_BY_TWO = "[0, 1, 2, 3]", "2 node(s) of 2 rank(s) (detected)"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An indexed dataset; Megatron and the training script are loaded here, so that forked ranks
-    have them.
+    have them. What makes Megatron run on a CPU is left to the ranks: it would change this process.
     """
     if why_not():
         pytest.skip(why_not())
+    from moe_plugin.hosts.megatron import checkpoint, model, report, train  # noqa: F401
     from moe_plugin.hosts.megatron.data import documents, write_indexed
-    from tests.hosts.megatron import ranks_preload  # noqa: F401
 
     folder = tmp_path_factory.mktemp("data")
-    (folder / "corpus.txt").write_text("\n\n".join(
-        path.read_text() for path in sorted(Path(ROOT, "moe_plugin", "comm").rglob("*.py"))))
+    (folder / "corpus.txt").write_text(text.documents(50))
     write_indexed(documents(str(folder / "corpus.txt")), str(folder / "corpus"))
     return str(folder / "corpus")
 
@@ -72,29 +70,20 @@ def one_machine(data: str, tmp_path_factory: pytest.TempPathFactory) -> jobs.Job
                     [*EP4, "--moe-all-to-all", "linear"])
     assert sorted(job.losses) == list(range(1,
                                             STEPS + 1)) and job.losses[STEPS] < job.losses[1] - 0.5
-    assert job.topologies == {ALL: "1 node(s) of 4 rank(s) (detected)"}
+    assert job.topologies == {jobs.ALL: jobs.ONE_NODE}
     return job
 
 
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param("linear", marks=SLOW),
-    pytest.param("native", marks=SLOW), "2dh", "leader", "auto"
-])
+@pytest.mark.parametrize("name", jobs.algorithms(slow=("linear", "native")))
 def test_every_algorithm_gives_the_same_losses(cluster: Make, data: str, one_machine: jobs.Job,
                                                tmp_path: Path, name: str) -> None:
     """Equal to the last digit: an all-to-all only moves rows."""
     job = train(cluster(2, 2, **LINKS), data, tmp_path / "run", [*EP4, "--moe-all-to-all", name])
     assert job.losses == one_machine.losses
-    assert job.topologies == {ALL: TWO_BY_TWO}
-    every = STEPS * 2 * 2  # two layers, rows there and rows back
-    if name == "auto":  # its first calls measure all of them
-        assert set(job.exchanges) == {"linear", "native", "2dh", "leader"} and sum(
-            job.exchanges.values()) == every
-    else:
-        assert job.exchanges == {name: every}
+    jobs.ran_on_two_nodes(job, name, STEPS, layers=2)
 
 
 def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: Make, data: str,
@@ -103,8 +92,9 @@ def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: M
     job = train(
         cluster(2, 2, **LINKS), data, tmp_path / "run",
         [*EP4, "--moe-parallel", "auto", "--moe-overlap-max", "2", "--moe-parallel-samples", "1"])
-    # layouts add up in other orders: float32 losses drift apart by some 1e-3 in 20 steps
-    assert job.losses == pytest.approx(one_machine.losses, abs=3e-3)
+    # layouts add up in other orders, 1e-6 in these losses; on some texts that decides a near-tie of
+    # the router, after which float32 curves drift apart by 1e-3: not on this one
+    assert job.losses == pytest.approx(one_machine.losses, abs=1e-4)
     jobs.settled_on_a_layout(tmp_path / "run", layers=2)
 
 
@@ -121,7 +111,7 @@ def test_a_topology_given_by_file(cluster: Make, data: str, one_machine: jobs.Jo
                 [*EP4, "--moe-all-to-all", "2dh", "--moe-topology",
                  str(tmp_path / "nodes.yaml")], 5)
     assert job.losses == {step: one_machine.losses[step] for step in range(1, 6)}
-    assert said in job.topologies[ALL] and set(job.exchanges) == {ran}
+    assert said in job.topologies[jobs.ALL] and set(job.exchanges) == {ran}
 
 
 # groups of three ranks over nodes of two
