@@ -137,7 +137,7 @@ def test_adaptive_page_is_made_from_its_numbers(script: ModuleType) -> None:
 def test_plan_page_is_made_from_its_numbers(script: ModuleType) -> None:
     cells = json.loads((BENCHMARKS / "plan.json").read_text(encoding="utf-8"))
     page = (BENCHMARKS / "plan.md").read_text(encoding="utf-8")
-    assert script.page(cells, steps=7, most=0.1) == page
+    assert script.page(cells, steps=15, most=0.1) == page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
