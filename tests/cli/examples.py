@@ -39,8 +39,9 @@ SMALL = {
     "bench kernels": "--tokens 64 --model-dim 16 --hidden-dim 32 --experts 4 --rounds 1",
     "watch": "--once",
 }
-# Megatron-LM's own flags with their numbers of values; megatron-core has no parser for them
-_SCRIPT_FLAGS = {"--spec": 2}
+# of Megatron's training code, with their numbers of values: those that our own script lacks
+_SCRIPT_FLAGS = {"--spec": 2, "--mock-data": 0, "--max-position-embeddings": 1,
+                 "--moe-router-load-balancing-type": 1}
 
 
 @dataclass(frozen=True)
@@ -191,16 +192,19 @@ class Shell:
                  min(self.ranks, 2), self.folder)
 
     def megatron_launch(self, words: list[str]) -> None:
-        """The launcher of Megatron-LM's script: our flags, and Megatron's by name."""
-        assert not self.runs, "Megatron-LM's script is not here"
+        """The launcher of Megatron's training code: our flags, and Megatron's by name."""
+        assert not self.runs, "Megatron's training code is not here"
         pytest.importorskip("megatron.core", reason="needs megatron-core")
-        import argparse
+        from moe_plugin.hosts.megatron import arguments
 
-        from moe_plugin.hosts.megatron.launch import extra_args_provider
-
-        parser = extra_args_provider(argparse.ArgumentParser(exit_on_error=False))
+        words = words[1:] if words[0] == "--moe-cpu" else words
+        assert Path(words[0]).name == "pretrain_gpt.py" or (ROOT / words[0]).is_file(), words[0]
+        parser = arguments.parser()
+        for action in parser._actions:
+            action.required = False
         for flag, values in _SCRIPT_FLAGS.items():
-            parser.add_argument(flag, nargs=values)
+            if flag not in parser._option_string_actions:
+                parser.add_argument(flag, nargs=values or "*")
         parser.parse_args(words[1:])
 
     def moe_plugin(self, words: list[str]) -> None:

@@ -19,7 +19,12 @@ import sys
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron.arguments import FUSED_ADAM
 from moe_plugin.hosts.megatron.compat.finite import skip_steps_of_all_optimizers
-from moe_plugin.hosts.megatron.compat.settings import Provider, extend_parse_args
+from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
+from moe_plugin.hosts.megatron.compat.settings import (
+    Provider,
+    extend_parse_args,
+    keep_compiled_helpers,
+)
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.messages import short
@@ -45,11 +50,8 @@ def chained(first: Provider | None) -> Provider:
 def main(argv: list[str] | None = None) -> None:
     """Run `launch [--moe-cpu] SCRIPT ARGUMENTS...`."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["--moe-cpu"]:
-        from moe_plugin.hosts.megatron.compat import cpu
-
-        cpu.enable(force=True)
-        argv = argv[1:]
+    on_cpu = argv[:1] == ["--moe-cpu"]
+    argv = argv[1:] if on_cpu else argv
     if not argv or not os.path.isfile(argv[0]):
         raise SystemExit(
             f"usage: python -m moe_plugin.hosts.megatron.launch [--moe-cpu] SCRIPT ARGUMENTS...\n"
@@ -58,10 +60,18 @@ def main(argv: list[str] | None = None) -> None:
         )
     script = os.path.abspath(argv[0])
     sys.argv = [script, *argv[1:]]
-    # its own modules; a source checkout also has megatron.training there
+    # its own modules; a source checkout has Megatron there, too: before anything imports Megatron,
+    # so that megatron.core and megatron.training are those of one tree
     sys.path.insert(0, os.path.dirname(script))
+    if on_cpu:
+        from moe_plugin.hosts.megatron.compat import script_cpu
+
+        script_cpu.enable()
+        extend_parse_args(script_cpu.with_defaults)
+    keep_compiled_helpers()
     extend_parse_args(chained)
     skip_steps_of_all_optimizers()
+    mend_loading_of_all_optimizers()
     observe_script()
     runpy.run_path(script, run_name="__main__")
 

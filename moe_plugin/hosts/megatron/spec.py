@@ -20,6 +20,7 @@ Without it: a module of your own with `spec = script_spec("settings.yaml")`, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,6 +90,13 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 "moe_plugin.hosts.megatron.spec.swap_moe")
     if transformer_engine is None and arguments.get("transformer_impl") == "local":
         transformer_engine = False
+    if core.has_groups():
+        return _block(settings, transformer_engine)
+    # from 0.19 on a script may ask before it has groups; the model builder calls what it gets
+    return functools.partial(_later_block, settings, transformer_engine)
+
+
+def _block(settings: Mapping[str, Any] | str | None, transformer_engine: bool | None) -> Any:
     config = script_config()
     block = core.gpt_block_spec(config, transformer_engine)
     if not config.virtual_pipeline_model_parallel_size:
@@ -98,6 +106,19 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
             f"moe_layer_freq={short(config.moe_layer_freq)} cannot be used with virtual pipeline "
             "stages and --spec: must be 1; leave out --moe-layer-freq or the virtual stages")
     return swap_moe(block.layer_specs[0], settings)
+
+
+def _later_block(settings: Mapping[str, Any] | str | None, transformer_engine: bool | None,
+                 _model_config: Any, vp_stage: int | None = None) -> Any:
+    config = script_config()
+    if config.mtp_num_layers:
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} cannot be used with --spec in a script that "
+            "builds its model from a GPTModelConfig: Megatron's builder takes its own MoE layer "
+            "for multi-token prediction; pass `pretrain` a model provider, as "
+            "scripts/pretrain_gpt_moe.py does")
+    return swap_moe(core.gpt_block_spec(config, transformer_engine, vp_stage), settings,
+                    allow_none=True)
 
 
 _OTHER_LAYERS = ("yaml_cfg", "heterogeneous_layers_config_path", "experimental_attention_variant",

@@ -1,5 +1,6 @@
 """Everything that depends on Megatron's version, and every patch of it.
 
 `core`: layer, groups, specs, losses. `optimizer`: its state in checkpoints. `settings`: its
-settings and script. `norm`: norms without Apex. `cpu`: running without CUDA.
+settings and script. `norm`: norms without Apex. `finite`: steps that are skipped. `cpu`: running
+without CUDA; `script_cpu`: its training code, too. `older_python`: 0.18 on before Python 3.12.
 """

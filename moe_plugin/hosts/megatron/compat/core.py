@@ -91,6 +91,11 @@ def all_data_group(collection: Any) -> Group:
         with_context_parallel=True)
 
 
+def has_groups() -> bool:
+    """Whether Megatron's parallel groups have been made."""
+    return parallel_state.model_parallel_is_initialized()
+
+
 def destroy_groups() -> None:
     """Megatron's `destroy_model_parallel`, and what it forgets (0.15 to 0.19): one more group, and
     those in the records of auxiliary losses.
@@ -307,16 +312,19 @@ def gpt_moe_layer_spec(transformer_engine: bool | None) -> Any:
     return gpt_layer_specs.get_gpt_layer_local_spec(num_experts=1)
 
 
-def gpt_block_spec(config: Any, transformer_engine: bool | None) -> TransformerBlockSubmodules:
+def gpt_block_spec(config: Any, transformer_engine: bool | None,
+                   vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's own spec of this pipeline stage's layers, with everything that `config` says of
     them: attention, norms, which layers are MoE layers.
+
+    vp_stage: of which virtual stage; None: there are none.
     """
     from megatron.core.models.gpt import gpt_layer_specs
 
     engine = has_transformer_engine() if transformer_engine is None else transformer_engine
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm)
+        qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage)
 
 
 def replace_norms(spec: Any, native: type, ours: type) -> Any:

@@ -9,6 +9,7 @@ Megatron object is built. Our own layer needs none of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import sys
@@ -38,13 +39,18 @@ class Patch:
 PATCHES: list[Patch] = []
 
 
-def _patch(target: str, versions: str,
-           reason: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def patch_in(patches: list[Patch], target: str, versions: str,
+             reason: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Decorator: the function becomes the last of `patches`."""
+
     def add(apply: Callable[[], None]) -> Callable[[], None]:
-        PATCHES.append(Patch(target, versions, reason, apply))
+        patches.append(Patch(target, versions, reason, apply))
         return apply
 
     return add
+
+
+_patch = functools.partial(patch_in, PATCHES)
 
 
 def enable(force: bool = False) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,23 +107,60 @@ def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
 
 
 def load_optimizer(optimizer: Any, state: Any) -> None:
-    """`optimizer.load_state_dict(state)`, and the torch Adam's step number with it.
+    """`optimizer.load_state_dict(state)`, and the torch Adam's step number with it."""
+    with _step_out_of_sight(optimizer):
+        optimizer.load_state_dict(state)
 
-    0.15 to 0.19: the distributed optimizer sets the step from the common state and then looks for
-    it among each parameter's tensors, where no checkpoint has it: it is kept out of sight
+
+@contextlib.contextmanager
+def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
+    """0.15 to 0.19: the distributed optimizer sets the step from the common state and then looks
+    for it among each parameter's tensors, where no checkpoint has it: it is kept out of sight
     meanwhile. It also gives one and the same step tensor to all parameters, which torch's Adam then
     counts up once for each of them: every parameter gets its own.
     """
     for part in _torch_adam_parts(optimizer):
         part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)
     try:
-        optimizer.load_state_dict(state)
+        yield
     finally:
         for part in _torch_adam_parts(optimizer):
             part.__dict__.pop("_set_main_param_and_optimizer_states", None)
             for state in part.optimizer.state.values():
                 if "step" in state:
                     state["step"] = state["step"].clone()
+
+
+def mend_loading_of_all_optimizers() -> None:
+    """`prepare_optimizer_for_load` and `load_optimizer` in every distributed optimizer, for scripts
+    that load checkpoints themselves; stays for the life of the process.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
+
+    Optimizer.sharded_state_dict = _prepared(Optimizer.sharded_state_dict)
+    Optimizer.load_state_dict = _mended(Optimizer.load_state_dict)
+
+
+def _prepared(sharded: Callable[..., Any]) -> Callable[..., Any]:
+
+    @functools.wraps(sharded)
+    def sharded_state_dict(self: Any, model_state: Any, is_loading: bool = False, *args: Any,
+                           **kwargs: Any) -> Any:
+        if is_loading:
+            prepare_optimizer_for_load(self)
+        return sharded(self, model_state, is_loading, *args, **kwargs)
+
+    return sharded_state_dict
+
+
+def _mended(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, state: Any) -> None:
+        with _step_out_of_sight(self):
+            load(self, state)
+
+    return load_state_dict
 
 
 def _set_without_step(part: Any, model_param: Any, tensors: dict[str, Tensor]) -> None:

@@ -5,10 +5,14 @@ imports nothing of Megatron.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+from moe_plugin.hosts.megatron.compat import older_python
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -39,30 +43,73 @@ def script_config() -> Any:
     return arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments()))
 
 
+def training_module(name: str) -> ModuleType:
+    """`megatron.training.NAME`.
+
+    Raises:
+        ImportError: it is not there, or needs a package that is not; it says what to install.
+    """
+    older_python.enable()
+    try:
+        return importlib.import_module(f"megatron.training.{name}")
+    except ModuleNotFoundError as error:
+        raise ImportError(_MISSING.format(error.name)) from error
+
+
+_MISSING = (
+    "Megatron's training code (megatron.training) cannot be imported: there is no module {!r}. "
+    "Start a script of a Megatron-LM checkout, which has it beside the script, or install "
+    "megatron-core 0.17 or newer, which holds it, and the packages it needs "
+    "(pip install six einops pydantic)")
+
+
 def wrap_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put `wrap(function)` in place of a function that Megatron's `pretrain` calls by name.
 
     0.15 to 0.19: all of them are functions of `megatron.training.training`.
     """
-    module = importlib.import_module("megatron.training.training")
+    module = training_module("training")
     setattr(module, name, wrap(vars(module)[name]))
+
+
+def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrap(function)` in place of a function of Megatron's training code, in every module of
+    it that has imported it; nothing in versions without it.
+    """
+    training_module("training")  # imports all the others
+    modules = [module for key, module in sys.modules.items() if key.startswith("megatron.training")]
+    found = [vars(module)[name] for module in modules if name in vars(module)]
+    for original in found[:1]:
+        ours = wrap(original)
+        for module in modules:
+            if vars(module).get(name) is original:
+                setattr(module, name, ours)
+
+
+def keep_compiled_helpers() -> None:
+    """Do not compile the helpers of Megatron's datasets again where they can be imported.
+
+    0.17 to 0.19: the training code runs `make`, but the wheels, which have the compiled module,
+    have no Makefile.
+    """
+    datasets = importlib.import_module("megatron.core.datasets.utils")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+        datasets.compile_helpers = lambda: None  # type: ignore[attr-defined]
 
 
 def extend_parse_args(ours: Callable[[Provider | None], Provider]) -> None:
     """Let Megatron's `parse_args` use `ours(provider)` in place of a script's provider.
 
-    0.15 to 0.19: `pretrain` hands the provider on to `parse_args`, which lives in `arguments` and
-    is imported into `initialize`.
+    0.15 to 0.19: `pretrain`, or from 0.18 on the script, hands the provider on to `parse_args`.
     """
-    modules = [
-        importlib.import_module(f"megatron.training.{name}") for name in ("arguments", "initialize")
-    ]
-    original = modules[0].parse_args
 
-    def parse_args(extra_args_provider: Provider | None = None, *args: Any,
-                   **kwargs: Any) -> argparse.Namespace:
-        return original(ours(extra_args_provider), *args, **kwargs)
+    def extend(parse: Callable[..., Any]) -> Callable[..., Any]:
 
-    for module in modules:
-        if vars(module).get("parse_args") is original:
-            module.parse_args = parse_args
+        def parse_args(extra_args_provider: Provider | None = None, *args: Any,
+                       **kwargs: Any) -> argparse.Namespace:
+            return parse(ours(extra_args_provider), *args, **kwargs)
+
+        return parse_args
+
+    replace_training("parse_args", extend)

@@ -1,0 +1,102 @@
+"""Opt-in: Megatron's own training code (`megatron.training`) without CUDA, on top of `compat.cpu`.
+
+`cpu` makes Megatron-core run; `pretrain` asks for CUDA once more, in how it starts. Each patch
+names what it replaces, the versions that need it, and why. `enable()` applies them once, for the
+life of the process, before the script builds anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_plugin.hosts.megatron.compat import cpu
+from moe_plugin.hosts.megatron.compat.settings import Provider, replace_training, training_module
+
+PATCHES: list[cpu.Patch] = []
+
+# what has no kernel, or no backend, on CPU; arguments of the script override them
+DEFAULTS = {
+    "distributed_backend": "gloo", "transformer_impl": "local",
+    "gradient_accumulation_fusion": False, "no_persist_layer_norm": True,
+    "masked_softmax_fusion": False, "bias_gelu_fusion": False, "bias_dropout_fusion": False,
+    "apply_rope_fusion": False
+}
+
+
+def enable() -> None:
+    """Make Megatron-core and Megatron's training code run on CPU."""
+    cpu.enable(force=True)
+    for patch in PATCHES:
+        patch.apply()
+
+
+def with_defaults(provider: Provider | None) -> Provider:
+    """A script's argument provider, and after it the defaults of a run without CUDA."""
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = parser if provider is None else provider(parser)
+        known = {action.dest for action in parser._actions}
+        parser.set_defaults(**{name: value for name, value in DEFAULTS.items() if name in known})
+        return parser
+
+    return provide
+
+
+_patch = functools.partial(cpu.patch_in, PATCHES)
+
+
+@_patch("initialize.initialize_megatron", "0.15 to 0.19",
+        "it asserts that CUDA exists, and `pretrain` does not pass `allow_no_cuda`")
+def _without_cuda() -> None:
+    replace_training("initialize_megatron",
+                     lambda start: functools.partial(start, allow_no_cuda=True))
+
+
+@_patch("initialize._initialize_distributed, _set_random_seed", "0.15 to 0.19",
+        "without a device they make no parallel groups and seed no tensor-parallel generator")
+def _one_device() -> None:
+    for name in ("_initialize_distributed", "_set_random_seed"):
+        replace_training(name, _with_one_device)
+
+
+def _with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        count = torch.cuda.device_count
+        torch.cuda.device_count = lambda: 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.cuda.device_count = count
+
+    return call
+
+
+@_patch("initialize.set_jit_fusion_options; torch.compile", "0.15 to 0.19",
+        "it warms up functions that torch.compile would compile for CPU, 15 s for the first; "
+        "uncompiled they are as fast there")
+def _uncompiled() -> None:
+    importlib.import_module("torch._dynamo").config.disable = True
+    replace_training("set_jit_fusion_options", lambda _: lambda *_args, **_kwargs: None)
+
+
+@_patch("utils.get_device_arch_version", "0.15 to 0.19",
+        "argument checks ask for the GPU's architecture, to demand CUDA_DEVICE_MAX_CONNECTIONS=1 "
+        "of those before Blackwell (10)")
+def _architecture() -> None:
+    replace_training("get_device_arch_version", lambda _: lambda: 10)
+
+
+@_patch("legacy.fused_kernels.load", "0.15 to 0.16",
+        "a source checkout compiles its CUDA kernels here, for which it looks for nvcc")
+def _kernels() -> None:
+    kernels = vars(training_module("initialize")).get("fused_kernels")
+    if kernels is not None:
+        kernels.load = lambda _args: None

@@ -1,0 +1,121 @@
+"""Train a GPT model with MoE layers by Megatron's own training loop, `megatron.training.pretrain`.
+
+An example to start your own script from. It needs megatron-core 0.17 or newer, or a Megatron-LM
+checkout on PYTHONPATH, and imports nothing of moe_plugin: the layers come in through `--spec`
+(by default ours), our further flags through the launcher.
+
+    torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch scripts/pretrain_gpt_moe.py \
+        --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \
+        --max-position-embeddings 1024 --micro-batch-size 4 --train-iters 10000 --lr 5e-4 --bf16 \
+        --num-experts 64 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss \
+        --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 8 --disable-bias-linear \
+        --vocab-size 257 --data-path data/corpus --split 98,1,1 --save runs/first --load runs/first
+
+On CPU put `--moe-cpu` before the script's name. `--mock-data` in place of `--data-path` makes up
+tokens. `python -m moe_plugin.hosts.megatron.data` turns a text into such data (bytes and an end of
+document: `--vocab-size 257`); for data of another tokenizer give its `--tokenizer-type`. Without
+Transformer Engine add `--transformer-impl local`.
+"""
+
+import inspect
+from functools import partial
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import arguments, get_args, get_tokenizer, pretrain
+from megatron.training.utils import get_blend_and_blend_per_split
+
+DEFAULTS = {
+    "tokenizer_type": "NullTokenizer", "spec": ["moe_plugin.hosts.megatron.spec", "moe_layer"],
+    "eval_interval": 1000
+}
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None,
+                   pg_collection=None):
+    """The part of the model that this pipeline stage has, with the layers that `--spec` names."""
+    args = get_args()
+    if args.context_parallel_size > 1:
+        raise ValueError("this example does not split sequences: --context-parallel-size must be 1")
+    config = config or arguments.core_transformer_config_from_args(args)
+    layers = import_module(args.spec)
+    prediction = None
+    if args.mtp_num_layers:
+        prediction = get_gpt_mtp_block_spec(
+            config, layers, use_transformer_engine=args.transformer_impl == "transformer_engine",
+            vp_stage=vp_stage)
+    return GPTModel(
+        config, layers, vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings, pre_process=pre_process,
+        post_process=post_process, parallel_output=True,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base, mtp_block_spec=prediction, vp_stage=vp_stage,
+        pg_collection=pg_collection)
+
+
+def datasets(samples, vp_stage=None):
+    """The datasets for training, validation and test with `samples` sequences each.
+
+    Every rank reads them, so that all pipeline stages know a batch's tokens: routers such as `hash`
+    need them in the middle stages, too.
+    """
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed, sequence_length=args.seq_length, blend=blend,
+        blend_per_split=blend_per_split, split=args.split, tokenizer=get_tokenizer(),
+        path_to_cache=args.data_cache_path, reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask, eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader)
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
+
+
+datasets.is_distributed = True  # read on every rank, not on the first of each tensor-parallel group
+
+
+def lm_loss(loss_mask, losses):
+    """(sum of the tokens' losses, their number, what is logged).
+
+    The balance losses of the MoE layers are not here: each layer adds its own, weighted by
+    `--moe-aux-loss-coeff` and `--moe-losses`, to the gradient through Megatron's scaler, in the
+    pipeline stage that has it. They are logged by name.
+    """
+    mask = loss_mask.view(-1).float()
+    total, tokens = (losses.view(-1).float() * mask).sum(), mask.sum().int()
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def forward_step(batches, model):
+    """One micro-batch through this pipeline stage: (losses or activations, the loss function)."""
+    batch = {
+        name: value.cuda(non_blocking=True) for name, value in next(batches).items()
+        if isinstance(value, torch.Tensor)
+    }
+    output = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"),
+                   labels=batch["labels"], loss_mask=batch["loss_mask"])
+    return output, partial(lm_loss, batch["loss_mask"])
+
+
+def main():
+    """Parse the arguments and train."""
+    steps = {"model_provider": model_provider, "model_type": ModelType.encoder_or_decoder,
+             "forward_step_func": forward_step}
+    if "cfg_container" not in inspect.signature(pretrain).parameters:  # before megatron-core 0.18
+        pretrain(datasets, args_defaults=DEFAULTS, **steps)
+        return
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
+    pretrain(pretrain_cfg_container_from_args(args), datasets, **steps)
+
+
+if __name__ == "__main__":
+    main()
