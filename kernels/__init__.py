@@ -14,7 +14,7 @@ from moe_plugin.kernels.groups import Groups
 from moe_plugin.kernels.layout import transpose_chunks
 from moe_plugin.kernels.registry import Op, kernels
 from moe_plugin.kernels.router import Routed, route
-from moe_plugin.kernels.rows import combine_rows, gather_rows, permute_rows
+from moe_plugin.kernels.rows import combine_rows, gather_rows, permute_rows, weigh_rows
 from moe_plugin.kernels.running_count import slot_index
 from moe_plugin.kernels.top_k import top_k_stable
 
@@ -23,5 +23,5 @@ triton_ops.register()
 __all__ = [
     "FFNParameters", "Groups", "Op", "Routed", "Strategy", "combine_rows", "dequantize_fp8",
     "expert_load", "from_matmul", "gather_rows", "kernels", "permute_rows", "quantize_fp8", "route",
-    "slot_index", "strategies", "top_k_stable", "transpose_chunks",
+    "slot_index", "strategies", "top_k_stable", "transpose_chunks", "weigh_rows",
 ]

@@ -144,6 +144,28 @@ class _Combine(torch.autograd.Function):
         return grad_rows_RD, grad_weights_TK, None, None
 
 
+class _Weigh(torch.autograd.Function):
+    """The adjoint of `_Combine` in its rows, with the weights' own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, source_R: Tensor,
+                position_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weights_TK, source_R, position_TK)
+        return take_rows(x_TD, source_R, position_TK.shape[1], weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:
+        x_TD, weights_TK, source_R, position_TK = ctx.saved_tensors
+        if wants_graph():
+            grad_x_TD = _Combine.apply(grad_RD, weights_TK, source_R, position_TK)
+            dots_TK = _row_dots(x_TD, grad_RD, position_TK)
+        else:
+            grad_RD = grad_RD.contiguous()
+            grad_x_TD = sum_rows(grad_RD, position_TK, weights_TK)
+            dots_TK = dot_rows(x_TD, grad_RD, position_TK)
+        return grad_x_TD, dots_TK.to(weights_TK.dtype), None, None
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -177,9 +199,15 @@ def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, sou
     scale_R = at_rows(weights_TK, source_R)
     grad_rows_RD = _Gather.apply(grad_TD, source_R, position_TK) * scale_R[:, None].to(
         grad_TD.dtype)
+    return grad_rows_RD, _row_dots(grad_TD, rows_RD, position_TK).to(weights_TK.dtype)
+
+
+def _row_dots(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
+    """`dot_rows`, in operations that autograd can differentiate."""
+    if rows_RD.shape[0] == 0:
+        return grad_TD.new_zeros(position_TK.shape)
     dots_TK = (rows_RD[position_TK.clamp(min=0)] * grad_TD[:, None]).sum(-1)
-    dots_TK = dots_TK.masked_fill(position_TK < 0, 0)
-    return grad_rows_RD, dots_TK.to(weights_TK.dtype)
+    return dots_TK.masked_fill(position_TK < 0, 0)
 
 
 def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
@@ -188,6 +216,15 @@ def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
     The gradient sums each token's rows in choice order.
     """
     return _Gather.apply(x_TD, source_R, position_TK)
+
+
+def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
+    """Differentiable: tokens [T, D], each times the weight of a choice, into rows [R, D] (Tutel's
+    encode with gates).
+
+    The gradient of the tokens is a weighted sum of rows, the weights' a row dot.
+    """
+    return _Weigh.apply(x_TD, weights_TK, source_R, position_TK)
 
 
 def combine_rows(rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,

@@ -8,7 +8,7 @@ are computed for each rank on its own tokens, experts are whole.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,9 @@ class Case:
     seed: int = 0
     # ranks over which every expert is cut; None: world / experts, at least 1
     shards: int | None = None
+    router_fp32: bool = False
+    weights_first: bool = False
+    dropout: float = 0.0  # with `drop_by_value` in place of chance
 
 
 def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -59,6 +62,9 @@ def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str,
         "router": draw(e, d), "w_in": draw(e, d, f), "w_gate": draw(e, d, f),
         "w_out": draw(e, f, d), "b_in": draw(e, f), "b_gate": draw(e, f), "b_out": draw(e, d)
     }
+    if case.router_fp32:
+        keep = torch.promote_types(dtype, torch.float32)
+        p["router"] = make_parameters(replace(case, router_fp32=False, skew=0.0), keep)["router"]
     if case.skew:  # pull all tokens to expert 0: the others starve
         p["router"][0] += case.skew
     return p
@@ -130,6 +136,14 @@ def drop(case: Case, chosen: list[list[int]], weights: list[list[Tensor]], score
     return kept
 
 
+def drop_by_value(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Dropout whose mask follows from the values, so that it is the same however rows are ordered.
+    """
+    if not training or not p:
+        return x
+    return x * ((x.detach().abs() * 997) % 1 >= p) / (1 - p)
+
+
 def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
     """One whole expert on one token."""
     act = ACTIVATIONS[case.activation]
@@ -139,6 +153,7 @@ def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
 
     inner = linear(x, "w_in", "b_in")
     inner = act(inner) if case.kind == "ffn" else act(linear(x, "w_gate", "b_gate")) * inner
+    inner = drop_by_value(inner, case.dropout)
     return linear(inner, "w_out", "b_out")
 
 
@@ -199,7 +214,8 @@ def dense(case: Case, parameters: dict[str, Tensor], xs: list[Tensor],
             zip(xs, real, routed, strict=True)):
         kept = drop(case, chosen, weights, scores, limit)
         rows = [
-            sum((w * expert(case, p, e, x[t]) for e, w in kept[t]),
+            sum((expert(case, p, e, w * x[t])
+                 if case.weights_first else w * expert(case, p, e, x[t]) for e, w in kept[t]),
                 torch.zeros(case.width, dtype=torch.float64)) for t in range(len(x))
         ]
         outputs.append(torch.stack(rows) if rows else x * 0)

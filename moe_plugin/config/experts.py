@@ -44,6 +44,10 @@ class ExpertsConfig(Section):
         0.0, "training: probability with which a value inside an expert, after the activation, "
         "becomes 0; fused kernels have no dropout, torch's matmuls take their place",
         flag="expert-dropout")
+    weights_first: bool = option(
+        False,
+        "multiply an expert's input by the gate weight, in place of its output",
+        flag="expert-weights-first")
     init_std: float | None = option(
         None, "standard deviation of initial weights; none: Xavier uniform", flag="expert-init-std")
 

@@ -149,6 +149,11 @@ class RouterConfig(Section):
         choices=("none", "before_drop", "after_drop"), flag="router-normalize",
     )
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
+    fp32: bool = option(
+        False,
+        "keep the router's parameters in float32 in a model of lower precision (scores are "
+        "computed in float32 in any case)",
+        flag="router-fp32")
     noise: float = option(0.0,
                           "training: add noise/num_experts times a standard normal to the logits",
                           flag="router-noise")

@@ -52,7 +52,7 @@ class LayoutSelector:
         shadows: tuple[int, ...] = ()
         if self.shadows is not None and layout.dispatcher.placement.comm.size > 1:
             shadows = self.shadows.select(kept.routing, training)
-        return LayoutCall(layout, self.experts, timer, shadows)
+        return LayoutCall(layout, self.experts, timer, shadows, self.config.experts.weights_first)
 
     @property
     def load_comm(self) -> Comm:

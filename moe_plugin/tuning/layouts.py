@@ -20,6 +20,7 @@ from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import Dispatcher, dispatchers
 from moe_plugin.dispatch.local import LocalDispatcher
+from moe_plugin.dispatch.weights_first import WeighedChoices
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
 from moe_plugin.experts.gathered import fetch_experts, gather_parameters
@@ -70,10 +71,12 @@ class CallPlan:
 
     Attributes:
         dispatch: of the dispatcher. shadow: rows that stay here for shadowed experts; None: none.
+        weighed: where gate weights are multiplied with the experts' inputs; None: their outputs.
     """
 
     dispatch: DispatchPlan
     shadow: RowPlan | None = None
+    weighed: WeighedChoices | None = None
 
     @property
     def rows(self) -> int:
@@ -90,12 +93,14 @@ class LayoutCall:
         timer: times the call; None: its time is not wanted.
         shadows: experts whose parameters every rank fetches for this call, instead of sending their
             tokens away.
+        weights_first: `experts.weights_first`.
     """
 
     layout: Layout
     experts: Experts
     timer: CallTimer | None = None
     shadows: tuple[int, ...] = ()
+    weights_first: bool = False
 
     @property
     def runner(self) -> Callable[..., Any]:
@@ -117,11 +122,13 @@ class LayoutCall:
 
     def plan(self, kept: KeptRouting) -> CallPlan:
         """Agree on all sizes; see `Dispatcher.plan`."""
-        if not self.shadows:
-            return CallPlan(self.layout.dispatcher.plan(kept))
-        sent, shadow = split_routing(kept.routing, self.shadows)
-        kept = dataclasses.replace(kept, routing=sent)
-        return CallPlan(self.layout.dispatcher.plan(kept), shadow)
+        weighed = shadow = None
+        if self.weights_first:
+            kept, weighed = WeighedChoices.split(kept)
+        if self.shadows:
+            sent, shadow = split_routing(kept.routing, self.shadows)
+            kept = dataclasses.replace(kept, routing=sent)
+        return CallPlan(self.layout.dispatcher.plan(kept), shadow, weighed)
 
     def dispatch(self, x_TD: Tensor, plan: CallPlan,
                  meanwhile: Callable[[], None]) -> Iterator[ExpertRows]:
@@ -130,6 +137,8 @@ class LayoutCall:
         x_TD: [T, D] tokens of this rank. meanwhile: called when the rows are on their way.
         """
         layout, experts = self.layout, self.experts
+        if plan.weighed is not None:
+            x_TD = plan.weighed.inputs(x_TD)
         if plan.shadow is not None:
             whole = fetch_experts(experts.local_parameters(), layout.dispatcher.placement,
                                   self.shadows)
@@ -148,6 +157,8 @@ class LayoutCall:
         y_TD = self.layout.dispatcher.combine(outputs, plan.dispatch, self.experts.anchor)
         if shadow_TD is not None:
             y_TD = y_TD + shadow_TD.to(y_TD.dtype)
+        if plan.weighed is not None:
+            y_TD = plan.weighed.sum(y_TD)
         return y_TD if self.timer is None else self.timer.stopped(y_TD)
 
 

@@ -77,6 +77,17 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
     assert max(map(len, text.splitlines())) < 200
 
 
+def test_strategies_that_dropout_inside_experts_switches_off_are_named(
+        no_hosts: None, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {row["name"]: row for row in registries.dropout_rows()}
+    assert set(rows) == set(KINDS["expert_compute"].names())
+    assert rows["loop"]["state"] == "on"
+    assert {rows[name]["state"] for name in ("auto", "fused", "kernels")} == {"off"}
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.split("experts.dropout > 0")[1].splitlines()
+    assert any(line.split()[:3] == ["fused", "off", "has"] for line in lines)
+
+
 def test_a_wrong_layer_is_found_and_the_exit_status_says_so(
         no_hosts: None, wrong_dispatcher: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 1
@@ -171,7 +182,7 @@ def test_render_lists_what_is_missing(no_hosts: None) -> None:
     report = {
         "moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [],
         "devices": [], "backends": [], "hosts": [], "fused": [], "registries": {},
-        "expert_compute_choices": [],
+        "expert_compute_choices": [], "expert_dropout": [],
         "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}], "packages": [{
             "name": "triton", "version": None, "use": "kernels", "state": "missing",
             "install": "pip install triton"

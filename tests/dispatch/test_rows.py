@@ -16,7 +16,7 @@ from moe_plugin.dispatch.rows import (
     slot_rows,
     sort_by_expert,
 )
-from moe_plugin.kernels import slot_index
+from moe_plugin.kernels import slot_index, weigh_rows
 from moe_plugin.records import Placement, Routing
 
 EXPERTS = 4
@@ -62,6 +62,26 @@ def test_fixed_slots(rows: list[list[int]], capacity: int) -> None:
         if expert >= 0:
             wanted[expert * capacity + slot] = n
     assert plan.source_R.tolist() == wanted and plan.counts.host == [capacity] * EXPERTS
+
+
+@given(rows=IDS)
+@settings(deadline=None, max_examples=30)
+def test_weighed_rows_and_their_derivatives(rows: list[list[int]]) -> None:
+    ids_TK = ids_of(rows)
+    g = torch.Generator().manual_seed(len(rows))
+    x_TD = torch.randn(len(ids_TK), 3, generator=g, dtype=torch.float64, requires_grad=True)
+    weights_TK = torch.rand(ids_TK.shape, generator=g, dtype=torch.float64, requires_grad=True)
+    plan = exact_rows(ids_TK, weights_TK, EXPERTS)
+
+    def weighed(x_TD: Tensor, weights_TK: Tensor) -> Tensor:
+        return weigh_rows(x_TD, weights_TK, plan.source_R, plan.position_TK)
+
+    wanted = [weights_TK.flatten()[n] * x_TD[n // 2] for n in plan.source_R.tolist()]
+    torch.testing.assert_close(weighed(x_TD, weights_TK),
+                               torch.stack(wanted) if wanted else x_TD.new_zeros(0, 3))
+    if wanted:
+        assert torch.autograd.gradcheck(weighed, (x_TD, weights_TK))
+        assert torch.autograd.gradgradcheck(weighed, (x_TD, weights_TK))
 
 
 def test_choices_without_an_expert_come_last() -> None:

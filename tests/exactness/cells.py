@@ -132,6 +132,8 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
         "score": ["softmax", "sigmoid"],
         "normalize": ["none", "before_drop", "after_drop"],
         "prioritized": [False, True],
+        "weights_first": [False, True],
+        "dropout": [0.0, 0.3],
     }
 
 
@@ -151,7 +153,7 @@ def case_of(cell: Cell) -> Case:
                 None if masked is None else masked[:groups], cell["factor"], cell["kind"],
                 cell["activation"], cell["bias"], cell["score"], cell["normalize"], 1.7,
                 cell["prioritized"], skew, seed=zlib.crc32(name_of(cell).encode()) % 1000,
-                shards=size.shards)
+                shards=size.shards, weights_first=cell["weights_first"], dropout=cell["dropout"])
 
 
 def settings_of(cell: Cell) -> MoEConfig:

@@ -11,12 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.comm import Comm
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.layer import MoELayer
-from tests.oracle import Answer, Case, dense, make_inputs, make_parameters, objective
+from tests.oracle import (
+    Answer,
+    Case,
+    dense,
+    drop_by_value,
+    make_inputs,
+    make_parameters,
+    objective,
+)
 
 NAMES = {"w_in": ("w_in_LDF", 1), "w_gate": ("w_gate_LDF", 1), "w_out": ("w_out_LFD", 0),
          "b_in": ("b_in_LF", 0), "b_gate": ("b_gate_LF", 0), "b_out": ("b_out_LD", 0)}
@@ -39,10 +48,11 @@ def config_of(case: Case, **changes: Any) -> MoEConfig:
         "model_dim": case.width, "num_experts": case.experts,
         "losses": {"gshard": 1.0, "switch": 1.0, "z": 1.0}, "router": {
             "top_k": case.top_k, "score": case.score, "normalize": case.normalize,
-            "scaling": case.scaling, "batch_prioritized": case.prioritized
+            "scaling": case.scaling, "batch_prioritized": case.prioritized,
+            "fp32": case.router_fp32
         }, "dispatch": {"capacity_factor": case.factor}, "experts": {
             "kind": case.kind, "hidden_dim": case.hidden, "activation": case.activation,
-            "bias": case.bias
+            "bias": case.bias, "weights_first": case.weights_first, "dropout": case.dropout
         }, "comm": {}, "parallel": {"shards": case.shards},
     }
     for path, value in changes.items():
@@ -85,13 +95,13 @@ def load_experts(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> 
 
 
 def run_rank(case: Case, comm: Comm, config: MoEConfig,
-             dtype: torch.dtype = torch.float64) -> RankResult:
+             dtype: torch.dtype = torch.float64, training: bool = True) -> RankResult:
     """One rank: build, load, forward, backward.
 
     Where `comm` has more ranks than the case, runs of ranks share the tokens of one rank of the
     case.
     """
-    layer = MoELayer(config, comm, dtype=dtype)
+    layer = MoELayer(config, comm, dtype=dtype).train(training)
     load(layer, make_parameters(case, dtype), dataclasses.replace(case, world=comm.size))
     xs, masks = make_inputs(case, dtype)
     group = comm.rank * case.world // comm.size
@@ -106,6 +116,16 @@ def run_rank(case: Case, comm: Comm, config: MoEConfig,
             grads[name] = parameter.grad
     return RankResult(out.output.detach(), {n: v.detach() for n, v in out.losses.items()}, x.grad,
                       grads, out.stats.as_dict())
+
+
+@contextmanager
+def dropping_by_value() -> Iterator[None]:
+    """Dropout inside takes values that the dense reference knows, too."""
+    original, F.dropout = F.dropout, drop_by_value
+    try:
+        yield
+    finally:
+        F.dropout = original
 
 
 @contextmanager

@@ -17,7 +17,14 @@ from moe_plugin.hosts.plain.gradients import exclude_experts, sync_gradients
 from tests.combinations import Cell, name_of
 from tests.distributed import run_gloo
 from tests.exactness import cells
-from tests.exactness.harness import RankResult, compare, naming, reference, run_rank
+from tests.exactness.harness import (
+    RankResult,
+    compare,
+    dropping_by_value,
+    naming,
+    reference,
+    run_rank,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -47,7 +54,7 @@ def _run_cells(world: int) -> list[RankResult]:
     comm, found = TorchComm(), []
     comm.prepare(Topology.uniform(world, 2))  # as if on two nodes
     for cell in gloo_cells(world):
-        with naming(name_of(cell)):
+        with naming(name_of(cell)), dropping_by_value():
             found.append(run_rank(cells.case_of(cell), comm, cells.settings_of(cell)))
     return found
 

@@ -11,7 +11,14 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import expert_kinds, strategies
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness import cells
-from tests.exactness.harness import compare, config_of, naming, reference, run_rank
+from tests.exactness.harness import (
+    compare,
+    config_of,
+    dropping_by_value,
+    naming,
+    reference,
+    run_rank,
+)
 from tests.oracle import Case
 
 MATRIX = [cell for dispatch in dispatchers.names() for cell in cells.cells_of(dispatch)]
@@ -23,7 +30,7 @@ def run_cell(cell: Cell) -> None:
     """One cell against the reference; two ranks per node, so that hierarchical exchanges have work.
     """
     case, config = cells.case_of(cell), cells.settings_of(cell)
-    with naming(name_of(cell)):
+    with naming(name_of(cell)), dropping_by_value():
         world = cell["size"].world
         results = run_simulated(world, lambda comm: run_rank(case, comm, config),
                                 topology=Topology.uniform(world, 2))
@@ -62,9 +69,29 @@ def test_a_layout_for_every_r() -> None:
             assert found == ({None} if one else {1} if world == 1 else divisors), dispatch
 
 
+EVALUATED = all_pairs({
+    "dispatch": cells.own_tokens(), "compute": ["auto", *strategies.names()], "world": [1, 2],
+    "kind": expert_kinds.names(), "dropout": [0.0, 0.3], "weights_first": [False, True]
+})
+
+
+@pytest.mark.parametrize("cell", EVALUATED, ids=name_of)
+def test_evaluation_has_no_dropout(cell: Cell) -> None:
+    world, dispatch = cell["world"], cell["dispatch"]
+    factor = 0.0 if cells.traits_of(dispatch).fixed_slots else None
+    case = Case(world, 4, 2, [6, 3][:world], None, factor, cell["kind"],
+                weights_first=cell["weights_first"])
+    config = config_of(case, dispatch__name=dispatch, experts__compute=cell["compute"],
+                       experts__dropout=cell["dropout"])
+    results = run_simulated(world, lambda comm: run_rank(case, comm, config, training=False))
+    with naming(name_of(cell)):
+        compare(case, results, reference(case))
+
+
 PRECISIONS = all_pairs({
     "dtype": list(LOOSE), "dispatch": cells.own_tokens(), "compute": strategies.names(),
-    "world": [1, 2, 4], "kind": expert_kinds.names()
+    "world": [1, 2, 4], "kind": expert_kinds.names(), "router_fp32": [False, True],
+    "weights_first": [False, True]
 })
 
 
@@ -75,7 +102,8 @@ def test_lower_precision(cell: Cell) -> None:
     """
     world, dtype, dispatch = cell["world"], cell["dtype"], cell["dispatch"]
     factor = 1.0 if cells.traits_of(dispatch).fixed_slots else None
-    case = Case(world, 4, 2, [6, 0, 4, 3][:world], None, factor, cell["kind"], seed=3)
+    case = Case(world, 4, 2, [6, 0, 4, 3][:world], None, factor, cell["kind"], seed=3,
+                router_fp32=cell["router_fp32"], weights_first=cell["weights_first"])
     config = config_of(case, dispatch__name=dispatch, experts__compute=cell["compute"])
     results = run_simulated(world, lambda comm: run_rank(case, comm, config, dtype),
                             topology=Topology.uniform(world, 2))

@@ -41,9 +41,9 @@ class FixedExperts(RouterModule):
 
 
 def run(comm: Comm, dispatch: str, factor: float | None, dtype: torch.dtype, odd: float | None,
-        compute: str) -> tuple[Tensor, Tensor]:
+        compute: str, weights_first: bool) -> tuple[Tensor, Tensor]:
     """(outputs, input gradients) of one rank; rank 0 has the odd token."""
-    case = Case(comm.size, 4, 2, [TOKENS] * comm.size, None, factor)
+    case = Case(comm.size, 4, 2, [TOKENS] * comm.size, None, factor, weights_first=weights_first)
     config = config_of(case, dispatch__name=dispatch, experts__compute=compute)
     config.losses.clear()
     layer = MoELayer(config, comm, router=FixedExperts(dtype), dtype=dtype)
@@ -69,13 +69,19 @@ def test_other_tokens_do_not_see_it(dispatch: str, factor: float | None,
         # experts see the same rows whatever brought them
         for compute in strategies.names() if dispatch == "ragged" and world == 1 else ["auto"]:
             check(world, dispatch, factor, dtype, compute)
+        if dtype == torch.float32:
+            check(world, dispatch, factor, dtype, "auto", weights_first=True)
 
 
-def check(world: int, dispatch: str, factor: float | None, dtype: torch.dtype,
-          compute: str) -> None:
-    finite = run_simulated(world, lambda comm: run(comm, dispatch, factor, dtype, None, compute))
+def check(world: int, dispatch: str, factor: float | None, dtype: torch.dtype, compute: str,
+          weights_first: bool = False) -> None:
+    def results(odd: float | None) -> list[tuple[Tensor, Tensor]]:
+        return run_simulated(world, lambda comm: run(comm, dispatch, factor, dtype, odd, compute,
+                                                     weights_first))
+
+    finite = results(None)
     for odd in (float("nan"), float("inf")):
-        got = run_simulated(world, lambda comm: run(comm, dispatch, factor, dtype, odd, compute))
+        got = results(odd)
         for rank, (mine, clean) in enumerate(zip(got, finite, strict=True)):
             others = torch.ones(TOKENS, dtype=torch.bool)
             if rank == 0 or dispatch in SHARED:

@@ -94,9 +94,10 @@ def dense(
             Call(x, real, router_p, settings, token_ids(x)), seen[rank].ids)
         rows = []
         for t, ids in enumerate(seen[rank].ids.tolist()):
-            row = sum(
-                (weights[t, j] * expert(case, p, e, x[t]) for j, e in enumerate(ids) if e >= 0),
-                torch.zeros(case.width, dtype=torch.float64))
+            row = sum((expert(case, p, e, weights[t, j] * x[t])
+                       if case.weights_first else weights[t, j] * expert(case, p, e, x[t])
+                       for j, e in enumerate(ids) if e >= 0),
+                      torch.zeros(case.width, dtype=torch.float64))
             rows.append(row + (passthrough[t] * x[t] if passthrough is not None and real[t] else 0))
         outputs.append(torch.stack(rows) if rows else x * 0)
         inputs.append(x)
@@ -132,7 +133,7 @@ def check(case: Case, name: str, **changes: Any) -> None:
 
 CELLS = all_pairs({
     "router": routers.names(), "world": [1, 2, 4, 8], "dispatch": own_tokens(),
-    "tokens": list(TOKENS)
+    "tokens": list(TOKENS), "weights_first": [False, True]
 })
 
 
@@ -141,6 +142,7 @@ def test_router(cell: Cell) -> None:
     world, dispatch, (counts, masked) = cell["world"], cell["dispatch"], TOKENS[cell["tokens"]]
     factor = 0.0 if traits_of(dispatch).fixed_slots else None
     case = Case(world, 8 if masked is None else 4, 2, counts[:world],
-                None if masked is None else masked[:world], factor, seed=world)
+                None if masked is None else masked[:world], factor, seed=world,
+                weights_first=cell["weights_first"])
     with naming(name_of(cell)):
         check(case, cell["router"], dispatch__name=dispatch)

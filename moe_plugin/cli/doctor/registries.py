@@ -11,6 +11,7 @@ import torch
 
 import moe_plugin
 from moe_plugin.config import MoEConfig
+from moe_plugin.kernels.expert_ffn import drop_out_strategy, drops_out
 from moe_plugin.kernels.groups import Groups
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
@@ -67,6 +68,18 @@ def choice_rows() -> list[dict[str, str]]:
     """What `experts.compute=auto` has measured on this machine: load, name of the choice, why."""
     return [{"load": key, "name": choice.name, "why": choice.why}
             for key, choice in ChoiceFiles().listed()]
+
+
+def dropout_rows() -> list[dict[str, Any]]:
+    """By name of `experts.compute`, whether it runs in training with `experts.dropout` > 0.
+
+    The state is `on`, or `off` where the strategy named in `reason` takes its place.
+    """
+    entries = list(KINDS["expert_compute"])
+    instead = next(e.name for e in entries if e.value is drop_out_strategy())
+    return [{"name": e.name, "state": "on", "reason": None} if drops_out(e.value) else
+            {"name": e.name, "state": "off", "reason": f"has no dropout: {instead} runs instead"}
+            for e in entries]
 
 
 def _defaults(config: MoEConfig) -> dict[str, set[str]]:

@@ -23,6 +23,7 @@ def collect() -> dict[str, Any]:
         "fused": hosts.fused_rows(), "packages": packages.package_rows(gpu),
         "registries": registries.registry_rows(device), "failed_imports": failed_imports,
         "expert_compute_choices": registries.choice_rows(),
+        "expert_dropout": registries.dropout_rows(),
     }
 
 
@@ -42,6 +43,8 @@ def render(report: dict[str, Any]) -> str:
                "docs/kernels.md)",
                [{**r, "load": _load(r["load"])} for r in report["expert_compute_choices"]]
                or [{"name": "none yet"}], "name", "load", "why"),
+        _table("Expert compute in training with experts.dropout > 0 (evaluation: no change)",
+               report["expert_dropout"], "name", "state", "reason"),
         _table("Self check: largest relative difference from a dense computation",
                [_check(r) for r in report["self_check"]],
                "device", "dtype", "dispatcher", "ranks", "verdict", "what"),

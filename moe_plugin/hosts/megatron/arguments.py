@@ -57,7 +57,9 @@ _MOE: tuple[_Flag, ...] = (("num-experts", {"type": int}), ("moe-ffn-hidden-size
          "type": float
      }), ("moe-pad-expert-input-to-capacity", _ON), ("moe-token-drop-policy", {
          "default": "probs", "choices": ("probs", "position")
-     }), ("moe-shared-expert-intermediate-size", {"type": int}), ("moe-shared-expert-overlap", _ON), ("moe-token-dispatcher-type", {
+     }), ("moe-apply-probs-on-input", _ON), ("moe-shared-expert-intermediate-size", {
+         "type": int
+     }), ("moe-shared-expert-overlap", _ON), ("moe-token-dispatcher-type", {
          "default": "alltoall", "choices": ("alltoall", "allgather")
      }),
                            )

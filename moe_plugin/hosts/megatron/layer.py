@@ -15,6 +15,7 @@ from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
@@ -135,6 +136,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def _prepare_parameters(self, native: nn.Module | None) -> None:
         parameters.mark(self.experts)
+        if self.plan.config.router.fp32:
+            float32_parameters_first()
         # else the layer does it
         split = self.groups.tensor.size() > 1 and not self.shares_tokens
         for parameter in self.router.parameters():

@@ -135,6 +135,8 @@ def check(layer: Any) -> None:
             ("parallel.d_backward", config.parallel.d_backward, 0,
              config.parallel.d_backward in (0, 1)),
             ("parallel.shadow", config.parallel.shadow, 0, not config.parallel.shadow),
+            ("experts.weights_first", config.experts.weights_first, False,
+             not config.experts.weights_first),
             ("parallel.replicas", config.parallel.replicas, 1, config.parallel.replicas == 1),
             ("dispatch.name", config.dispatch.name, "'ragged' or 'padded'", traits.cuts),
             ("sequence_parallel", False, True, native.sequence_parallel or not split),

@@ -44,6 +44,7 @@ NATIVE_ARGUMENTS: dict[str, str] = {
     "experts.shared_overlap": "--moe-shared-expert-overlap",
     "experts.shared_hidden_dim": "--moe-shared-expert-intermediate-size",
     "experts.init_std": "--init-method-std",
+    "experts.weights_first": "--moe-apply-probs-on-input",
 }
 LOSS_NAMES = {"switch": "load_balancing_loss", "z": "z_loss"}  # our name: name in Megatron's log
 
@@ -119,6 +120,7 @@ def _native_values(native: Any) -> dict[str, Any]:
         "experts.shared_overlap": bool(setting(native, "moe_shared_expert_overlap", False)),
         "experts.recompute_activation": native.recompute_granularity == "selective" and "moe_act" in
                                         (setting(native, "recompute_modules") or []),
+        "experts.weights_first": bool(setting(native, "moe_apply_probs_on_input", False)),
     }
 
 
@@ -230,8 +232,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str],
                             ("fp4", (None, False),
                              "run the MoE layers in bf16"), ("moe_latent_size", (None, 0),
                                                              "leave it unset"),
-                            ("moe_apply_probs_on_input", (None, False),
-                             "set it to False"), ("glu_linear_offset", (None, 0, 0.0),
+                            ("glu_linear_offset", (None, 0, 0.0),
                                                   "set it to 0"), ("activation_func_clamp_value",
                                                                    (None,), "leave it unset"),
                             ("delay_wgrad_compute", (None, False),

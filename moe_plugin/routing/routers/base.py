@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class Router(RouterModule):
 
     It also defines `build` if it has parameters or buffers other than `weight_ED`. Routing is
     computed in float32 for any dtype of the layer, outside autocast (in float64 for a float64
-    input).
+    input). With `router.fp32` parameters are at least float32, too: whatever lowers the model
+    (`half()`, `to(dtype)`, a host) leaves them.
 
     Attributes:
         fixed_k: experts per token if the router has no choice; None: `router.top_k`, which a call
@@ -66,6 +68,8 @@ class Router(RouterModule):
                              torch.zeros(config.num_experts + 1, dtype=torch.int64, device=device),
                              persistent=False)
         self.register_parameter("weight_ED", None)
+        if self.config.fp32:
+            dtype = _at_least_float32(dtype or torch.get_default_dtype())
         self.build(dtype, device)
         self.reset_parameters()
 
@@ -89,7 +93,7 @@ class Router(RouterModule):
             name: buffer for name, buffer in self.named_buffers(recurse=False)
             if buffer.is_floating_point()
         }
-        super()._apply(fn, recurse)
+        super()._apply(_not_lowering(fn) if self.config.fp32 else fn, recurse)
         for name, before in floats.items():
             self._buffers[name] = before.to(self._buffers[name].device)
         return self
@@ -246,6 +250,21 @@ class Router(RouterModule):
     def finish_step(self) -> None:
         """Restart the counts of `global_batch`; see `moe_plugin.routing.finish_step`."""
         self.step_load_E = torch.zeros_like(self.step_load_E)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def _not_lowering(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`fn`, for `Module._apply`, whose results are float32 where they would be of fewer bits."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        made = fn(tensor)
+        dtype = _at_least_float32(made.dtype)
+        return made if made.dtype == dtype else tensor.to(made.device, dtype)
+
+    return apply
 
 
 def xavier_(weight_ED: Tensor) -> None:

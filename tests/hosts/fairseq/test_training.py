@@ -109,7 +109,7 @@ def test_bf16_trains(corpus: Corpus, tmp_path: Path) -> None:
     result = run(
         "fairseq-train",
         f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --bf16 --record-a2a-perf-stats --max-update 8 "
-        f"--no-save --save-dir {tmp_path} "
+        f"--moe-router-fp32 --ddp-backend legacy_ddp --save-dir {tmp_path} "
         f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'} --moe-stats-interval 4", ranks=2).ok()
     assert result.losses[-1] < result.losses[0] - 0.3
     assert all(step["all_to_all_cpu_time_ms"] > 0 for step in result.steps)
@@ -119,6 +119,31 @@ def test_bf16_trains(corpus: Corpus, tmp_path: Path) -> None:
     assert [record["step"] for record in records] == [4, 8]
     # 4 steps of 2 ranks
     assert all(record["layer"] == "decoder.layers.1" and record["calls"] == 8 for record in records)
+    for rank in (0, 1):
+        only_the_router_is_in_float32(tmp_path / f"checkpoint_last-rank-{rank}.pt", torch.bfloat16)
+
+
+def only_the_router_is_in_float32(path: Path, others: torch.dtype) -> None:
+    """fairseq writes float32 in any case: of what was lowered, values of fewer bits."""
+    model = torch.load(path, weights_only=False)["model"]
+    finer = {name for name, value in model.items() if isinstance(value, torch.Tensor)
+             and value.is_floating_point() and not torch.equal(value, value.to(others).float())}
+    [router] = [name for name in model if name.endswith("router.weight_ED")]
+    assert finer == {router}
+
+
+def test_router_weights_in_float32_under_memory_efficient_fp16(corpus: Corpus,
+                                                               tmp_path: Path) -> None:
+    """Saved, resumed; the curve of a run without a break."""
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --fp16 --memory-efficient-fp16 "
+             "--moe-router-fp32 --disable-validation").replace("sgd --momentum 0.9 --lr 0.1",
+                                                               "adam --lr 0.002")
+    whole = run("fairseq-train", f"{flags} --max-update 6 --no-save --save-dir {tmp_path}").ok()
+    run("fairseq-train", f"{flags} --max-update 3 --save-dir {tmp_path}").ok()
+    only_the_router_is_in_float32(tmp_path / "checkpoint_last.pt", torch.float16)
+    again = run("fairseq-train", f"{flags} --max-update 6 --save-dir {tmp_path}").ok()
+    only_the_router_is_in_float32(tmp_path / "checkpoint_last.pt", torch.float16)
+    assert again.losses == whole.losses[3:]
 
 
 def test_hydra_yaml_trains(corpus: Corpus, tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ BRANCH = "--moe-freq 2 --moe-expert-count 4 "
     ("", "experts.dropout", 0.0),
     ("--activation-dropout 0.1", "experts.dropout", 0.1),
     ("--activation-dropout 0.1 --moe-expert-dropout 0.3", "experts.dropout", 0.3),
+    ("--moe-router-fp32", "router.fp32", True),
+    ("--moe-gating-use-fp32", "router.fp32", False),
+    ("--moe-expert-weights-first", "experts.weights_first", True),
     ("--moe-top-k 3", "router.second_expert_policy", "all"),
     ("--moe-losses gshard=0.5,z=0.001", "losses", {"gshard": 0.5, "z": 0.001}),
 ])

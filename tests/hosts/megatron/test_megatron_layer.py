@@ -19,9 +19,13 @@ from tests.hosts.megatron.ranks import on_ranks
 pytestmark = pytest.mark.megatron
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 BOTH = {**AUX, "moe_z_loss_coeff": 0.01}
+WEIGHTS_FIRST = {
+    "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True
+}
 ONE = {
     "top-2": Case(native=BOTH), "gated": Case(gated=True, native=BOTH),
     "top-1": Case(native={**AUX, "moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "top-1, weights first": Case(native={**AUX, **WEIGHTS_FIRST}),
     "top-3 pre-softmax": Case(native={**AUX, "moe_router_topk": 3, "moe_router_pre_softmax": True}),
     "sigmoid, scaled": Case(native={
         **AUX, "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5
@@ -43,6 +47,7 @@ SEVERAL = {
     "EP2, gated, by token": (2,
                              Case(ep=2, gated=True,
                                   native={**BOTH, "calculate_per_token_loss": True})),
+    "EP2, gated, weights first": (2, Case(ep=2, gated=True, native={**AUX, **WEIGHTS_FIRST})),
     "EP2, padding": (2, Case(
         ep=2, padding=True, native=BOTH)), "EP2, sequence loss (native router)": (
             2, Case(ep=2, native={**AUX, "moe_router_load_balancing_type": "seq_aux_loss"})),
@@ -95,6 +100,49 @@ def test_equals_native_on_several_ranks(world: int, case: Case) -> None:
 @pytest.mark.distributed
 def test_equals_native_in_bf16() -> None:
     _assert_close(on_ranks(2, compare, Case(ep=2, dtype=torch.bfloat16, native=BOTH)), 2e-2)
+
+
+def _with_float32_router(case: Case) -> tuple[list[torch.dtype], dict[str, float], torch.Tensor]:
+    """Dtypes of router and experts in Megatron's 16-bit module and of the router's gradient and
+    buffer in its DDP; differences from a layer in float32; how far an optimizer step moves.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    initialise_parallel(case)
+    lower = replace(case, dtype=torch.bfloat16)
+    layers = [build(c, True, {"router.fp32": True}) for c in (case, lower)]
+    module = Float16Module(lower.config(), layers[1]).module
+    weight_ED = module.router.weight_ED
+    ranks = [run(layer, c) for layer, c in zip(layers, (case, lower), strict=True)]
+    differences = {
+        name: float((ranks[0][name] - ranks[1][name]).abs().max() / ranks[0][name].abs().max())
+        for name in ("output", "router gradient")
+    }
+    dtypes = [weight_ED.dtype, module.experts.w_in_LDF.dtype, weight_ED.grad.dtype]
+    weight_ED.grad = None
+    wrapped = DistributedDataParallel(
+        config=lower.config(), ddp_config=DistributedDataParallelConfig(), module=module)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1e-4, bf16=True,
+                                                       weight_decay=0.0, sgd_momentum=0.0,
+                                                       clip_grad=0.0), [wrapped])
+    with torch.no_grad():
+        weight_ED.fill_(1.0)
+        optimizer.reload_model_params()
+    weight_ED.main_grad.fill_(1.0)
+    dtypes.append(weight_ED.main_grad.dtype)
+    optimizer.step()
+    return dtypes, differences, weight_ED.detach()
+
+
+@pytest.mark.distributed
+def test_router_weights_stay_in_float32() -> None:
+    for dtypes, differences, moved in on_ranks(2, _with_float32_router, Case(ep=2, native=BOTH)):
+        assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+        assert differences["output"] < 2e-2 and differences["router gradient"] < 2e-2, differences
+        # in bf16 a weight of 1 would not move
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.9999), rtol=0, atol=1e-6)
 
 
 def _with_and_without_sequence_parallel(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
@@ -204,10 +205,15 @@ def test_sgd_resumes(momentum: str, data: str, tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_distributed_optimizer_from_one_rank_to_two(data: str, tmp_path: Path) -> None:
     argv = [
-        *MODEL, "--data-path", data, "--train-iters", "8", "--use-distributed-optimizer", "--bf16"
+        *MODEL, "--data-path", data, "--train-iters", "8", "--use-distributed-optimizer", "--bf16",
+        "--moe-router-fp32"
     ]
     folder = str(tmp_path)
     on_ranks(1, _train, [*argv, "--save", folder, "--save-interval", "4"])
+    saved = FileSystemReader(f"{folder}/iter_0000004").read_metadata().state_dict_metadata
+    kept = {name.rsplit(".", 2)[-2]: part.properties.dtype for name, part in saved.items()
+            if name.endswith(("router.weight", "experts.w_in_LDF")) and "optimizer" not in name}
+    assert kept == {"router": torch.float32, "experts": torch.bfloat16}
     Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
     on_ranks(2, _train, [*argv, "--load", folder, "--log-file", f"{folder}/second.jsonl", *EP2])
     first, second = _losses(f"{folder}/log.jsonl"), _losses(f"{folder}/second.jsonl")

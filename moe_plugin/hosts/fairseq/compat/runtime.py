@@ -222,6 +222,28 @@ def separate_fp32_copies() -> None:
     optim.FP16Optimizer.build_optimizer = classmethod(build_optimizer)
 
 
+def gradients_in_their_own_dtype() -> None:
+    """Reduce each gradient in its own dtype under `legacy_ddp`.
+
+    fairseq <= 0.12.3 copies all gradients into one buffer of the first parameter's dtype. Under
+    `--fp16` and `--bf16` that lowers those of parameters that stay in float32 (`router.fp32`).
+    Parameters of another dtype are reduced one by one, without the buffer.
+    """
+    from fairseq.distributed import LegacyDistributedDataParallel
+
+    original = LegacyDistributedDataParallel.__init__
+
+    def __init__(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, module, *args, **kwargs)
+        dtype, lists = next(module.parameters()).dtype, self.per_device_params
+        self.per_device_params = [
+            *([p for p in params if p.dtype == dtype] for params in lists),
+            *([p] for params in lists for p in params if p.dtype != dtype)
+        ]
+
+    LegacyDistributedDataParallel.__init__ = __init__
+
+
 def empty_validation_batches() -> None:
     """Validate on ranks without data.
 
@@ -248,5 +270,5 @@ def empty_validation_batches() -> None:
 SHIMS: tuple[Callable[[], None],
              ...] = (numpy_names, full_checkpoints, hydra_of_its_time, gather_lists_without_cuda,
                      ddp_wrapping, bf16_without_tpu, skipped_steps_without_cuda,
-                     separate_fp32_copies, empty_validation_batches,
+                     separate_fp32_copies, gradients_in_their_own_dtype, empty_validation_batches,
                      )

@@ -79,6 +79,30 @@ def _match_strides(adam: torch.optim.Optimizer, *_: Any) -> None:
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
 
+def float32_parameters_first() -> None:
+    """Let a distributed optimizer save groups that hold float32 and 16-bit parameters.
+
+    0.15 to 0.19 number a group's parameters in the order of the gradient buffers and give them to
+    the optimizer with the float32 ones first; a checkpoint then takes one parameter's state for
+    another's. Calling it again does nothing.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._build_optimizer_group_ranges
+    if getattr(original, "_moe_plugin", False):
+        return
+
+    def build(cls: type, param_groups: Any, gbuf_ranges: Any) -> tuple[dict, list]:
+        places, groups = original(param_groups, gbuf_ranges)
+        for index, group in enumerate(groups):
+            group["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
+            places.update({p: (index, order) for order, p in enumerate(group["params"])})
+        return places, groups
+
+    build._moe_plugin = True  # type: ignore[attr-defined]
+    DistributedOptimizer._build_optimizer_group_ranges = classmethod(build)
+
+
 def prepare_optimizer_for_load(optimizer: Any) -> None:
     """Give a distributed optimizer the empty state that its checkpoint is loaded into.
 
