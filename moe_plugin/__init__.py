@@ -9,6 +9,9 @@ Importing this package imports neither a host nor Triton.
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,16 @@ __all__ = [*_EXPORTS, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'moe_plugin' has no attribute {name!r}")
-    import importlib
-
     return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def _is_user_dir() -> bool:
+    """Whether fairseq imports this package as its `--user-dir`: it notes the folder before."""
+    function = getattr(sys.modules.get("fairseq.utils"), "import_user_module", None)
+    home = os.path.realpath(os.path.dirname(__file__))
+    return any(os.path.realpath(folder) == home for folder in getattr(function, "memo", ()))
+
+
+# fairseq 0.12 imports the models of a user dir, too; its `moe` branch the package alone
+if _is_user_dir():
+    importlib.import_module("moe_plugin.models.fairseq_models")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+import omegaconf
 import pytest
 
 from moe_plugin.config import (
@@ -189,3 +190,18 @@ def test_overrides() -> None:
     assert (both.mode, both.d, both.max_d) == ("auto", 2, 2)
     with pytest.raises(ValueError, match="unknown key 'router.k'"):
         with_overrides(MoEConfig(), {"router.k": 1})
+
+
+def test_overrides_need_nothing_of_omegaconf_that_fairseqs_branch_lacks(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `moe` branch pins hydra < 1.1, and with it omegaconf 2.0.6."""
+
+    def update(cfg, key, value=None, merge=None):  # as in 2.0.6
+        raise AssertionError("not needed")
+
+    monkeypatch.setattr(omegaconf.OmegaConf, "update", staticmethod(update))
+    changed = with_overrides(MoEConfig(), {"router.top_k": 1, "losses.z": 0.1, "comm.wire": "bf16"})
+    assert (changed.router.top_k, changed.comm.wire) == (1, "bf16")
+    assert changed.losses == {"gshard": 0.01, "z": 0.1}
+    with pytest.raises(ValueError, match="unknown key.*num_experts.x"):
+        with_overrides(MoEConfig(), {"num_experts.x": 1})

@@ -37,6 +37,8 @@ ALLOWED = (argparse.Namespace, numpy.dtype, type(numpy.dtype("float64")),
            numpy.float64(0).__reduce__()[0])
 _MANIFEST_KEYS = ("num_experts", "world_size", "expert_parallel_size", "rank", "num_updates")
 _RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
+# parameters by the names of fairseq's `moe` branch
+_OF_BRANCH = re.compile(r"\.moe_layer\.(experts\.\d+|gate\.wg)\.")
 # what torch.load raises for a damaged file
 _UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
                AttributeError, AssertionError, TypeError, ImportError, ArithmeticError)
@@ -305,8 +307,20 @@ def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
     return survey
 
 
+def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
+    """`ValueError` for a checkpoint of fairseq's `moe` branch, that says what to do with it."""
+    names = [name for name in state.get("model") or {} if _OF_BRANCH.search(name)]
+    if names and MANIFEST not in state:
+        raise ValueError(
+            f"checkpoint {path!r} was written by fairseq's moe branch (it has {names[0]!r}), whose "
+            "experts are stored in another way: run it in that branch, where --user-dir moe_plugin "
+            "puts this layer in the place of the branch's own (docs/fairseq.md), or give another "
+            "--save-dir or --restore-file")
+
+
 def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
     """The step of a file that fits."""
+    refuse_branch(path, state)
     manifest = state.get(MANIFEST)
     if manifest is None:
         raise ValueError(
@@ -340,7 +354,9 @@ def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
         others.append(whole)
     if not others:
         return None
-    manifest = read(others[0]).get(MANIFEST, {})
+    state = read(others[0])
+    refuse_branch(others[0], state)
+    manifest = state.get(MANIFEST, {})
     theirs = manifest.get("world_size", 1)
     if theirs == wanted["world_size"]:
         return (

@@ -16,6 +16,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
 from moe_plugin.config.flags import FlagSpec, flag_specs
+from moe_plugin.hosts.fairseq.compat.fields import flag_metadata
 
 
 def _option(default: Any, text: str) -> Any:
@@ -23,10 +24,7 @@ def _option(default: Any, text: str) -> Any:
 
 
 def _generated_field(spec: FlagSpec) -> tuple[str, Any, Any]:
-    metadata = {"help": spec.help.replace("%", "%%")}
-    if spec.kind is bool:
-        metadata["argparse_const"] = "true"
-    return spec.dest, Optional[str], field(default=None, metadata=metadata)
+    return spec.dest, Optional[str], field(default=None, metadata=flag_metadata(spec))
 
 
 GeneratedFlags = make_dataclass("GeneratedFlags", [_generated_field(spec) for spec in flag_specs()],

@@ -1,15 +1,16 @@
 """The way in. Imported once, by `--user-dir` (through `moe_plugin.models`).
 
 In stock fairseq it registers models, criteria and trainer. In fairseq's own `moe` branch, which has
-them, it swaps the MoE layer.
+them, it swaps the MoE layer and adds our flags to the branch's models.
 """
 
 from __future__ import annotations
 
-from moe_plugin.hosts.fairseq.compat.native import native_module, swap_native
+from moe_plugin.hosts.fairseq.compat.native import add_flags, native_module, swap_native
 
 _native = native_module()
 if _native is not None:
+    add_flags()
     swap_native(_native)
 else:
     from moe_plugin.hosts.fairseq import registered  # noqa: F401

@@ -74,6 +74,22 @@ def test_a_damaged_last_checkpoint_gives_way_to_an_older_one(
         files.agree(asked, WANTED, None)
 
 
+@pytest.mark.parametrize("name", ["checkpoint_last-rank-0.pt", "checkpoint_last-rank-1.pt"])
+def test_a_checkpoint_of_the_branch_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    """Also where this rank has no file and another one has; in training and in evaluation."""
+    from fairseq import checkpoint_utils
+
+    path = str(tmp_path / name)
+    files.write({"args": None, "cfg": {}, "extra_state": {}, "model": {
+        "decoder.layers.1.moe_layer.experts.0.fc1.weight": torch.zeros(3)}}, path)
+    words = (re.escape(name) + ".*was written by fairseq's moe branch"
+             ".*moe_layer.experts.0.*run it in that branch.*--user-dir moe_plugin")
+    with pytest.raises(ValueError, match=words):
+        files.agree(str(tmp_path / "checkpoint_last-rank-0.pt"), WANTED, None)
+    with pytest.raises(ValueError, match=words):
+        checkpoint_utils.load_checkpoint_to_cpu(path)
+
+
 class Payload:
     """A pickle that writes a file where it is loaded."""
 

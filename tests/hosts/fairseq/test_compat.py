@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.distributed import run_gloo
 from tests.hosts.fairseq.conftest import LANGUAGE_MODEL, Corpus, environment, run, run_alone
 
 
@@ -44,6 +46,24 @@ def test_spawned_processes_train_and_two_ranks_validate(corpus: Corpus, tmp_path
 
 def _valid_loss(log: str) -> float:
     return float(log.split("subset | ")[-1].split("loss ")[1].split(" |")[0])
+
+
+def _reduced_by_legacy_ddp() -> torch.Tensor:
+    from fairseq.distributed import LegacyDistributedDataParallel
+
+    module = torch.nn.ModuleList([torch.nn.Linear(3, 3).bfloat16(), torch.nn.Linear(3, 3)])
+    wrapped = LegacyDistributedDataParallel(module, dist.group.WORLD)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1 + 2.0**-(12 + dist.get_rank()))
+    wrapped.all_reduce_grads()
+    return torch.stack([p.grad.flatten()[0].float() for p in module.parameters()])
+
+
+@pytest.mark.distributed
+def test_legacy_ddp_reduces_float32_gradients_in_float32() -> None:
+    for found in run_gloo(2, _reduced_by_legacy_ddp):
+        exact = 1 + (2.0**-12 + 2.0**-13) / 2
+        assert found.tolist() == [1.0, 1.0, exact, exact]
 
 
 def test_other_packages_are_left_alone() -> None:
@@ -89,8 +109,19 @@ def test_another_copy_of_the_package_is_refused(tmp_path: Path) -> None:
     from fairseq import utils
 
     (tmp_path / "moe_plugin" / "models").mkdir(parents=True)
-    with pytest.raises(ValueError, match="another copy of moe_plugin"):
+    with pytest.raises(ValueError, match=f"another copy of moe_plugin.*pip install -e {tmp_path}"):
         utils.import_user_module(argparse.Namespace(user_dir=str(tmp_path / "moe_plugin")))
+
+
+def test_the_bare_name_is_the_installed_package_beside_a_checkout(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from fairseq import utils
+
+    (tmp_path / "moe_plugin" / "models").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    utils.import_user_module(argparse.Namespace(user_dir="moe_plugin"))
+    assert "not the copy in this folder" in caplog.text
+    assert f"pip install -e {tmp_path}" in caplog.text
 
 
 def test_stock_architecture_without_moe_flags_is_stock() -> None:

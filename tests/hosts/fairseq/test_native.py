@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.fairseq.compat.native import native_module, swap_native
+from tests.hosts.fairseq import branch_tree
+from tests.hosts.fairseq.conftest import environment
+
+ROOT = Path(__file__).parents[3]
 
 
 class Gate(nn.Module):
@@ -92,3 +99,41 @@ def test_padding_is_masked(branch: ModuleType) -> None:
     y_BTD, _ = layer(torch.randn(2, 3, 8), input_padding_mask=padding)
     assert (y_BTD[padding] == 0).all()
     assert (y_BTD[~padding] != 0).any(1).all()
+
+
+@pytest.mark.parametrize(("start", "user_dir", "by_name"), [
+    ("finder", "moe_plugin", False), ("alone", str(ROOT / "moe_plugin"), True)])
+def test_the_branch_swaps_its_layer_at_its_command_line(start: str, user_dir: str, by_name: bool,
+                                                        tmp_path: Path) -> None:
+    """With our flags, and the log says so; with the startup finder and without it."""
+    home = branch_tree.build(tmp_path, by_name)
+    variables = {**environment(), "PYTHONPATH": f"{home}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("in_branch.py")), start, user_dir], cwd=ROOT,
+        env=variables, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["flag"], found["translation"]) == ("none", "1")
+    assert (found["capacity"], found["prioritized"]) == (None, True)
+    assert found["error"] < 1e-5 and not found["stock"]
+    assert found["loss"] == (["moe_gate_loss"] if by_name else "tensor")
+    [said] = [line for line in found["log"] if "takes the place of" in line]
+    assert "fairseq.modules.moe.MOELayer" in said
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"moe_router": "cosine", "moe_losses": "switch=1"}, "router.name='cosine' does not fit"),
+    ({"moe_router_fp32": "true"}, "router.fp32=True does not fit")])
+def test_routers_that_the_branch_cannot_hold_are_refused(branch: ModuleType, settings: dict,
+                                                         words: str) -> None:
+    swap_native(branch)
+    with pytest.raises(ValueError, match=words):
+        branch.MOELayer(Gate(), nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), args(**settings))
+
+
+def test_token_dropout_of_later_versions_is_refused(branch: ModuleType) -> None:
+    swap_native(branch)
+    experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    branch.MOELayer(Gate(), experts, args(), tok_dropout=0.0, moe_local_drop=0.0)
+    with pytest.raises(ValueError, match="tok_dropout=0.2 is not computed"):
+        branch.MOELayer(Gate(), experts, args(), tok_dropout=0.2)

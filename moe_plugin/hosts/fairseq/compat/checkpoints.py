@@ -72,7 +72,8 @@ def evaluation_from_rank_files() -> None:
 
     def load_checkpoint_to_cpu(path: str, *args: Any, **kwargs: Any) -> Any:
         if os.path.exists(path):
-            files.read(path)  # its error names the file and the remedy
+            # its errors name the file and the remedy
+            files.refuse_branch(path, files.read(path))
         state = load(path, *args, **kwargs)
         if holds_whole_model():  # its model is built by the settings in the checkpoint
             _refuse_imports(path, state, (args[0] if args else kwargs.get("arg_overrides")) or {})

@@ -1,29 +1,38 @@
 """Inside fairseq's own `moe` branch: its `MOELayer` is swapped for ours, everything else of the
 branch stays.
 
-Interface assumed of the branch (fairseq `moe`, December 2021):
+Interface assumed of the branch (fairseq `moe`, from December 2021 on):
 `fairseq.modules.moe.MOELayer(gate, experts, args, group=None, all2all_group=None)`; `gate.wg` is
 the linear map to experts; `experts` are this rank's modules, [rows, D] to [rows, D];
-`forward(x, input_padding_mask=None)` returns `(output, l_aux)`; its criterion reads the dict
-`metadata` of every `MOELayer`.
+`forward(x, input_padding_mask=None)` returns `(output, l_aux)`, where there is a `CMRLayer`, too,
+`(output, {"moe_gate_loss": l_aux})`; its criterion reads the dict `metadata` of every `MOELayer`.
+Such a branch imports the package of a user dir, not its `models` (`moe_plugin.__init__`).
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
+import logging
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, Optional
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, LocalComm, TorchComm
+from moe_plugin.config.flags import add_arguments, flag_specs
+from moe_plugin.hosts.fairseq.compat.fields import add_field, flag_metadata
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
 from moe_plugin.hosts.fairseq.translate import layer_config
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import weighted_loss
+
+logger = logging.getLogger(__name__)
+# arguments of later versions of the branch's layer that change what it computes: off here
+_DROPS = {"tok_dropout": "--moe-eom", "moe_local_drop": "--moe-local-drop"}
 
 
 def native_module() -> ModuleType | None:
@@ -41,19 +50,55 @@ def swap_native(module: ModuleType) -> type:
     Returns the replacement.
 
     fairseq `moe` branch only: it has no registry for layers. The replacement is a subclass, so
-    `isinstance` still holds.
+    `isinstance` still holds. The log says that it happened.
     """
     native = module.MOELayer
     if getattr(native, "_moe_plugin", False):
         return native
     ours = type("MOELayer", (_SwappedLayer, native),
-                {"_moe_plugin": True, "__module__": native.__module__})
+                {"_moe_plugin": True, "__module__": native.__module__,
+                 # the branch's module tells its versions apart by this name alone
+                 "_loss_by_name": hasattr(module, "CMRLayer")})
     for name, loaded in list(sys.modules.items()):
         if name.split(".")[0] in ("fairseq", "fairseq_cli") and getattr(loaded, "MOELayer",
                                                                         None) is native:
             loaded.MOELayer = ours
     module.MOELayer = ours
+    logger.info("moe-plugin's layer takes the place of %s.MOELayer; its settings are the --moe-... "
+                "flags of docs/flags.md", module.__name__)
     return ours
+
+
+def add_flags() -> None:
+    """Give the branch's models with experts a flag for each of our settings.
+
+    A flag that the branch has keeps its meaning there.
+    """
+    from fairseq import models
+    from hydra.core.config_store import ConfigStore
+
+    for name, settings in models.MODEL_DATACLASS_REGISTRY.items():
+        if settings is not None and "moe_expert_count" in settings.__dataclass_fields__:
+            for spec in flag_specs():
+                add_field(settings, spec.dest, Optional[str], None,  # noqa: UP045
+                          **flag_metadata(spec))
+            node: Any = settings()
+            node._name = name
+            ConfigStore.instance().store(name=name, group="model", node=node, provider="moe_plugin")
+    transformer = models.MODEL_REGISTRY.get("transformer")
+    if transformer is not None and models.MODEL_DATACLASS_REGISTRY.get("transformer") is None:
+        _add_to_parser(transformer)
+
+
+def _add_to_parser(model: Any) -> None:
+    original = model.add_args
+
+    def add_args(parser: argparse.ArgumentParser) -> None:
+        original(parser)
+        taken = {action.dest for action in parser._actions}
+        add_arguments(parser, {spec.path for spec in flag_specs() if spec.dest in taken})
+
+    model.add_args = staticmethod(add_args)
 
 
 class _SwappedLayer(nn.Module):
@@ -61,9 +106,16 @@ class _SwappedLayer(nn.Module):
     names, our path inside.
     """
 
+    _loss_by_name = False
+
     def __init__(self, gate: nn.Module, experts: Any, args: Any, group: Any = None,
-                 all2all_group: Any = None) -> None:
+                 all2all_group: Any = None, max_positions: Any = None,
+                 init_model_on_gpu: bool = False, **drops: float) -> None:
         nn.Module.__init__(self)
+        for name, share in drops.items():
+            if share:
+                raise ValueError(f"{name}={share} is not computed by moe-plugin's layer: must be "
+                                 f"0; leave {_DROPS.get(name, name)} out")
         self.gate, self.args = gate, args
         self.experts = experts if isinstance(experts, nn.ModuleList) else nn.ModuleList([experts])
         self.expert_group, self.all2all_group = group, all2all_group
@@ -74,12 +126,13 @@ class _SwappedLayer(nn.Module):
                               activation="gelu")
         first = comm.rank * len(self.experts)
         layer = MoELayer(config, comm, experts=lambda index: self.experts[index - first])
+        _check_router(layer)
         layer.router.weight_ED = weight_ED
         # not a sub-module: the branch's checkpoint code knows the parameters by their native names
         self.__dict__["_layer"] = layer
 
     def forward(self, *inputs: Tensor, input_padding_mask: Tensor | None = None,
-                **_: Any) -> tuple[Tensor, Tensor]:
+                **_: Any) -> tuple[Tensor, Any]:
         """[B, T, D] to ([B, T, D], gate loss). input_padding_mask: [B, T], True = padding."""
         layer: MoELayer = self.__dict__["_layer"]
         layer.train(self.training)
@@ -90,7 +143,18 @@ class _SwappedLayer(nn.Module):
             **(stats_metrics(out.stats) if out.stats is not None else {}), "moe_gate_loss": loss.
             detach()
         }
-        return out.output, loss
+        return out.output, {"moe_gate_loss": loss} if self._loss_by_name else loss
+
+
+def _check_router(layer: MoELayer) -> None:
+    router, names = layer.config.router, [name for name, _ in layer.router.named_parameters()]
+    if names != ["weight_ED"]:
+        raise ValueError(f"router.name={router.name!r} does not fit fairseq's moe branch, whose "
+                         "gate is one linear map from tokens to experts: must be a router with "
+                         "this map alone; use topk, switch or gshard")
+    if router.fp32:
+        raise ValueError("router.fp32=True does not fit fairseq's moe branch, which lowers its "
+                         "gate with the model: must be False; leave --moe-router-fp32 out")
 
 
 def _comm(group: Any, args: Any) -> Comm:

@@ -4,7 +4,7 @@
 A `.pth` file of the same name calls `boot()` when Python starts. That costs one finder on
 `sys.meta_path` and imports nothing: the work happens when, and only when, somebody imports
 `fairseq`. It must be a top-level module, because a module of the package would import the package
-before fairseq's `--user-dir` does.
+before fairseq's `--user-dir` does. Of another fairseq than 0.12 only the import is helped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class _Loader:
             self.inner.exec_module(module)
         finally:
             dataclasses.dataclass = original
-        _install()
+        # the package itself is imported for this release alone: fairseq's `moe` branch refuses a
+        # user dir that was imported before
+        if str(getattr(module, "__version__", "")).startswith("0.12."):
+            _install()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

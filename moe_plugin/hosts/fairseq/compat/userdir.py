@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.fields import add_field
+
+logger = logging.getLogger(__name__)
+NAME = "moe_plugin"
 
 
 def own_user_dir() -> None:
@@ -17,7 +21,8 @@ def own_user_dir() -> None:
     fairseq <= 0.12.3 imports them only if it was not.
 
     With this, `--user-dir moe_plugin` and a path to the installed package both work, in spawned
-    processes and in programs that already imported the package. A path to another copy is refused.
+    processes and in programs that already imported the package. The bare name is that package, also
+    in a folder that holds another copy; a path to another copy is refused.
     """
     from fairseq import utils
     from fairseq.models import import_models
@@ -26,7 +31,7 @@ def own_user_dir() -> None:
 
     def import_user_module(args: Any) -> None:
         given = getattr(args, "user_dir", None)
-        if given is None or os.path.basename(os.path.abspath(given)) != "moe_plugin":
+        if given is None or os.path.basename(os.path.abspath(given)) != NAME:
             return original(args)
         home = _checked_home(given)
         original(argparse.Namespace(user_dir=home))
@@ -39,11 +44,16 @@ def _checked_home(given: str) -> str:
     import moe_plugin
 
     home = os.path.dirname(os.path.abspath(moe_plugin.__file__))
-    if os.path.exists(given) and os.path.realpath(given) != os.path.realpath(home):
+    if not os.path.exists(given) or os.path.realpath(given) == os.path.realpath(home):
+        return home
+    root = os.path.dirname(os.path.abspath(given))
+    if given != NAME:
         raise ValueError(
             f"--user-dir {given!r} is another copy of moe_plugin than the installed one at "
-            f"{home!r}; "
-            "use --user-dir moe_plugin, or install that copy with pip install -e")
+            f"{home!r}; use --user-dir moe_plugin for the installed one, or install that copy: "
+            f"pip install -e {root}")
+    logger.warning("--user-dir moe_plugin is the installed package at %s, not the copy in this "
+                   "folder; to use that one: pip install -e %s", home, root)
     return home
 
 
