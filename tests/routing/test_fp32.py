@@ -25,7 +25,7 @@ MORE = {"group_limited": {"groups": 2}, "sam": {"groups": 2}, "hash": {"hash": {
 def settings(name: str = "topk", fp32: bool = True) -> dict:
     more = MORE.get(name.split(",")[0], {})
     return {"model_dim": 16, "num_experts": 4, "router": {"name": name, "fp32": fp32, **more},
-            "experts": {"hidden_dim": 8}, "losses": {}}
+            "experts": {"hidden_dim": 8}}
 
 
 @pytest.mark.parametrize("how", LOWER)
