@@ -78,9 +78,9 @@ def test_the_overlapped_schedule_trains_the_same_model(name: str, data: str) -> 
 def _refusals(every: list[dict[str, Any]]) -> list[str]:
     messages = []
     for settings in every:
-        freq = settings.pop("moe_layer_freq", 1)
+        native = {name: settings.pop(name) for name in list(settings) if "." not in name}
         case = Case(ep=2, dtype=torch.bfloat16, native={
-            "overlap_moe_expert_parallel_comm": True, "num_layers": 2, "moe_layer_freq": freq})
+            "overlap_moe_expert_parallel_comm": True, "num_layers": 2, **native})
         initialise_parallel(case)
         with pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm=True") as refused:
             build(case, True, settings)
@@ -94,6 +94,7 @@ def test_what_cannot_be_cut_into_steps_is_refused() -> None:
         "parallel.shadow=1": {"parallel.shadow": 1},
         "dispatch.name='all_gather'": {"dispatch.name": "all_gather"},
         "moe_layer_freq=2": {"moe_layer_freq": 2},
+        "experts.weights_first=True": {"moe_apply_probs_on_input": True},
         "router.name='hash'": {"router.name": "hash", "router.hash.vocabulary": 16},
     }
     for messages in on_ranks(2, _refusals, list(every.values())):
