@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
@@ -36,6 +37,16 @@ def _losses(path: Path) -> list[float]:
     return [row["lm_loss"] for row in _rows(path) if "lm_loss" in row]
 
 
+def _weights(folder: str) -> dict[str, torch.Tensor]:
+    """The model's tensors in a checkpoint, by name."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
+
+    parallel_state.initialize_model_parallel()
+    return {name: tensor for name, tensor in load_plain_tensors(folder).items()
+            if isinstance(tensor, torch.Tensor) and "optimizer" not in name}
+
+
 CASES = {
     "EP2": (2, EP2, [], OVERLAP), "two replicas": (2, [], SHARDED, GATHER),
     "EP2, sharded": (2, EP2, SHARDED, GATHER),
@@ -61,6 +72,11 @@ def test_overlapped_communication_changes_no_loss(name: str, data: str, tmp_path
     for one, other in zip(got, want, strict=True):
         assert {key: one[key] for key in keys if key in one} == pytest.approx(
             {key: other[key] for key in keys if key in other}, rel=1e-6)
+    [one], [other] = (on_ranks(1, _weights, str(tmp_path / run / "iter_0000003"))
+                      for run in ("plain", "overlapped"))
+    assert any("experts" in weight for weight in one) and one.keys() == other.keys()
+    for weight in one:
+        torch.testing.assert_close(other[weight], one[weight], rtol=1e-5, atol=1e-6)
     (tmp_path / "overlapped" / "latest_checkpointed_iteration.txt").write_text("3")
     on_ranks(world, _train, resumed)
     assert _losses(tmp_path / "resumed.jsonl") == pytest.approx(
