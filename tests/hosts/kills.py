@@ -113,6 +113,7 @@ def _kill(job: Job, launcher: subprocess.Popen, when: str, draw: random.Random,
         if when == "saving":
             until(lambda: job.is_saving(since), job, launcher, poll_s=0.0005)
         time.sleep(draw.uniform(0, 0.02))
+    assert ranks[rank].is_running(), job.out.read_text()[-5000:]  # it ended before
     ranks[rank].kill()
     return Kill(when, rank, job.step(), job.saved()), {process.pid for process in ranks.values()}
 
