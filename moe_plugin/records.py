@@ -50,9 +50,8 @@ class TokenInfo:
             pieces)[index])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "TokenInfo":
-        return replace(self,
-                       token_ids_T=None if self.token_ids_T is None else change(self.token_ids_T),
-                       sequence_T=None if self.sequence_T is None else change(self.sequence_T))
+        new = [x if x is None else change(x) for x in (self.token_ids_T, self.sequence_T)]
+        return replace(self, token_ids_T=new[0], sequence_T=new[1])
 
 
 @dataclass(frozen=True)
@@ -274,8 +273,7 @@ class RowPlan:
     @property
     def token_R(self) -> Tensor:
         """Token of each row, int64 [R]; 0 for an empty slot."""
-        return torch.div(self.source_R.clamp(min=0), max(1, self.position_TK.shape[1]),
-                         rounding_mode="floor")
+        return self.source_R.clamp(min=0) // max(1, self.position_TK.shape[1])
 
 
 @dataclass(frozen=True)
@@ -300,8 +298,8 @@ class ExpertRows:
 class Overlap:
     """In how many pieces rows travel and are computed, so that exchanges and matmuls overlap.
 
-    forward, backward: d and d_backward; 0 backward: as forward. beside: rows travel to their
-    experts in the background in one piece, too, because other work is done meanwhile.
+    forward, backward: d and d_backward; 0 backward: as forward. beside: one piece, too, travels in
+    the background, because other work is done meanwhile.
     """
 
     forward: int = 1

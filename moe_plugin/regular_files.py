@@ -28,7 +28,7 @@ def _kind(path: _Path, follow: bool) -> str:
 
 
 def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
-    """`ValueError` where `path` is not a file that ends: opening a pipe would wait for ever.
+    """`ValueError` where `path` is not a file that ends: opening a pipe would hang.
 
     Args:
         path: may be missing: opening it says so.

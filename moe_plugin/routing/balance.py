@@ -16,7 +16,7 @@ from moe_plugin.routing.contract import RouterModule
 _OTHER_LOSSES = frozenset({"z", "sam_alignment"})
 _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gshard': 0.01} "
            "(--moe-losses gshard=0.01; in Megatron also --moe-aux-loss-coeff 0.01), or a router "
-           "that balances by itself, e.g. router.name=sigmoid_bias (--moe-router sigmoid_bias)")
+           "that needs none, e.g. router.name=sigmoid_bias (--moe-router sigmoid_bias)")
 
 
 class UnbalancedTraining(UserWarning):

@@ -24,7 +24,7 @@ class RouterModule(Replaying, nn.Module):
         needs: what it reads of a call's `TokenInfo`: "token_ids", "sequences". Hosts pass only
             what is needed.
         own_losses: losses that this router can compute and some others cannot.
-        balances: it gives experts even loads by itself, so that training needs no balance loss.
+        balances: it gives experts even loads without a balance loss.
         host: what the host knows of the layer.
     """
 

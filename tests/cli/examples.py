@@ -8,7 +8,7 @@ The first word of a fence is the block's language, a second one its mark:
 | `yaml` | is read as settings |
 | `bash` | every command runs, at small sizes, in one folder per page |
 | `bash check` | cannot run here (network, cluster, hours): the real parsers check every word |
-| `text` | is no code: output, formulas |
+| `text` | output and formulas, not run |
 """
 
 from __future__ import annotations

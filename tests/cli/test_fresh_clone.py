@@ -30,7 +30,7 @@ def clone(tmp_path: Path) -> Path:
     """The files that git has, with a setup that installs nothing; in a path with a blank."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
-        pytest.skip("this is no git checkout")
+        pytest.skip("not a git checkout")
     home = tmp_path / "a clone"
     for name in listed.stdout.decode().strip("\0").split("\0"):
         if (ROOT / name).is_file():
