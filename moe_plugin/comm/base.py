@@ -161,6 +161,11 @@ class Comm(ABC):
         return self.counters.bytes
 
     @property
+    def by_nodes(self) -> bool:
+        """Whether all-gather and reduce-scatter go in two steps here, see `comm.by_nodes`."""
+        return False
+
+    @property
     def topology(self) -> Topology:
         """Which ranks share a node. Raises: CommError: `prepare` has not been called."""
         if self.state.topology is None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
+from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes, two_steps
 from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
 from moe_plugin.comm.nodes import node_key
 from moe_plugin.comm.state import GroupState
@@ -96,6 +97,11 @@ class TorchComm(Comm):
         return torch.device("cuda", torch.cuda.current_device(
         )) if "nccl" in self.backend and "gloo" not in self.backend else torch.device("cpu")
 
+    @property
+    def by_nodes(self) -> bool:
+        """See `Comm`: on gloo, over equal nodes of several ranks."""
+        return self.receive_first and two_steps(self.state.topology)
+
     def detect_topology(self) -> Topology:
         """Ranks with the same launcher's node index and host name share a node; collective."""
         mine = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8).to(self.device)
@@ -131,7 +137,9 @@ class TorchComm(Comm):
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Comm`; x: [n, ...] to [size * n, ...]."""
+        """See `Comm`; x: [n, ...] to [size * n, ...]. On gloo over nodes see `comm.by_nodes`."""
+        if self.by_nodes:
+            return gather_by_nodes(self, x)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] * (self.size - 1))
         with self.error_context(lambda: f"all_gather of {x.dtype} {tuple(x.shape)}"):
@@ -139,9 +147,13 @@ class TorchComm(Comm):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """See `Comm`; x: [size * n, ...] to [n, ...]. On gloo a ring, see `ring_reduce_scatter`."""
+        """See `Comm`; x: [size * n, ...] to [n, ...].
+
+        On gloo a ring (`ring_reduce_scatter`), over nodes two steps (`comm.by_nodes`).
+        """
         if self.receive_first:
-            return ring_reduce_scatter(self, x)
+            two = self.by_nodes
+            return reduce_scatter_by_nodes(self, x) if two else ring_reduce_scatter(self, x)
         length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
         out = x.new_empty((length, *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] - length)

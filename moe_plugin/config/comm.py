@@ -13,10 +13,10 @@ class CommConfig(Section):
 
     PATH = "comm."
 
-    all_to_all: str = option(
-        "linear",
+    all_to_all: str | None = option(
+        None,
         "all-to-all algorithm, by registered name: linear, 2dh, leader, native; auto measures and "
-        "chooses",
+        "chooses; none: auto where the group spans nodes, else linear",
         flag="all-to-all")
     topology: str = option(
         "detect",

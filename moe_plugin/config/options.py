@@ -85,7 +85,7 @@ def _check_types(section: Any, prefix: str) -> None:
             raise ValueError(f"{path}={short(value)} is a {type(value).__name__}; must be "
                              f"{hints[f.name].__name__}(...)")
         choices = f.metadata.get("choices")
-        if choices:
+        if choices and value is not None:
             check(value in choices, path, value, f"one of {', '.join(choices)}",
                   "choose one of these")
 

@@ -16,10 +16,10 @@ class ParallelConfig(Section):
     PATH = "parallel."
     SHORTHAND = "mode"
 
-    mode: str = option(
-        "fixed",
+    mode: str | None = option(
+        None,
         "fixed: the layout given here; auto: measured and chosen during training, for the current "
-        "load",
+        "load; none: auto where the group spans nodes and nothing here names a layout, else fixed",
         choices=("fixed", "auto"), flag="parallel")
     r: int | None = option(
         None,
@@ -57,7 +57,7 @@ class ParallelConfig(Section):
         flag="shadow")
     max_d: int = option(4, "auto: largest overlap degree tried (1, 2, 4, ... up to it)",
                         flag="overlap-max")
-    tries: int = option(4, "auto: layouts timed for a new load, the best predicted first",
+    tries: int = option(6, "auto: layouts timed for a new load, the best predicted first",
                         flag="parallel-tries")
     samples: int = option(2, "auto: timed calls per layout", flag="parallel-samples")
     drift: float = option(

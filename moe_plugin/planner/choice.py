@@ -24,6 +24,8 @@ class LayoutChoice:
     d: overlap degree, pieces in which rows travel and are computed; 1: no overlap. d_backward: the
         same for backward; 0: d.
     algorithm: all-to-all algorithm by registered name. kernel: expert compute by registered name.
+    gather_tokens: every rank gets all tokens of the group and computes its own experts' rows, no
+        all-to-all (dispatcher all_gather); parameters stay where they are stored.
     """
 
     r: int
@@ -31,6 +33,12 @@ class LayoutChoice:
     d_backward: int = 0
     algorithm: str = "linear"
     kernel: str = "auto"
+    gather_tokens: bool = False
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether rows travel by all-to-all."""
+        return self.r > 0 and not self.gather_tokens
 
     def __post_init__(self) -> None:
         for name, bound in (("r", 0), ("d", 1), ("d_backward", 0)):
@@ -105,13 +113,15 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
     """Every choice with these values by field.
 
-    Without an all-to-all (r = 0, one rank) there is nothing to overlap: only one algorithm and d =
-    1 remain.
+    Without an all-to-all (r = 0, gathered tokens, one rank) there is nothing to overlap: only one
+    algorithm and d = 1 remain. Tokens are gathered where parameters are stored, at the largest r.
     """
     made = {}
     for row in itertools.product(*values.values()):
         choice = LayoutChoice(**dict(zip(values, row, strict=True)))
-        if choice.r == 0 or ranks == 1:
+        if choice.gather_tokens:
+            choice = dataclasses.replace(choice, r=max(values["r"]), gather_tokens=ranks > 1)
+        if not choice.exchanges or ranks == 1:
             choice = dataclasses.replace(choice, d=1, d_backward=0,
                                          algorithm=values["algorithm"][0])
         elif choice.d_backward == choice.d:

@@ -102,7 +102,7 @@ class _Sizes:
 
     gather: the group that gathers parameters; piece: bytes that each of its ranks contributes. out:
     bytes that a rank sends. rows_here, experts_here, inner: rows, experts and inner width that a
-    rank computes.
+    rank computes. tokens: bytes of a rank's tokens where all ranks gather them; 0: they do not.
     """
 
     shards: int
@@ -112,9 +112,11 @@ class _Sizes:
     rows_here: float
     experts_here: float
     inner: float
+    tokens: float = 0.0
 
 
-def _sizes(shape: LayerShape, ranks: int, r: int) -> _Sizes:
+def _sizes(shape: LayerShape, ranks: int, choice: LayoutChoice) -> _Sizes:
+    r = choice.r
     shards = shape.cut(ranks)
     stored = shape.experts * shape.expert_bytes / ranks
     if r == 0 or ranks == 1:
@@ -122,9 +124,11 @@ def _sizes(shape: LayerShape, ranks: int, r: int) -> _Sizes:
                       shape.tokens * shape.top_k, shape.experts, shape.hidden_dim)
     group = shards // r
     local = max(1, shape.experts * shards // ranks)
+    tokens = shape.tokens * shape.row_bytes
     return _Sizes(shards, Group(group), stored if group > 1 else 0.0,
-                  shape.rows * r * shape.row_bytes, shape.rows * r * shape.skew, local,
-                  shape.hidden_dim / r)
+                  tokens * (ranks - 1) if choice.gather_tokens else shape.rows * r
+                  * shape.row_bytes, shape.rows * r * shape.skew, local,
+                  shape.hidden_dim / r, tokens if choice.gather_tokens else 0.0)
 
 
 def _experts_s(shape: LayerShape, sizes: _Sizes, device: Device, pieces: int, passes: int) -> float:
@@ -144,7 +148,9 @@ def _through_experts(cluster: Cluster, sizes: _Sizes, algorithm: str, d: int,
     """All pieces are sent first (`links[0]`); each returns (`links[1]`) once it is computed."""
     if not sizes.out:
         return [Task("experts0", COMPUTE, expert_s, (*parameters, after), "experts")]
-    exchange = all_to_all_s(cluster, Group(cluster.ranks), algorithm, sizes.out / d)
+    group = Group(cluster.ranks)
+    exchange = (all_gather_s(cluster, group, sizes.tokens) if sizes.tokens else
+                all_to_all_s(cluster, group, algorithm, sizes.out / d))
     there, back = links
     return [
         *(Task(f"{there}{i}", NETWORK, exchange, (after,), f"a2a_{there}") for i in range(d)),
@@ -167,7 +173,7 @@ def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
 def forward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
                   choice: LayoutChoice) -> list[Task]:
     """Tasks of the forward pass in issue order."""
-    sizes = _sizes(shape, cluster.ranks, choice.r)
+    sizes = _sizes(shape, cluster.ranks, choice)
     d = choice.d if sizes.out else 1
     gate = device.matmul_s(shape.tokens, 2.0 * shape.tokens * shape.model_dim * shape.experts,
                            shape.tokens * (shape.row_bytes + 8 * shape.experts))
@@ -189,7 +195,7 @@ def forward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
 def backward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
                    choice: LayoutChoice) -> list[Task]:
     """Tasks of the backward pass: the mirror, with its own pieces and a reduce-scatter."""
-    sizes = _sizes(shape, cluster.ranks, choice.r)
+    sizes = _sizes(shape, cluster.ranks, choice)
     d = choice.backward_d if sizes.out else 1
     copies = _copies_s(shape, sizes, device, choice.r)
     # the experts compute in the larger number of pieces of the two directions
@@ -210,7 +216,7 @@ def backward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
 
 def layer_memory(shape: LayerShape, ranks: int, choice: LayoutChoice) -> float:
     """Bytes beyond stored parameters: gathered parameters, gradients, rows, activations."""
-    sizes = _sizes(shape, ranks, choice.r)
+    sizes = _sizes(shape, ranks, choice)
     gathered = 2 * sizes.piece * sizes.gather.size
     width = 2 * shape.model_dim + sizes.inner * (shape.matrices - 1)
     rows = sizes.rows_here * shape.element_bytes * width

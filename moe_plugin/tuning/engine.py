@@ -199,6 +199,13 @@ class Tuner(Generic[Bucket, Choice]):
         elif choice == entry.settled and not entry.trials and 0 < seconds < math.inf:
             self._watch(bucket, entry, seconds)
 
+    def repeat(self, bucket: Bucket, choice: Choice) -> None:
+        """In place of `record`: the time of an earlier call does not count, a trial is made again.
+        """
+        entry = self.entries.get(bucket)
+        if entry is not None and entry.awaited:
+            entry.trials.append(choice)
+
     def pop_decisions(self) -> tuple[Decision, ...]:
         """Decisions since the last time this was called."""
         fresh = tuple(self._unread)

@@ -19,11 +19,13 @@ from moe_plugin.tuning.default_hardware import Calibration
 from moe_plugin.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
+# settings that may be left open: what they become on one node, and over several
+OPEN = {"comm.all_to_all": ("linear", "auto"), "parallel.mode": ("fixed", "auto")}
 
 
 @dataclass
 class _Announced:
-    """The all-to-alls that are logged for a group, by name."""
+    """What is logged for a group: names of all-to-alls, and `layouts`."""
 
     names: set[str] = field(default_factory=set)
 
@@ -36,30 +38,52 @@ def prepare(comm: Comm, config: CommConfig) -> Exchange:
     Raises: ValueError: an unknown name, a file that cannot be read, a topology that does not fit
     the group.
     """
-    algorithm = with_wire(algorithms.get(config.all_to_all), config.wire)
+    if config.all_to_all is not None:
+        algorithms.get(config.all_to_all)  # an unknown name, before anything is sent
     if comm.size == 1:
-        return algorithm
+        return _exchange(comm, config)
     cluster = load_cluster(config.cluster) if config.cluster else None
     nics = cluster.nics if cluster else 1
     comm.prepare(None if config.topology == "detect" else read_topology(
         config.topology, comm.size, nics))
     if cluster is not None:
         comm.state.get(Calibration).cluster = cluster
-    _announce(comm, config.all_to_all)
+    _announce(comm, exchange_name(comm, config))
     if config.watchdog_s > 0 and comm.state.watchdog is None:
         comm.state.watchdog = _watchdog(comm, config.watchdog_s)
-    return algorithm
+    return _exchange(comm, config)
+
+
+def spans_nodes(comm: Comm) -> bool:
+    """Whether a prepared group of processes is on more than one node; simulated ranks are not."""
+    return comm.size > 1 and comm.separate and len(comm.topology.nodes) > 1
+
+
+def exchange_name(comm: Comm, config: CommConfig) -> str:
+    """The all-to-all of the settings; where they name none, auto for a group that spans nodes, else
+    linear. The group is prepared.
+    """
+    return config.all_to_all or OPEN["comm.all_to_all"][spans_nodes(comm)]
+
+
+def _exchange(comm: Comm, config: CommConfig) -> Exchange:
+    return with_wire(algorithms.get(exchange_name(comm, config)), config.wire)
 
 
 def _announce(comm: Comm, name: str) -> None:
     """Log once per group where its ranks are, and why an algorithm falls back to linear."""
-    topology, announced = comm.topology, comm.state.get(_Announced).names
-    if comm.rank or name in announced:
-        return
-    announced.add(name)
+    topology = comm.topology
     reason = topology.why_flat() if name in ("2dh", "leader") else None
-    log.info("all-to-all %s over %s: %s%s", name, comm.name, topology,
-             f"; it runs as linear, because {reason}" if reason else "")
+    log_once(comm, name, f"all-to-all {name} over {comm.name}: {topology}"
+             + (f"; it runs as linear, because {reason}" if reason else ""))
+
+
+def log_once(comm: Comm, name: str, text: str) -> None:
+    """Log a text once per group, on its first rank. name: of the text."""
+    announced = comm.state.get(_Announced).names
+    if comm.rank == 0 and name not in announced:
+        announced.add(name)
+        log.info(text)
 
 
 def read_topology(text: str, size: int, nics: int = 1) -> Topology:

@@ -41,6 +41,7 @@ class ExchangeTuner:
         self.cluster = comm.state.get(Calibration).cluster
         self.tuner: Tuner[int, str] = Tuner(lambda bucket: dict.fromkeys(self.names), RULES)
         self.uneven_calls, self.uneven_bytes = 0, 0.0
+        self.trials = 0  # made so far, equal on all ranks
 
     @classmethod
     def of(cls, comm: Comm) -> ExchangeTuner:
@@ -58,6 +59,11 @@ class ExchangeTuner:
             self.uneven_bytes = comm.agree_max([mine])[0]
         self.uneven_calls += 1
         return self.uneven_bytes
+
+    @property
+    def exploring(self) -> bool:
+        """Whether trials of any size are still to come."""
+        return any(self.tuner.exploring(bucket) for bucket in self.tuner.entries)
 
     def chosen(self, comm: Comm, size: float) -> str | None:
         """The algorithm for exchanges of `size` bytes per rank: by the model where there is a
@@ -99,7 +105,10 @@ class Auto(Exchange):
             return algorithms.get(tuner.names[0])
         size = tuner.size(comm, x, send is None and recv is None)
         name = tuner.chosen(comm, size)
-        return algorithms.get(name) if name else _Trial(tuner.tuner, bucket_of(size))
+        if name:
+            return algorithms.get(name)
+        tuner.trials += 1
+        return _Trial(tuner.tuner, bucket_of(size))
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ class LayoutSelector:
         return LayoutCall(layout, self.experts, timer, shadows, self.config.experts.weights_first)
 
     @property
+    def current(self) -> LayoutChoice:
+        """The layout of the latest call that was not given one, or of the next if there is none."""
+        return self.available.fixed if self.tuner is None else self.tuner.current
+
+    @property
     def load_comm(self) -> Comm:
         """The ranks whose loads differ: those that must agree on a capacity."""
         return LocalComm() if self.available.traits.shares_tokens else self.place.comm

@@ -27,14 +27,16 @@ from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import Replaying, ReplayLog
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401
-from moe_plugin.tuning.default_hardware import default_cluster, default_device
+from moe_plugin.tuning.default_hardware import Calibration, default_cluster, default_device
 from moe_plugin.tuning.engine import Decision, Tuner, TunerSettings
+from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.layouts import Layout, Layouts
 from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)
 EVERY = 8
 LOOKS = 16
+WITHIN = 2.0  # times the best prediction: what the model of a cluster file says is not tried
 SHARE = 0.01  # of the layer's time that may go into agreeing on its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
 STICKY = 0.75  # of a bucket's width; 0.5 is its border
@@ -48,6 +50,16 @@ class Dimension:
 
     name: str
     values: Callable[[LayoutTuner], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A timed call. disturbances: trials of all-to-all algorithms before it."""
+
+    bucket: Bucket
+    choice: LayoutChoice
+    timer: CallTimer
+    disturbances: int
 
 
 class LayoutTuner(Replaying):
@@ -69,11 +81,14 @@ class LayoutTuner(Replaying):
             )
         self.config, self.layouts, self.probe, self.measure = config, layouts, probe, measure
         self.comm, rules = layouts.place.comm, config.parallel
+        # typical links may be far from these: then no prediction excludes a layout
+        within = WITHIN if self.comm.state.get(Calibration).cluster else math.inf
         self.tuner: Tuner[Bucket, LayoutChoice] = Tuner(
             self.candidates,
-            TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY))
+            TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY,
+                          within=within))
         self.current, self.bucket = layouts.fixed, (0, 0)
-        self.runs: deque[tuple[Bucket, LayoutChoice, CallTimer]] = deque()
+        self.runs: deque[_Run] = deque()
         self.since = 0  # calls since ranks agreed on the load
         self.every = EVERY  # calls from one agreement to the next
         # seconds of this rank's latest agreements; the minimum excludes waiting time
@@ -91,6 +106,11 @@ class LayoutTuner(Replaying):
             choice = self.recordings.replayed(lambda: self._choose(routing), training)
         return self.layouts.at(choice), self.timer
 
+    @property
+    def exploring(self) -> bool:
+        """Whether trials of the current load are still to come."""
+        return self.tuner.exploring(self.bucket)
+
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""
         self.recordings.forget()
@@ -102,7 +122,7 @@ class LayoutTuner(Replaying):
             self.current, self.since = self.tuner.choose(self.bucket, self.since), 0
             if self.tuner.wants_time(self.bucket):
                 self.timer = self.measure(self.probe.device)
-                self.runs.append((self.bucket, self.current, self.timer))
+                self.runs.append(_Run(self.bucket, self.current, self.timer, self._disturbances()))
         return self.current
 
     def state(self) -> dict[str, Any]:
@@ -138,19 +158,28 @@ class LayoutTuner(Replaying):
         skew = hottest * self.config.num_experts / rows if rows else 1.0
         while len(self.runs) > IN_FLIGHT:
             self.runs.popleft()  # its backward pass never came
-        over = bool(self.runs) and self.runs[0][2].over
-        seconds = self.runs[0][2].seconds() if over else 0.0
+        over = bool(self.runs) and self.runs[0].timer.over
+        seconds = self.runs[0].timer.seconds() if over else 0.0
         values = torch.tensor([rows, skew, seconds, not over, min(self.costs, default=math.inf)],
                               dtype=torch.float64, device=self.comm.device)
         rows, skew, seconds, missing, cost = self.comm.all_reduce(values, "max").tolist()
         self.costs.append(time.perf_counter() - begun)
         if not missing:  # over on every rank: all of them record it, or none does
-            bucket, choice, _ = self.runs.popleft()
-            self.tuner.record(bucket, choice, seconds)
-            self.every = _pace(cost, seconds)
+            run = self.runs.popleft()
+            if run.choice.exchanges and run.disturbances != self._disturbances():
+                self.tuner.repeat(run.bucket, run.choice)
+            else:
+                self.tuner.record(run.bucket, run.choice, seconds)
+                self.every = _pace(cost, seconds)
         size = math.log(max(rows, 1.0)) / math.log(self.config.parallel.bucket)
         imbalance = max(0.0, math.log2(max(skew, 1.0)) - 1)
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
+
+    def _disturbances(self) -> int:
+        """Trials of all-to-all algorithms so far: the time of a layout in them says nothing of it.
+        """
+        tuned = self.comm.size > 1 and self.config.comm.all_to_all == "auto"
+        return ExchangeTuner.of(self.comm).trials if tuned else 0
 
     def candidates(self, bucket: Bucket) -> dict[LayoutChoice, float]:
         """Choices that fit the memory, with predicted seconds, the fastest first."""
@@ -179,6 +208,10 @@ class LayoutTuner(Replaying):
         names = (n for n in ("linear", "2dh", "leader") if n in algorithms)
         return list(dict.fromkeys([name, *names]))
 
+    def token_gathering(self) -> list[bool]:
+        """Whether tokens may be gathered instead of sent."""
+        return [False, True] if self.layouts.gathers_tokens else [False]
+
     def degrees(self) -> list[int]:
         """Overlap degrees to choose from: powers of two."""
         most = self.config.parallel.max_d if self.layouts.traits.cuts else 1
@@ -190,6 +223,7 @@ DIMENSIONS = [
     Dimension("r", lambda tuner: tuner.layouts.legal()),
     Dimension("algorithm", LayoutTuner.algorithms),
     Dimension("d", LayoutTuner.degrees),
+    Dimension("gather_tokens", LayoutTuner.token_gathering),
 ]
 
 

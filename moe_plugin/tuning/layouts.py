@@ -19,6 +19,7 @@ from moe_plugin.comm import LocalComm, algorithms
 from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import Dispatcher, dispatchers
+from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.local import LocalDispatcher
 from moe_plugin.dispatch.weights_first import WeighedChoices
 from moe_plugin.dispatch.wire import with_wire
@@ -182,6 +183,9 @@ class Layouts:
         self.traits = self.dispatcher.traits
         self.supports_gather = (supports_gather and not self.traits.single_layout
                                 and not self.traits.splits_slots)
+        # every rank must have tokens of its own, and the rows that a rank computes must be whole
+        self.gathers_tokens = (place.comm.size > 1 and place.replicas is None
+                               and not self.traits.single_layout)
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
@@ -220,6 +224,8 @@ class Layouts:
             return Layout(choice, dispatcher, strategy, gather, place.shards)
         if self.traits.single_layout:
             return Layout(choice, self.dispatcher(place), strategy)
+        if choice.gather_tokens:
+            return Layout(choice, AllGatherDispatcher(place), strategy)
         place = dataclasses.replace(place, copies=choice.r)
         dispatcher = self.dispatcher(place, Overlap(choice.d, choice.d_backward,
                                                     self.config.experts.shared_overlap))
@@ -234,6 +240,12 @@ class Layouts:
                 f"parallel.r={choice.r} does not fit {place.experts} experts on {size} "
                 f"expert-parallel ranks: must be one of {legal}; the nearest is "
                 f"{min(legal, key=lambda r: abs(r - choice.r))}")
+        if choice.gather_tokens and (not self.gathers_tokens or choice.r != place.shards):
+            raise ValueError(
+                f"gather_tokens with r={choice.r} does not fit {size} expert-parallel ranks, "
+                f"dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
+                f"{self.config.parallel.replicas}: must be False, or r={place.shards} with 'ragged'"
+                " or 'padded' and one replica")
         if not self.traits.cuts and (choice.d > 1 or choice.backward_d > 1):
             raise ValueError(
                 f"parallel.d={choice.d}, d_backward={choice.d_backward} does not fit "

@@ -19,7 +19,7 @@ from moe_plugin.dispatch import check_capacity, dispatchers
 from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
 from moe_plugin.tuning.default_hardware import default_cluster
-from moe_plugin.tuning.exchange import prepare
+from moe_plugin.tuning.exchange import OPEN, exchange_name, log_once, prepare, spans_nodes
 
 log = logging.getLogger(__name__)
 # settings that each rank may have of its own: nothing that ranks exchange depends on them
@@ -53,7 +53,27 @@ def place_experts(config: MoEConfig, comm: Comm) -> tuple[MoEConfig, Placement, 
     place.check()
     config, place, sharing = with_schedule(config, place)
     check_capacity(config.dispatch)
-    return config, place, sharing
+    return decided(config, comm), place, sharing
+
+
+def decided(config: MoEConfig, comm: Comm) -> MoEConfig:
+    """Settings with what they leave open decided for a prepared group.
+
+    Over several nodes ranks measure, and choose all-to-all and layout while they train: there these
+    differ most. The layout stays fixed where one is named, where results must not depend on times,
+    and where the dispatcher has but one.
+    """
+    parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
+    named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
+             or parallel.shadow > 0)
+    free = spans_nodes(comm) and not (named or config.deterministic or traits.single_layout)
+    mode = parallel.mode or OPEN["parallel.mode"][free]
+    if free and parallel.mode is None:
+        log_once(comm, "layouts", f"layouts of layers over {comm.name} are chosen while training, "
+                 "because it spans nodes (parallel.mode=fixed keeps one layout)")
+    return dataclasses.replace(
+        config, parallel=dataclasses.replace(parallel, mode=mode), comm=dataclasses.replace(
+            config.comm, all_to_all=exchange_name(comm, config.comm)))
 
 
 def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Placement, Comm | None]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, Topology, TorchComm, algorithms
+from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes, wanted_rows
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.config import from_dict
 from tests.comm.exchanges import column, expected_of, random_counts, rows_of
@@ -112,6 +113,43 @@ def test_topology_is_detected_from_the_launcher() -> None:
     assert [nodes for nodes, _, _ in found] == [((0, 3), (1, 2))] * WORLD
     assert [early for _, early, _ in found] == [((0,), (1,))] * WORLD
     assert found[1][2] == found[2][2] == ((0, 1),) and found[0][2] is None
+
+
+def _two_steps(place: Topology) -> list[str]:
+    """What went wrong; rows that a node does not want are zeros after gathering, and not summed."""
+    comm, wrong = TorchComm(), []
+    x_WN = torch.arange(WORLD * 3.0).view(WORLD, 3) + 100 * torch.arange(WORLD)[:, None]
+    everywhere = torch.arange(WORLD * WORLD * 2.0).view(WORLD, WORLD, 2)
+    plain = comm.all_gather(x_WN[comm.rank]), comm.reduce_scatter(everywhere[comm.rank].flatten())
+    comm.prepare(place)
+    assert comm.by_nodes
+    sent = comm.counters.messages
+    if not torch.equal(comm.all_gather(x_WN[comm.rank]), plain[0]):
+        wrong.append("all-gather")
+    if comm.counters.messages - sent != 1 + 2:  # one to the other node, two pieces on this one
+        wrong.append("messages")
+    if not torch.equal(comm.reduce_scatter(everywhere[comm.rank].flatten()), plain[1]):
+        wrong.append("reduce-scatter")
+    on_node_AN = torch.rand(WORLD * 5, 2, generator=torch.Generator().manual_seed(3)) < 0.4
+    on_node_AN[:5] = False  # nobody wants anything of rank 0
+    wanted, mine = wanted_rows(comm, on_node_AN), on_node_AN[:, place.node_of[comm.rank]]
+    x_A = torch.arange(WORLD * 5.0) + 1
+    got_A = gather_by_nodes(comm, x_A.view(WORLD, 5)[comm.rank], wanted)
+    if not torch.equal(got_A, torch.where(mine, x_A, 0)):
+        wrong.append("wanted rows")
+    total_T = reduce_scatter_by_nodes(comm, got_A, wanted)
+    nodes_T = on_node_AN.view(WORLD, 5, 2)[comm.rank].sum(1)
+    if not torch.equal(total_T, 2 * nodes_T * x_A.view(WORLD, 5)[comm.rank]):
+        wrong.append("sums of wanted rows")
+    if comm.all_gather(torch.zeros(0, 2)).shape != (0, 2):
+        wrong.append("nothing")
+    return wrong
+
+
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]], ids=str)
+def test_gathering_in_two_steps(place: Topology) -> None:
+    """Between nodes, then inside them: the same numbers as in one ring."""
+    assert run_gloo(WORLD, _two_steps, place) == [[]] * WORLD
 
 
 def _bytes_of_a_subgroup() -> tuple[bool, list[int]]:

@@ -20,7 +20,8 @@ from moe_plugin.emulate.launch import start_torchrun
 from tests.emulate import jobs
 
 TIMEOUT_S = 10.0
-FLAGS = ["--moe-timeout", str(TIMEOUT_S), "--moe-all-to-all", "2dh"]
+# one layout, so that a resumed run gives the same bits
+FLAGS = ["--moe-timeout", str(TIMEOUT_S), "--moe-all-to-all", "2dh", "--moe-parallel", "fixed"]
 SAVE_EVERY = 3
 SLACK_S = 20.0  # to notice, to write a trace and to end, on a busy machine
 VICTIM = 3

@@ -81,7 +81,8 @@ def test_every_algorithm_trains_the_same_model(cluster: Make, data: Path,
     """Equal losses as printed, and equal parameters after 20 steps to the last bit: an all-to-all
     only moves rows.
     """
-    job = train(cluster(2, 2, **LINKS), data, tmp_path / "run", f"--moe-all-to-all {name}")
+    job = train(cluster(2, 2, **LINKS), data, tmp_path / "run",
+                f"--moe-parallel fixed --moe-all-to-all {name}")
     assert job.losses == one_machine[1].losses
     jobs.same_parameters(one_machine[0], tmp_path / "run", 4)
     jobs.ran_on_two_nodes(job, name, STEPS, layers=2)
@@ -90,12 +91,13 @@ def test_every_algorithm_trains_the_same_model(cluster: Make, data: Path,
 def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: Make, data: Path,
                                                                       tmp_path: Path) -> None:
     """Two experts on four ranks, so r is 0, 1 or 2; each layer explores, settles, and says so;
-    gradients are summed in other orders.
+    gradients are summed in other orders. Both are those of the defaults over several nodes.
     """
     made, flags = cluster(2, 2, **LINKS), "--moe-expert-count 2"
     wanted = train(made, data, tmp_path / "fixed", f"{flags} --moe-parallel-r 1")
     job = train(made, data, tmp_path / "auto",
-                f"{flags} --moe-parallel auto --moe-overlap-max 2 --moe-parallel-samples 1")
+                f"{flags} --moe-overlap-max 2 --moe-parallel-samples 1")
+    assert "all-to-all auto over ranks" in job.log and "layouts of layers over ranks" in job.log
     assert job.losses == pytest.approx(wanted.losses, abs=2.1e-3)
     jobs.same_parameters(tmp_path / "fixed", tmp_path / "auto", 4, atol=2e-3)
     jobs.settled_on_a_layout(tmp_path / "auto", layers=2)
@@ -123,6 +125,7 @@ def test_groups_inside_nodes_say_that_linear_runs(cluster: Make, data: Path,
 def test_groups_that_span_part_of_nodes(cluster: Make, data: Path, tmp_path: Path) -> None:
     """Groups of three ranks over nodes of two: uneven nodes, the same parameters as linear."""
     made, flags = cluster(3, 2, **LINKS), "--moe-expert-count 6 --moe-expert-parallel-size 3"
+    flags += " --moe-parallel fixed"
     wanted = train(made, data, tmp_path / "linear", f"{flags} --moe-all-to-all linear")
     for name in ("2dh", "leader"):
         job = train(made, data, tmp_path / name, f"{flags} --moe-all-to-all {name}")

@@ -28,6 +28,7 @@ MODEL = (
     "--moe-ffn-hidden-size 48 --disable-bias-linear --moe-aux-loss-coeff 0.01 --moe-router-dtype "
     "fp32 --log-interval 1 --hidden-dropout 0 "
     "--attention-dropout 0 --lr-decay-style constant --cpu").split()
+FIXED = ["--moe-parallel", "fixed"]  # over several nodes the default is auto
 EP4, EP2 = ["--expert-model-parallel-size", "4"], ["--expert-model-parallel-size", "2"]
 TP2, ETP2, ETP1 = (["--tensor-model-parallel-size", "2",
                     "--sequence-parallel"], ["--expert-tensor-parallel-size",
@@ -81,7 +82,8 @@ SLOW = pytest.mark.slow
 def test_every_algorithm_gives_the_same_losses(cluster: Make, data: str, one_machine: jobs.Job,
                                                tmp_path: Path, name: str) -> None:
     """Equal to the last digit: an all-to-all only moves rows."""
-    job = train(cluster(2, 2, **LINKS), data, tmp_path / "run", [*EP4, "--moe-all-to-all", name])
+    job = train(cluster(2, 2, **LINKS), data, tmp_path / "run",
+                [*EP4, *FIXED, "--moe-all-to-all", name])
     assert job.losses == one_machine.losses
     jobs.ran_on_two_nodes(job, name, STEPS, layers=2)
 
@@ -89,9 +91,11 @@ def test_every_algorithm_gives_the_same_losses(cluster: Make, data: str, one_mac
 def test_layouts_chosen_while_it_trains_give_the_curve_of_a_fixed_one(cluster: Make, data: str,
                                                                       one_machine: jobs.Job,
                                                                       tmp_path: Path) -> None:
+    """All-to-all and layout are those of the defaults over several nodes: both are measured."""
     job = train(
         cluster(2, 2, **LINKS), data, tmp_path / "run",
-        [*EP4, "--moe-parallel", "auto", "--moe-overlap-max", "2", "--moe-parallel-samples", "1"])
+        [*EP4, "--moe-overlap-max", "2", "--moe-parallel-samples", "1"])
+    assert "all-to-all auto over ranks" in job.log and "layouts of layers over ranks" in job.log
     # layouts add up in other orders, 1e-6 in these losses; on some texts that decides a near-tie of
     # the router, after which float32 curves drift apart by 1e-3: not on this one
     assert job.losses == pytest.approx(one_machine.losses, abs=1e-4)
@@ -108,7 +112,7 @@ def test_a_topology_given_by_file(cluster: Make, data: str, one_machine: jobs.Jo
                                   nodes: str, said: str, ran: str) -> None:
     (tmp_path / "nodes.yaml").write_text(f"nodes: {nodes}\n")
     job = train(cluster(2, 2, **LINKS), data, tmp_path / "run",
-                [*EP4, "--moe-all-to-all", "2dh", "--moe-topology",
+                [*EP4, *FIXED, "--moe-all-to-all", "2dh", "--moe-topology",
                  str(tmp_path / "nodes.yaml")], 5)
     assert job.losses == {step: one_machine.losses[step] for step in range(1, 6)}
     assert said in job.topologies[jobs.ALL] and set(job.exchanges) == {ran}
@@ -137,7 +141,7 @@ def test_groups_that_span_part_of_nodes(cluster: Make, data: str, tmp_path: Path
     for name, ran in {"linear": "linear", **names}.items():
         argv = [
             *MODEL, "--num-experts", "6", "--global-batch-size", "12", "--data-path", data,
-            "--train-iters", "3", *sizes, "--moe-all-to-all", name
+            "--train-iters", "3", *sizes, *FIXED, "--moe-all-to-all", name
         ]
         ends = made.collect(jobs.start(made, jobs.megatron_group, argv, f"{tmp_path}/{name}"), 120)
         assert all(end.ok for end in ends), [end.error for end in ends]

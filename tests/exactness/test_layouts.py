@@ -75,6 +75,7 @@ def test_switching_every_step_gives_the_curve_of_a_fixed_layout(world: int) -> N
     dice, degrees = random.Random(1), sorted({c.r for c in choices})
     order = [dice.choice([c for c in choices if c.r == r]) for r in dice.choices(degrees, k=15)]
     assert {c.r for c in order} == set(degrees)
+    order[1::4] = [LayoutChoice(r=degrees[-1], gather_tokens=True)] * 4
     fixed = run_simulated(world, lambda comm: _train(comm, lambda step: None))
     mixed = run_simulated(world, lambda comm: _train(comm, lambda step: order[step]))
     for (curve, state, moments), (curve2, state2, moments2) in zip(fixed, mixed, strict=True):

@@ -19,6 +19,8 @@ from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.routing.replay import checkpoint
 from moe_plugin.tuning import layout_tuner as auto_module
+from moe_plugin.tuning.exchange_tuner import ExchangeTuner
+from moe_plugin.tuning.placement import decided
 from tests.distributed import run_gloo
 
 
@@ -183,7 +185,7 @@ def test_records_hold_layouts_and_decisions(tmp_path) -> None:
 
 @pytest.mark.parametrize("text,mode", [("parallel: auto", "auto"),
                                        ("parallel: {mode: auto, r: 1}", "auto"),
-                                       ("parallel: {d: 2}", "fixed")])
+                                       ("parallel: {d: 2}", None)])
 def test_yaml_forms(text: str, mode: str, tmp_path) -> None:
     path = tmp_path / "moe.yaml"
     path.write_text(text + "\n")
@@ -204,6 +206,60 @@ def test_flags() -> None:
 def test_wrong_settings(values, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         from_dict({"parallel": values})
+
+
+def _decided(cases: list[tuple[int, dict]]) -> list[tuple[str | None, str | None]]:
+    from moe_plugin import TorchComm
+
+    found = []
+    for nodes, settings in cases:
+        comm = TorchComm()
+        comm.prepare(Topology.uniform(4, 4 // nodes))
+        made = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, **settings}), comm)
+        made(torch.randn(6, 8)).output.sum().backward()
+        assert (made.layouts.tuner is not None) == (made.config.parallel.mode == "auto")
+        found.append((made.config.parallel.mode, made.config.comm.all_to_all))
+    comm.prepare(Topology.uniform(4, 2))
+    strict = from_dict({"model_dim": 8, "num_experts": 4, "deterministic": True})
+    return [*found, (decided(strict, comm).parallel.mode, "deterministic")]
+
+
+@pytest.mark.distributed
+def test_what_settings_leave_open_is_decided_by_the_group() -> None:
+    """Over several nodes ranks choose while they train, unless a layout is named, results must not
+    depend on times, or there is but one layout.
+    """
+    cases = [
+        (1, {}, "fixed", "linear"), (2, {}, "auto", "auto"), (4, {}, "auto", "auto"),
+        (2, {"comm": {"all_to_all": "2dh"}}, "auto", "2dh"),
+        (2, {"parallel": {"r": 1}}, "fixed", "auto"), (2, {"parallel": {"d": 2}}, "fixed", "auto"),
+        (2, {"parallel": {"shadow": 1}}, "fixed", "auto"),
+        (2, {"dispatch": {"name": "all_gather"}}, "fixed", "auto"),
+        (2, {"parallel": "fixed"}, "fixed", "auto"), (1, {"parallel": "auto"}, "auto", "linear"),
+        (1, {"comm": {"all_to_all": "auto"}}, "fixed", "auto"),
+    ]
+    wanted = [(mode, exchange) for _, _, mode, exchange in cases] + [("fixed", "deterministic")]
+    assert run_gloo(4, _decided, [case[:2] for case in cases]) == [wanted] * 4
+
+
+def test_times_taken_while_all_to_alls_are_tried_do_not_count() -> None:
+    def rank(comm: Comm) -> list[str]:
+        comm.prepare(Topology.uniform(4, 2))
+        tree = to_dict(config(tries=3, max_d=1))
+        layer = MoELayer(from_dict({**tree, "comm": {"all_to_all": "auto"}}), comm)
+        auto, exchanges = layer.layouts.tuner, ExchangeTuner.of(comm)
+        auto.measure = lambda device: FakeWatch(auto, lambda choice: 1.0)
+        undisturbed = []
+        record = auto.tuner.record
+        auto.tuner.record = lambda bucket, choice, seconds: undisturbed.append(
+            not choice.exchanges or not exchanges.exploring) or record(bucket, choice, seconds)
+        for _ in range(80):
+            layer(torch.randn(16, 8)).output.sum().backward()
+        assert exchanges.trials > 20 and not auto.exploring
+        return undisturbed
+
+    for undisturbed in run_simulated(4, rank):
+        assert len(undisturbed) >= 6 and all(undisturbed)
 
 
 def _train_auto(calls: int) -> list[str]:

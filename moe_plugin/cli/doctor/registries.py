@@ -16,6 +16,7 @@ from moe_plugin.kernels.groups import Groups
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
 from moe_plugin.tuning.compute_times import ChoiceFiles
+from moe_plugin.tuning.exchange import OPEN
 
 # commands; the others import fairseq or Megatron
 _APART = ("moe_plugin.cli", "moe_plugin.hosts", "moe_plugin.models")
@@ -82,12 +83,20 @@ def dropout_rows() -> list[dict[str, Any]]:
             for e in entries]
 
 
+def open_rows() -> list[dict[str, str]]:
+    """Settings that the group decides where nothing is given: name, value on one node and over
+    several.
+    """
+    return [{"name": path, "one_node": one, "several_nodes": several}
+            for path, (one, several) in OPEN.items()]
+
+
 def _defaults(config: MoEConfig) -> dict[str, set[str]]:
     return {
         "router": {config.router.name},
         "loss": {name for name, weight in config.losses.items() if weight > 0},
         "dispatcher": {config.dispatch.name},
-        "all_to_all": {config.comm.all_to_all},
+        "all_to_all": {config.comm.all_to_all or name for name in OPEN["comm.all_to_all"]},
         "experts": {config.experts.kind},
         "expert_compute": {config.experts.compute},
     }

@@ -24,6 +24,7 @@ def collect() -> dict[str, Any]:
         "registries": registries.registry_rows(device), "failed_imports": failed_imports,
         "expert_compute_choices": registries.choice_rows(),
         "expert_dropout": registries.dropout_rows(),
+        "decided_by_group": registries.open_rows(),
     }
 
 
@@ -39,6 +40,8 @@ def render(report: dict[str, Any]) -> str:
                report["fused"], "name", "state", "reason"),
         "Registered names (active: used by the default settings on this machine)",
         *(_kind(kind, rows) for kind, rows in report["registries"].items()),
+        _table("Defaults that depend on the ranks of a layer: on one node, and over several",
+               report["decided_by_group"], "name", "one_node", "several_nodes"),
         _table("Expert compute that auto has measured (for other loads it uses a rule: "
                "docs/kernels.md)",
                [{**r, "load": _load(r["load"])} for r in report["expert_compute_choices"]]

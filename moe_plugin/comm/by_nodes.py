@@ -1,0 +1,139 @@
+"""All-gather and reduce-scatter in two steps, between nodes and inside them.
+
+A ring over N nodes of P ranks carries (N P - 1) pieces over every node's link; here they are
+(N - 1) P: each rank exchanges with the ranks of its own place on other nodes alone, and the ranks
+of a node with each other. What no rank of a node wants is not sent there (`Wanted`). For links
+between nodes that are slower than those inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.base import Comm, piece_lengths
+from moe_plugin.comm.chunks import exchange_pieces, ring
+from moe_plugin.comm.topology import Topology
+
+# for each rank and each node, int64 indices of the rows of that rank which that node wants
+Wanted = Sequence[Sequence[Tensor]]
+
+
+def two_steps(topology: Topology | None) -> bool:
+    """Whether a topology has several equal nodes of several ranks; None: it is not known."""
+    return topology is not None and topology.uniform_nodes and topology.why_flat() is None
+
+
+def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
+    """All ranks' `x` along dimension 0: [n, ...] to [size * n, ...]; see `two_steps`.
+
+    wanted: the rows that each node gets, equal on all ranks; others are zeros. None: all rows.
+    """
+    rows = _Rows(comm, x.shape[0], wanted)
+    column, here = rows.column(comm.rank), rows.here
+    pieces = {rank: x.new_empty((rows.count(rank, here), *x.shape[1:])) for rank in column}
+    pieces[comm.rank].copy_(rows.take(x, comm.rank, here))
+    far, near = ring(column, comm.rank)[:-1], rows.others_here()
+    exchange_pieces(comm, [(p, rows.take(x, comm.rank, rows.node(p))) for p in far],
+                    [(p, pieces[p]) for p in reversed(far)])
+    got = {rank: x.new_empty((rows.count(rank, here), *x.shape[1:]))
+           for p in near for rank in rows.column(p)}
+    exchange_pieces(comm, [(p, pieces[rank]) for p in near for rank in column],
+                    [(p, got[rank]) for p in reversed(near) for rank in rows.column(p)])
+    return rows.placed({**pieces, **got}, x)
+
+
+def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
+    """This rank's part of the sum over ranks: [size * n, ...] to [n, ...]; see `two_steps`.
+
+    Parts are summed inside each node first, in the order of its ranks, then in the order of nodes.
+    wanted: the rows of each rank to which each node adds, see `gather_by_nodes`; None: all.
+    """
+    length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
+    rows, parts_W = _Rows(comm, length, wanted), x.split(length) if length else [x] * comm.size
+    column, here = rows.column(comm.rank), rows.here
+    got = {p: [x.new_empty((rows.count(rank, here), *x.shape[1:])) for rank in column]
+           for p in comm.topology.peers(comm.rank)}
+    near = rows.others_here()
+    for buffer, rank in zip(got[comm.rank], column, strict=True):
+        buffer.copy_(rows.take(parts_W[rank], rank, here))
+    exchange_pieces(comm, [(p, rows.take(parts_W[rank], rank, here))
+                           for p in near for rank in rows.column(p)],
+                    [(p, buffer) for p in reversed(near) for buffer in got[p]])
+    sums = {rank: _added(parts)
+            for rank, parts in zip(column, zip(*got.values(), strict=True), strict=True)}
+    far = ring(column, comm.rank)[:-1]
+    back = {p: x.new_empty((rows.count(comm.rank, rows.node(p)), *x.shape[1:])) for p in far}
+    exchange_pieces(comm, [(p, sums[p]) for p in far], [(p, back[p]) for p in reversed(far)])
+    total = x.new_zeros((length, *x.shape[1:]))
+    for p in column:
+        rows.add(total, comm.rank, rows.node(p), back.get(p, sums[comm.rank]))
+    return total
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of some tensors, in order; the first one holds it."""
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class _Rows:
+    """Which rows of which rank go to which node."""
+
+    def __init__(self, comm: Comm, length: int, wanted: Wanted | None) -> None:
+        self.comm, self.topology, self.length, self.wanted = comm, comm.topology, length, wanted
+        self.here = self.node(comm.rank)
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return self.topology.node_of[rank]
+
+    def column(self, rank: int) -> list[int]:
+        """The ranks with the place of `rank` on their nodes, node after node."""
+        return [node[self.topology.local_of[rank]] for node in self.topology.nodes]
+
+    def others_here(self) -> list[int]:
+        """The other ranks of this node."""
+        return ring(self.topology.peers(self.comm.rank), self.comm.rank)[:-1]
+
+    def count(self, rank: int, node: int) -> int:
+        """How many rows of a rank a node wants."""
+        return self.length if self.wanted is None else len(self.wanted[rank][node])
+
+    def take(self, x: Tensor, rank: int, node: int) -> Tensor:
+        """The rows of a rank's `x` [n, ...] that a node wants, contiguous."""
+        if self.wanted is None:
+            return x.contiguous()
+        return x.index_select(0, self.wanted[rank][node])
+
+    def placed(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
+        """What this node has of all ranks' rows, [size * n, ...]."""
+        if self.wanted is None:
+            return torch.cat([pieces[rank] for rank in range(self.comm.size)])
+        out_W = like.new_zeros((self.comm.size, self.length, *like.shape[1:]))
+        for rank, piece in pieces.items():
+            out_W[rank].index_copy_(0, self.wanted[rank][self.here], piece)
+        return out_W.flatten(0, 1)
+
+    def add(self, total: Tensor, rank: int, node: int, rows: Tensor) -> None:
+        """Add what a node has of a rank's rows to `total` [n, ...]."""
+        if self.wanted is None:
+            total += rows
+        else:
+            total.index_add_(0, self.wanted[rank][node], rows)
+
+
+def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
+    """`Wanted` for a group that gathers in two steps; None elsewhere: all rows go everywhere.
+
+    on_node_AN: bool [size * n, nodes], whether a row, by rank, is wanted on a node; equal on all
+        ranks.
+    """
+    if not comm.by_nodes:
+        return None
+    return [[column.nonzero().view(-1) for column in rows.unbind(1)]
+            for rows in on_node_AN.chunk(comm.size)]
