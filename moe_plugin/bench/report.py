@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from moe_plugin.bench.kernels import KernelReport
@@ -27,6 +29,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.ljust(w)
                                        for cell, w in zip(line, widths, strict=True)) + " |"
                      for line in lines)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a benchmark's numbers."""
+    write_regular(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_page(path: Path, title: str, made_by: str, setup: Mapping[str, str], body: str) -> None:
+    """Write a page of docs/benchmarks: title, command and versions, tables."""
+    found = ", ".join(f"{name} {value}" for name, value in setup.items())
+    made = paragraph(f"Made by `{made_by}`. {found}")
+    write_regular(path, f"# {title}\n\n{made}\n\n{body}\n")
 
 
 def layer_table(report: LayerReport) -> str:

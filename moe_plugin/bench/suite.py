@@ -7,12 +7,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +19,7 @@ from moe_plugin.bench.layer import LayerReport
 from moe_plugin.bench.measure import versions
 from moe_plugin.bench.peers import peers
 from moe_plugin.bench.problem import Problem
-from moe_plugin.regular_files import make_folder, write_regular
+from moe_plugin.regular_files import make_folder
 
 logger = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
@@ -102,8 +100,8 @@ def main() -> None:
 def write_layers(out: Path, suffix: str, args: argparse.Namespace) -> None:
     """Write layer.json, layer.md and a plot per problem."""
     found = list(layers(args.device, args.rounds, args.attempts))
-    _json(out / f"layer{suffix}.json", [r.as_dict() for r in found])
-    _text(out / f"layer{suffix}.md", "The layer and its peers",
+    report.write_json(out / f"layer{suffix}.json", [r.as_dict() for r in found])
+    _page(out / f"layer{suffix}.md", "The layer and its peers",
           "\n\n".join(report.layer_table(r) for r in found), args.device)
     for number, r in enumerate(found):
         report.layer_plot(r, str(out / f"layer{suffix}_{number}.svg"))
@@ -112,15 +110,16 @@ def write_layers(out: Path, suffix: str, args: argparse.Namespace) -> None:
 def write_kernels(out: Path, suffix: str, args: argparse.Namespace) -> None:
     """Write kernels.json and kernels.md."""
     found = [kernels.run(problem, args.rounds) for problem in LAYERS[args.device][:3]]
-    _json(out / f"kernels{suffix}.json", [r.as_dict() for r in found])
-    _text(out / f"kernels{suffix}.md", "Each operation and its bound",
+    report.write_json(out / f"kernels{suffix}.json", [r.as_dict() for r in found])
+    _page(out / f"kernels{suffix}.md", "Each operation and its bound",
           "\n\n".join(report.kernel_table(r) for r in found), args.device)
 
 
 def write_scaling(out: Path, suffix: str, args: argparse.Namespace) -> None:
     """Write scaling.json and scaling.svg."""
     found = list(scaling(args.device, args.rounds))
-    _json(out / f"scaling{suffix}.json", [{"axis": axis, **r.as_dict()} for axis, r in found])
+    report.write_json(out / f"scaling{suffix}.json",
+                      [{"axis": axis, **r.as_dict()} for axis, r in found])
     report.scaling_plot(found, str(out / f"scaling{suffix}.svg"))
 
 
@@ -128,14 +127,8 @@ PARTS: dict[str, Callable[[Path, str, argparse.Namespace], None]] = {
     "layer": write_layers, "kernels": write_kernels, "scaling": write_scaling}
 
 
-def _json(path: Path, value: Any) -> None:
-    write_regular(path, json.dumps(value, indent=1) + "\n")
-
-
-def _text(path: Path, title: str, body: str, device: str) -> None:
-    setup = ", ".join(f"{k} {v}" for k, v in versions(device).items())
-    made = report.paragraph(f"Made by `bash scripts/bench_all.sh`. {setup}")
-    write_regular(path, f"# {title}\n\n{made}\n\n{body}\n")
+def _page(path: Path, title: str, body: str, device: str) -> None:
+    report.write_page(path, title, "bash scripts/bench_all.sh", versions(device), body)
 
 
 if __name__ == "__main__":

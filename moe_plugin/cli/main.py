@@ -43,6 +43,8 @@ COMMANDS = {
                          "bench_layer"),
         "kernels": Command("each operation, its reference and its bound", "bench_kernels"),
         "all-to-all": Command("all-to-all algorithms by message size", "bench_all_to_all"),
+        "train": Command("whole training steps of our layer beside the framework's own",
+                         "bench_train"),
     }),
     "calibrate": Command("fit the link model of a cluster into a YAML file", "calibrate"),
     "simulate": Command("predict times on clusters that you do not have", parts={

@@ -210,7 +210,7 @@ class Loop:
             bar.update(progress.iteration)
             for iteration in range(progress.iteration, args.train_iters):
                 with self.observer.timeline.around(iteration + 1):
-                    loss_2, norm = self._step(batches, learning_rate(args, iteration))
+                    loss_2, norm = self.step(batches, learning_rate(args, iteration))
                 sums += loss_2
                 done = iteration + 1
                 progress = Progress(done, progress.consumed_samples + args.global_batch_size)
@@ -236,7 +236,7 @@ class Loop:
         return batches(dataset, start=start, micro_batch_size=self.args.micro_batch_size,
                        replica=self.replica, replicas=self.replicas, device=self.device)
 
-    def _step(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
+    def step(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
         from moe_plugin.hosts.megatron.compat import core
 
         for chunk in self.training.chunks:

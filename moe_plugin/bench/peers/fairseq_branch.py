@@ -1,0 +1,115 @@
+"""The layer of fairseq's `moe` branch, written here after its published code: fairseq 0.12.2 has no
+MoE layer, and the branch does not install beside it.
+
+As there: a top-1 or top-2 gate in float32, ceil(S/E) slots per expert for each choice, masks of
+tokens x experts x slots made of one-hot rows, two products with them, equal slots to all ranks by
+torch's all-to-all, and two linear maps per expert, expert after expert. What it logs of its gate is
+left out. Source: fairseq's `moe` branch (Artetxe et al. 2021), after GShard (Lepikhin et al. 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.experts.marks import mark_expert
+
+
+class BranchMoE(nn.Module):
+    """The branch's layer over the ranks of one group.
+
+    Args:
+        width: D. inner: F. experts: E, a multiple of the ranks. top_k: 1 or 2.
+        comm: the ranks that share the experts, a `TorchComm` where there are several.
+        activation: between an expert's two maps.
+    Raises:
+        ValueError: another number of choices.
+    """
+
+    def __init__(self, width: int, inner: int, experts: int, top_k: int, comm: Comm,
+                 activation: Callable[[Tensor], Tensor] = F.relu) -> None:
+        super().__init__()
+        if top_k not in (1, 2):
+            raise ValueError(f"top_k={top_k} does not fit fairseq's moe branch: must be 1 or 2")
+        self.top_k, self.comm, self.activation = top_k, comm, activation
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.ModuleList([nn.Linear(width, inner), nn.Linear(inner, width)])
+            for _ in range(experts // comm.size))
+        for parameter in self.experts.parameters():
+            mark_expert(parameter)
+
+    def forward(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs [S, D] of tokens x_SD, and the gate's balance loss."""
+        loss, combine_SEC = gate(self.gate(x_SD.float()), self.top_k)
+        slots = combine_SEC.shape[1] * combine_SEC.shape[2]
+        chosen_VS = combine_SEC.bool().to(x_SD.dtype).permute(1, 2, 0).reshape(slots, -1)
+        rows_VD = _exchange(chosen_VS.mm(x_SD), self.comm)
+        local = len(self.experts)
+        parts = rows_VD.view(self.comm.size, local, -1, x_SD.shape[1]).chunk(local, dim=1)
+        done = torch.cat([self._expert(i, part) for i, part in enumerate(parts)], dim=1)
+        back_VD = _exchange(done.reshape(slots, -1), self.comm)
+        return combine_SEC.to(x_SD.dtype).view(-1, slots).mm(back_VD), loss
+
+    def _expert(self, number: int, rows: Tensor) -> Tensor:
+        first, second = self.experts[number]
+        return second(self.activation(first(rows)))
+
+
+def gate(logits_SE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """(balance loss, weights [S, E, C] of each token's row in each slot) as the branch's gates.
+
+    C is ceil(S/E) times top_k; what finds no slot is dropped, first choices before second ones;
+    weights of two choices are normalised after that.
+    """
+    gates_SE = F.softmax(logits_SE, dim=1)
+    tokens, experts = gates_SE.shape
+    slots = top_k * math.ceil(tokens / experts)
+    ids_S = gates_SE.argmax(1)
+    masks = [F.one_hot(ids_S, experts)]
+    loss = (gates_SE.mean(0) * masks[0].to(gates_SE.dtype).mean(0)).mean() * experts * experts
+    if top_k == 2:
+        others_SE = logits_SE.masked_fill(masks[0].bool(), -math.inf)
+        masks.append(F.one_hot(others_SE.argmax(1), experts))
+    taken_E, places, weights = 0, [], []
+    for number, mask_SE in enumerate(masks):
+        place_SE = mask_SE.cumsum(0) - 1 + taken_E
+        taken_E = taken_E + mask_SE.sum(0, keepdim=True)
+        masks[number] = mask_SE = mask_SE * (place_SE < slots)
+        places.append((place_SE * mask_SE).sum(1))
+        weights.append((gates_SE * mask_SE).sum(1))
+    if top_k == 2:
+        total_S = (weights[0] + weights[1]).clamp(min=torch.finfo(gates_SE.dtype).eps)
+        weights = [weight / total_S for weight in weights]
+    combine_SEC = sum(_in_slots(*part, slots) for part in zip(weights, masks, places, strict=True))
+    return loss, combine_SEC
+
+
+def _in_slots(weight_S: Tensor, mask_SE: Tensor, place_S: Tensor, slots: int) -> Tensor:
+    weight_SE = weight_S[:, None] * mask_SE.to(weight_S.dtype)
+    slot_SC = F.one_hot(place_S, slots).to(weight_S.dtype)
+    return torch.bmm(weight_SE[:, :, None], slot_SC[:, None, :])
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+def _exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
+    return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

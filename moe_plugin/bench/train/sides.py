@@ -1,0 +1,55 @@
+"""What the sides of both hosts share: the settings of ours, and what their tuners do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moe_plugin.layer import MoELayer
+from moe_plugin.tuning.exchange_tuner import ExchangeTuner
+
+Settings = Mapping[str, Any]
+OURS, AUTO = "moe-plugin", "moe-plugin, auto"
+_ONE_LAYOUT = {"parallel.mode": "fixed"}
+# what `auto` chooses from, each alone
+FIXED: dict[str, Settings] = {
+    "linear": {**_ONE_LAYOUT, "comm.all_to_all": "linear"},
+    "native": {**_ONE_LAYOUT, "comm.all_to_all": "native"},
+    "2dh": {**_ONE_LAYOUT, "comm.all_to_all": "2dh"},
+    "leader": {**_ONE_LAYOUT, "comm.all_to_all": "leader"},
+    "r=0": {**_ONE_LAYOUT, "parallel.r": 0, "comm.all_to_all": "linear"},
+    "all_gather": {"dispatch.name": "all_gather", "comm.all_to_all": "linear"},
+}
+ONE_NODE = ("native", "r=0", "all_gather")
+
+
+def our_settings(several_nodes: bool) -> dict[str, Settings]:
+    """The sides of our layer by name: defaults; `auto` for everything on one node, and every fixed
+    setting that is not the default.
+    """
+    if several_nodes:  # there the defaults are auto
+        return {OURS: {}, **{f"{OURS}, {name}": FIXED[name] for name in FIXED}}
+    auto = {"parallel.mode": "auto", "comm.all_to_all": "auto"}
+    return {OURS: {}, AUTO: auto, **{f"{OURS}, {name}": FIXED[name] for name in ONE_NODE}}
+
+
+def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
+    """A function that says whether these layers' tuners have no trials left; alike on all ranks."""
+    return lambda: not any(_exploring(layer) for layer in layers)
+
+
+def _exploring(layer: MoELayer) -> bool:
+    layouts = layer.layouts
+    if layouts.tuner is not None and layouts.tuner.exploring:
+        return True
+    exchanges = layer.comm.size > 1 and layouts.current.r > 0
+    return exchanges and layouts.current.algorithm == "auto" and ExchangeTuner.of(
+        layer.comm).exploring
+
+
+def layout_of(layers: Sequence[MoELayer]) -> str:
+    """The layouts of the latest calls, and how many layers run in each."""
+    seen = Counter(layer.layouts.current.label for layer in layers)
+    return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
+                     for label, count in seen.items())

@@ -1,0 +1,132 @@
+"""Training steps of several models in one set of ranks, in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.base import Comm
+
+WARM_UP = 4
+LONGEST_WARM_UP = 60  # steps in which tuners may settle
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model in training.
+
+    kind: ours, native or dense. step: trains on the step with this number and returns the language
+    model's loss over all ranks, nats per token. optimizers: torch's, timed by themselves. settled:
+    whether its tuners have chosen, the same on all ranks. layout: what runs, for the report.
+    """
+
+    name: str
+    kind: str
+    step: Callable[[int], float]
+    optimizers: Sequence[torch.optim.Optimizer]
+    settled: Callable[[], bool] = lambda: True
+    layout: Callable[[], str] = lambda: ""
+
+
+@dataclass(frozen=True)
+class SideTimes:
+    """What a side's steps took; seconds of the slowest rank.
+
+    losses: of all steps, the warm-up's included: side by side they are of equal data. parameters:
+    of one rank.
+    """
+
+    name: str
+    kind: str
+    seconds: list[float]
+    optimizer_s: list[float]
+    losses: list[float]
+    parameters: int
+    layout: str
+
+
+@dataclass
+class _Clock:
+    """Seconds inside optimizers' steps."""
+
+    seconds: float = 0.0
+    begun: float = field(default=0.0, repr=False)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(self._start)
+        optimizer.register_step_post_hook(self._stop)
+
+    def _start(self, *_: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def _stop(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self.begun
+
+    def take(self) -> float:
+        """Seconds since the last time this was called."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+
+def measure(sides: Sequence[Side], comm: Comm, steps: int,
+            warm_up: int = WARM_UP) -> list[SideTimes]:
+    """Train all sides, one step of each in turn; every rank calls it.
+
+    Before it counts every side runs `warm_up` steps, and one whose tuners have not settled then
+    some more, on its own.
+    """
+    runs = [_Run(side, comm) for side in sides]
+    for run in runs:
+        run.warm_up(warm_up)
+    for _ in range(steps):
+        for run in runs:
+            run.timed()
+    return [run.times() for run in runs]
+
+
+class _Run:
+    def __init__(self, side: Side, comm: Comm) -> None:
+        self.side, self.comm, self.clock = side, comm, _Clock()
+        self.seconds: list[float] = []
+        self.optimizer_s: list[float] = []
+        self.losses: list[float] = []
+        for optimizer in side.optimizers:
+            self.clock.watch(optimizer)
+
+    def warm_up(self, steps: int) -> None:
+        while len(self.losses) < steps or (not self.side.settled()
+                                           and len(self.losses) < LONGEST_WARM_UP):
+            self._step()
+        self.clock.take()
+
+    def timed(self) -> None:
+        self.comm.barrier()
+        begun = time.perf_counter()
+        self._step()
+        self.seconds.append(time.perf_counter() - begun)
+        self.optimizer_s.append(self.clock.take())
+
+    def _step(self) -> None:
+        self.losses.append(self.side.step(len(self.losses)))
+
+    def times(self) -> SideTimes:
+        side, agree = self.side, self.comm.agree_max
+        held = {id(p): p.numel() for o in side.optimizers for g in o.param_groups
+                for p in g["params"]}
+        return SideTimes(side.name, side.kind, agree(self.seconds), agree(self.optimizer_s),
+                         self.losses, sum(held.values()), side.layout())
+
+
+def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
+    """The token bytes of a rank's sentences in a step, int64 [sentences, length + 1].
+
+    text: uint8 [N]. The same step gives every side the same sentences.
+    """
+    source = torch.Generator().manual_seed(1_000_003 * step + rank)
+    starts = torch.randint(len(text) - length, (sentences, 1), generator=source)
+    return text[starts + torch.arange(length + 1)].long()
