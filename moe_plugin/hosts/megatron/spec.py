@@ -98,14 +98,14 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
 
 def _block(settings: Mapping[str, Any] | str | None, transformer_engine: bool | None) -> Any:
     config = script_config()
-    block = core.gpt_block_spec(config, transformer_engine)
     if not config.virtual_pipeline_model_parallel_size:
-        return swap_moe(block, settings, allow_none=True)
+        return swap_moe(core.gpt_block_spec(config, transformer_engine), settings, allow_none=True)
     if not all_layers_moe(config):  # a spec does not know which virtual stage it is for
         raise ValueError(
             f"moe_layer_freq={short(config.moe_layer_freq)} cannot be used with virtual pipeline "
             "stages and --spec: must be 1; leave out --moe-layer-freq or the virtual stages")
-    return swap_moe(block.layer_specs[0], settings)
+    first = core.gpt_block_spec(config, transformer_engine, vp_stage=0)
+    return swap_moe(first.layer_specs[0], settings)
 
 
 def _later_block(settings: Mapping[str, Any] | str | None, transformer_engine: bool | None,

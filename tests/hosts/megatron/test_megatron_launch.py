@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
@@ -151,6 +152,45 @@ def test_spec_follows_the_arguments() -> None:
         ({"moe_layer_freq": [0, 1, 1, 0]}, [False, True, True, False]),
         ({"mtp_num_layers": 1}, [*every, True])):
         assert on_ranks(1, _model_by_arguments, settings) == [(layers, True)], settings
+
+
+def _spec_of_virtual_stages() -> bool:
+    """Whether `--spec` gives our MoE layer where every rank has two virtual stages."""
+    import argparse
+    import functools
+    import importlib
+    from types import SimpleNamespace
+
+    from megatron.core import parallel_state as ps
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from moe_plugin.hosts.megatron import spec
+    from moe_plugin.hosts.megatron.layer import PluginMoELayer
+
+    ps.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=4, hidden_size=16, num_attention_heads=2, num_moe_experts=2, moe_router_topk=1,
+        moe_router_pre_softmax=True, use_cpu_initialization=True, add_bias_linear=False,
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32)
+    # what a parsed script leaves behind
+    sys.modules["megatron.training.global_vars"] = SimpleNamespace(  # type: ignore[assignment]
+        _GLOBAL_ARGS=argparse.Namespace(transformer_impl="local"))
+    sys.modules["megatron.training.arguments"] = SimpleNamespace(  # type: ignore[assignment]
+        core_transformer_config_from_args=lambda _: config)
+    sys.modules.setdefault("megatron.training", SimpleNamespace())  # type: ignore[arg-type]
+    found = importlib.reload(spec).moe_layer
+    submodules = found.keywords["submodules"] if isinstance(
+        found, functools.partial) else found.submodules
+    mlp = submodules.mlp
+    return (mlp.func if isinstance(mlp, functools.partial) else mlp.module) is PluginMoELayer
+
+
+@pytest.mark.distributed
+def test_spec_fits_virtual_stages() -> None:
+    from tests.hosts.megatron.ranks import on_ranks
+
+    assert on_ranks(2, _spec_of_virtual_stages) == [True, True]
 
 
 def _refusal(settings: dict[str, object]) -> str:
