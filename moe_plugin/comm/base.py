@@ -93,6 +93,15 @@ class Comm(ABC):
         x: any shape, the same on all ranks.
         """
 
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin the sum of `x` over ranks; what is returned waits for it and gives it.
+
+        x: any shape, the same on all ranks; it may be overwritten. All ranks start their
+        collectives in the same order. Here the sum is complete on return.
+        """
+        total = self.all_reduce(x)
+        return lambda: total
+
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x` concatenated along dimension 0.

@@ -136,6 +136,21 @@ class TorchComm(Comm):
             self._bounded(dist.all_reduce, out, _OPS[op])
         return out
 
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Comm`: in place, while this rank computes."""
+        def describe() -> str:
+            return f"all_reduce(sum) of {x.dtype} {tuple(x.shape)}"
+
+        with self.error_context(describe):
+            work = dist.all_reduce(x, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            with self.error_context(describe):
+                self._wait(work)
+            return x
+
+        return wait
+
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Comm`; x: [n, ...] to [size * n, ...]. On gloo over nodes see `comm.by_nodes`."""
         if self.by_nodes:
@@ -249,7 +264,14 @@ class TorchComm(Comm):
         if not self.receive_first:
             collective(*args, group=self.group)
             return
-        begun, work = time.monotonic(), collective(*args, group=self.group, async_op=True)
+        self._wait(collective(*args, group=self.group, async_op=True))
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective of torch, on gloo for `timeout_s` at most."""
+        if not self.receive_first:
+            work.wait()
+            return
+        begun = time.monotonic()
         try:
             work.wait(self.timeout)
         except RuntimeError as error:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.torch_comm import default_comm
+from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import expert_parameters, is_expert
+from moe_plugin.hosts.plain.replicas import (
+    BUCKET_BYTES,
+    Bucket,
+    ReplicaReducer,
+    in_buckets,
+    mark_replicas,
+    replica_comm,
+)
+from moe_plugin.layer import MoELayer
 
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
@@ -32,12 +46,22 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
             f"expert group of {ep.size} times {copies} replicas is not the world of {world.size} "
             "ranks; pass `replicas`, the ranks "
             "that store the same experts")
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            continue
-        reducer = world if not is_expert(parameter) or ep.size == 1 else replicas
-        total = parameter.grad if reducer is None else reducer.all_reduce(parameter.grad)
-        parameter.grad.copy_(total / world.size)
+    reduced = [p for p in model.parameters() if p.grad is not None]
+    experts = [p for p in reduced if is_expert(p)] if ep.size > 1 else []
+    alone = {id(parameter) for parameter in experts}
+    _average([p for p in reduced if id(p) not in alone], world)
+    if replicas is not None:
+        _average(experts, replicas)
+    for parameter in experts:
+        parameter.grad.div_(ep.size)  # type: ignore[union-attr]
+
+
+def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
+    buckets = [Bucket(each) for each in in_buckets(parameters, BUCKET_BYTES)]
+    for bucket in buckets:
+        bucket.start(comm)
+    for bucket in buckets:
+        bucket.finish(comm)
 
 
 def exclude_experts(model: nn.Module) -> None:
@@ -45,8 +69,67 @@ def exclude_experts(model: nn.Module) -> None:
 
     Otherwise DDP overwrites a rank's experts by rank 0's and averages their gradients.
 
-    After backward, `sync_gradients` does what remains to be done for the experts.
+    After backward, `sync_gradients` does what remains to be done for the experts; `reduce_experts`,
+    called once before, does it behind backward.
     """
     # torch's own function for this overwrites the names that were left out before
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = [*ignored, *expert_parameters(model)]  # type: ignore[assignment]
+
+
+def reduce_experts(model: nn.Module, world: Comm | None = None, *,
+                   bucket_bytes: int = BUCKET_BYTES) -> list[ReplicaReducer]:
+    """From now on, experts' gradients are those of the mean over ranks of the ranks' losses when
+    `backward` returns.
+
+    Replicas start with the experts of their first rank. `ddp_model` and `fully_shard_model` of
+    `moe_plugin.hosts.plain.sharding` call it. Collective.
+
+    Args:
+        model: with `MoELayer`s; before its first backward pass.
+        world: all data-parallel ranks; None: those of the default group.
+        bucket_bytes: of gradients in one all-reduce between replicas.
+    Returns: what reduces the replicas' gradients, one for each group of layers that share theirs.
+    Raises:
+        ValueError: the expert-parallel groups do not make up the world, or ranks of such a group
+            hold the same tokens.
+    """
+    world = default_comm() if world is None else world
+    by_group: dict[str, list[MoELayer]] = {}
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+        _refuse_same_tokens(layer)
+        by_group.setdefault(layer.comm.name, []).append(layer)
+    reducers = []
+    for layers in by_group.values():
+        experts = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
+        for parameter in experts if layers[0].comm.size > 1 else []:
+            parameter.register_hook(_divided(layers[0].comm.size))
+        replicas = replica_comm(layers[0].comm, world)
+        if replicas is not None:
+            _start_alike(experts, replicas)
+            reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
+    return reducers
+
+
+def _refuse_same_tokens(layer: MoELayer) -> None:
+    name, replicas = layer.config.dispatch.name, layer.config.parallel.replicas
+    if replicas > 1 or (layer.comm.size > 1 and dispatchers.get(name).traits.shares_tokens):
+        raise ValueError(
+            f"dispatch.name={name!r} with parallel.replicas={replicas} is for ranks that have the "
+            "same tokens, data-parallel ranks have different ones; use dispatch.name='ragged' or "
+            "'padded', and parallel.replicas=1")
+
+
+def _divided(ranks: int) -> Callable[[Tensor], Tensor]:
+    def divide(gradient: Tensor) -> Tensor:
+        return gradient / ranks
+
+    return divide
+
+
+@torch.no_grad()
+def _start_alike(experts: list[nn.Parameter], replicas: Comm) -> None:
+    for parameter in experts:
+        mark_replicas(parameter, replicas.size)
+        if not parameter.is_meta:
+            parameter.copy_(replicas.broadcast(parameter))

@@ -1,0 +1,97 @@
+"""Data parallelism by torch's own wrappers, with experts left to expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_plugin.comm.torch_comm import TorchComm
+from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.hosts.plain.gradients import exclude_experts, reduce_experts
+from moe_plugin.layer import MoELayer
+
+
+def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = None,
+                      mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """Shard all parameters but the experts over all data-parallel ranks (FSDP2, ZeRO stage 3).
+
+    Experts stay where expert parallelism put them; where several ranks store the same ones, their
+    gradients are averaged in buckets behind backward. When `backward` returns, every gradient is
+    that of the mean over ranks of the ranks' losses: no other call is needed. Clip with
+    `moe_plugin.hosts.plain.norm.clip_grad_norm_`. Collective.
+
+    Args:
+        model: on its device. Shared parameters and buffers become those of rank 0.
+        units: modules whose parameters are gathered together and freed after use; the rest of the
+            model is one more unit. None: the entries of the outermost `nn.ModuleList`s.
+        mesh: all data-parallel ranks, one axis, or two axes (replicate, shard); None: all ranks.
+        options: of `torch.distributed.fsdp.fully_shard`. With `mp_policy`, experts must have its
+            `param_dtype`.
+    Returns: the model itself.
+    Raises:
+        ValueError: see `reduce_experts`.
+    """
+    device = next(model.parameters()).device.type
+    if mesh is None:
+        device = "cuda" if device == "meta" and torch.cuda.is_available() else device
+        mesh = init_device_mesh("cpu" if device == "meta" else device, (dist.get_world_size(),))
+    world = _world_of(mesh)
+    experts = expert_parameters(model)
+    reduce_experts(model, world)
+    _start_alike(model, experts, world)
+    left_out = set(experts.values())
+    for unit in blocks_of(model) if units is None else units:
+        fully_shard(unit, mesh=mesh, ignored_params=left_out, **options)
+    return fully_shard(model, mesh=mesh, ignored_params=left_out, **options)
+
+
+def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """`DistributedDataParallel` for a model with experts.
+
+    When `backward` returns, every gradient is that of the mean over ranks of the ranks' losses,
+    see `fully_shard_model`. Collective.
+
+    Args:
+        model: on its device.
+        options: of `DistributedDataParallel`; `process_group` has all data-parallel ranks.
+    Raises:
+        ValueError: see `reduce_experts`.
+    """
+    reduce_experts(model, TorchComm(options.get("process_group")))
+    exclude_experts(model)
+    return DistributedDataParallel(model, **options)
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The entries of a model's outermost `nn.ModuleList`s, in order; not those inside MoE layers.
+    """
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        elif not isinstance(child, MoELayer):
+            yield from blocks_of(child)
+
+
+def _world_of(mesh: DeviceMesh) -> TorchComm:
+    if mesh.size() == dist.get_world_size():
+        return TorchComm()
+    if mesh.ndim == 1:
+        return TorchComm(mesh.get_group())
+    raise ValueError(
+        f"mesh of {mesh.size()} ranks in {mesh.ndim} dimensions does not fit: with two dimensions "
+        f"it must have all {dist.get_world_size()} ranks")
+
+
+@torch.no_grad()
+def _start_alike(model: nn.Module, experts: dict[str, nn.Parameter], world: TorchComm) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if name not in experts and not tensor.is_meta:
+            tensor.copy_(world.broadcast(tensor))
