@@ -20,9 +20,9 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
-from moe_plugin.hosts.fairseq.gradients import mark_replicas
 from moe_plugin.hosts.fairseq.groups import Groups
 from moe_plugin.hosts.fairseq.tokens import ids_of
+from moe_plugin.hosts.plain.replicas import mark_replicas
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext, LayerStats, weighted_loss
@@ -71,8 +71,8 @@ class ExpertFFN(TakesTokenIds, nn.Module):
     The gate loss is the weighted sum of the router losses.
 
     Attributes: `stats`: of the last forward pass. `observer`: if set, called with the statistics of
-    every training pass. Expert parameters have their gradient scaled by `gradient_factor`, and the
-    number of their replicas as a mark.
+    every training pass. Expert parameters have their gradient scaled by `gradient_factor` and the
+    number of their replicas, over which the trainer averages, and that number as a mark.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -90,8 +90,10 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         for parameter in self.moe.parameters():
             if is_expert(parameter):
                 mark_replicas(parameter, settings.groups.replicas)
-                if settings.gradient_factor != 1.0:
-                    parameter.register_hook(_scale(settings.gradient_factor))
+                # the trainer averages over replicas
+                factor = settings.gradient_factor * settings.groups.replicas
+                if factor != 1.0:
+                    parameter.register_hook(_scale(factor))
 
     def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output [T, B, D] and gate loss (a float32 scalar).

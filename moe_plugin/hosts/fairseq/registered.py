@@ -45,3 +45,4 @@ register_criterion("moe_label_smoothed_cross_entropy",
 registries.stand_for("transformer_lm", MoETransformerLanguageModel, MoELanguageModelConfig)
 registries.stand_for("transformer", MoETransformerModel, None)
 registries.use_trainer(MoETrainer)
+registries.sharding_without_fairscale()

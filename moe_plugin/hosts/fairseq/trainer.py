@@ -9,28 +9,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
 from torch import Tensor
 
+from moe_plugin.comm import TorchComm
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import checkpoint_files as files
-from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies
+from moe_plugin.hosts.fairseq import sharding
+from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
-from moe_plugin.hosts.fairseq.gradients import (
-    expert_norm_squared,
-    mark_replicas,
-    replicas_of,
-    sum_over_replicas,
-)
+from moe_plugin.hosts.fairseq.gradients import norm_squared
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.observe import observer
 from moe_plugin.hosts.plain.drops import DropWarning
+from moe_plugin.hosts.plain.parts import Part, count_once, shards, slices
+from moe_plugin.hosts.plain.replicas import (
+    ReplicaReducer,
+    mark_replicas,
+    replica_comm,
+    replicas_of,
+)
 from moe_plugin.routing import finish_step
 
 logger = logging.getLogger(__name__)
@@ -46,13 +49,15 @@ class MoETrainer(Trainer):
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
         self._skipped, self._warn_of_drops = 0, DropWarning()
-        self._replicas: dist.ProcessGroup | None = None  # made where it is needed first
+        self._reducer: ReplicaReducer | None = None  # made with the first optimizer
         if self.has_experts:
             _refuse_unsupported(cfg)
             if cfg.distributed_training.distributed_rank == 0:
                 check_balance(model, criterion)
             with open_dict(cfg):
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+        if shards_optimizer_state(cfg):
+            sharding.check(cfg, criterion)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._observer = observer(
             model, self.data_parallel_process_group if self.data_parallel_world_size > 1 else None)
@@ -60,6 +65,8 @@ class MoETrainer(Trainer):
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """fairseq's, and now and then a record of the experts' statistics."""
         before = self.get_num_updates()
+        if self._reducer is not None:
+            self._reducer.passes = len(samples)
         with nullcontext() if self._observer is None else self._observer.around_step(before + 1):
             logged = super().train_step(samples, raise_oom)
         if self.has_experts and self.get_num_updates() > before:
@@ -87,10 +94,70 @@ class MoETrainer(Trainer):
         """Every rank, where every rank has its own experts."""
         return self.saves_every_rank or super().should_save_checkpoint_on_current_rank
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the optimizer's state alone."""
+        return shards_optimizer_state(self.cfg) and self.data_parallel_world_size > 1
+
+    @property
+    def is_fsdp(self) -> bool:
+        """False: it asks for fairscale's wrapper, see `moe_plugin.hosts.fairseq.sharding`."""
+        return False
+
+    @property
+    def always_call_state_dict_during_save_checkpoint(self) -> bool:
+        """Where parts are gathered for a checkpoint that one rank writes."""
+        return self.is_sharded
+
+    @property
+    def model(self) -> Any:
+        """The wrapped model; under `fully_sharded` the model itself, sharded."""
+        backend = self.cfg.distributed_training.ddp_backend
+        if self._wrapped_model is None and self.is_sharded and backend == "fully_sharded":
+            self._wrapped_model = sharding.shard_model(self._model.to(self.device), self.cfg,
+                                                       self.data_parallel_process_group)
+        return super().model
+
+    @property
+    def _world(self) -> TorchComm:
+        return TorchComm(self.data_parallel_process_group)
+
     def _build_optimizer(self) -> None:
-        super()._build_optimizer()
+        if self._reducer is None and self.has_experts and self.data_parallel_world_size > 1:
+            self._average_replicas()
+        if not self.is_sharded:
+            super()._build_optimizer()
+            parts: list[Part] = []
+        else:
+            model, parts = self.model, self._parts()
+            own = [part.local for part in parts]  # the optimizer is built for these
+            parts += [Part(p, p, p.shape, None) for p in self.criterion.parameters()]
+            count_once(parts, self.data_parallel_world_size)
+            self._wrapped_model = Overlay(model, parameters=lambda: own)
+            try:
+                super()._build_optimizer()
+            finally:
+                self._wrapped_model = model
+        if self._reducer is not None:
+            sharding.reduce_replicas(self._optimizer, self._reducer)
+        if self.is_sharded:
+            sharding.shard_optimizer(self._optimizer, [p for p in parts if p.local.requires_grad])
         for parameter, copy in fp32_copies(self._optimizer):
             mark_replicas(copy, replicas_of(parameter))
+
+    def _average_replicas(self) -> None:
+        moe = moe_layers(self._model)[0].moe_layer.moe
+        timeout_s = moe.config.comm.timeout_s
+        comm = replica_comm(moe.comm, TorchComm(self.data_parallel_process_group, timeout_s))
+        if comm is not None:
+            experts = expert_parameters(self.model).values()
+            self._reducer = ReplicaReducer(experts, comm, at_end_of_backward=False)
+
+    def _parts(self) -> list[Part]:
+        if self.cfg.distributed_training.zero_sharding != "os":
+            return shards(self.model.parameters(), self._world)
+        replicas = None if self._reducer is None else self._reducer.comm
+        return slices(self.model.parameters(), self._world, replicas)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Norm over all parameters, each expert counted once; equal on all ranks.
@@ -102,12 +169,12 @@ class MoETrainer(Trainer):
                 because every rank has the same norm. At most `MAX_SKIPPED_STEPS` steps in a row;
                 with fp16 the loss scaler decides instead.
         """
-        if not self.has_experts:
+        if not self.has_experts and not self.is_sharded:
             return super().clip_grad_norm(clip_norm)
         norm = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self._whole_norm)
         if torch.isfinite(norm).all():
             self._skipped = 0
-        elif not self.cfg.common.amp and self._skipped < MAX_SKIPPED_STEPS:
+        elif self.has_experts and not self.cfg.common.amp and self._skipped < MAX_SKIPPED_STEPS:
             self._skipped += 1
             raise OverflowError(
                 f"gradient norm is {float(norm)}: step skipped on all ranks ({self._skipped} in a "
@@ -116,22 +183,15 @@ class MoETrainer(Trainer):
         return norm
 
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
-        parameters = [p for p in self.optimizer.params if is_expert(p) and p.grad is not None]
+        """shared_norm: of this rank's gradients of parameters that are not experts'."""
+        parameters = [p for p in self.optimizer.params if p.grad is not None]
         group = self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
-        sum_over_replicas(parameters, self._replica_group)
-        squared = expert_norm_squared(parameters, group, shared_norm.device)
-        return (shared_norm.double() ** 2 + squared).sqrt().to(shared_norm.dtype)
-
-    @property
-    def _replica_group(self) -> Any:
-        replicas = {replicas_of(p) for p in expert_parameters(self._model).values()}
-        if max(replicas, default=1) == 1 or self.data_parallel_world_size == 1:
-            return None
-        if self._replicas is None:
-            self._replicas = _make_replica_group(
-                max(replicas),
-                moe_layers(self._model)[0].moe_layer.moe.config.comm.timeout_s)
-        return self._replicas
+        if self.is_sharded:
+            squared = norm_squared(parameters, group, shared_norm.device)
+        else:
+            experts = [p for p in parameters if is_expert(p)]
+            squared = shared_norm.double() ** 2 + norm_squared(experts, group, shared_norm.device)
+        return squared.sqrt().to(shared_norm.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's state and a manifest of who wrote it."""
@@ -151,6 +211,9 @@ class MoETrainer(Trainer):
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
         """Write this rank's file; it takes its final name when every rank has written its own."""
+        if self.is_sharded and files.is_crash_dump(filename):
+            logger.warning("no %s is written: it would need the parts of all ranks", filename)
+            return None
         if not self.saves_every_rank:
             return super().save_checkpoint(filename, extra_state)
         filename = files.with_rank(filename, self.data_parallel_rank)
@@ -182,28 +245,10 @@ def _dropped(logged: Mapping[str, Any]) -> float:
     return sum(lost) / len(lost) / 100 if lost else 0.0
 
 
-def _make_replica_group(replicas: int, timeout_s: float) -> Any:
-    world, mine = dist.get_world_size(), None
-    stride = world // replicas
-    for first in range(stride):
-        ranks = list(range(first, world, stride))
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
-
-
 def _refuse_unsupported(cfg: Any) -> None:
-    backend = cfg.distributed_training.ddp_backend
-    if backend in ("fully_sharded", "slowmo"):
+    if cfg.distributed_training.ddp_backend == "slowmo":
         raise ValueError(
-            f"--ddp-backend {backend} averages or shards experts; use legacy_ddp or pytorch_ddp "
-            "(c10d) with MoE layers"
-        )
+            "--ddp-backend slowmo averages experts; use legacy_ddp, pytorch_ddp (c10d) or "
+            "fully_sharded with MoE layers")
     if cfg.optimization.use_bmuf:
         raise ValueError("--use-bmuf averages experts over ranks; must be off with MoE layers")
-    if cfg.distributed_training.zero_sharding != "none":
-        raise ValueError(
-            f"--zero-sharding {cfg.distributed_training.zero_sharding} shards each rank's own "
-            "experts; use none with MoE layers"
-        )

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.hosts.fairseq.adam import FusedAdam
-from moe_plugin.hosts.fairseq.gradients import expert_norm_squared, mark_replicas
+from moe_plugin.hosts.fairseq.gradients import norm_squared
+from moe_plugin.hosts.plain.replicas import mark_replicas
 from tests.hosts.fairseq import small
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
 
@@ -252,6 +253,6 @@ def test_the_norm_of_experts_is_apexs(apex: list[str]) -> None:
     for parameter, replicas in zip(parameters, (1, 2, 2), strict=True):
         mark_replicas(parameter, replicas)
         parameter.grad = torch.full((4,), 3.0)
-    squared = expert_norm_squared(parameters, None, torch.device("cpu"))
+    squared = norm_squared(parameters, None, torch.device("cpu"))
     assert float(squared) == pytest.approx(36.0 + 2 * 36.0 / 2)
     assert apex == 2 * ["multi_tensor_l2norm"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-logger = logging.getLogger(__name__)
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
@@ -36,33 +34,6 @@ def call_main_without_cuda() -> None:
         if settings.distributed_world_size <= 1 and settings.distributed_init_method is None:
             return original(cfg, main, **kwargs)
         return _spawn(cfg, main, kwargs)
-
-    utils.call_main = call_main
-
-
-def moe_without_sharding() -> None:
-    """Turn `--ddp-backend fully_sharded` into `legacy_ddp` for models with experts.
-
-    Launch scripts of fairseq's `moe` branch shard dense parameters over ranks with it; here every
-    rank stores all of them, with the same numbers. fairseq <= 0.12.3 asks for the backend's package
-    before it builds the model, so this cannot wait for the trainer.
-    """
-    from fairseq.distributed import utils
-
-    original = utils.call_main
-
-    def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        frequencies = [
-            getattr(cfg.model, name, 0)
-            for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
-        ]
-        if cfg.distributed_training.ddp_backend == "fully_sharded" and any(frequencies):
-            logger.warning(
-                "--ddp-backend fully_sharded becomes legacy_ddp with MoE layers: every rank stores "
-                "all dense parameters and their optimizer state"
-            )
-            cfg.distributed_training.ddp_backend = "legacy_ddp"
-        return original(cfg, main, **kwargs)
 
     utils.call_main = call_main
 
@@ -112,5 +83,4 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-SHIMS: tuple[Callable[[], None],
-             ...] = (call_main_without_cuda, moe_without_sharding, close_groups_at_the_end)
+SHIMS: tuple[Callable[[], None], ...] = (call_main_without_cuda, close_groups_at_the_end)

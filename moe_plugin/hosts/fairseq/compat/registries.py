@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 
 
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
@@ -42,3 +45,21 @@ def use_trainer(trainer: type) -> None:
     train = sys.modules.get("fairseq_cli.train")
     if train is not None:
         train.Trainer = trainer
+
+
+def sharding_without_fairscale() -> None:
+    """fairseq 0.12.2 asks for fairscale before it builds a model under `--ddp-backend
+    fully_sharded`, and when it builds an optimizer under `--zero-sharding os`. The trainer of
+    `use_trainer` does both without it.
+    """
+    import fairseq.distributed
+    import fairseq.trainer
+
+    def enable_wrap(_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    fairseq.distributed.fsdp_enable_wrap = enable_wrap
+    train = sys.modules.get("fairseq_cli.train")
+    if train is not None:
+        train.fsdp_enable_wrap = enable_wrap
+    fairseq.trainer.optim = Overlay(fairseq.trainer.optim, shard_=lambda optimizer, group: None)

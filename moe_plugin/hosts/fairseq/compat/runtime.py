@@ -170,6 +170,13 @@ def fp32_copies(optimizer: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]
     return list(zip(optimizer.fp16_params, copies, strict=True)) if isinstance(copies, list) else []
 
 
+def shards_optimizer_state(cfg: Any) -> bool:
+    """Whether fairseq's settings ask for it: `--ddp-backend fully_sharded`, `--zero-sharding os`.
+    """
+    settings = cfg.distributed_training
+    return settings.ddp_backend == "fully_sharded" or settings.zero_sharding == "os"
+
+
 def _encoder_copies(model: torch.nn.Module) -> list[str]:
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
@@ -197,10 +204,11 @@ def skipped_steps_without_cuda() -> None:
 
 
 def separate_fp32_copies() -> None:
-    """Imply `--fp16-no-flatten-grads` for models with experts, and on CPU.
+    """Imply `--fp16-no-flatten-grads` for models with experts, on CPU, and where optimizer state is
+    sharded.
 
     fairseq <= 0.12.3 packs all fp32 master weights in one tensor (on the current CUDA device),
-    which loses the mark of expert parameters.
+    which loses the mark of expert parameters and the borders of parameters.
     """
     import logging
 
@@ -211,10 +219,12 @@ def separate_fp32_copies() -> None:
 
     def build_optimizer(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
         params = list(params)
-        needed = any(is_expert(p) or p.device.type == "cpu" for p in params)
+        needed = shards_optimizer_state(cfg) or any(
+            is_expert(p) or p.device.type == "cpu" for p in params)
         if needed and not cfg.common.bf16 and not cfg.common.fp16_no_flatten_grads:
             logging.getLogger(__name__).info(
-                "--fp16-no-flatten-grads is implied by expert parameters and by CPU training")
+                "--fp16-no-flatten-grads is implied by expert parameters, sharding and CPU "
+                "training")
             with open_dict(cfg):
                 cfg.common.fp16_no_flatten_grads = True
         return original(cls, cfg, params, **kwargs)

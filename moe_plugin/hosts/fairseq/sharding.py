@@ -1,0 +1,199 @@
+"""`--ddp-backend fully_sharded` and `--zero-sharding os` without fairscale.
+
+`fully_sharded` is torch's FSDP2: each rank stores a part of every dense parameter, its gradient and
+its optimizer state; a layer's parameters are gathered while it computes. Experts are left to expert
+parallelism. `os` (ZeRO stage 1) shards optimizer state alone: each rank updates a part of every
+parameter and gives it to the others after the step. In both, fairseq's optimizer sees plain tensors
+(`moe_plugin.hosts.plain.parts`), and checkpoints are whole: a run resumes with or without sharding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq.distributed import utils
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
+from torch import nn
+
+from moe_plugin.comm import TorchComm
+from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.hosts.plain.parts import Part, piece, publish
+from moe_plugin.hosts.plain.replicas import ReplicaReducer
+
+logger = logging.getLogger(__name__)
+
+
+def check(cfg: Any, criterion: nn.Module) -> None:
+    """Refuse what cannot be combined with sharding.
+
+    Raises:
+        ValueError: with the flag, the reason and the remedy.
+    """
+    settings = cfg.distributed_training
+    fully = settings.ddp_backend == "fully_sharded"
+    flag = "--ddp-backend fully_sharded" if fully else f"--zero-sharding {settings.zero_sharding}"
+    evaluates = getattr(cfg.task, "eval_bleu", False)  # of the translation task alone
+    refused = [
+        (fully and settings.zero_sharding != "none", f"--zero-sharding {settings.zero_sharding}",
+         "fully_sharded shards optimizer state itself; leave it out"),
+        (fully and settings.cpu_offload, "--cpu-offload",
+         "parameters stay on the device; leave it out"),
+        (cfg.common.amp, "--amp", "its loss scale differs between ranks; use --bf16 or --fp16"),
+        (fully and cfg.ema.store_ema, "--store-ema",
+         "it copies the model; use --zero-sharding os, which leaves parameters whole"),
+        (fully and evaluates, "--eval-bleu",
+         "generation runs parts of the model alone; score with fairseq-generate afterwards"),
+        (fully and any(p.requires_grad for p in criterion.parameters()), "a criterion with "
+         "parameters", "only the model is sharded; use --zero-sharding os"),
+        (cfg.optimization.use_bmuf, "--use-bmuf", "it averages parameters itself; leave it out"),
+        (cfg.checkpoint.no_last_checkpoints, "--no-last-checkpoints",
+         "all ranks take part in every save; leave it out"),
+    ]
+    for unfit, what, why in refused:
+        if unfit:
+            raise ValueError(f"{flag} does not fit {what}: {why}")
+    if settings.use_sharded_state:
+        logger.warning("--use-sharded-state has no effect: checkpoints are whole")
+
+
+def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
+    """Shard a model's dense parameters over the ranks of `group`, layer by layer; in place.
+
+    Its `state_dict` and `load_state_dict` take and give whole tensors; both are collective.
+
+    Args:
+        model: on its device. cfg: fairseq's settings. group: data-parallel ranks.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # slow to import, and rarely needed
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    settings = cfg.distributed_training
+    experts = set(expert_parameters(model).values())
+    device = next(model.parameters()).device.type
+    options: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(group, device), "ignored_params": experts,
+        "mp_policy": MixedPrecisionPolicy(
+            reduce_dtype=torch.float32 if settings.fp32_reduce_scatter else None),
+    }
+    if settings.no_reshard_after_forward:
+        options["reshard_after_forward"] = False
+    for layer in model.modules():
+        if isinstance(layer, (TransformerEncoderLayerBase, TransformerDecoderLayerBase)):
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            module.register_state_dict_post_hook(_give_whole)
+            module.register_load_state_dict_pre_hook(_take_whole(TorchComm(group)))
+    return model
+
+
+def _give_whole(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    from torch.distributed.tensor import DTensor
+
+    for name, _parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, DTensor):
+            state[prefix + name] = value.full_tensor().cpu()
+
+
+def _take_whole(comm: TorchComm) -> Callable[..., None]:
+    from torch.distributed.tensor import DTensor
+
+    def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state.get(prefix + name)
+            if isinstance(p, DTensor) and value is not None and value.shape == p.shape:
+                local = piece(value, comm).to(p.device, p.dtype)
+                state[prefix + name] = DTensor.from_local(local, p.device_mesh, p.placements,
+                                                          shape=p.shape, stride=p.stride())
+
+    return take
+
+
+class _ReducingOptimizer:
+    """Joins the class of an optimizer of fairseq's whose experts have replicas."""
+
+    reducer: ReplicaReducer
+
+    def all_reduce_grads(self: Any, module: nn.Module) -> None:
+        self.reducer.finish()
+        super().all_reduce_grads(module)  # type: ignore[misc]
+
+
+class _ShardedOptimizer:
+    """Joins the class of an optimizer of fairseq's that updates parts, see `shard_optimizer`."""
+
+    parts: list[Part]
+
+    def all_reduce_grads(self: Any, module: nn.Module) -> None:
+        super().all_reduce_grads(module)  # type: ignore[misc]
+        for part in self.parts:
+            part.take_gradient()
+
+    def zero_grad(self: Any) -> None:
+        super().zero_grad()  # type: ignore[misc]
+        for part in self.parts:
+            part.parameter.grad = None
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().step(*args, **kwargs)  # type: ignore[misc]
+        publish(self.parts)
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        state = super().state_dict()  # type: ignore[misc]
+        return {**state, "state": self._each(state["state"], lambda part, x: part.whole(x).cpu())}
+
+    def load_state_dict(self: Any, state: dict[str, Any], overrides: Any = None) -> None:
+        def cut(part: Part, value: torch.Tensor) -> torch.Tensor:
+            return part.cut(value).clone() if value.shape == part.parameter.shape else value
+
+        state = {**state, "state": self._each(state["state"], cut)}
+        super().load_state_dict(state, overrides)  # type: ignore[misc]
+
+    def broadcast_global_state_dict(self: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return utils.broadcast_object(state, src_rank=0, group=utils.get_data_parallel_group())
+
+    def _each(self, states: dict[int, dict[str, Any]],
+              change: Callable[[Part, torch.Tensor], torch.Tensor]) -> dict[int, dict[str, Any]]:
+        return {
+            index: {
+                name: change(self.parts[index], value) if torch.is_tensor(value) else value
+                for name, value in states[index].items()
+            } for index in sorted(states)
+        }
+
+
+def reduce_replicas(optimizer: Any, reducer: ReplicaReducer) -> None:
+    """Let an optimizer of fairseq's complete the replicas' gradients when fairseq reduces the
+    dense ones. In place; its class keeps its name, which checkpoints compare.
+    """
+    optimizer.reducer = reducer
+    _join(optimizer, _ReducingOptimizer)
+
+
+def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
+    """Let an optimizer of fairseq's, made for the `local` of these parts, take their gradients,
+    publish its updates and have whole states in checkpoints. In place; its class keeps its name.
+
+    Raises:
+        ValueError: the optimizer does not work element by element.
+    """
+    if not optimizer.supports_flat_params:
+        raise ValueError(
+            f"sharded optimizer state does not fit {type(optimizer).__name__}, which does not "
+            "update every element by itself; use adam, sgd, adadelta or adamax, or no sharding")
+    optimizer.parts = parts
+    _join(optimizer, _ShardedOptimizer)
+
+
+def _join(optimizer: Any, mixin: type) -> None:
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (mixin, kind), {})
