@@ -44,9 +44,10 @@ def read_yaml(path: str | Path, what: str = "config file",
         _check_size(text)
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
         interpolated = "${" in str(values)
-    # PyYAML's constructors raise what Python does: `!!int ""`, `!!timestamp x`, nested brackets
+    # PyYAML's constructors raise what Python does: `!!int ""`, `!!timestamp x`, nested brackets;
+    # OmegaConf asserts: 'true'
     except (YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError,
-            RecursionError, ArithmeticError) as error:
+            RecursionError, ArithmeticError, AssertionError) as error:
         raise ValueError(f"{where} is not YAML: {short(error)}; {remedy}") from error
     except OSError as error:  # OmegaConf raises one for a single number
         reason = error.strerror or error

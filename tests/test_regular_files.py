@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from moe_plugin.checkpoint import CheckpointError, load
 from moe_plugin.config import from_yaml
 from moe_plugin.messages import short
 from moe_plugin.observe.history import read_run
@@ -41,7 +43,11 @@ def test_pipes_are_refused_instead_of_waited_for(tmp_path: Path) -> None:
         from_yaml(str(tmp_path / "config.yaml"))
     os.mkfifo(tmp_path / "log.jsonl")
     (tmp_path / "steps.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
+    os.mkfifo(tmp_path / "command.sh")
     read_run(tmp_path)
+    os.mkfifo(tmp_path / "index.json")
+    with pytest.raises(CheckpointError, match="index.json.*is a pipe"):
+        load(tmp_path, nn.Linear(1, 1))
 
 
 LAUGHS = "a0: &a0 [1, 1]\n" + "".join(
@@ -53,6 +59,7 @@ LAUGHS = "a0: &a0 [1, 1]\n" + "".join(
     "model_dim: " + "[" * 2000 + "]" * 2000, "model_dim: " + "[" * 50_000, LAUGHS,
     "model_dim: " + "9" * 5000, "dispatch: {capacity_factor: " + "9" * 400 + "}",
     "model_dim: " + "x" * 5000, "? {a: b}\n: c", "!!python/object/apply:os.system [ls]", "5",
+    "'true'",
     "model_dim: !!float x", "model_dim: !!binary 5", "model_dim: .inf",
 ])
 def test_bad_yaml_ends_in_a_short_named_error(tmp_path: Path, text: str) -> None:
@@ -66,3 +73,12 @@ def test_short_shows_at_most_its_limit() -> None:
     assert short("a") == "'a'" and short(ValueError("one\n two")) == "one two"
     for value in ("x" * 1000, 10 ** 10_000, list(range(500))):
         assert len(short(value)) <= 200
+
+
+def test_aliases_that_multiply_are_counted_and_a_few_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(LAUGHS)
+    with pytest.raises(ValueError, match="more than 1000000 values; write aliases"):
+        from_yaml(str(path))
+    path.write_text("losses: &l {gshard: 0.5}\nmodel_dim: &d 8\nnum_experts: *d\n")
+    assert from_yaml(str(path)).num_experts == 8 and from_yaml(str(path)).losses == {"gshard": 0.5}

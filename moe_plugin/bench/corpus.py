@@ -78,9 +78,9 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
         return there
     texts = _split(_files(root), size, root)
     make_folder(out)
-    for name in ("corpus.json", "dict.txt", *(f"{s}.{kind}" for s in SPLITS
+    for file in ("corpus.json", "dict.txt", *(f"{s}.{kind}" for s in SPLITS
                                               for kind in ("txt", "tok"))):
-        check_output(out / name)
+        check_output(out / file)
     # written last: a corpus without it is not complete
     (out / "corpus.json").unlink(missing_ok=True)
     for split in SPLITS:

@@ -38,7 +38,8 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     except OmegaConfBaseException as error:
         reason = cut(str(error).split("\n")[0])
         raise ValueError(f"{where}: {error.full_key} {reason}; correct the file") from error
-    except ValueError as error:  # out of the bounds of the record
+    # out of the bounds of the record; OmegaConf converts as Python does: integers beyond floats
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{where}: {cut(str(error), 600)}") from error
 
 

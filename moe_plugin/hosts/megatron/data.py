@@ -103,11 +103,12 @@ def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
     try:
         return _write_indexed(texts, prefix)
     except OSError as error:
-        for suffix in (".bin.part", ".idx.part"):
-            Path(prefix + suffix).unlink(missing_ok=True)
         raise ValueError(
             f"{prefix}.bin cannot be written ({error.strerror}); "
             f"{write_remedy(error, os.path.dirname(os.path.abspath(prefix)))}") from error
+    finally:  # whatever went wrong, also in reading the text
+        for suffix in (".bin.part", ".idx.part"):
+            Path(prefix + suffix).unlink(missing_ok=True)
 
 
 def _write_indexed(texts: Iterable[bytes], prefix: str) -> int:
@@ -122,7 +123,6 @@ def _write_indexed(texts: Iterable[bytes], prefix: str) -> int:
         builder.add_document(ids, [len(ids)])
         tokens += len(ids)
     if not tokens:
-        os.remove(prefix + ".bin.part")
         raise ValueError(
             f"no text to write to {short(prefix)}: the input is empty; give a file with at least "
             "one line")

@@ -132,7 +132,8 @@ class Run:
     def total_steps(self) -> int | None:
         """Steps that the settings ask for; None if unknown."""
         text = self.settings.get("max-update") or self.settings.get("train-iters")
-        return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
+        known = text is not None and text.isdecimal() and len(text) <= 15
+        return int(text) or None if known else None
 
     @property
     def clock(self) -> list[tuple[int, float]]:
