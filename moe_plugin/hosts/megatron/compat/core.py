@@ -30,6 +30,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from moe_plugin.hosts.megatron.compat.settings import setting
+
 OLDEST = (0, 15)
 Group = dist.ProcessGroup
 
@@ -324,7 +326,7 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
     engine = has_transformer_engine() if transformer_engine is None else transformer_engine
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage)
+        qk_l2_norm=setting(config, "qk_l2_norm", False), vp_stage=vp_stage)  # from 0.16 on
 
 
 def replace_norms(spec: Any, native: type, ours: type) -> Any:
