@@ -206,14 +206,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--gates", type=lambda text: text.split(","), default=list(GATES))
     parser.add_argument("--hosts", type=lambda text: text.split(","),
-                        default=list(quickstart.HOSTS))
+                        default=list(quickstart.HOST_STEPS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
                         help="folder of the table")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gates",
                         help="folder of corpus and runs")
     parser.add_argument("--fresh", action="store_true", help="discard earlier runs")
     args = parser.parse_args()
-    for given, known in ((args.gates, GATES), (args.hosts, quickstart.HOSTS)):
+    for given, known in ((args.gates, GATES), (args.hosts, quickstart.HOST_STEPS)):
         if set(given) - set(known):
             parser.error(
                 f"{','.join(sorted(set(given) - set(known)))} is unknown; known: {', '.join(known)}"
