@@ -12,25 +12,17 @@ from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import (
-    Beside,
-    SharedExpert,
-    add_residual,
-    build_experts,
-    check_memory,
-    is_expert,
-)
+from moe_plugin.experts import Beside, SharedExpert, add_residual, build_experts, is_expert
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, MoEOutput, TokenInfo
-from moe_plugin.routing import build_router
-from moe_plugin.routing.balance import check_balance
+from moe_plugin.routing import layer_router
 from moe_plugin.routing.capacity import CapacityLimit
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.routing.statistics import call_stats
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import LayoutCall
-from moe_plugin.tuning.placement import agree_on_settings, place_experts
+from moe_plugin.tuning.placement import place_experts
 
 
 class MoELayer(Replaying, nn.Module):
@@ -58,17 +50,11 @@ class MoELayer(Replaying, nn.Module):
                  dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
-        agree_on_settings(config, self.comm, dtype=dtype or torch.get_default_dtype(),
-                          custom_router=router is not None, custom_experts=experts is not None)
-        config, place, sharing = place_experts(config, self.comm)
-        self.config, self.placement = config, place
         where = {"dtype": dtype, "device": device}
-        check_memory(config, place, experts, **where)
+        config, place, sharing = place_experts(config, self.comm, router, experts, **where)
+        self.config, self.placement = config, place
         self.tokens = TokenEntry(config.model_dim, sharing)
-        if router is None:
-            router = build_router(config, place.comm, host=host.when_split(sharing), **where)
-        check_balance(router, config, self.comm, host)
-        self.router = router
+        self.router = layer_router(config, place.comm, router, host.when_split(sharing), **where)
         self.experts = build_experts(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
         self.capacity = CapacityLimit(config, self.layouts.load_comm)
@@ -104,8 +90,7 @@ class MoELayer(Replaying, nn.Module):
         y_TD, rows = call.runner(self._through_experts, call, tokens.x_TD, kept, meanwhile)
         y_TD = add_residual(y_TD, tokens, routing, meanwhile.shared_TD())
         stats = call_stats(kept, traffic, self.config.num_experts, rows, self.layouts.report(call))
-        y, losses = self.tokens.leave(y_TD, routing.losses, tokens)
-        return MoEOutput(y, losses, stats)
+        return MoEOutput(*self.tokens.leave(y_TD, routing.losses, tokens), stats)
 
     def _through_experts(self, call: LayoutCall, x_TD: Tensor, kept: KeptRouting,
                          meanwhile: Beside) -> tuple[Tensor, int]:

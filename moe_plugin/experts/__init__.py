@@ -1,7 +1,7 @@
 """Experts: parameters in one storage for all layouts, and how a rank computes its own."""
 
 from moe_plugin.experts.base import Experts, expert_kinds
-from moe_plugin.experts.build import build_experts, check_memory
+from moe_plugin.experts.build import build_experts
 from moe_plugin.experts.custom import CustomExperts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
@@ -16,6 +16,6 @@ from moe_plugin.kernels.expert_ffn import (
 
 __all__ = [
     "Beside", "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts",
-    "SharedExpert", "Strategy", "add_residual", "apply_to_rows", "build_experts", "check_memory",
-    "expert_kinds", "expert_parameters", "from_matmul", "is_expert", "mark_expert", "strategies",
+    "SharedExpert", "Strategy", "add_residual", "apply_to_rows", "build_experts", "expert_kinds",
+    "expert_parameters", "from_matmul", "is_expert", "mark_expert", "strategies",
 ]

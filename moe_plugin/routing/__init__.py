@@ -3,7 +3,7 @@
 from moe_plugin.routing import registry
 from moe_plugin.routing.contract import RouterModule, finish_step, needs_of
 from moe_plugin.routing.losses import LossInputs, losses
-from moe_plugin.routing.registry import build_router
+from moe_plugin.routing.registry import build_router, layer_router
 from moe_plugin.routing.router_selection import SelectionCall, router_selections
 from moe_plugin.routing.routers.base import Router
 from moe_plugin.routing.routers.base_layer import BASERouter
@@ -31,6 +31,6 @@ __all__ = [
     "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter", "PrototypeRouter",
     "Router", "RouterModule", "RouterSelector", "SAMRouter", "SelectionCall", "SigmoidBiasRouter",
     "SinkhornRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",
-    "build_router", "finish_step", "losses", "needs_of", "number_layers", "router_selections",
-    "routers",
+    "build_router", "finish_step", "layer_router", "losses", "needs_of", "number_layers",
+    "router_selections", "routers",
 ]

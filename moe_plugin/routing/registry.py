@@ -13,6 +13,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.records import HostContext
 from moe_plugin.registry import Registry
+from moe_plugin.routing.balance import check_balance
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.selector import RouterSelector
 
@@ -37,6 +38,19 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
         return factories[0](config, **where)
     made = [factory(_with_own_losses(config, factory, factories), **where) for factory in factories]
     return RouterSelector(made, config.router, comm=comm, host=host, device=device)
+
+
+def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
+                 **where: Any) -> nn.Module:
+    """The router of a layer: `router` where one is given, else the configured one.
+
+    Warns once where nothing keeps the experts balanced, see `check_balance`. where: see
+    `build_router`.
+    """
+    if router is None:
+        router = build_router(config, comm, host=host, **where)
+    check_balance(router, config, comm, host)
+    return router
 
 
 def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import moe_plugin
 from moe_plugin.comm.agreement import agree
@@ -16,6 +18,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import check_capacity, dispatchers
+from moe_plugin.experts.build import check_memory
 from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
 from moe_plugin.tuning.default_hardware import default_cluster
@@ -39,20 +42,29 @@ def agree_on_settings(config: MoEConfig, comm: Comm, **more: Any) -> None:
                  "version of moe_plugin": moe_plugin.__version__})
 
 
-def place_experts(config: MoEConfig, comm: Comm) -> tuple[MoEConfig, Placement, Comm | None]:
+def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None,
+                  experts: Callable[[int], nn.Module] | None = None, *,
+                  dtype: torch.dtype | None = None,
+                  device: Any = None) -> tuple[MoEConfig, Placement, Comm | None]:
     """(settings, placement, ranks that share tokens) of a layer. Collective.
 
-    The third value is None where no tokens are shared before routing, see `with_schedule`.
+    The third value is None where no tokens are shared before routing, see `with_schedule`. All
+    ranks' settings are compared first (`agree_on_settings`); last, that the weights fit the memory.
 
+    Args:
+        router, experts, dtype, device: of the layer, see `MoELayer`.
     Raises:
-        ValueError: settings and group do not fit together.
+        ValueError: settings, ranks, group and memory do not fit together.
     """
+    agree_on_settings(config, comm, dtype=dtype or torch.get_default_dtype(),
+                      custom_router=router is not None, custom_experts=experts is not None)
     config.prepare()
     exchange = prepare(comm, config.comm)
     place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
     place.check()
     config, place, sharing = with_schedule(config, place)
     check_capacity(config.dispatch)
+    check_memory(config, place, experts, dtype, device)
     return decided(config, comm), place, sharing
 
 
