@@ -284,8 +284,8 @@ def _refuse_confused_stages(native: Any) -> None:
             native, "batch_p2p_comm", True):
         raise ValueError(
             f"virtual_pipeline_model_parallel_size={stages} with pipeline_model_parallel_size=2 "
-            "trains wrongly where Megatron sends messages in batches (batch_p2p_comm=True): between "
-            "two ranks it takes activations for gradients; set overlap_p2p_comm=True and "
+            "trains wrongly where Megatron sends messages in batches (batch_p2p_comm=True): "
+            "between two ranks it takes activations for gradients; set overlap_p2p_comm=True and "
             "batch_p2p_comm=False (leave out --no-overlap-p2p-communication), use 3 or more "
             "pipeline stages, or no virtual ones")
 

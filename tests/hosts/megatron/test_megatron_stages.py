@@ -51,11 +51,13 @@ def _trained(argvs: list[list[str]]) -> list[tuple[dict[str, Any], list[Tensor],
             return lambda self, *args: called.append(name) or step(self, *args)
 
         model.build = kept
-        stages.Stages.route, stages.Stages.combine = noted(route, "route"), noted(combine, "combine")
+        stages.Stages.route = noted(route, "route")
+        stages.Stages.combine = noted(combine, "combine")
         args = arguments.parser().parse_args(argv)
         train.start(args)
         record = train.run(args)
-        found.append((record, [p.detach().clone() for p in built[0].bare()[0].parameters()], called))
+        parameters = [p.detach().clone() for p in built[0].bare()[0].parameters()]
+        found.append((record, parameters, called))
         from moe_plugin.hosts.megatron.compat import core
 
         core.destroy_groups()
