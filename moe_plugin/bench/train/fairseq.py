@@ -18,9 +18,9 @@ from moe_plugin.bench.peers.fairseq_branch import BranchMoE
 from moe_plugin.bench.train.shapes import TrainShape
 from moe_plugin.bench.train.sides import Settings, layout_of, tuners_settled
 from moe_plugin.bench.train.steps import Side, batch
-from moe_plugin.config import MoEConfig
 from moe_plugin.config.flags import flag_specs
 from moe_plugin.experts.marks import is_expert
+from moe_plugin.layer import MoELayer
 
 NATIVE = "fairseq's moe branch"
 _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-attention-heads 4 "
@@ -130,10 +130,10 @@ class _BranchFFN(nn.Module):
 
     stats = None
 
-    def __init__(self, branch: BranchMoE, config: MoEConfig) -> None:
+    def __init__(self, branch: BranchMoE, ours: MoELayer) -> None:
         super().__init__()
         self.branch, factor = branch, 1 / branch.comm.size
-        self.moe = SimpleNamespace(config=config, comm=branch.comm)
+        self.moe = SimpleNamespace(config=ours.config, comm=branch.comm, router=ours.router)
         for parameter in branch.parameters():
             if is_expert(parameter):
                 parameter.register_hook(lambda gradient: gradient * factor)
@@ -151,7 +151,7 @@ def _become_branch(model: nn.Module, shape: TrainShape) -> None:
     for layer in moe_layers(model):
         ours = layer.moe_layer.moe
         branch = BranchMoE(shape.width, shape.inner, shape.experts, shape.top_k, ours.comm)
-        layer.moe_layer = _BranchFFN(branch, ours.config)
+        layer.moe_layer = _BranchFFN(branch, ours)
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
