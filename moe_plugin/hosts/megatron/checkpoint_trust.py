@@ -25,6 +25,9 @@ ALLOWED = {
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.filesystem._StoragePrefix",
     "torch.serialization._get_layout", "torch.Size", "collections.OrderedDict",
+    # dataclasses with what torch's own hold and more, which 0.15 writes
+    *("megatron.core.dist_checkpointing.strategies.torch." + name
+      for name in ("MCoreMetadata", "MCoreSavePlan")),
 }
 
 
