@@ -83,6 +83,9 @@ def _measured(args: argparse.Namespace) -> Iterator[TrainReport]:
 
     grid = parse_grid(args.emulate) if args.emulate else None
     shapes = for_host(parse_shapes(args.shapes), args.host)
+    if "RANK" not in os.environ:
+        for shape in shapes:  # before any process or node is started
+            shape.sentences(grid[0] * grid[1] if grid else args.ranks)
     with ExitStack() as stack:
         text = runs.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))

@@ -13,9 +13,10 @@ import pytest
 from moe_plugin.cli.main import COMMANDS, Command, main
 
 ROOT = Path(__file__).parents[2]
-CLUSTER = f"--cluster {ROOT}/configs/clusters/a100_ib.yaml"
-PLAN = (f"plan {CLUSTER} --model {ROOT}/configs/plans/gpt_64_experts.yaml --device "
-        f"{ROOT}/configs/devices/a100_80g.yaml")
+CONFIGS = shlex.quote(f"{ROOT}/configs")
+CLUSTER = f"--cluster {CONFIGS}/clusters/a100_ib.yaml"
+PLAN = (f"plan {CLUSTER} --model {CONFIGS}/plans/gpt_64_experts.yaml --device "
+        f"{CONFIGS}/devices/a100_80g.yaml")
 HUGE = "9" * 5000
 WRONG = {
     "doctor": ["doctor extra", f"doctor --{HUGE}"],
@@ -43,6 +44,13 @@ WRONG = {
                          "--emulate 2x100000", "bench all-to-all --plot DIR --emulate 2x2",
                          "bench all-to-all --emulate 2x2 --topology PIPE --sizes 0",
                          f"bench all-to-all --emulate {HUGE}x2"],
+    "bench train": ["bench train", "bench train --host other", *(
+        f"bench train --host {host} {rest}" for host in ("megatron", "fairseq") for rest in (
+            "--shapes nothing", "--shapes 8x8x2x3x16", "--shapes 0x8x2x1x16", "--shapes ,",
+            f"--shapes {HUGE}x8x2x1x16", "--ranks 0", "--ranks 99999999", "--steps 0",
+            "--warm-up -1", "--emulate 2x", "--emulate 0x2", "--emulate 2x100000",
+            "--emulate 2x2 --rate 0mbit", "--out DIR", "--out PIPE", "--out LINK",
+            "--out NONE/train.json", "--out FILE"))],
     "calibrate": ["calibrate --out DIR", "calibrate --out PIPE", "calibrate --out NONE/x.yaml",
                   "calibrate --emulate 2x2 --out x.yaml --repeats 0", "calibrate --out LINK",
                   "calibrate --emulate 1000000x1 --out x.yaml", "calibrate --emulate x --out x"],

@@ -29,7 +29,7 @@ def _train_with_nan(argv: list[str], bad: tuple[int, ...]) -> dict[str, Any]:
 
     args = arguments.parser().parse_args(argv)
     changed: list[bool] = []
-    forward_step, step = model.forward_step, train.Loop._step
+    forward_step, step = model.forward_step, train.Loop.step
 
     def with_nan(batches: Any, chunk: Any) -> Any:
         output, loss = forward_step(batches, chunk)
@@ -43,7 +43,7 @@ def _train_with_nan(argv: list[str], bad: tuple[int, ...]) -> dict[str, Any]:
         changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
         return found
 
-    model.forward_step, train.Loop._step = with_nan, watched
+    model.forward_step, train.Loop.step = with_nan, watched
     error = ""
     train.start(args)
     try:

@@ -620,7 +620,7 @@ def _launched(argv: list[str], steps: int) -> None:
     loop = train.Loop(args, built, idle, RunLog(None), train_set, None)
     batches = [loop._batches(train_set, 0) for _ in built.chunks]
     training_module.setup_model_and_optimizer = lambda: (built.chunks, built.optimizer, None)
-    training_module.train_step = lambda: loop._step(batches, args.lr)
+    training_module.train_step = lambda: loop.step(batches, args.lr)
     script.observe_script()
     training_module.setup_model_and_optimizer()
     for state.curr_iteration in range(steps):
