@@ -15,7 +15,7 @@ fairseq, whose release has none, that of its moe branch, written after its code)
 layers of equal active width have equal weights and equal data and train in the same processes, one
 step of each in turn. A time is that of the slowest rank, a ratio is native over ours: above 1 ours
 is faster. Native is the side with the lower median; the ratio of minima takes the least step of
-any."""
+any. `torch.compile` is off on all sides."""
 TERMS = """*Behind our best*: how much longer a step takes with the defaults than with the fastest
 of all settings measured. *Optimizer*: its share of a step. *Loss gap*: the largest difference
 between the two losses of any step. *Spread*: the middle half of the steps over their median.
