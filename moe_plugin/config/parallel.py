@@ -18,9 +18,11 @@ class ParallelConfig(Section):
 
     mode: str | None = option(
         None,
-        "fixed: the layout given here; auto: measured and chosen during training, for the current "
-        "load; none: auto where the group spans nodes and nothing here names a layout, else fixed",
-        choices=("fixed", "auto"), flag="parallel")
+        "fixed: the layout given here; predicted: chosen once, by predicted time for the tokens of "
+        "the first call; auto: measured and chosen during training, for the current load; none: "
+        "fixed where a layout is named here or there is one rank, else auto where the group spans "
+        "nodes and predicted on one node",
+        choices=("fixed", "predicted", "auto"), flag="parallel")
     r: int | None = option(
         None,
         "routing degree. 0: gather all experts' parameters, no all-to-all; r >= 1 (a divisor of "

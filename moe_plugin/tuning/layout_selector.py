@@ -13,6 +13,7 @@ from moe_plugin.records import HostContext, KeptRouting, Placement
 from moe_plugin.tuning.default_hardware import default_cluster, default_device
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import LayoutCall, Layouts
+from moe_plugin.tuning.predicted import PredictedLayout
 from moe_plugin.tuning.shadows import Shadows
 
 STATE_VERSION = 1
@@ -26,7 +27,8 @@ class LayoutSelector:
         host: what the host knows of the layer.
 
     Attributes:
-        available: what may be selected. tuner: of `parallel: auto`; None: the layout is fixed.
+        available: what may be selected. tuner: of `parallel: auto` or `predicted`; None: the
+            layout is fixed.
         shadows: of `parallel.shadow`; None: no expert is shadowed.
     """
 
@@ -35,9 +37,7 @@ class LayoutSelector:
         self.config, self.place, self.experts, self.host = config, place, experts, host
         self.available = Layouts(config, place, experts.supports_gather)
         self.shadows = self._make_shadows() if config.parallel.shadow else None
-        tuned = config.parallel.mode == "auto"
-        self.tuner = LayoutTuner(config, self.available, experts.anchor,
-                                 replay=host.replay) if tuned else None
+        self.tuner = self._make_tuner(host)
 
     def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> LayoutCall:
         """The layout of this call, the same on all ranks.
@@ -80,7 +80,7 @@ class LayoutSelector:
                 chooser.forget_recordings()
 
     def state(self) -> dict[str, Any]:
-        """Where the local experts come from; with `parallel: auto` also what the tuner learned."""
+        """Where the local experts come from; with a tuner also what it learned."""
         place, more = self.place, {}
         if self.tuner is not None:
             more["tuner"] = self.tuner.state()
@@ -99,6 +99,14 @@ class LayoutSelector:
                     "it with moe_plugin.checkpoint.reshard")
         if self.tuner is not None and state.get("tuner") is not None:
             self.tuner.load_state(state["tuner"])
+
+    def _make_tuner(self, host: HostContext) -> LayoutTuner | PredictedLayout | None:
+        mode, probe = self.config.parallel.mode, self.experts.anchor
+        if mode == "predicted":
+            return PredictedLayout(self.config, self.available, probe)
+        if mode == "auto":
+            return LayoutTuner(self.config, self.available, probe, replay=host.replay)
+        return None
 
     def _make_shadows(self) -> Shadows:
         config = self.config

@@ -31,6 +31,7 @@ from moe_plugin.tuning.default_hardware import Calibration, default_cluster, def
 from moe_plugin.tuning.engine import Decision, Tuner, TunerSettings
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.layouts import Layout, Layouts
+from moe_plugin.tuning.predicted import MEMORY_SHARE, layer_shape
 from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ WITHIN = 2.0  # times the best prediction: what the model of a cluster file says
 SHARE = 0.01  # of the layer's time that may go into agreeing on its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
 STICKY = 0.75  # of a bucket's width; 0.5 is its border
-MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
 Bucket = tuple[int, int]  # logarithms of rows and of imbalance
 
 
@@ -133,6 +133,8 @@ class LayoutTuner(Replaying):
         """Take over what the tuner of an earlier run has learned, unless on another number of
         ranks; the next call agrees on its load. All ranks alike.
         """
+        if "predicted" in state:  # of `parallel: predicted`, which measures nothing
+            return
         if state.get("ranks", self.comm.size) != self.comm.size:
             log.info(
                 "layouts learned on %s expert-parallel ranks are not used on %s: they are measured "
@@ -194,11 +196,9 @@ class LayoutTuner(Replaying):
         """The layer under the load of a bucket."""
         c, place = self.config, self.layouts.place
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
-        return LayerShape(tokens=max(1, round(c.parallel.bucket ** bucket[0] / c.router.top_k)),
-                          model_dim=c.model_dim, hidden_dim=c.hidden_dim, experts=c.num_experts,
-                          top_k=c.router.top_k, gated=c.experts.kind == "gated_ffn",
-                          element_bytes=self.probe.element_size(), shards=place.shards,
-                          skew=max(1.0, (hot + place.local - 1) / place.local))
+        tokens = round(c.parallel.bucket ** bucket[0] / c.router.top_k)
+        skew = max(1.0, (hot + place.local - 1) / place.local)
+        return layer_shape(c, place, self.probe, tokens, skew)
 
     def algorithms(self) -> list[str]:
         """All-to-all algorithms to choose from, the configured one first."""

@@ -72,15 +72,17 @@ def decided(config: MoEConfig, comm: Comm) -> MoEConfig:
     """Settings with what they leave open decided for a prepared group.
 
     Over several nodes ranks measure, and choose all-to-all and layout while they train: there these
-    differ most. The layout stays fixed where one is named, where results must not depend on times,
-    and where the dispatcher has but one.
+    differ most. On one node the layout is predicted once, so that runs repeat bit by bit. It stays
+    fixed where one is named, where results must not depend on times, and where the dispatcher has
+    but one.
     """
     parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
              or parallel.shadow > 0)
-    free = spans_nodes(comm) and not (named or config.deterministic or traits.single_layout)
-    mode = parallel.mode or OPEN["parallel.mode"][free]
-    if free and parallel.mode is None:
+    free = comm.size > 1 and comm.separate and not (
+        named or config.deterministic or traits.single_layout)
+    mode = parallel.mode or (OPEN["parallel.mode"][spans_nodes(comm)] if free else "fixed")
+    if mode == "auto" and parallel.mode is None:
         log_once(comm, "layouts", f"layouts of layers over {comm.name} are chosen while training, "
                  "because it spans nodes (parallel.mode=fixed keeps one layout)")
     return dataclasses.replace(

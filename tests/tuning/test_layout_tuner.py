@@ -217,7 +217,7 @@ def _decided(cases: list[tuple[int, dict]]) -> list[tuple[str | None, str | None
         comm.prepare(Topology.uniform(4, 4 // nodes))
         made = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, **settings}), comm)
         made(torch.randn(6, 8)).output.sum().backward()
-        assert (made.layouts.tuner is not None) == (made.config.parallel.mode == "auto")
+        assert (made.layouts.tuner is not None) == (made.config.parallel.mode != "fixed")
         found.append((made.config.parallel.mode, made.config.comm.all_to_all))
     comm.prepare(Topology.uniform(4, 2))
     strict = from_dict({"model_dim": 8, "num_experts": 4, "deterministic": True})
@@ -226,17 +226,19 @@ def _decided(cases: list[tuple[int, dict]]) -> list[tuple[str | None, str | None
 
 @pytest.mark.distributed
 def test_what_settings_leave_open_is_decided_by_the_group() -> None:
-    """Over several nodes ranks choose while they train, unless a layout is named, results must not
-    depend on times, or there is but one layout.
+    """Over several nodes ranks choose while they train, on one node they predict, unless a layout
+    is named, results must not depend on times, or there is but one layout.
     """
     cases = [
-        (1, {}, "fixed", "linear"), (2, {}, "auto", "auto"), (4, {}, "auto", "auto"),
+        (1, {}, "predicted", "linear"), (2, {}, "auto", "auto"), (4, {}, "auto", "auto"),
         (2, {"comm": {"all_to_all": "2dh"}}, "auto", "2dh"),
         (2, {"parallel": {"r": 1}}, "fixed", "auto"), (2, {"parallel": {"d": 2}}, "fixed", "auto"),
         (2, {"parallel": {"shadow": 1}}, "fixed", "auto"),
         (2, {"dispatch": {"name": "all_gather"}}, "fixed", "auto"),
         (2, {"parallel": "fixed"}, "fixed", "auto"), (1, {"parallel": "auto"}, "auto", "linear"),
-        (1, {"comm": {"all_to_all": "auto"}}, "fixed", "auto"),
+        (1, {"comm": {"all_to_all": "auto"}}, "predicted", "auto"),
+        (1, {"parallel": {"r": 1}}, "fixed", "linear"),
+        (1, {"dispatch": {"name": "all_gather"}}, "fixed", "linear"),
     ]
     wanted = [(mode, exchange) for _, _, mode, exchange in cases] + [("fixed", "deterministic")]
     assert run_gloo(4, _decided, [case[:2] for case in cases]) == [wanted] * 4

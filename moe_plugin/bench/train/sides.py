@@ -21,7 +21,7 @@ FIXED: dict[str, Settings] = {
     "r=0": {**_ONE_LAYOUT, "parallel.r": 0, "comm.all_to_all": "linear"},
     "all_gather": {"dispatch.name": "all_gather", "comm.all_to_all": "linear"},
 }
-ONE_NODE = ("native", "r=0", "all_gather")
+ONE_NODE = ("linear", "native", "r=0", "all_gather")
 
 
 def our_settings(several_nodes: bool) -> dict[str, Settings]:

@@ -23,11 +23,17 @@ import torch.distributed as dist
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.hosts.megatron.compat.core import Groups
+from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.translate import Translation
 
 
 def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
-    """The settings asked for, as they are under this `TransformerConfig`'s sequence parallelism."""
+    """The settings asked for, as they are under this `TransformerConfig`'s sequence parallelism and
+    overlap of exchanges, whose steps have one layout.
+    """
+    if setting(native, "overlap_moe_expert_parallel_comm") and asked.parallel.mode is None:
+        asked = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel,
+                                                                        mode="fixed"))
     if not (native.sequence_parallel and _inside(asked)):
         return asked
     return dataclasses.replace(asked, dispatch=dataclasses.replace(asked.dispatch,

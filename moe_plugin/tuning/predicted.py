@@ -1,0 +1,127 @@
+"""`parallel: predicted`: the layout of a layer, predicted once from the tokens of its first call.
+
+Nothing is timed, so that a run repeats bit by bit; and nothing is agreed or computed later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.planner.choice import LayoutChoice, combinations
+from moe_plugin.planner.layer_cost import LayerShape, rank_choices
+from moe_plugin.records import Placement, Routing
+from moe_plugin.routing.replay import Replaying
+from moe_plugin.tuning.default_hardware import default_cluster, default_device
+from moe_plugin.tuning.engine import Decision
+from moe_plugin.tuning.layouts import Layout, Layouts
+
+log = logging.getLogger(__name__)
+GAIN = 0.05  # of the configured layout's predicted time that another one must save
+MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
+
+
+def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
+                skew: float = 1.0) -> LayerShape:
+    """A layer under a load as the planner sees it.
+
+    probe: one of its parameters. tokens: of the rank with most. skew: rows of the fullest rank over
+    the mean.
+    """
+    return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
+                      hidden_dim=config.hidden_dim, experts=config.num_experts,
+                      top_k=config.router.top_k, gated=config.experts.kind == "gated_ffn",
+                      element_bytes=probe.element_size(), shards=place.shards, skew=skew)
+
+
+class PredictedLayout(Replaying):
+    """The layout of one layer: configured, from its first call in training on the best predicted.
+
+    All ranks alike: the first call in training is collective, by one all-reduce of a number.
+
+    Args:
+        config: the layer's. layouts: what may be chosen. probe: one of the layer's parameters.
+
+    Attributes:
+        current: the layout of the next call. settled: whether it was predicted, or taken from a
+            checkpoint.
+    """
+
+    exploring = False
+
+    def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor) -> None:
+        self.config, self.layouts, self.probe = config, layouts, probe
+        self.comm = layouts.place.comm
+        self.current, self.settled = layouts.fixed, self.comm.size == 1
+        self.decisions: tuple[Decision, ...] = ()
+
+    def layout(self, routing: Routing, training: bool) -> tuple[Layout, None]:
+        """(layout of this call, no timer). Evaluation takes the current one.
+
+        A graph that is being compiled cannot branch on a number of other ranks: until a call that
+        is not compiled, the configured layout stays.
+        """
+        if training and not self.settled and not torch.compiler.is_compiling():
+            self._settle(routing.ids_TK.size(0))
+        return self.layouts.at(self.current), None
+
+    def forget_recordings(self) -> None:
+        """Nothing is recorded: a recomputation finds the layout of its first pass."""
+
+    def pop_decisions(self) -> tuple[Decision, ...]:
+        """The decision, once."""
+        fresh, self.decisions = self.decisions, ()
+        return fresh
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint: a resumed run keeps its layout, whatever its first batch.
+        """
+        return {"ranks": self.comm.size,
+                "predicted": self.current.as_dict() if self.settled else None}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over the layout of an earlier run, if it was predicted on as many ranks."""
+        chosen = state.get("predicted")
+        if chosen is None or state.get("ranks") != self.comm.size:
+            return
+        choice = dataclasses.replace(LayoutChoice.from_dict(chosen),
+                                     algorithm=self.current.algorithm, kernel=self.current.kernel)
+        self.layouts.at(choice)
+        self.current, self.settled = choice, True
+
+    def _settle(self, tokens: int) -> None:
+        most = torch.tensor([tokens], dtype=torch.float64, device=self.comm.device)
+        tokens = int(self.comm.all_reduce(most, "max").item())
+        if tokens == 0:  # no rank has seen a token: decide on a later call
+            return
+        self.settled = True
+        best, seconds, configured = self._best(tokens)
+        why = (f"predicted {seconds:.3g} s for {tokens} tokens on each rank, {configured:.3g} s as "
+               "configured")
+        self.current = best
+        self.decisions = (Decision(0, f"{tokens} tokens", best, "predict", why, seconds),)
+        if self.comm.rank == 0:
+            log.info("layout %s (%s; parallel.mode=fixed keeps the configured one)", best, why)
+
+    def _best(self, tokens: int) -> tuple[LayoutChoice, float, float]:
+        """(choice, its predicted seconds, those of the configured choice)."""
+        fixed, layouts = self.layouts.fixed, self.layouts
+        values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
+                  "d": [fixed.d],
+                  "gather_tokens": [False, True] if layouts.gathers_tokens else [False]}
+        device = default_device(self.config, self.probe.device)
+        costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens),
+                             default_cluster(self.comm, self.probe.device), device,
+                             [fixed, *combinations(values, self.comm.size)])
+        mine = next(cost.seconds for cost in costs if cost.choice == fixed)
+        for cost in costs:
+            if (cost.memory_bytes <= MEMORY_SHARE * device.memory_bytes
+                    and cost.seconds <= (1 - GAIN) * mine):
+                return cost.choice, cost.seconds, mine
+        return fixed, mine, mine

@@ -1,0 +1,135 @@
+"""`parallel: predicted`: one decision from the tokens of the first call, the same on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_plugin import MoELayer
+from moe_plugin.comm import Comm, LocalComm, run_simulated
+from moe_plugin.config import from_dict
+from moe_plugin.planner.choice import LayoutChoice
+from tests.distributed import run_gloo
+
+# bytes of parameters against bytes of rows: few of the first make r=0 the least, many r=1
+SMALL = {"model_dim": 32, "num_experts": 4, "experts": {"hidden_dim": 8}, "router": {"top_k": 4}}
+MEDIUM = {"model_dim": 32, "num_experts": 4, "experts": {"hidden_dim": 256},
+          "router": {"top_k": 4}}
+LARGE = {"model_dim": 32, "num_experts": 4, "experts": {"hidden_dim": 4096}}
+
+
+def layer(comm: Comm, tree: dict, **parallel) -> MoELayer:
+    torch.manual_seed(0)
+    return MoELayer(from_dict({**tree, "parallel": {"mode": "predicted", **parallel}}), comm)
+
+
+def labels(comm: Comm, tree: dict, tokens: list[int]) -> list[str]:
+    """The layout of each call; tokens: of the ranks in turn."""
+    made, seen = layer(comm, tree), []
+    for call in range(3):
+        stats = made(torch.randn(tokens[(comm.rank + call) % len(tokens)], 32)).stats
+        seen.append(stats.layout)
+    return seen
+
+
+@pytest.mark.parametrize("tree,tokens,wanted", [
+    (SMALL, [4096], "r=0 d=1 linear auto"), (LARGE, [64], "r=1 d=1 linear auto"),
+    (SMALL, [4096, 0], "r=0 d=1 linear auto"), (SMALL, [0], "r=1 d=1 linear auto"),
+])
+def test_the_layout_follows_the_bytes(tree: dict, tokens: list[int], wanted: str) -> None:
+    """The least predicted of the fullest rank's tokens; ranks without any stay as configured."""
+    assert run_simulated(2, lambda comm: labels(comm, tree, tokens)) == [[wanted] * 3] * 2
+
+
+def test_no_token_decides_nothing_and_the_next_call_does() -> None:
+    def rank(comm: Comm) -> list[str]:
+        made = layer(comm, SMALL)
+        return [made(torch.randn(n, 32)).stats.layout for n in (0, 4096, 1)]
+
+    assert run_simulated(2, rank) == [["r=1 d=1 linear auto", *["r=0 d=1 linear auto"] * 2]] * 2
+
+
+def test_evaluation_decides_nothing() -> None:
+    def rank(comm: Comm) -> str:
+        made = layer(comm, SMALL).eval()
+        return made(torch.randn(4096, 32)).stats.layout
+
+    assert run_simulated(2, rank) == ["r=1 d=1 linear auto"] * 2
+
+
+def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_plugin.tuning.predicted.GAIN", 0.99)
+    found = run_simulated(2, lambda comm: labels(comm, SMALL, [4096]))
+    assert found == [["r=1 d=1 linear auto"] * 3] * 2
+
+
+def test_the_decision_is_reported_once_with_its_reason() -> None:
+    def rank(comm: Comm) -> list[tuple]:
+        made = layer(comm, SMALL)
+        return [made(torch.randn(4096, 32)).stats.decisions for _ in range(2)]
+
+    for first, second in run_simulated(2, rank):
+        assert [(d["event"], d["choice"]) for d in first] == [("predict", "r=0 d=1 linear auto")]
+        assert "4096 tokens" in first[0]["why"] and second == ()
+
+
+def test_a_resumed_run_keeps_its_layout_whatever_its_first_batch() -> None:
+    """A short first batch after resuming would predict r=1, and another order of summation."""
+    def rank(comm: Comm) -> list[str]:
+        made = layer(comm, MEDIUM)
+        made(torch.randn(4096, 32))
+        resumed, fresh = layer(comm, MEDIUM), layer(comm, MEDIUM)
+        resumed.load_state_dict(made.state_dict())
+        return [each(torch.randn(1, 32)).stats.layout for each in (resumed, fresh)]
+
+    assert run_simulated(2, rank) == [["r=0 d=1 linear auto", "r=1 d=1 linear auto"]] * 2
+
+
+@pytest.mark.parametrize("saved,loaded", [("auto", "predicted"), ("predicted", "auto"),
+                                          ("predicted", "fixed"), ("fixed", "predicted")])
+def test_checkpoints_load_in_every_mode(saved: str, loaded: str) -> None:
+    def rank(comm: Comm) -> bool:
+        made, other = (layer(comm, SMALL, mode=mode) for mode in (saved, loaded))
+        made(torch.randn(64, 32)).output.sum().backward()
+        other.load_state_dict(made.state_dict())
+        return other(torch.randn(64, 32)).output.shape == (64, 32)
+
+    assert all(run_simulated(2, rank))
+
+
+def test_one_rank_has_nothing_to_decide() -> None:
+    made = layer(LocalComm(), SMALL)
+    assert made(torch.randn(64, 32)).stats.layout == "r=1 d=1 linear auto"
+
+
+def test_a_layout_asked_for_by_the_call_decides_nothing() -> None:
+    def rank(comm: Comm) -> list[str]:
+        made = layer(comm, SMALL)
+        asked = LayoutChoice(r=1, gather_tokens=True)
+        return [made(torch.randn(4096, 32), choice=choice).stats.layout
+                for choice in (asked, None)]
+
+    assert run_simulated(2, rank) == [
+        ["r=1 d=1 linear auto gather_tokens=True", "r=0 d=1 linear auto"]] * 2
+
+
+def _steps() -> tuple[str, list[list[float]]]:
+    from moe_plugin import TorchComm
+
+    comm = TorchComm()
+    torch.manual_seed(comm.rank)
+    made = MoELayer(from_dict(SMALL), comm)  # on one node the default is `predicted`
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    weights = []
+    for _ in range(3):
+        made(torch.randn(2048, 32)).output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append([p.double().sum().item() for p in made.experts.parameters()])
+    return made.layouts.current.label, weights
+
+
+@pytest.mark.distributed
+def test_processes_repeat_their_runs_bit_by_bit() -> None:
+    first, second = run_gloo(2, _steps), run_gloo(2, _steps)
+    assert first == second and first[0][0].startswith("r=0")
