@@ -118,10 +118,12 @@ def summary_table(reports: Sequence[TrainReport]) -> str:
             report.shape.name, report.shape.label(), f"{median_ms(mine):.1f}",
             f"{median_ms(native):.1f}", f"{of_medians:.2f}", f"{of_minima:.2f}",
             f"{100 * report.behind():.0f} %", f"{median_ms(dense):.1f}",
+            f"{median_ms(native) / median_ms(dense):.2f}",
             f"{_optimizer(mine):.0%} / {_optimizer(native):.0%}", f"{report.loss_gap():.0e}"
         ])
     return table(["shape", "sizes", "ours, ms", "native, ms", "native / ours", "of minima",
-                  "behind our best", "dense, ms", "optimizer, ours / native", "loss gap"], rows)
+                  "behind our best", "dense, ms", "native / dense", "optimizer, ours / native",
+                  "loss gap"], rows)
 
 
 def sides_table(report: TrainReport) -> str:
