@@ -12,7 +12,7 @@ from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import Beside, SharedExpert, add_residual, build_experts, is_expert
+from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual, build_experts, is_expert
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, MoEOutput, TokenInfo
@@ -64,7 +64,7 @@ class MoELayer(Replaying, nn.Module):
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
-                beside: Callable[[], object] | None = None) -> MoEOutput:
+                overlapped: Callable[[], object] | None = None) -> MoEOutput:
         """Send every token through its experts.
 
         Args:
@@ -73,8 +73,8 @@ class MoELayer(Replaying, nn.Module):
             info: token ids, sequences, which of several routers; see `router.needs`.
             top_k: experts per token for this call; None: as configured.
             choice: layout of this call, the same on all ranks; None: as configured or tuned.
-            beside: work that does not wait for the experts, done while rows travel to them where
-                `experts.shared_overlap` is on, and before the experts compute.
+            overlapped: work that does not wait for the experts: done while rows travel to them
+                where `experts.shared_overlap` is on, else before the experts compute.
         Returns: output [..., D] in x's dtype, raw losses by name, statistics.
         Raises:
             ValueError: shapes or dtypes that do not fit.
@@ -86,14 +86,14 @@ class MoELayer(Replaying, nn.Module):
         routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         kept = self.capacity(routing, self.training)
         call = self.layouts.select(kept, choice, self.training)
-        meanwhile = Beside(self.shared_expert, tokens, beside)
+        meanwhile = OverlappedWork(self.shared_expert, tokens, overlapped)
         y_TD, rows = call.runner(self._through_experts, call, tokens.x_TD, kept, meanwhile)
         y_TD = add_residual(y_TD, tokens, routing, meanwhile.shared_TD())
         stats = call_stats(kept, traffic, self.config.num_experts, rows, self.layouts.report(call))
         return MoEOutput(*self.tokens.leave(y_TD, routing.losses, tokens), stats)
 
     def _through_experts(self, call: LayoutCall, x_TD: Tensor, kept: KeptRouting,
-                         meanwhile: Beside) -> tuple[Tensor, int]:
+                         meanwhile: OverlappedWork) -> tuple[Tensor, int]:
         x_TD = call.start(x_TD)
         plan = call.plan(kept)
         outputs = (self.experts(work) for work in call.dispatch(x_TD, plan, meanwhile))

@@ -298,13 +298,13 @@ class ExpertRows:
 class Overlap:
     """In how many pieces rows travel and are computed, so that exchanges and matmuls overlap.
 
-    forward, backward: d and d_backward; 0 backward: as forward. beside: one piece, too, travels in
-    the background, because other work is done meanwhile.
+    forward, backward: d and d_backward; 0 backward: as forward. background: one piece, too,
+    travels in the background, because other work is done meanwhile.
     """
 
     forward: int = 1
     backward: int = 0
-    beside: bool = False
+    background: bool = False
 
     @property
     def pieces(self) -> int:

@@ -1,4 +1,4 @@
-"""`moe-plugin bench train`: whole training steps of our layer beside the framework's own."""
+"""`moe-plugin bench train`: whole training steps of our layer and the framework's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "width: equal weights and data, the same ranks and processes, steps in turn. "
                      "Starts its ranks itself, or runs on those that torchrun started.")
     p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
-                   help="the framework; native beside fairseq is the layer of its moe branch, "
+                   help="the framework; native with fairseq is the layer of its moe branch, "
                         "written after its code")
     p.add_argument("--shapes", default="all", metavar="LIST",
                    help="all, names with commas (few, fine, wide, switch, mixture, many), or "
@@ -44,7 +44,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    help="steps before; tuners that have not chosen get more (default: %(default)s)")
     p.add_argument("--out", type=Path, metavar="FILE",
                    help="JSON file to add the results to; those of the same host, place and shape "
-                        "are replaced, and a page of the same name (.md) is written beside it")
+                        "are replaced, and a page of the same name (.md) is written next to it")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ COMMANDS = {
                          "bench_layer"),
         "kernels": Command("each operation, its reference and its bound", "bench_kernels"),
         "all-to-all": Command("all-to-all algorithms by message size", "bench_all_to_all"),
-        "train": Command("whole training steps of our layer beside the framework's own",
+        "train": Command("whole training steps of our layer and the framework's own",
                          "bench_train"),
     }),
     "calibrate": Command("fit the link model of a cluster into a YAML file", "calibrate"),

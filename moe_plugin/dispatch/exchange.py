@@ -27,8 +27,8 @@ class ExchangeDispatcher(Dispatcher):
                  anchor: Tensor | None) -> Iterable[ExpertRows]:
         """See `Dispatcher`."""
         rows_ND = self.own_part(gather_rows(x_TD, plan.source_N, plan.position_TK))
-        beside = self.overlap.beside and not torch.compiler.is_compiling()
-        if len(plan.pieces) == 1 and not beside:
+        background = self.overlap.background and not torch.compiler.is_compiling()
+        if len(plan.pieces) == 1 and not background:
             piece = plan.pieces[0]
             rows_RD = self._exchange(rows_ND, piece.send, piece.recv, plan.even, anchor)
             return [ExpertRows(piece.expert_major(rows_RD), piece.counts)]

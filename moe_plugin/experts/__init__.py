@@ -5,7 +5,7 @@ from moe_plugin.experts.build import build_experts
 from moe_plugin.experts.custom import CustomExperts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
-from moe_plugin.experts.shared import Beside, SharedExpert, add_residual
+from moe_plugin.experts.shared import OverlappedWork, SharedExpert, add_residual
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
     Strategy,
@@ -15,7 +15,7 @@ from moe_plugin.kernels.expert_ffn import (
 )
 
 __all__ = [
-    "Beside", "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts",
+    "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts", "OverlappedWork",
     "SharedExpert", "Strategy", "add_residual", "apply_to_rows", "build_experts", "expert_kinds",
     "expert_parameters", "from_matmul", "is_expert", "mark_expert", "strategies",
 ]

@@ -49,7 +49,7 @@ class SharedExpert(nn.Module):
         return y_TD if mask_T is None else y_TD.masked_fill(~mask_T[:, None], 0)
 
 
-class Beside:
+class OverlappedWork:
     """What in one call does not wait for the routed experts.
 
     Args:

@@ -24,7 +24,7 @@ def layer(comm: Comm, tree: dict, **parallel) -> MoELayer:
 
 
 def labels(comm: Comm, tree: dict, tokens: list[int]) -> list[str]:
-    """The layout of each call; tokens: of the ranks in turn."""
+    """The layout of each call; tokens: of each rank, repeated."""
     made, seen = layer(comm, tree), []
     for call in range(3):
         stats = made(torch.randn(tokens[(comm.rank + call) % len(tokens)], 32)).stats

@@ -1,5 +1,5 @@
 """The layer of fairseq's `moe` branch, written here after its published code: fairseq 0.12.2 has no
-MoE layer, and the branch does not install beside it.
+MoE layer, and the branch does not install with it.
 
 As there: a top-1 or top-2 gate in float32, ceil(S/E) slots per expert for each choice, masks of
 tokens x experts x slots made of one-hot rows, two products with them, equal slots to all ranks by

@@ -1,1 +1,1 @@
-"""Whole training steps in a host framework: our layer beside the framework's own, in turn."""
+"""Whole training steps in a host framework: our layer and the framework's own, step by step."""

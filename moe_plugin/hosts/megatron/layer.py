@@ -191,15 +191,15 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         ranks, shared = self.groups.tensor.size(), None
         if self.shared_experts is not None:
             shared = functools.cache(functools.partial(self.shared_experts, x_SBD))
-        beside = shared if self.plan.config.experts.shared_overlap else None
+        overlapped = shared if self.plan.config.experts.shared_overlap else None
         if ranks > 1 and not self.config.sequence_parallel and not self.shares_tokens:
-            output = self._run_split(x_SBD, real_SB, ranks, beside)
+            output = self._run_split(x_SBD, real_SB, ranks, overlapped)
         else:
-            output = self._routed(x_SBD, real_SB, beside)
+            output = self._routed(x_SBD, real_SB, overlapped)
         return output if shared is None else output + shared()
 
     def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int,
-                   beside: Callable[[], Tensor] | None) -> Tensor:
+                   overlapped: Callable[[], Tensor] | None) -> Tensor:
         # every tensor-parallel rank has all tokens: each routes its own part of the sequence, as
         # under sequence parallelism
         from megatron.core.tensor_parallel import mappings
@@ -214,14 +214,14 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         group = self.groups.tensor
         part_SBD = mappings.scatter_to_sequence_parallel_region(x_SBD, group=group)
         real_SB = None if real_SB is None else real_SB.chunk(ranks)[group.rank()]
-        output = self._routed(part_SBD, real_SB, beside)
+        output = self._routed(part_SBD, real_SB, overlapped)
         return mappings.gather_from_sequence_parallel_region(
             output, tensor_parallel_output_grad=False, group=group)[:length]
 
     def _routed(self, x_SBD: Tensor, real_SB: Tensor | None,
-                beside: Callable[[], Tensor] | None) -> Tensor:
+                overlapped: Callable[[], Tensor] | None) -> Tensor:
         parameters.wait_for(self.experts)
-        out = self.moe(x_SBD, real_SB, info=self._before_routing(x_SBD), beside=beside)
+        out = self.moe(x_SBD, real_SB, info=self._before_routing(x_SBD), overlapped=overlapped)
         self._observe(out)
         return self._with_losses(
             out.output, out.losses,

@@ -1,4 +1,4 @@
-"""Our layer in steps, for Megatron's schedule that runs the forward pass of one micro-batch beside
+"""Our layer in steps, for Megatron's schedule that runs the forward pass of one micro-batch with
 the backward pass of another (`overlap_moe_expert_parallel_comm`, 0.16 to 0.19).
 
 Megatron cuts the graph between these steps: each takes detached tensors, runs its own backward, and
@@ -33,7 +33,7 @@ from moe_plugin.tuning.layouts import CallPlan, LayoutCall
 
 @dataclass
 class _Call:
-    """The call under way: what a step leaves for the next ones beside its tensors."""
+    """The call under way: what a step leaves for the next ones in addition to its tensors."""
 
     tokens: Tokens
     kept: KeptRouting

@@ -1,4 +1,4 @@
-"""Run beside `branch_tree`: a command line of the branch with our user dir, and a layer of it.
+"""Run next to `branch_tree`: a command line of the branch with our user dir, and a layer of it.
 
 Arguments: `finder` or `alone` (whether the startup finder is installed), the user dir. Prints one
 JSON object on the last line.

@@ -289,13 +289,13 @@ def test_our_own_settings_reach_the_layer() -> None:
 def _shared(case: Case, overlap: bool) -> tuple[float, list[str]]:
     """(largest difference from Megatron's layer, order of events in ours)"""
     case = replace(case, native={**case.native, "moe_shared_expert_intermediate_size": 8})
-    beside = replace(case, native={**case.native, "moe_shared_expert_overlap": overlap})
+    overlapped = replace(case, native={**case.native, "moe_shared_expert_overlap": overlap})
     initialise_parallel(case)
-    layers, log = [build(case, False), build(beside, True)], []
+    layers, log = [build(case, False), build(overlapped, True)], []
     layers[1].shared_experts.load_state_dict(layers[0].shared_experts.state_dict())
     native = run(layers[0], case)
     with logged(log, shared=layers[1].shared_experts):
-        ours = run(layers[1], beside)
+        ours = run(layers[1], overlapped)
     grads = [[p.grad for p in layer.shared_experts.parameters()] for layer in layers]
     pairs = [(native[n], ours[n]) for n in ("output", "input gradient", "router gradient",
                                             "w_in gradient")]

@@ -215,7 +215,7 @@ print(arguments.__file__)
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder like a source checkout: a script, and Megatron beside it."""
+    """A folder like a source checkout: a script, and Megatron next to it."""
     folder = tmp_path / "a checkout"
     folder.mkdir()
     spec = importlib.util.find_spec("megatron.training")
@@ -242,7 +242,7 @@ def test_launcher_adds_our_arguments_to_the_scripts_own(checkout: Path, tmp_path
     assert said[0] == "8 x gloo False"
     assert said[1] == ("{'dispatch.name': 'padded', 'losses': {'gshard': 0.5}, "
                        "'dispatch.capacity_factor': 1.5}")
-    # megatron.core and megatron.training are those beside the script, not the installed ones
+    # megatron.core and megatron.training are those next to the script, not the installed ones
     assert [Path(line).parents[2] for line in said[2:]] == [checkout, checkout]
 
 

@@ -1,4 +1,4 @@
-"""The layer in steps: Megatron's schedule of one micro-batch's forward pass beside another's
+"""The layer in steps: Megatron's schedule of one micro-batch's forward pass with another's
 backward pass.
 """
 

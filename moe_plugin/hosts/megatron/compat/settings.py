@@ -58,7 +58,7 @@ def training_module(name: str) -> ModuleType:
 
 _MISSING = (
     "Megatron's training code (megatron.training) cannot be imported: there is no module {!r}. "
-    "Start a script of a Megatron-LM checkout, which has it beside the script, or install "
+    "Start a script of a Megatron-LM checkout, which has it next to the script, or install "
     "megatron-core 0.17 or newer, which holds it, and the packages it needs "
     "(pip install six einops pydantic)")
 

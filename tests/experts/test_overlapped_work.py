@@ -1,4 +1,4 @@
-"""The shared expert beside the exchange: the same numbers, and the order of what happens."""
+"""The shared expert during the exchange: the same numbers, and the order of what happens."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _layer(settings: dict[str, Any], beside: bool) -> MoELayer:
+def _layer(settings: dict[str, Any], overlapped: bool) -> MoELayer:
     torch.manual_seed(3)
-    experts = {"hidden_dim": 12, "shared_hidden_dim": 10, "shared_overlap": beside}
+    experts = {"hidden_dim": 12, "shared_hidden_dim": 10, "shared_overlap": overlapped}
     config = from_dict({"model_dim": 8, "num_experts": 4, "experts": experts, **settings})
     return MoELayer(config, TorchComm(), host=HostContext(layer_number=0), dtype=torch.float64)
 
 
-def _pass(settings: dict[str, Any], beside: bool) -> list[Tensor]:
-    layer = _layer(settings, beside)
+def _pass(settings: dict[str, Any], overlapped: bool) -> list[Tensor]:
+    layer = _layer(settings, overlapped)
     same = settings.get("parallel", {}).get("replicas")
     torch.manual_seed(5 if same else 5 + layer.comm.rank)
     x = torch.randn(9 if same else 9 + layer.comm.rank, 8, dtype=torch.float64, requires_grad=True)
@@ -69,8 +69,8 @@ def ranks() -> list[Any]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_outputs_and_gradients_are_the_same(name: str, ranks: list[Any]) -> None:
     for passes, _ in ranks:
-        without, beside = passes[name]
-        for one, other in zip(beside, without, strict=True):
+        without, overlapped = passes[name]
+        for one, other in zip(overlapped, without, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
