@@ -16,7 +16,8 @@ from tests.experts.exchange_events import logged
 
 pytestmark = pytest.mark.distributed
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ragged": {}, "padded": {"dispatch": {"name": "padded", "capacity_factor": 1.0}},
+    "ragged": {"parallel": {"r": 1}},
+    "padded": {"dispatch": {"name": "padded", "capacity_factor": 1.0}},
     "pieces": {"parallel": {"d": 2}}, "gathered": {"parallel": {"r": 0}},
     "all gather": {"dispatch": {"name": "all_gather"}},
     "replicas": {"dispatch": {"name": "padded", "capacity_factor": 0},
