@@ -33,7 +33,8 @@ class TunerSettings:
     tries: candidates timed in a new bucket, the best predicted first; None: all. within: candidates
     predicted slower than this factor times the best are not tried.
     warm_up, samples: calls per candidate that do not count, and that do. slow_warm_up_s: after a
-    longer warm-up there is one sample per candidate. statistic: one time from several samples.
+    longer warm-up there is one sample per candidate. prune: after one sample of each, candidates
+    slower than this factor times the fastest get no other. statistic: one time from several samples.
     hysteresis: relative gain below which the current choice stays. ordered: a candidate must gain
     as much over every earlier one, not over the current choice alone.
     drift: relative change of the watched time that counts as drift, `patience` times in a row.
@@ -46,6 +47,7 @@ class TunerSettings:
     warm_up: int = 0
     samples: int = 2
     slow_warm_up_s: float = math.inf
+    prune: float = math.inf
     statistic: Callable[[Sequence[float]], float] = min
     hysteresis: float = 0.03
     ordered: bool = False
@@ -258,12 +260,18 @@ class Tuner(Generic[Bucket, Choice]):
                    f"{why}: timing {len(entry.tried)} of {len(ranked)} candidates")
 
     def _shorten(self, entry: _Entry[Choice], choice: Choice) -> None:
-        """Drop trials of a candidate that could not run, and samples after a slow warm-up."""
+        """Drop trials of a candidate that could not run, samples after a slow warm-up, and those
+        of candidates that are far behind.
+        """
         rules, left = self.settings, list(entry.trials)
         taken = [s for times in entry.times.values() for s in times]
         if len(taken) == rules.warm_up * len(entry.tried) and sum(
                 s for s in taken if s < math.inf) > rules.slow_warm_up_s:
             left = left[:len(set(left))]
+        if len(taken) == (rules.warm_up + 1) * len(entry.tried):
+            first = {c: self._statistic(times) for c, times in entry.times.items()}
+            bound = rules.prune * min(first.values())
+            left = [c for c in left if first.get(c, 0.0) <= bound]
         if entry.times[choice][-1] == math.inf:
             left = [c for c in left if c != choice]
         entry.awaited -= len(entry.trials) - len(left)

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 EVERY = 8
 LOOKS = 16
 WITHIN = 2.0  # times the best prediction: what the model of a cluster file says is not tried
+PRUNE = 1.5  # times the fastest layout's first time: slower ones are timed once
 SHARE = 0.01  # of the layer's time that may go into agreeing on its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
 STICKY = 0.75  # of a bucket's width; 0.5 is its border
@@ -86,7 +87,7 @@ class LayoutTuner(Replaying):
         self.tuner: Tuner[Bucket, LayoutChoice] = Tuner(
             self.candidates,
             TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY,
-                          within=within))
+                          within=within, prune=PRUNE))
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.runs: deque[_Run] = deque()
         self.since = 0  # calls since ranks agreed on the load

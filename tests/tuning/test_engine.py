@@ -213,6 +213,17 @@ def test_a_warm_up_does_not_count_and_a_slow_one_leaves_one_sample() -> None:
         assert t.choose(0) == "b" and t.latest(0).measured_s == 0.1
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_candidates_far_behind_are_timed_once(delay: int) -> None:
+    """One sample each, then only those within the factor get the others, late times or not."""
+    slow = {c: 1.0 + i for i, c in enumerate(CHOICES[:4])}
+    t = tuner(dict.fromkeys(slow, 1.0), tries=4, samples=4, prune=2.5, allowance=1000)
+    _, chosen = drive(t, lambda c, _: slow[c], 60, delay=delay)
+    trials = [chosen[:48].count(c) for c in list(slow)[2:]]
+    assert all(1 <= n <= 1 + (delay > 0) for n in trials) and chosen[-1] == CHOICES[0]
+    assert chosen.count(CHOICES[1]) == 4  # 2.0 <= 2.5: all samples
+
+
 def test_a_candidate_that_cannot_run_is_not_tried_again() -> None:
     t, issued = names(warm_up=1), []
     for name in t.trials(0):
