@@ -34,9 +34,9 @@ class TunerSettings:
     predicted slower than this factor times the best are not tried.
     warm_up, samples: calls per candidate that do not count, and that do. slow_warm_up_s: after a
     longer warm-up there is one sample per candidate. prune: after one sample of each, candidates
-    slower than this factor times the fastest get no other. statistic: one time from several samples.
-    hysteresis: relative gain below which the current choice stays. ordered: a candidate must gain
-    as much over every earlier one, not over the current choice alone.
+    slower than this factor times the fastest get no other. statistic: one time from several
+    samples. hysteresis: relative gain below which the current choice stays. ordered: a candidate
+    must gain as much over every earlier one, not over the current choice alone.
     drift: relative change of the watched time that counts as drift, `patience` times in a row.
     watch: a settled bucket is timed once per so many calls. allowance, budget: calls that may be
     spent on trials: allowance + budget * calls.

@@ -80,6 +80,20 @@ def test_collectives_follow_their_formulas() -> None:
         assert f(cluster(4, 8), Group(32), 1e8) > f(cluster(1, 8), Group(8), 1e8)
 
 
+def test_over_nodes_a_gather_takes_two_steps_where_these_are_faster() -> None:
+    """2 nodes of 4 ranks with one card: 4 pieces cross it, a ring's way 7."""
+    here = dataclasses.replace(cluster(2, 4), nics=1)
+    piece, inside, between = 1e6, here.intra, here.inter
+    two = (between.alpha_s + 4 * piece * between.beta_s
+           + 3 * (inside.alpha_s + 2 * piece * inside.beta_s))
+    assert all_gather_s(here, Group(8), piece) == pytest.approx(two)
+    assert all_reduce_s(here, Group(8), 8 * piece) > 2 * two  # torch's own is a ring
+    # one rank on each node: nothing is left to do inside
+    alone = dataclasses.replace(cluster(8, 1), nics=1)
+    assert all_gather_s(alone, Group(8), piece) == pytest.approx(
+        7 * (between.alpha_s + piece * max(between.beta_s, inside.beta_s)))
+
+
 def test_groups_on_nodes() -> None:
     here = cluster(4, 8)
     assert Group(8).shape(here).nodes == 1 and Group(16).shape(here).nodes == 2
