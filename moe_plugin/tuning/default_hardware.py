@@ -15,7 +15,8 @@ _GPU_LINKS = {
     "intra": Link(alpha_s=5e-6, beta_s=1 / 200e9), "inter": Link(alpha_s=10e-6, beta_s=1 / 20e9)
 }
 _CPU_LINKS = {
-    "intra": Link(alpha_s=50e-6, beta_s=1 / 2e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)
+    # gloo between two processes of one machine, as `moe-plugin calibrate` finds it
+    "intra": Link(alpha_s=200e-6, beta_s=1 / 1e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)
 }
 _GPU = Device(name="default", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
               memory_bytes=40e9)

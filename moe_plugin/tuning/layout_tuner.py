@@ -31,7 +31,7 @@ from moe_plugin.tuning.default_hardware import Calibration, default_cluster, def
 from moe_plugin.tuning.engine import Decision, Tuner, TunerSettings
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.layouts import Layout, Layouts
-from moe_plugin.tuning.predicted import MEMORY_SHARE, layer_shape
+from moe_plugin.tuning.predicted import layer_shape
 from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ WITHIN = 2.0  # times the best prediction: what the model of a cluster file says
 PRUNE = 1.5  # times the fastest layout's first time: slower ones are timed once
 SHARE = 0.01  # of the layer's time that may go into agreeing on its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
+MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
 STICKY = 0.75  # of a bucket's width; 0.5 is its border
 Bucket = tuple[int, int]  # logarithms of rows and of imbalance
 

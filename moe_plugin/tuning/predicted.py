@@ -23,8 +23,11 @@ from moe_plugin.tuning.engine import Decision
 from moe_plugin.tuning.layouts import Layout, Layouts
 
 log = logging.getLogger(__name__)
-GAIN = 0.05  # of the configured layout's predicted time that another one must save
-MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
+GAIN = 0.02  # of the configured layout's predicted time that another one must save
+SKEW = 1.1  # rows of the fullest rank over the mean: usual while training, with a balance loss
+# of a device's memory that a layout may take beyond the configured one. Layers keep gathered
+# parameters for backward, and a model has many layers
+MEMORY_SHARE = 0.02
 
 
 def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
@@ -116,12 +119,13 @@ class PredictedLayout(Replaying):
                   "d": [fixed.d],
                   "gather_tokens": [False, True] if layouts.gathers_tokens else [False]}
         device = default_device(self.config, self.probe.device)
-        costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens),
+        costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens, SKEW),
                              default_cluster(self.comm, self.probe.device), device,
                              [fixed, *combinations(values, self.comm.size)])
-        mine = next(cost.seconds for cost in costs if cost.choice == fixed)
+        mine = next(cost for cost in costs if cost.choice == fixed)
         for cost in costs:
-            if (cost.memory_bytes <= MEMORY_SHARE * device.memory_bytes
-                    and cost.seconds <= (1 - GAIN) * mine):
-                return cost.choice, cost.seconds, mine
-        return fixed, mine, mine
+            more = cost.memory_bytes - mine.memory_bytes
+            if (more <= MEMORY_SHARE * device.memory_bytes
+                    and cost.seconds <= (1 - GAIN) * mine.seconds):
+                return cost.choice, cost.seconds, mine.seconds
+        return fixed, mine.seconds, mine.seconds

@@ -13,7 +13,7 @@ from tests.distributed import run_gloo
 
 # bytes of parameters against bytes of rows: few of the first make r=0 the least, many r=1
 SMALL = {"model_dim": 32, "num_experts": 4, "experts": {"hidden_dim": 8}, "router": {"top_k": 4}}
-MEDIUM = {"model_dim": 32, "num_experts": 4, "experts": {"hidden_dim": 256},
+MEDIUM = {"model_dim": 32, "num_experts": 4, "experts": {"hidden_dim": 1024},
           "router": {"top_k": 4}}
 LARGE = {"model_dim": 32, "num_experts": 4, "experts": {"hidden_dim": 4096}}
 
@@ -61,6 +61,13 @@ def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_plugin.tuning.predicted.GAIN", 0.99)
     found = run_simulated(2, lambda comm: labels(comm, SMALL, [4096]))
     assert found == [["r=1 d=1 linear auto"] * 3] * 2
+
+
+def test_a_layout_that_takes_much_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered parameters count, not the rows, which every layout has."""
+    monkeypatch.setattr("moe_plugin.tuning.predicted.MEMORY_SHARE", 1e-9)
+    found = run_simulated(2, lambda comm: labels(comm, MEDIUM, [4096]))
+    assert "r=1" in found[0][0] and "r=0" not in found[0][0]
 
 
 def test_the_decision_is_reported_once_with_its_reason() -> None:
