@@ -59,7 +59,7 @@ def _events(settings: dict[str, Any]) -> tuple[list[str], list[str]]:
 def _job() -> tuple[dict[str, list[list[Tensor]]], tuple[list[str], list[str]]]:
     passes = {name: [_pass(settings, flag) for flag in (False, True)]
               for name, settings in SETTINGS.items()}
-    return passes, _events({})
+    return passes, _events(SETTINGS["ragged"])
 
 
 @pytest.fixture(scope="module")

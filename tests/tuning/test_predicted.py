@@ -64,8 +64,8 @@ def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layout_that_takes_much_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered parameters count, not the rows, which every layout has."""
-    monkeypatch.setattr("moe_plugin.tuning.predicted.MEMORY_SHARE", 1e-9)
+    """It counts against what the configured layout takes."""
+    monkeypatch.setattr("moe_plugin.tuning.predicted.MEMORY_SHARE", -1)  # nothing fits
     found = run_simulated(2, lambda comm: labels(comm, MEDIUM, [4096]))
     assert "r=1" in found[0][0] and "r=0" not in found[0][0]
 
