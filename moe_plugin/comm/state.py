@@ -35,6 +35,7 @@ class GroupState:
     last_tag: of the last exchange in the background; all ranks count alike.
     subgroups: by size, the subgroup of consecutive ranks that this rank is in. To make one is
         collective and costs connections.
+    groups_made: in the state of the default group: by ranks, how many groups of them were made.
     collects_for: for each rank of this node, the destination ranks whose rows it collects in the
         2DH all-to-all under this topology.
     """
@@ -46,6 +47,7 @@ class GroupState:
     started: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     last_tag: int = 0
     subgroups: dict[int, Comm] = field(default_factory=dict)
+    groups_made: dict[tuple[int, ...], int] = field(default_factory=dict)
     collects_for: dict[int, list[int]] | None = None
     _by_class: dict[type, Any] = field(default_factory=dict)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes, two_steps
 from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
+from moe_plugin.comm.new_group import make_group
 from moe_plugin.comm.nodes import node_key
 from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
@@ -237,11 +238,9 @@ class TorchComm(Comm):
         """See `Comm`; not collective for ranks outside this group or outside `ranks`."""
         if self.rank not in ranks:
             return None
-        # local synchronisation: other ranks of the world may not know this group and would never
-        # answer
+        made = _state_of(dist.group.WORLD).groups_made
         with self.error_context(lambda: f"making a group of the ranks {list(ranks)}"):
-            group = dist.new_group([self.ranks[r] for r in ranks], timeout=self.timeout,
-                                   use_local_synchronization=True)
+            group = make_group(self.group, [self.ranks[r] for r in ranks], made, self.timeout)
         child = TorchComm(group, self.timeout.total_seconds())
         if self.state.topology is not None:
             child.prepare(self.topology.restrict([self.ranks.index(r) for r in child.ranks]))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, Topology, TorchComm, algorithms
@@ -179,6 +180,38 @@ def _subgroups_of_a_part() -> float:
 
 def test_subgroups_of_disjoint_groups() -> None:
     assert run_gloo(WORLD, _subgroups_of_a_part) == [1, 1, 5, 5]
+
+
+def _subgroup_after_others() -> tuple[list[float], int | None]:
+    """Ranks that made 0, 0, 1 and 2 groups before make the same ones."""
+    comm = TorchComm(timeout_s=10)
+    alone = [comm.subgroup([comm.rank]) for _ in range(max(0, comm.rank - 1))]
+    made = [comm.subgroup([3, 2, 0]), comm.subgroup([0, 2, 3]), comm.subgroup([0, 1])]
+    sums = [group.all_reduce(torch.tensor(float(comm.rank))).item() for group in made if group]
+    assert [group.ranks for group in alone] == [[comm.rank]] * len(alone)
+    return sums, made[0] and made[0].rank
+
+
+def test_a_subgroup_does_not_depend_on_groups_made_before() -> None:
+    expected = [([5, 5, 1], 0), ([1], None), ([5, 5], 1), ([5, 5], 2)]
+    assert run_gloo(WORLD, _subgroup_after_others, timeout_s=60) == expected
+
+
+def _subgroup_of_a_bound_group() -> tuple[bool, str]:
+    """With a default group bound to a device, an NCCL group would be split off it by all ranks."""
+    world, seen = dist.group.WORLD, []
+    split = c10d._get_split_source
+    c10d._get_split_source = lambda group: seen.append(group) or split(group)
+    world.bound_device_id = torch.device("cuda:0")
+    pair = TorchComm().subgroup([0, 1] if dist.get_rank() < 2 else [2, 3])
+    still = str(world.bound_device_id)
+    world.bound_device_id = None
+    pair.barrier()
+    return not seen, still
+
+
+def test_a_subgroup_is_not_split_off_the_default_group() -> None:
+    assert run_gloo(WORLD, _subgroup_of_a_bound_group) == [(True, "cuda:0")] * WORLD
 
 
 def _peer_that_never_comes(folder: Path) -> None:
