@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError, checksums, merge, split, trust
+from moe_plugin.hosts.plain.named_errors import gather_objects, named
 from moe_plugin.messages import short
 from moe_plugin.regular_files import write_remedy
 
@@ -118,7 +119,8 @@ def copy(source: str, target: str, link: bool = False) -> None:
     together = has_rank(target) and dist.is_available() and dist.is_initialized()
     _duplicate(source, target + PENDING, link)
     if together:
-        dist.barrier()
+        with named("barrier before a checkpoint takes its name"):
+            dist.barrier()
     os.replace(target + PENDING, target)
 
 
@@ -223,11 +225,7 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
 
 def _gather(value: Any, group: Any) -> list[Any]:
     """The values of all ranks of the group; None: this rank alone."""
-    if group is None:
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    return [value] if group is None else gather_objects(value, "checkpoints found", group)
 
 
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:

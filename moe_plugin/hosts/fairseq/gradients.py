@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.hosts.plain import multi_tensor
+from moe_plugin.hosts.plain.named_errors import named
 from moe_plugin.hosts.plain.replicas import replicas_of
 
 
@@ -18,9 +19,12 @@ def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
 
     What R ranks store (`replicas_of`) is counted once: its sum is divided by R before ranks are
     added up. A NaN or Inf of any rank reaches every rank this way.
+
+    Raises: CommError: the collective failed or timed out.
     """
     squared = multi_tensor.squared_norm([p.grad for p in parameters], device,
                                         [replicas_of(p) for p in parameters])
     if group is not None:
-        dist.all_reduce(squared, group=group)
+        with named("all_reduce of the gradient norm", group):
+            dist.all_reduce(squared, group=group)
     return squared

@@ -74,6 +74,8 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
+    from moe_plugin.hosts.plain.sharding import shard_routers
+
     settings = cfg.distributed_training
     experts = set(expert_parameters(model).values())
     device = next(model.parameters()).device.type
@@ -84,6 +86,7 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
     }
     if settings.no_reshard_after_forward:
         options["reshard_after_forward"] = False
+    shard_routers(model, **options)
     for layer in model.modules():
         if isinstance(layer, (TransformerEncoderLayerBase, TransformerDecoderLayerBase)):
             fully_shard(layer, **options)

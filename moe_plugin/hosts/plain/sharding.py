@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.torch_comm import TorchComm
@@ -30,7 +31,8 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     Args:
         model: on its device. Shared parameters and buffers become those of rank 0.
         units: modules whose parameters are gathered together and freed after use; the rest of the
-            model is one more unit. None: the entries of the outermost `nn.ModuleList`s.
+            model is one more unit. None: the entries of the outermost `nn.ModuleList`s. Routers
+            that stay in float32 (`router.fp32`) are units of their own, see `shard_routers`.
         mesh: all data-parallel ranks, one axis, or two axes (replicate, shard); None: all ranks.
         options: of `torch.distributed.fsdp.fully_shard`. With `mp_policy`, experts must have its
             `param_dtype`.
@@ -47,9 +49,35 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     reduce_experts(model, world)
     _start_alike(model, experts, world)
     left_out = set(experts.values())
+    shard_routers(model, left_out, mesh=mesh, **options)
     for unit in blocks_of(model) if units is None else units:
         fully_shard(unit, mesh=mesh, ignored_params=left_out, **options)
     return fully_shard(model, mesh=mesh, ignored_params=left_out, **options)
+
+
+def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
+                  mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+                  **options: Any) -> None:
+    """Make each router whose parameters are of another dtype than the rest a unit of its own.
+
+    FSDP2 refuses parameters of several dtypes in one unit. Under `router.fp32` the router is such a
+    unit, too, where `mp_policy` lowers the model: it computes with its parameters as they are. A
+    router's few parameters stay gathered between forward and backward. Call it before the units
+    around the routers are made.
+
+    Args:
+        ignored_params: of the experts.
+        mp_policy, options: of `torch.distributed.fsdp.fully_shard`.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    inside = {p for layer in layers for p in layer.router.parameters()}
+    rest = {p.dtype for p in model.parameters() if p not in ignored_params and p not in inside}
+    options["reshard_after_forward"] = False
+    for layer in layers:
+        dtypes, fp32 = {p.dtype for p in layer.router.parameters()}, layer.config.router.fp32
+        if dtypes and (fp32 or dtypes != rest):
+            policy = dataclasses.replace(mp_policy, param_dtype=None) if fp32 else mp_policy
+            fully_shard(layer.router, ignored_params=ignored_params, mp_policy=policy, **options)
 
 
 def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:

@@ -59,6 +59,15 @@ def test_sharding_changes_no_number(corpus: Corpus, tmp_path: Path, flags: str,
 
 
 @pytest.mark.distributed
+def test_routers_in_fp32_are_units_of_their_own(corpus: Corpus, tmp_path: Path) -> None:
+    """FSDP2 takes one dtype in a unit."""
+    flags = "--bf16 --moe-router-fp32 --max-update 6"
+    wanted = train(corpus, tmp_path, f"{flags} --ddp-backend legacy_ddp")
+    for more in ("", "--no-reshard-after-forward"):
+        same_curve(train(corpus, tmp_path, f"{flags} {FULLY} {more}").steps, wanted.steps)
+
+
+@pytest.mark.distributed
 def test_each_rank_stores_its_part(corpus: Corpus, tmp_path: Path) -> None:
     adam = "--optimizer adam --lr 0.001 --max-update 4 --bf16 --update-freq 2"
     runs = {flags: train(corpus, tmp_path, f"{adam} {flags}", BYTES_TRAIN)

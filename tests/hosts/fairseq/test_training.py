@@ -5,6 +5,7 @@ everywhere.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,25 @@ def test_bad_input_is_named(corpus: Corpus, tmp_path: Path, arguments: str,
     run("fairseq-train",
         f"{arguments.format(data=corpus.lm)} --save-dir {tmp_path}").failed_with(*words)
     assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_setting_that_does_not_fit_ends_with_the_message_alone(corpus: Corpus, tmp_path: Path,
+                                                                 ranks: int) -> None:
+    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-top-k 9 "
+                 f"--max-update 1 --save-dir {tmp_path}", ranks=ranks)
+    result.failed_with("fairseq-train: error: ", "router.top_k=9", "num_experts=4")
+    assert result.code == 2 and "Traceback" not in result.log
+    assert result.log.count("fairseq-train: error: ") == ranks
+
+
+def test_other_errors_keep_their_traceback(corpus: Corpus, tmp_path: Path) -> None:
+    result = run("fairseq-train", f"/no/such/data {LANGUAGE_MODEL} {MOE} --max-update 1")
+    result.failed_with("Traceback", "/no/such/data")
+
+
+def test_the_entry_of_a_spawned_process_pickles() -> None:
+    from fairseq.distributed import utils
+
+    assert pickle.loads(pickle.dumps(utils.distributed_main)) is utils.distributed_main

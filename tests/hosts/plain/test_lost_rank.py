@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, TorchComm
 from moe_plugin.config import from_dict
+from moe_plugin.hosts.plain.named_errors import gather_objects, named
 from tests.distributed import run_gloo
 from tests.hosts.lost_rank import lose
 
@@ -51,3 +52,36 @@ def test_the_other_rank_says_what_it_waited_for(tmp_path: Path, how: str, way: s
     assert " of torch." in said, said
     if "send_receive" in said:
         assert "from rank 1 failed" in said or "to rank 1 failed" in said
+
+
+def _a_hosts_own(folder: Path, how: str) -> None:
+    """Collectives that a host calls itself: in time, of both, and never by rank 1."""
+    rank = dist.get_rank()
+    with named("all_reduce of nothing"):
+        dist.all_reduce(torch.zeros(1))
+    assert gather_objects({"rank": rank}, "ranks") == [{"rank": 0}, {"rank": 1}]
+    if rank == 1:
+        os._exit(7)
+    try:
+        if how == "tensors":
+            with named("all_reduce of the loss"):
+                dist.all_reduce(torch.zeros(2))
+        else:
+            gather_objects(rank, "losses")
+    except CommError as error:
+        (folder / "said").write_text(str(error))
+    os._exit(3)
+
+
+@pytest.mark.parametrize(("how", "what"), [("tensors", "all_reduce of the loss"),
+                                           ("objects", "all_gather of losses")])
+def test_a_hosts_own_collective_is_named(tmp_path: Path, how: str, what: str) -> None:
+    with pytest.raises(AssertionError, match="died"):
+        run_gloo(2, _a_hosts_own, tmp_path, how, group_timeout_s=5)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith(f"rank 0 of 2 in group 'ranks [0, 1]': {what} failed: "), said
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(ValueError, match="mine"), named("all_reduce of nothing"):
+        raise ValueError("mine")

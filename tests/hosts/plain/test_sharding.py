@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import LocalComm
+from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.gradients import reduce_experts
 from moe_plugin.hosts.plain.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
@@ -196,6 +198,62 @@ def same_experts(moe: DenseMoE, got: dict[str, Tensor], prefix: str, rank: int) 
     for key, attribute in NAMES.items():
         part = slice_of(key, moe.whole[key].data, moe.case, rank)
         torch.testing.assert_close(got[f"{prefix}experts.{attribute}"], part, rtol=1e-8, atol=1e-9)
+
+
+class InBf16(nn.Module):
+    """`MoELayer` with a router that stays in float32; notes in what it computes."""
+
+    def __init__(self, seed: int, seen: set[torch.dtype]) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        config = from_dict({"model_dim": WIDTH, "num_experts": 4, "router": {"fp32": True}})
+        self.moe = MoELayer(config).bfloat16()
+        route = self.moe.router.route
+
+        def noted(*args: Any, **options: Any) -> Any:
+            seen.add(self.moe.router.weight_ED.dtype)
+            return route(*args, **options)
+
+        self.moe.router.route = noted
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.moe(x_TD)
+        return out.output, sum(out.losses.values())
+
+
+def run_routers_in_fp32() -> list[tuple[list[float], set[torch.dtype], Tensor]]:
+    """Losses, what routers computed in and one router's gradient: whole; sharded; sharded and
+    lowered by FSDP2.
+    """
+    found, rank, lowered = [], dist.get_rank(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for wrap, dtype, options in ((ddp_model, torch.bfloat16, {}),
+                                 (fully_shard_model, torch.bfloat16, {}),
+                                 (fully_shard_model, torch.float32, {"mp_policy": lowered})):
+        seen: set[torch.dtype] = set()
+        model = Model(lambda seed: InBf16(seed, seen))  # noqa: B023
+        if dtype == torch.bfloat16:
+            model.bfloat16()
+        wrapped, losses = wrap(model, **options), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            g = torch.Generator().manual_seed(9 * step + rank)
+            y, aux = wrapped(torch.randn(5, WIDTH, generator=g).to(dtype))
+            loss = y.float().square().mean() + aux
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append((losses, seen, whole(model.blocks[0].moe.moe.router.weight_ED.grad)))
+    return found
+
+
+def test_routers_in_fp32_are_units_of_their_own() -> None:
+    for unsharded, sharded, lowered in run_gloo(2, run_routers_in_fp32):
+        for losses, computed_in, gradient in (sharded, lowered):
+            assert losses == pytest.approx(unsharded[0], rel=5e-2)
+            assert computed_in == {torch.float32} and gradient.dtype == torch.float32
+        assert sharded[0] == pytest.approx(unsharded[0], rel=1e-6)
+        torch.testing.assert_close(sharded[2], unsharded[2], rtol=1e-4, atol=1e-5)
 
 
 def run_buckets(bucket_bytes: int) -> tuple[list[str], list[Tensor], list[Tensor]]:

@@ -1,15 +1,21 @@
-"""Starting several processes without CUDA: joins torchrun, or spawns."""
+"""Starting several processes without CUDA: joins torchrun, or spawns. How they end."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import socket
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
@@ -48,13 +54,62 @@ def close_groups_at_the_end() -> None:
 
     original = utils.distributed_main
 
+    @functools.wraps(original)  # under its name it pickles for spawned processes
     def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str,
                                                                                       Any]) -> None:
-        original(index, main, cfg, kwargs)
+        with _errors_of_use_in_one_line():
+            original(index, main, cfg, kwargs)
         if dist.is_initialized():
             dist.destroy_process_group()
 
     utils.distributed_main = distributed_main
+
+
+def errors_of_use_in_one_line() -> None:
+    """End a command whose settings do not fit with our message and status 2, without a traceback.
+
+    fairseq <= 0.12.3 lets every error of `main` through. With `LOGLEVEL=DEBUG`, which fairseq
+    reads, the traceback is logged. In spawned processes it is `distributed_main` that ends so.
+    """
+    from fairseq.distributed import utils
+
+    original = utils.call_main
+
+    def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
+        with _errors_of_use_in_one_line():
+            try:
+                return original(cfg, main, **kwargs)
+            except torch.multiprocessing.ProcessExitedException as error:
+                if error.exit_code == STATUS_OF_USE:
+                    raise SystemExit(STATUS_OF_USE) from None
+                raise
+
+    utils.call_main = call_main
+
+
+STATUS_OF_USE = 2
+
+
+@contextmanager
+def _errors_of_use_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if not _is_ours(error):
+            raise
+        logger.debug("where it comes from", exc_info=True)
+        many = dist.is_initialized() and dist.get_world_size() > 1
+        where = f"rank {dist.get_rank()}: " if many else ""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {where}{error}\n")
+        raise SystemExit(STATUS_OF_USE) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).split(".")[0] == "moe_plugin"
 
 
 def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
@@ -83,4 +138,5 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-SHIMS: tuple[Callable[[], None], ...] = (call_main_without_cuda, close_groups_at_the_end)
+SHIMS: tuple[Callable[[], None], ...] = (call_main_without_cuda, close_groups_at_the_end,
+                                         errors_of_use_in_one_line)

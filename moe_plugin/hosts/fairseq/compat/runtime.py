@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.hosts.plain.named_errors import gather_objects
 
 # parameters of fairseq's encoder layers that only torch's fused inference path reads
 FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias",
@@ -92,9 +93,7 @@ def gather_lists_without_cuda() -> None:
         if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
             return original(data, group, max_size)
         group = utils.get_global_group() if group is None else group
-        gathered: list[Any] = [None] * utils.get_world_size(group)
-        dist.all_gather_object(gathered, data, group=group)
-        return gathered
+        return gather_objects(data, "a step's numbers", group)
 
     utils.all_gather_list = all_gather_list
 

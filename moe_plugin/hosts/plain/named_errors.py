@@ -1,0 +1,43 @@
+"""A host's own collectives, named where they fail, as the layer's are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_plugin.comm.torch_comm import TorchComm
+
+
+@contextmanager
+def named(what: str, group: Any = None) -> Iterator[None]:
+    """Raise a failure inside as a `CommError` that names rank, group and collective.
+
+    Costs nothing where nothing fails.
+
+    Args:
+        what: the collective and what it is for, e.g. "all_reduce of the gradient norm".
+        group: process group; None: the default group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        with TorchComm(group).error_context(lambda: what):
+            raise error
+
+
+def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:
+    """The values of all ranks of a group, in rank order. Collective.
+
+    Args:
+        value: of this rank; must pickle.
+        what: the values in words, for the message.
+        group: process group; None: the default group.
+    Raises: CommError: the collective failed or timed out.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    with named(f"all_gather of {what}", group):
+        dist.all_gather_object(everyone, value, group=group)
+    return everyone
