@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.kernels.recomputed import through_recomputed
 from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.workspace import Workspace
@@ -41,6 +42,8 @@ class FFNParameters:
     which `drops_out` is true read it.
     recompute: keep the values before the activation for backward, and not those after it (with
     dropout, what it leaves is kept).
+    sums: of the calls that share these parameters in one pass; a strategy may add up their weight
+    gradients there instead of returning one for each. None: this call is alone.
     """
 
     w_in_LDF: Tensor
@@ -55,6 +58,7 @@ class FFNParameters:
     main_grad_weights: Mapping[str, Tensor] = field(default_factory=dict)
     dropout: float = 0.0
     recompute: bool = False
+    sums: GradSums | None = None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
         """Inputs of one autograd function, and the `main_grad_weights` among them.

@@ -299,16 +299,17 @@ class Overlap:
     """In how many pieces rows travel and are computed, so that exchanges and matmuls overlap.
 
     forward, backward: d and d_backward; 0 backward: as forward. background: one piece, too,
-    travels in the background, because other work is done meanwhile.
+    travels in the background, because other work is done meanwhile. cut: see `dispatch.cuts`.
     """
 
     forward: int = 1
     backward: int = 0
     background: bool = False
+    cut: str = "rows"
 
     @property
     def pieces(self) -> int:
-        """Pieces into which rows are split, so that both directions can group them evenly."""
+        """Pieces that travel: so many that both directions can group them evenly."""
         return math.lcm(self.forward, self.backward or self.forward)
 
 
@@ -336,8 +337,7 @@ class LayerStats:
         losses: detached raw losses by name.
         bytes_sent: bytes that this rank sent to other ranks in the forward pass: rows out, rows
             back, counts, and parameters where the layout gathers them.
-        rows: rows computed by this rank's experts.
-        capacity: slots per expert and source rank; None: dropless.
+        rows: of this rank's experts. capacity: slots per expert and source rank; None: dropless.
         layout: the layout it ran in, e.g. `r=1 d=2 linear auto`.
         exchanges: all-to-alls of the forward pass, by the algorithm that ran.
         decisions: of the tuner, since the last call (plain values).

@@ -27,6 +27,7 @@ from moe_plugin.kernels.activations import ACTIVATIONS, Activation
 from moe_plugin.kernels.cpu.blocks import Block, blocks_of
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
+from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.kernels.main_grad import WEIGHTS, MainGrad
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, sum_rows
@@ -44,7 +45,7 @@ class _FFNCall:
 
     counts: rows of each expert. keep: whether backward will run. keep_after: whether it is to find
     the value after the activation. token_R, source_R, position_TK: see `kernels.rows`; None where x
-    already is rows. main_grad_weights: see `FFNParameters`.
+    already is rows. main_grad_weights, sums: see `FFNParameters`.
     """
 
     counts: list[int]
@@ -57,6 +58,7 @@ class _FFNCall:
     keep: bool
     keep_after: bool
     main_grad_weights: Mapping[str, Tensor]
+    sums: GradSums
 
     @property
     def total(self) -> int:
@@ -135,8 +137,13 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     maps = (None, None, None) if plan is None else (plan.token_R, plan.source_R, plan.position_TK)
     blocks = blocks_of(counts, BLOCK_BYTES // (p.w_in_LDF.shape[2] * x.element_size()))
     act = ACTIVATIONS[p.activation]
+    # under autocast each call has its own cast of the weights, and so gradients of its own
+    own = p.sums is None or torch.is_autocast_enabled(x.device.type)
+    sums = GradSums() if own else p.sums
+    if keep:
+        sums.expect()
     call = _FFNCall(counts, blocks, act, p.memory, *maps, keep,
-                    keep and not (act.cheap or p.recompute), redirected)
+                    keep and not (act.cheap or p.recompute), redirected, sums)
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
 
@@ -207,19 +214,21 @@ class _WeightGrad:
     """The gradient of one weight [L, I, O], as a tensor to return; the interface of `MainGrad`."""
 
     def __init__(self, call: _FFNCall, name: str, w_LIO: Tensor) -> None:
-        self.grad_LIO = call.memory.empty(f"gradient {name}", tuple(w_LIO.shape), w_LIO)
-        self.into = self.grad_LIO.unbind(0)
-        for expert, count in enumerate(call.counts):
-            if not count:
-                self.into[expert].zero_()
+        self.sums, self.name = call.sums, name
+        grad_LIO, self.written = self.sums.begin(name, w_LIO, call.memory)
+        self.into = grad_LIO.unbind(0)
 
     def add_matmul(self, expert: int, a_IN: Tensor, b_NO: Tensor) -> None:
-        """Write a b, the only contribution to this expert's gradient."""
-        torch.mm(a_IN, b_NO, out=self.into[expert])
+        """Add a b to this expert's gradient."""
+        if expert in self.written:
+            self.into[expert].addmm_(a_IN, b_NO)
+        else:
+            torch.mm(a_IN, b_NO, out=self.into[expert])
+            self.written.add(expert)
 
-    def result(self) -> Tensor:
-        """What backward returns."""
-        return self.grad_LIO
+    def result(self) -> Tensor | None:
+        """What backward returns, see `GradSums.end`."""
+        return self.sums.end(self.name)
 
 
 class _Backward:

@@ -134,6 +134,17 @@ class Comm(ABC):
             recvs: (peer, contiguous buffer to fill) for each message in.
         """
 
+    def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
+        """Begin point-to-point messages; what is returned waits for them.
+
+        Any rank may call it, in any order; only messages with one tag between two ranks meet in
+        the order in which they are posted. Here they are complete on return.
+
+        sends, recvs: see `send_receive`; tensors must not change until the end.
+        """
+        self.send_receive(sends, recvs)
+        return lambda: None
+
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
         """The `Comm` of these ranks (indices in this group); None on other ranks.
@@ -323,9 +334,12 @@ class Exchange(ABC):
     """An all-to-all algorithm. One object serves all groups: state of a group is in `Comm.state`.
 
     in_background: whether it may run in another thread or on a side stream while the rank computes.
+    direct: the name under which its calls are counted, where it is one message from every rank to
+        every other, so that it needs no thread to run in the background; None: it is not.
     """
 
     in_background: bool = True
+    direct: str | None = None
 
     @abstractmethod
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
@@ -342,10 +356,10 @@ class Exchange(ABC):
 
 
 class FunctionExchange(Exchange):
-    """A plain function `(comm, x, send, recv) -> rows` as an `Exchange`."""
+    """A plain function `(comm, x, send, recv) -> rows` as an `Exchange`. direct: see `Exchange`."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Tensor], direct: str | None = None) -> None:
+        self.function, self.direct = function, direct
         self.__doc__ = function.__doc__  # the summary in lists of algorithms
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,

@@ -1,6 +1,7 @@
 """Exchanges in the background: start now, compute, wait later.
 
-gloo: a thread per group, on a tagged view of it, so that its messages do not mix with others.
+gloo: on a tagged view of the group, so that messages do not mix with others'; exchanges that are
+`direct` need no thread, the others share one per group.
 CUDA: a side stream; an exchange of equal pieces needs no host synchronisation.
 Elsewhere (simulated ranks, a group of one) the exchange is complete when `start` returns.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, Exchange
+from moe_plugin.comm.chunks import ring
 
 
 @dataclass
@@ -57,6 +59,74 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
     view = comm.with_tag(comm.state.next_tag())
     future = _worker(comm).submit(_without_autograd, algorithm, view, x, send, recv)
     return Handle(future.result)
+
+
+class Series:
+    """Exchanges of rows that follow each other, e.g. the pieces of one call's rows.
+
+    All ranks put them in in the same order. On gloo a `direct` exchange needs no thread: at the
+    first `put` the receives of all exchanges are posted, before the first send. So no ready signal
+    waits behind rows, and no round trip lies between one exchange and the next.
+
+    Args:
+        algorithm: resolved at every `put`, in program order; once, where that is direct.
+        sends, recvs: for every exchange the rows to and from each rank.
+        even: all ranks send each other as many, in each exchange.
+    """
+
+    def __init__(self, comm: Comm, algorithm: Exchange, sends: Sequence[Sequence[int]],
+                 recvs: Sequence[Sequence[int]], even: bool) -> None:
+        self.comm, self.algorithm, self.even = comm, algorithm, even
+        self.sends, self.recvs = sends, recvs
+        self.expected: list[_Expected] | None = None
+        self.posted: dict[int, Handle] = {}
+
+    def put(self, number: int, x: Tensor) -> None:
+        """Begin exchange `number` with rows x [sum(sends[number]), ...], see `start`."""
+        x = x.detach()
+        splits = (None, None) if self.even else (self.sends[number], self.recvs[number])
+        algorithm = self.algorithm
+        if not self.expected:
+            algorithm = algorithm.resolve(self.comm, x, *splits)
+        if self.expected is None:
+            alone = self.comm.threaded and algorithm.direct is not None and not x.is_cuda
+            self.expected = [_Expected(self.comm, algorithm.direct, x, recv)
+                             for recv in self.recvs if alone]
+        if self.expected:
+            self.posted[number] = self.expected[number].send(x, self.sends[number])
+        else:
+            self.posted[number] = start(self.comm, algorithm, x, *splits)
+
+    def take(self, number: int) -> Tensor:
+        """The rows of an exchange, waited for; once."""
+        return self.posted.pop(number).wait()
+
+
+class _Expected:
+    """One direct exchange whose receives are posted, and whose sends are not."""
+
+    def __init__(self, comm: Comm, name: str, like: Tensor, recv: Sequence[int]) -> None:
+        self.comm, self.name = comm.with_tag(comm.state.next_tag()), name
+        self.out = like.new_empty((sum(recv), *like.shape[1:]))
+        self.parts = self.out.split(list(recv))
+        peers = ring(range(comm.size), comm.rank)[-2::-1]
+        self.received = self.comm.post([], [(p, self.parts[p]) for p in peers
+                                            if self.parts[p].numel()])
+
+    def send(self, x: Tensor, send: Sequence[int]) -> Handle:
+        """Post the sends of x [sum(send), ...]."""
+        parts = x.split(list(send))
+        self.comm.count_exchange(self.name)
+        self.parts[self.comm.rank].copy_(parts[self.comm.rank])
+        peers = ring(range(self.comm.size), self.comm.rank)[:-1]
+        sent = self.comm.post([(p, parts[p]) for p in peers if parts[p].numel()], [])
+
+        def finish() -> Tensor:
+            self.received()
+            sent()
+            return self.out
+
+        return Handle(finish)
 
 
 @torch.no_grad()  # a new thread begins with autograd on

@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -189,25 +190,46 @@ class TorchComm(Comm):
         """
         if not sends and not recvs:
             return
-        self._count_sent(len(sends), sum(x.nbytes for _, x in sends))
-        watchdog = self.state.watchdog
-        if watchdog is not None:
-            watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
         if self.receive_first:
-            self._one_by_one(sends, recvs)
-        else:
+            self.post(sends, recvs)()
+            return
+        self._count_sent(len(sends), sum(x.nbytes for _, x in sends))
+        with self._watched(sends, recvs):
             self._batched(sends, recvs)
-        if watchdog is not None:
-            watchdog.end()
 
-    def _one_by_one(self, sends: Messages, recvs: Messages) -> None:
-        """gloo: wait for each message separately, so that an error can name the peer."""
-        group, tag, deadline = self.group, self.tag, time.monotonic() + self.timeout.total_seconds()
+    def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
+        """See `Comm`: on gloo in the background, for `timeout_s` at most from when it is waited
+        for.
+        """
+        if not self.receive_first:
+            return super().post(sends, recvs)
+        self._count_sent(len(sends), sum(x.nbytes for _, x in sends))
+        group, tag = self.group, self.tag
         with self.error_context(lambda: _sizes(sends, recvs)):
             # the group's own methods, as dist.isend calls them: a third of the time a message for
             # small ones
             works = [group.recv([buffer], peer, tag) for peer, buffer in recvs]
             works += [group.send([x], peer, tag) for peer, x in sends]
+
+        def wait() -> None:
+            with self._watched(sends, recvs):
+                self._one_by_one(works, sends, recvs)
+
+        return wait
+
+    @contextmanager
+    def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
+        """Tell the watchdog, if there is one, that these messages are waited for."""
+        watchdog = self.state.watchdog
+        if watchdog is not None:
+            watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
+        yield
+        if watchdog is not None:
+            watchdog.end()
+
+    def _one_by_one(self, works: Sequence[Any], sends: Messages, recvs: Messages) -> None:
+        """gloo: wait for each message separately, so that an error can name the peer."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
         for index, work in enumerate(works):
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))

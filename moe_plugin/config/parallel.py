@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, Section, option
 
+CUTS = ("rows", "experts", "peers")
 MOST_PIECES, MOST_TRIALS = 4096, 10_000  # beyond any use
 
 
@@ -42,6 +43,12 @@ class ParallelConfig(Section):
         flag="overlap", alias="overlap_degree")
     d_backward: int = option(0, "overlap degree of the backward pass; 0: as forward",
                              flag="overlap-backward")
+    cut: str = option(
+        "rows",
+        "how pieces are cut. rows: some of each expert and rank in every piece; experts: a rank's "
+        "experts one after another (EPS-MoE); peers: ranks one after another, rows that stay first "
+        "and last (FasterMoE)",
+        choices=CUTS, flag="overlap-cut")
     replicas: int = option(
         1,
         "consecutive expert-parallel ranks that have the same tokens (tensor parallelism without "

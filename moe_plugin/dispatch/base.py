@@ -36,6 +36,7 @@ class DispatchTraits:
         fixed_slots: makes C slots per expert and source rank, empty ones too; needs a capacity.
             False: exactly the rows that were routed.
         cuts: can split its rows into pieces (`Overlap`), so that exchanges overlap with matmuls.
+        cuts_by: then, how, see `dispatch.cuts`.
         shares_tokens: all ranks of the group hold the same tokens.
         splits_slots: ranks that hold the same tokens (`Placement.replicas`) share out the slots.
         single_layout: runs where parameters are stored, in one layout; False: in any `r`.
@@ -43,6 +44,7 @@ class DispatchTraits:
 
     fixed_slots: bool = False
     cuts: bool = False
+    cuts_by: tuple[str, ...] = ("rows",)
     shares_tokens: bool = False
     splits_slots: bool = False
     single_layout: bool = False

@@ -26,14 +26,16 @@ class ExchangeDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, plan: ExchangePlan,
                  anchor: Tensor | None) -> Iterable[ExpertRows]:
         """See `Dispatcher`."""
-        rows_ND = self.own_part(gather_rows(x_TD, plan.source_N, plan.position_TK))
+        rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK)
         background = self.overlap.background and not torch.compiler.is_compiling()
         if len(plan.pieces) == 1 and not background:
             piece = plan.pieces[0]
-            rows_RD = self._exchange(rows_ND, piece.send, piece.recv, plan.even, anchor)
+            rows_RD = self._exchange(self.own_part(rows_ND), piece.send, piece.recv, plan.even,
+                                     anchor)
             return [ExpertRows(piece.expert_major(rows_RD), piece.counts)]
+        pieces = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan, self.overlap, reverse=False)
-        arriving = zip(plan.pieces, out.deliver(rows_ND, anchor), strict=True)
+        arriving = zip(plan.pieces, out.travel(map(self.own_part, pieces), anchor), strict=True)
         return (ExpertRows(piece.expert_major(rows), piece.counts) for piece, rows in arriving)
 
     def combine(self, outputs: Iterable[Tensor], plan: ExchangePlan,
@@ -42,16 +44,20 @@ class ExchangeDispatcher(Dispatcher):
         done = (piece.rank_major(rows) for piece, rows in zip(plan.pieces, outputs, strict=True))
         if len(plan.pieces) == 1:
             piece = plan.pieces[0]
-            rows_ND = self._exchange(next(done), piece.recv, piece.send, plan.even, anchor)
+            rows_ND = self.all_parts(
+                self._exchange(next(done), piece.recv, piece.send, plan.even, anchor))
         else:
             back = PipelinedExchange(self.placement, plan, self.overlap, reverse=True)
-            rows_ND = back.collect(done, anchor)
-        rows_ND = self.all_parts(rows_ND)
+            rows_ND = torch.cat([self.all_parts(rows) for rows in back.travel(done, anchor)])
         return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK)
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that share out the rows of their tokens."""
+        return 1
+
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """The rows that this rank sends, [N, D]: all of them, or its part of what replicas share.
-        """
+        """Of a piece [sharers * N, D] the rows that this rank sends, [N, D]."""
         return rows_ND
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:

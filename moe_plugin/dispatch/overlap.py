@@ -3,7 +3,8 @@ backward.
 
 Forward posts all pieces at once; each is computed when it has arrived and posted back when it is
 done; the last step waits for all. Backward is the mirror and may group the pieces differently: rows
-are split in `lcm(d, d_backward)` pieces, and exchanges carry groups of them.
+are split in `lcm(d, d_backward)` pieces, and exchanges carry groups of them. Pieces that stay on
+their rank travel in no group.
 
 There are two kinds of autograd node, tied by scalar tokens: rows bypass autograd, the exchange
 object carries them. So a node may end before its rows have arrived. Nodes run in the reverse order
@@ -13,12 +14,12 @@ of their creation on all ranks, so all ranks post in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.handles import Handle, start
+from moe_plugin.comm.handles import Series
 from moe_plugin.dispatch.pieces import ExchangePlan
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.records import Overlap, Placement
@@ -36,64 +37,69 @@ class PipelinedExchange:
 
     def __init__(self, placement: Placement, plan: ExchangePlan, overlap: Overlap,
                  reverse: bool) -> None:
-        sends, recvs = [p.send for p in plan.pieces], [p.recv for p in plan.pieces]
-        if reverse:
-            sends, recvs = recvs, sends
-        self.sends, self.recvs = [sum(s) for s in sends], [sum(r) for r in recvs]
-        self.forward = _Direction(placement, sends, recvs, overlap.forward, plan.even)
-        self.backward = _Direction(placement, recvs, sends, overlap.backward or overlap.forward,
-                                   plan.even)
+        pieces = [_Sizes(p.recv, p.send, p.local) if reverse else _Sizes(p.send, p.recv, p.local)
+                  for p in plan.pieces]
+        self.forward = _Direction(placement, pieces, overlap.forward, plan.even)
+        self.backward = _Direction(placement, [_Sizes(p.recv, p.send, p.local) for p in pieces],
+                                   overlap.backward or overlap.forward, plan.even)
 
-    def deliver(self, rows_ND: Tensor, anchor: Tensor | None) -> Iterator[Tensor]:
-        """Post all pieces of rows_ND [N, D] now; each piece of rows when it has arrived.
+    def travel(self, pieces: Iterable[Tensor], anchor: Tensor | None) -> Iterator[Tensor]:
+        """Post every piece [N, D] when it is there, before this returns; each on the other side
+        when it has arrived.
 
         anchor: a parameter, see `comm.functional`.
         """
-        every = range(len(self.sends))
-        posted = _Send.apply(self, every, rows_ND, anchor)
-        return (_Receive.apply(self, range(number, number + 1), posted) for number in every)
+        posted = [_Send.apply(self, number, rows, anchor) for number, rows in enumerate(pieces)]
+        return (_Receive.apply(self, number, token) for number, token in enumerate(posted))
 
-    def collect(self, pieces: Iterable[Tensor], anchor: Tensor | None) -> Tensor:
-        """Post each piece when it is there; all rows [N, D] when the last has arrived."""
-        posted = [_Send.apply(self, range(number, number + 1), rows, anchor)
-                  for number, rows in enumerate(pieces)]
-        return _Receive.apply(self, range(len(posted)), *posted)
+
+class _Sizes(NamedTuple):
+    """Rows of a piece to and from each rank in one direction; whether it stays on its rank."""
+
+    send: list[int]
+    recv: list[int]
+    local: bool
 
 
 class _Direction:
     """One direction: pieces are put in, travel in groups, are taken out on the other side."""
 
-    def __init__(self, placement: Placement, sends: Sequence[list[int]],
-                 recvs: Sequence[list[int]], groups: int, even: bool) -> None:
-        self.placement, self.sends, self.recvs, self.even = placement, sends, recvs, even
-        size = -(-len(sends) // groups)
-        self.group_of = [number // size for number in range(len(sends))]
-        self.members = [[n for n, g in enumerate(self.group_of) if g == group]
-                        for group in range(self.group_of[-1] + 1)]
+    def __init__(self, placement: Placement, pieces: Sequence[_Sizes], groups: int,
+                 even: bool) -> None:
+        self.placement, self.pieces, self.even = placement, pieces, even
+        travelling = [number for number, piece in enumerate(pieces) if not piece.local]
+        size = -(-len(travelling) // groups)
+        self.members = [travelling[i : i + size] for i in range(0, len(travelling), size)]
+        self.group_of = {n: group for group, members in enumerate(self.members) for n in members}
         self.waiting: dict[int, Tensor] = {}
-        self.posted: dict[int, Handle] = {}
+        self.series: Series | None = None
         self.arrived: dict[int, Tensor] = {}
 
     def put(self, number: int, rows: Tensor) -> None:
         """Hand over a piece; the group's last one starts the exchange."""
+        if self.pieces[number].local:
+            self.arrived[number] = rows
+            return
         self.waiting[number] = rows
         members = self.members[self.group_of[number]]
         if any(n not in self.waiting for n in members):
             return
-        lengths = [self.sends[n] for n in members]
-        splits = (None, None) if self.even else (_sum(lengths),
-                                                 _sum([self.recvs[n] for n in members]))
-        buffer = _by_rank([self.waiting.pop(n) for n in members], lengths)
-        self.posted[self.group_of[number]] = start(self.placement.comm, self.placement.algorithm,
-                                                   buffer, *splits)
+        if self.series is None:
+            sends = [_sum([self.pieces[n].send for n in group]) for group in self.members]
+            recvs = [_sum([self.pieces[n].recv for n in group]) for group in self.members]
+            self.series = Series(self.placement.comm, self.placement.algorithm, sends, recvs,
+                                 self.even)
+        buffer = _by_rank([self.waiting.pop(n) for n in members],
+                          [self.pieces[n].send for n in members])
+        self.series.put(self.group_of[number], buffer)
 
     def take(self, number: int) -> Tensor:
         """A piece that has arrived; waits for it."""
-        group = self.group_of[number]
-        if group in self.posted:
-            rows = self.posted.pop(group).wait()
-            lengths = [self.recvs[n] for n in self.members[group]]
-            self.arrived.update(zip(self.members[group], _by_piece(rows, lengths), strict=True))
+        if number not in self.arrived:
+            members = self.members[self.group_of[number]]
+            rows = self.series.take(self.group_of[number])
+            parts = _by_piece(rows, [self.pieces[n].recv for n in members])
+            self.arrived.update(zip(members, parts, strict=True))
         return self.arrived.pop(number)
 
 
@@ -119,44 +125,34 @@ def _by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
     return [torch.cat(split[piece :: len(lengths)]) for piece in range(len(lengths))]
 
 
-def _one(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
 class _Send(torch.autograd.Function):
-    """Rows of some pieces go in; a scalar token comes out. Backward waits for their gradients."""
+    """Rows of a piece go in; a scalar token comes out. Backward waits for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: PipelinedExchange, numbers: range, rows: Tensor,
+    def forward(ctx: Any, exchange: PipelinedExchange, number: int, rows: Tensor,
                 anchor: Tensor | None) -> Tensor:
-        ctx.exchange, ctx.numbers = exchange, numbers
-        for number, part in zip(numbers,
-                                rows.detach().split([exchange.sends[n] for n in numbers]),
-                                strict=True):
-            exchange.forward.put(number, part)
+        ctx.exchange, ctx.number = exchange, number
+        exchange.forward.put(number, rows.detach())
         return rows.new_zeros(())
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
-        return None, None, _one([ctx.exchange.backward.take(n) for n in ctx.numbers]), None
+        return None, None, ctx.exchange.backward.take(ctx.number), None
 
 
 class _Receive(torch.autograd.Function):
-    """Scalar tokens of the pieces in, their rows out when they have arrived.
-
-    Backward posts their gradients, last piece first.
+    """The scalar token of a piece in, its rows out when they have arrived. Backward posts their
+    gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, exchange: PipelinedExchange, numbers: range, *tokens: Tensor) -> Tensor:
-        ctx.exchange, ctx.numbers, ctx.tokens = exchange, numbers, len(tokens)
-        return _one([exchange.forward.take(n) for n in numbers])
+    def forward(ctx: Any, exchange: PipelinedExchange, number: int, token: Tensor) -> Tensor:
+        ctx.exchange, ctx.number = exchange, number
+        return exchange.forward.take(number)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        parts = grad.split([ctx.exchange.recvs[n] for n in ctx.numbers])
-        for number, part in reversed(list(zip(ctx.numbers, parts, strict=True))):
-            ctx.exchange.backward.put(number, part)
-        return None, None, *(grad.new_zeros(()) for _ in range(ctx.tokens))
+        ctx.exchange.backward.put(ctx.number, grad)
+        return None, None, grad.new_zeros(())

@@ -19,8 +19,7 @@ from moe_plugin.dispatch.base import (
     fixed_slots,
 )
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
-from moe_plugin.dispatch.pieces import ExchangePlan, even_piece
-from moe_plugin.dispatch.rows import slot_sources
+from moe_plugin.dispatch.pieces import ExchangePlan, padded_plan
 from moe_plugin.records import KeptRouting
 
 
@@ -30,25 +29,21 @@ class ParmS2Dispatcher(ExchangeDispatcher):
     tokens.
     """
 
-    traits = DispatchTraits(fixed_slots=True, splits_slots=True)
+    traits = DispatchTraits(fixed_slots=True, splits_slots=True, cuts=True)
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. Needs slots and a capacity.
-
-        Slots lie by (replica that sends them, expert shard, slot of its part).
-        """
+        """See `Dispatcher`. Needs slots and a capacity."""
         slots_TK, capacity = fixed_slots(kept)
         place = self.placement
-        replicas = place.replicas.size if place.replicas is not None else 1
         ids_TK, weights_TK = expand(place, kept.routing, slots_TK)
         slots_TK, capacity = expand_slots(place, slots_TK, capacity)
-        part = -(-capacity // replicas)  # slots of an expert that one replica sends
-        position_TK = ((slots_TK // max(1, part)) * (place.virtual * part) + ids_TK * part
-                       + slots_TK % max(1, part)).masked_fill(ids_TK < 0, -1)
-        source_V = slot_sources(position_TK, replicas * place.virtual * part)
-        rows = place.comm.size * place.local * part
-        return ExchangePlan(rows, source_V, position_TK, weights_TK, (even_piece(place, part),),
-                            True)
+        return padded_plan(place, ids_TK, weights_TK, slots_TK, capacity, self.overlap.pieces,
+                           self.sharers)
+
+    @property
+    def sharers(self) -> int:
+        """See `ExchangeDispatcher`."""
+        return self.placement.replicas.size if self.placement.replicas is not None else 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
         """This replica's part of every expert's slots."""

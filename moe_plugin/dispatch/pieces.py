@@ -1,9 +1,8 @@
 """Plans of an exchange: rows in pieces that travel and are computed one after another.
 
-Rows lie piece after piece, within a piece by expert shard, within a shard in slot order. Which row
-falls into which piece follows from counts that sender and receiver both know: item i of n goes to
-piece floor(((i + 1) m - 1) / n), which gives piece c the items from floor(n c / m) to
-floor(n (c + 1) / m).
+Rows lie piece after piece, within a piece by expert shard, within a shard in slot order. Exact rows
+are cut as `cuts` says; of a capacity n slot i goes to piece floor(((i + 1) m - 1) / n) of m, which
+gives piece c the slots from floor(n c / m) to floor(n (c + 1) / m).
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_plugin.dispatch.cuts import Counts, cut_of
 from moe_plugin.dispatch.rows import inverse_permutation, positions, slot_sources
 from moe_plugin.kernels import permute_rows
-from moe_plugin.records import DispatchPlan, Placement, RowCounts
-
-Counts = list[list[int]]  # rows by (rank, its local expert)
+from moe_plugin.records import DispatchPlan, Overlap, Placement, RowCounts
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,7 @@ class Piece:
         order_R, inverse_R: int64 [R], from source-rank-major to expert-major rows; None where both
             are the same, or where `slots` says how.
         slots: rows of every (source rank, expert) pair where all have as many; None: see order_R.
+        local: on every rank the rows stay there.
     """
 
     send: list[int]
@@ -38,6 +37,7 @@ class Piece:
     order_R: Tensor | None = None
     inverse_R: Tensor | None = None
     slots: int | None = None
+    local: bool = False
 
     def expert_major(self, rows_RD: Tensor) -> Tensor:
         """[R, D] rows by (source rank, expert) to rows by (expert, source rank)."""
@@ -81,8 +81,8 @@ class ExchangePlan(DispatchPlan):
 
 
 def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tensor,
-                weights_TK: Tensor, number: int) -> ExchangePlan:
-    """Every (source rank, expert) pair's rows in `number` nearly equal parts.
+                weights_TK: Tensor, place: Placement, overlap: Overlap) -> ExchangePlan:
+    """Exactly the rows that were routed, in the pieces of `overlap`.
 
     Args:
         order_N: int64 [T*K], choices by expert shard, those without one last.
@@ -90,36 +90,47 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
         recv_WL: rows by source rank and local expert.
         ids_TK: int64 [T, K*r] expert shards. weights_TK: their gate weights.
     """
-    total = sum(map(sum, send_WL))
-    source_N = order_N[:total]
-    if number > 1:
-        source_N = source_N[_order_by_piece(send_WL, total, number, ids_TK.device)]
+    cut = cut_of(overlap.cut, overlap.pieces, place.comm.size, place.local)
+    source_N = order_N[:sum(map(sum, send_WL))]
+    send_PWL = cut.parts(send_WL, place.comm.rank, True)
+    recv_PWL = cut.parts(recv_WL, place.comm.rank, False)
+    if cut.pieces > 1:
+        source_N = source_N[_order_by_piece(send_PWL, source_N)]
     pieces = tuple(
-        _ragged_piece(_part(send_WL, c, number), _part(recv_WL, c, number), ids_TK.device)
-        for c in range(number))
+        _ragged_piece(send, recv, ids_TK.device, piece in cut.local)
+        for piece, (send, recv) in enumerate(zip(send_PWL, recv_PWL, strict=True)))
     rows = sum(map(sum, recv_WL))
     return ExchangePlan(rows, source_N, positions(source_N, ids_TK), weights_TK, pieces, False)
 
 
 def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,
-                capacity: int, number: int) -> ExchangePlan:
+                capacity: int, number: int, sharers: int = 1) -> ExchangePlan:
     """The capacity in `number` nearly equal parts; with fewer slots, in as many as there are slots.
 
-    ids_TK, slots_TK: int64 [T, K*r], expert shard and slot of each choice. weights_TK: gate
-    weights.
+    Within a piece slots lie by the rank that sends them, where ranks share them out.
+
+    Args:
+        ids_TK, slots_TK: int64 [T, K*r], expert shard and slot of each choice.
+        weights_TK: gate weights.
+        sharers: ranks with the same tokens, of which each sends as many of an expert's slots.
     """
-    number = max(1, min(number, capacity))
-    cuts = [capacity * c // number for c in range(number + 1)]
-    start_TK, length_TK = _slot_parts(slots_TK, cuts, capacity)
-    position_TK = start_TK * place.virtual + ids_TK * length_TK + slots_TK - start_TK
+    own = -(-capacity // sharers)
+    number = max(1, min(number, own))
+    cuts = [own * c // number for c in range(number + 1)]
+    sharer_TK = 0
+    if sharers > 1:
+        sharer_TK, slots_TK = slots_TK // max(1, own), slots_TK % max(1, own)
+    start_TK, length_TK = _slot_parts(slots_TK, cuts, own)
+    position_TK = (start_TK * sharers * place.virtual + slots_TK - start_TK
+                   + (sharer_TK * place.virtual + ids_TK) * length_TK)
     position_TK = torch.where(ids_TK >= 0, position_TK, -1)
-    source_N = slot_sources(position_TK, capacity * place.virtual)
-    pieces = tuple(even_piece(place, cuts[c + 1] - cuts[c]) for c in range(number))
-    rows = place.comm.size * place.local * capacity
+    source_N = slot_sources(position_TK, sharers * own * place.virtual)
+    pieces = tuple(_even_piece(place, cuts[c + 1] - cuts[c]) for c in range(number))
+    rows = place.comm.size * place.local * own
     return ExchangePlan(rows, source_N, position_TK, weights_TK, pieces, True)
 
 
-def even_piece(place: Placement, slots: int) -> Piece:
+def _even_piece(place: Placement, slots: int) -> Piece:
     """A piece of `slots` rows for every expert shard from every rank."""
     size, local = place.comm.size, place.local
     by_rank = [slots * local] * size
@@ -139,29 +150,22 @@ def _slot_parts(slots_TK: Tensor, cuts: list[int], capacity: int) -> tuple[Tenso
     return start_TK, end_TK - start_TK
 
 
-def _order_by_piece(send_WL: Counts, total: int, number: int, device: torch.device) -> Tensor:
+def _order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
     """Rows by expert shard to rows by (piece, expert shard), int64 [N]."""
-    send_V = torch.tensor(send_WL, device=device).view(-1)
-    shard_N = torch.arange(send_V.numel(), device=device).repeat_interleave(
-        send_V, output_size=total)
-    index_N = torch.arange(total, device=device) - (send_V.cumsum(0) - send_V)[shard_N]
-    piece_N = torch.div((index_N + 1) * number - 1, send_V[shard_N], rounding_mode="floor")
+    device = source_N.device
+    lengths_VP = torch.tensor(send_PWL, device=device).flatten(1).t()
+    piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])
+    piece_N = piece_VP.repeat_interleave(lengths_VP.reshape(-1), output_size=source_N.numel())
     return torch.argsort(piece_N, stable=True)
 
 
-def _part(rows_WL: Counts, piece: int, number: int) -> Counts:
-    if number == 1:
-        return rows_WL
-    return [[n * (piece + 1) // number - n * piece // number for n in row] for row in rows_WL]
-
-
-def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device) -> Piece:
+def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device, local: bool) -> Piece:
     counts = RowCounts([sum(column) for column in zip(*recv_WL, strict=True)])
     send, recv = [sum(row) for row in send_WL], [sum(row) for row in recv_WL]
     if len(recv_WL) == 1 or len(recv_WL[0]) == 1:
-        return Piece(send, recv, counts)
+        return Piece(send, recv, counts, local=local)
     lengths_M = torch.tensor(recv_WL, device=device).view(-1)
     expert_M = torch.arange(len(recv_WL[0]), device=device).repeat(len(recv_WL))
     expert_R = expert_M.repeat_interleave(lengths_M, output_size=counts.total)
     order_R = torch.argsort(expert_R, stable=True)
-    return Piece(send, recv, counts, order_R, inverse_permutation(order_R))
+    return Piece(send, recv, counts, order_R, inverse_permutation(order_R), local=local)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from moe_plugin.dispatch.base import DispatchTraits, dispatchers, expand
+from moe_plugin.dispatch.cuts import CUTS
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
 from moe_plugin.dispatch.rows import sort_by_expert
@@ -17,7 +18,7 @@ class RaggedDispatcher(ExchangeDispatcher):
     """Exact rows: expert-major sort, exchange of counts, uneven all-to-all (FastMoE, MegaBlocks).
     """
 
-    traits = DispatchTraits(cuts=True)
+    traits = DispatchTraits(cuts=True, cuts_by=tuple(CUTS))
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
         """See `Dispatcher`. One exchange of counts, and one copy of them from device to host."""
@@ -27,4 +28,4 @@ class RaggedDispatcher(ExchangeDispatcher):
         recv_V = place.comm.all_to_all(send_V)
         counts_2V = torch.stack([send_V, recv_V]).view(2, place.comm.size, place.local)
         send_WL, recv_WL = counts_2V.tolist()
-        return ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, self.overlap.pieces)
+        return ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, self.overlap)

@@ -131,33 +131,59 @@ def _sizes(shape: LayerShape, ranks: int, choice: LayoutChoice) -> _Sizes:
                   shape.hidden_dim / r, tokens if choice.gather_tokens else 0.0)
 
 
-def _experts_s(shape: LayerShape, sizes: _Sizes, device: Device, pieces: int, passes: int) -> float:
-    """Seconds of one piece of the experts. passes: 1 forward, 2 backward (input and weights)."""
-    rows = sizes.rows_here / pieces
-    flops = 2 * shape.matrices * rows * shape.model_dim * sizes.inner
-    weights = sizes.experts_here * shape.matrices * shape.model_dim * sizes.inner
-    activations = 2 * rows * (shape.model_dim + sizes.inner)
-    each = device.matmul_s(rows / sizes.experts_here, flops,
-                           (weights + activations) * shape.element_bytes)
-    return passes * (each + (shape.matrices - 1) * device.launch_s) if flops else 0.0
+@dataclass(frozen=True)
+class _Work:
+    """The experts' work in one direction. passes: 1 forward, 2 backward (input and weights)."""
+
+    shape: LayerShape
+    sizes: _Sizes
+    device: Device
+    passes: int
+
+    def seconds(self, share: float, by_experts: bool = False) -> float:
+        """Of a share of the rows: of each expert's, or all rows of this share of the experts."""
+        shape, sizes, rows = self.shape, self.sizes, self.sizes.rows_here * share
+        experts = max(1.0, sizes.experts_here * share) if by_experts else sizes.experts_here
+        flops = 2 * shape.matrices * rows * shape.model_dim * sizes.inner
+        weights = experts * shape.matrices * shape.model_dim * sizes.inner
+        activations = 2 * rows * (shape.model_dim + sizes.inner)
+        each = self.device.matmul_s(rows / experts, flops,
+                                    (weights + activations) * shape.element_bytes)
+        return self.passes * (each + (shape.matrices - 1) * self.device.launch_s) if flops else 0.0
 
 
-def _through_experts(cluster: Cluster, sizes: _Sizes, algorithm: str, d: int,
-                     expert_s: float, links: tuple[str, str], after: str,
+def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int,
+                     links: tuple[str, str], after: str,
                      parameters: tuple[str, ...] = ()) -> list[Task]:
-    """All pieces are sent first (`links[0]`); each returns (`links[1]`) once it is computed."""
+    """All pieces are sent first (`links[0]`); each returns (`links[1]`) once it is computed.
+
+    d: groups of pieces that travel together in this direction.
+    """
+    sizes = work.sizes
     if not sizes.out:
-        return [Task("experts0", COMPUTE, expert_s, (*parameters, after), "experts")]
+        return [Task("experts0", COMPUTE, work.seconds(1.0), (*parameters, after), "experts")]
     group = Group(cluster.ranks)
     exchange = (all_gather_s(cluster, group, sizes.tokens) if sizes.tokens else
-                all_to_all_s(cluster, group, algorithm, sizes.out / d))
-    there, back = links
+                all_to_all_s(cluster, group, choice.algorithm, sizes.out / d))
+    # the experts compute in the larger number of pieces of the two directions
+    pieces = max(choice.d, choice.backward_d)
+    stay = 1 / cluster.ranks if choice.cut == "peers" and pieces > 1 else 0.0
+    each = work.seconds((1 - stay) / pieces, choice.cut == "experts") * pieces / d
+    (there, back), ready = links, (*parameters, after)
     return [
         *(Task(f"{there}{i}", NETWORK, exchange, (after,), f"a2a_{there}") for i in range(d)),
-        *(Task(f"experts{i}", COMPUTE, expert_s, (*parameters, f"{there}{i}"), "experts")
+        *_staying(work, stay, "first", ready),
+        *(Task(f"experts{i}", COMPUTE, each, (*parameters, f"{there}{i}"), "experts")
           for i in range(d)),
+        *_staying(work, stay, "last", ready),
         *(Task(f"{back}{i}", NETWORK, exchange, (f"experts{i}",), f"a2a_{back}") for i in range(d))
     ]
+
+
+def _staying(work: _Work, share: float, name: str, after: tuple[str, ...]) -> list[Task]:
+    """Half of the rows that stay on their rank; none where they are in the pieces."""
+    seconds = work.seconds(share / 2)
+    return [Task(f"experts_{name}", COMPUTE, seconds, after, "experts")] if share else []
 
 
 def _copies_s(shape: LayerShape, sizes: _Sizes, device: Device, r: int) -> float:
@@ -185,9 +211,8 @@ def forward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
     if sizes.piece:
         gather = all_gather_s(cluster, sizes.gather, sizes.piece)
         tasks.append(Task("gather", NETWORK, gather, (), "parameters"))
-    tasks += _through_experts(cluster, sizes, choice.algorithm, d,
-                              _experts_s(shape, sizes, device, d, 1), ("out", "back"), "dispatch",
-                              _names(tasks, "parameters"))
+    tasks += _through_experts(cluster, _Work(shape, sizes, device, 1), choice, d,
+                              ("out", "back"), "dispatch", _names(tasks, "parameters"))
     last = _names(tasks, "a2a_back" if sizes.out else "experts")
     return [*tasks, Task("combine", COMPUTE, copies, last, "combine")]
 
@@ -198,11 +223,8 @@ def backward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
     sizes = _sizes(shape, cluster.ranks, choice)
     d = choice.backward_d if sizes.out else 1
     copies = _copies_s(shape, sizes, device, choice.r)
-    # the experts compute in the larger number of pieces of the two directions
-    pieces = max(d, choice.d) if sizes.out else 1
-    expert_s = _experts_s(shape, sizes, device, pieces, 2) * pieces / d
     tasks = [Task("combine", COMPUTE, copies, phase="combine")]
-    tasks += _through_experts(cluster, sizes, choice.algorithm, d, expert_s, ("back", "out"),
+    tasks += _through_experts(cluster, _Work(shape, sizes, device, 2), choice, d, ("back", "out"),
                               "combine")
     last = _names(tasks, "a2a_out" if sizes.out else "experts")
     if sizes.piece:

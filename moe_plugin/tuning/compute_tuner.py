@@ -70,7 +70,8 @@ def trial(load: Load, names: list[str], device: torch.device, parameters: FFNPar
             for n, t in tensors.items()
         }
         # trial gradients are discarded
-        p = FFNParameters(**{**own, "memory": Workspace(), "main_grad_weights": {}})
+        p = FFNParameters(**{**own, "memory": Workspace(), "main_grad_weights": {},
+                             "sums": None})
         x, rows = _sample(load, device)
         grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
                            device=device).to(load.dtype)

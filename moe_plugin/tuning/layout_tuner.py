@@ -219,12 +219,19 @@ class LayoutTuner(Replaying):
         most = self.config.parallel.max_d if self.layouts.traits.cuts else 1
         return [2**i for i in range(most.bit_length())]
 
+    def cuts(self) -> list[str]:
+        """Ways to cut pieces. With one expert a rank, cutting by experts is cutting by rows."""
+        names = self.layouts.traits.cuts_by
+        return [name for name in names if name != "experts" or self.layouts.place.local > 1]
+
 
 DIMENSIONS = [
     Dimension("kernel", lambda tuner: [tuner.config.experts.compute]),
     Dimension("r", lambda tuner: tuner.layouts.legal()),
     Dimension("algorithm", LayoutTuner.algorithms),
     Dimension("d", LayoutTuner.degrees),
+    Dimension("d_backward", lambda tuner: [0, *tuner.degrees()]),
+    Dimension("cut", LayoutTuner.cuts),
     Dimension("gather_tokens", LayoutTuner.token_gathering),
 ]
 

@@ -25,6 +25,7 @@ from moe_plugin.dispatch.weights_first import WeighedChoices
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
 from moe_plugin.experts.gathered import fetch_experts, gather_parameters
+from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.records import (
     DispatchPlan,
@@ -145,11 +146,19 @@ class LayoutCall:
                                   self.shadows)
             parameters = experts.compute_parameters(whole, 0)
             yield ExpertRows(x_TD, plan.shadow, parameters, layout.strategy)
-        parameters = layout.parameters(experts)
+        parameters = self._parameters()
         arriving = layout.dispatcher.dispatch(x_TD, plan.dispatch, experts.anchor)
         meanwhile()
         for work in arriving:
             yield ExpertRows(work.x, work.rows, parameters, layout.strategy)
+
+    def _parameters(self) -> FFNParameters | None:
+        """What all pieces compute with; where there are several, they share their gradients."""
+        parameters = self.layout.parameters(self.experts)
+        if self.layout.dispatcher.overlap.pieces == 1 or not self.experts.supports_gather:
+            return parameters
+        return dataclasses.replace(parameters or self.experts.compute_parameters(),
+                                   sums=GradSums())
 
     def combine(self, outputs: Iterable[Tensor], plan: CallPlan) -> Tensor:
         """y_TD [T, D]: each token's rows weighted and summed. outputs: of the experts, in order."""
@@ -198,7 +207,7 @@ class Layouts:
             r = place.shards if place.comm.size > 1 else 1
         return LayoutChoice(r=r, d=parallel.d, d_backward=parallel.d_backward,
                             algorithm=self.config.comm.all_to_all,
-                            kernel=self.config.experts.compute)
+                            kernel=self.config.experts.compute, cut=parallel.cut)
 
     def legal(self) -> list[int]:
         """Values of r that this layer can run in."""
@@ -228,7 +237,8 @@ class Layouts:
             return Layout(choice, AllGatherDispatcher(place), strategy)
         place = dataclasses.replace(place, copies=choice.r)
         dispatcher = self.dispatcher(place, Overlap(choice.d, choice.d_backward,
-                                                    self.config.experts.shared_overlap))
+                                                    self.config.experts.shared_overlap,
+                                                    choice.cut))
         size = place.token_shards
         gather = place.comm.contiguous_subgroup(size) if size > 1 else None
         return Layout(choice, dispatcher, strategy, gather, size, place.shard // size * size)
@@ -251,6 +261,11 @@ class Layouts:
                 f"parallel.d={choice.d}, d_backward={choice.d_backward} does not fit "
                 f"dispatch.name={self.config.dispatch.name!r}, which cannot split its rows into "
                 "pieces; use 1 and 0, or 'ragged' or 'padded'")
+        if choice.cut not in self.traits.cuts_by:
+            raise ValueError(
+                f"parallel.cut={choice.cut!r} does not fit dispatch.name="
+                f"{self.config.dispatch.name!r}: must be one of {list(self.traits.cuts_by)}, or use"
+                " dispatch.name='ragged'")
 
     def _algorithm(self, name: str) -> Exchange:
         comm = self.config.comm

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_plugin.comm import Comm, Topology, TorchComm, algorithms, run_simulated
 from moe_plugin.comm.coalesce import pack, unpack
-from moe_plugin.comm.handles import start
+from moe_plugin.comm.handles import Series, start
 from tests.comm.exchanges import column, expected_of, random_counts, rows_of
 from tests.distributed import run_gloo
 
@@ -103,6 +103,32 @@ def _one_worker() -> tuple[bool, int]:
 @pytest.mark.distributed
 def test_a_group_has_one_worker_and_one_tag_counter() -> None:
     assert run_gloo(2, _one_worker) == [(True, 2)] * 2
+
+
+def _series() -> tuple[list[str], bool, bool]:
+    """The messages posted for three exchanges of unequal pieces; whether rows are right; whether a
+    thread was made.
+    """
+    comm, posted = TorchComm(timeout_s=30), []
+    comm.prepare(Topology.one_node(WORLD))
+    counts = [[[n + 1 for n in row] for row in random_counts(WORLD, seed)] for seed in range(3)]
+    mine = [c[comm.rank] for c in counts], [column(c, comm.rank) for c in counts]
+    TorchComm.post, plain = (lambda self, sends, recvs: posted.append(
+        "sends" if sends else "receives") or plain(self, sends, recvs)), TorchComm.post
+    series = Series(comm, algorithms.get("linear"), *mine, even=False)
+    for number in range(3):
+        series.put(number, rows_of(comm.rank, counts[number]))
+        time.sleep(0.003 * comm.rank)  # ranks are not in step
+    right = all(torch.equal(series.take(n), expected_of(comm.rank, counts[n])) for n in (1, 0, 2))
+    TorchComm.post = plain
+    return posted, right, comm.state.worker is not None
+
+
+@pytest.mark.distributed
+def test_a_series_posts_all_receives_before_the_first_send_and_needs_no_thread() -> None:
+    for posted, right, thread in run_gloo(WORLD, _series):
+        assert right and not thread
+        assert posted == ["receives"] * 3 + ["sends"] * 3
 
 
 @pytest.mark.distributed

@@ -103,7 +103,7 @@ def parm_cells(dispatch: str,
         cells += _pairs(_settings(dispatch, layouts(dispatch, sizes)) | more | exact, fewer)
     if traits.fixed_slots:
         one_layout = [Size(*size) for size in sizes]
-        slots = {"pieces": PIECES[:1], "schedule": ["s2"]}
+        slots = {"pieces": PIECES, "schedule": ["s2"]}
         cells += _pairs(_settings(dispatch, one_layout) | more | slots, fewer)
     return cells
 
@@ -121,6 +121,7 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
         "dispatch": [dispatch],
         "size": sizes,
         "pieces": PIECES if traits.cuts else PIECES[:1],
+        "cut": traits.cuts_by,
         "factor": [f for f in FACTORS if f is not None or not traits.fixed_slots],
         "tokens": list(TOKENS),
         "k": [1, 2, 4],
@@ -161,7 +162,8 @@ def settings_of(cell: Cell) -> MoEConfig:
     forward, backward = cell["pieces"]
     config = config_of(case_of(cell), dispatch__name=cell["dispatch"], parallel__r=cell["size"].r,
                        parallel__d=forward, parallel__d_backward=backward,
-                       comm__all_to_all=cell["all_to_all"], experts__compute=cell["compute"])
+                       parallel__cut=cell["cut"], comm__all_to_all=cell["all_to_all"],
+                       experts__compute=cell["compute"])
     if "schedule" in cell:
         config.parallel.replicas, config.parallel.schedule = replicas_of(cell), cell["schedule"]
     return config

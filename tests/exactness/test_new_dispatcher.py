@@ -73,7 +73,7 @@ class LoopDispatcher(ExchangeDispatcher):
         both = torch.stack([send_V, place.comm.all_to_all(send_V)])
         send_WL, recv_WL = both.view(2, place.comm.size, place.local).tolist()
         return ragged_plan(torch.tensor(order, dtype=torch.int64), send_WL, recv_WL, ids_TK,
-                           weights_TK, self.overlap.pieces)
+                           weights_TK, place, self.overlap)
 
 
 @pytest.mark.parametrize("dispatcher", [AllRowsDispatcher, LoopDispatcher])

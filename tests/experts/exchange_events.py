@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
-from moe_plugin.comm.handles import Handle
+from moe_plugin.comm.handles import Series
 from moe_plugin.dispatch import overlap
-
-
-class _Logged(Handle):
-    log: list[str]
-
-    def wait(self) -> Tensor:
-        self.log.append("waited")
-        return super().wait()
 
 
 @contextmanager
@@ -25,22 +16,23 @@ def logged(log: list[str], **modules: nn.Module) -> Iterator[None]:
     """Append "started" and "waited" of every exchange, and a module's name when its forward or its
     backward is done.
     """
-    original = overlap.start
+    class Logged(Series):
+        def put(self, number: int, x: Tensor) -> None:
+            log.append("started")
+            super().put(number, x)
 
-    def start(*args: Any) -> Handle:
-        log.append("started")
-        handle = _Logged(original(*args).wait)
-        handle.log = log
-        return handle
+        def take(self, number: int) -> Tensor:
+            log.append("waited")
+            return super().take(number)
 
     hooks = []
     for name, module in modules.items():
         hooks.append(module.register_forward_hook(lambda *_, name=name: log.append(name)))
         hooks.append(module.register_full_backward_hook(lambda *_, name=name: log.append(name)))
-    overlap.start = start
+    overlap.Series = Logged
     try:
         yield
     finally:
-        overlap.start = original
+        overlap.Series = Series
         for hook in hooks:
             hook.remove()

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.distributed
 SETTINGS: dict[str, dict[str, Any]] = {
     "ragged": {"parallel": {"r": 1}},
     "padded": {"dispatch": {"name": "padded", "capacity_factor": 1.0}},
-    "pieces": {"parallel": {"d": 2}}, "gathered": {"parallel": {"r": 0}},
+    "pieces": {"parallel": {"d": 2}}, "peers": {"parallel": {"d": 2, "cut": "peers"}},
+    "gathered": {"parallel": {"r": 0}},
     "all gather": {"dispatch": {"name": "all_gather"}},
     "replicas": {"dispatch": {"name": "padded", "capacity_factor": 0},
                  "parallel": {"replicas": 2, "schedule": "s2"}},
@@ -44,11 +45,11 @@ def _pass(settings: dict[str, Any], overlapped: bool) -> list[Tensor]:
     return [out.output.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-def _events(settings: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _events(module: str, settings: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What happens in forward and in backward of a layer, in order."""
     layer, log = _layer(settings, True), []
     x = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
-    with logged(log, shared=layer.shared_expert):
+    with logged(log, **{module: getattr(layer, module)}):
         loss = layer(x).output.square().sum()
         forward = log.copy()
         log.clear()
@@ -56,10 +57,11 @@ def _events(settings: dict[str, Any]) -> tuple[list[str], list[str]]:
     return forward, log
 
 
-def _job() -> tuple[dict[str, list[list[Tensor]]], tuple[list[str], list[str]]]:
+def _job() -> tuple[dict[str, list[list[Tensor]]], dict[str, tuple[list[str], list[str]]]]:
     passes = {name: [_pass(settings, flag) for flag in (False, True)]
               for name, settings in SETTINGS.items()}
-    return passes, _events(SETTINGS["ragged"])
+    return passes, {"shared": _events("shared_expert", SETTINGS["ragged"]),
+                    "peers": _events("experts", SETTINGS["peers"])}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,16 @@ def test_outputs_and_gradients_are_the_same(name: str, ranks: list[Any]) -> None
 
 
 def test_the_shared_expert_runs_between_start_and_wait(ranks: list[Any]) -> None:
-    for _, (forward, backward) in ranks:
-        assert forward == ["started", "shared", "waited"]
-        assert backward == ["started", "shared", "waited"]
+    for _, events in ranks:
+        forward, backward = events["shared"]
+        assert forward == ["started", "shared_expert", "waited"]
+        assert backward == ["started", "shared_expert", "waited"]
+
+
+def test_rows_that_stay_are_computed_while_the_others_travel(ranks: list[Any]) -> None:
+    """First while the first piece is on its way, then while the last one returns."""
+    there, piece = ["started"] * 2, ["waited", "experts", "started"]
+    for _, events in ranks:
+        forward, backward = events["peers"]
+        assert forward == [*there, "experts", *piece, *piece, "experts", "waited", "waited"]
+        assert backward[:3] == [*there, "experts"] and backward[-2:] == ["waited", "waited"]

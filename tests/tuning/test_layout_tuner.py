@@ -319,6 +319,30 @@ def test_a_new_dimension_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         assert label.endswith(" shadows=2") and values == {0, 2}
 
 
+def test_pieces_are_chosen_by_direction_and_by_cut() -> None:
+    """Where a backward pass in four pieces by peers is the fastest, it is found."""
+    def rank(comm: Comm) -> tuple[set[str], set[int], str]:
+        settings = config(tries=100, max_d=4)
+        layer, labels, _ = drive(comm, lambda c: 1.0 if (c.d_backward, c.cut) == (
+            4, "peers") else 2.0, 300, settings=settings)
+        found = layer.layouts.tuner.candidates((8, 0))
+        return {c.cut for c in found}, {c.d_backward for c in found}, labels[-1]
+
+    for cuts, backward, label in run_simulated(2, rank):
+        # one expert a rank: to cut by experts is to cut by rows
+        assert cuts == {"rows", "peers"} and backward == {0, 1, 2, 4}
+        assert "/4 " in label and label.endswith(" cut=peers")
+
+
+def test_a_cut_that_a_dispatcher_cannot_make_is_refused() -> None:
+    settings = from_dict({"model_dim": 8, "num_experts": 2, "experts": {"hidden_dim": 16},
+                          "dispatch": {"name": "padded", "capacity_factor": 1.0},
+                          "parallel": {"d": 2, "cut": "peers"}})
+    with pytest.raises(ValueError, match="parallel.cut='peers' does not fit dispatch.name='padded'"
+                       r".*must be one of \['rows'\]"):
+        run_simulated(2, lambda comm: MoELayer(settings, comm))
+
+
 def test_a_load_on_a_border_stays_in_its_bucket() -> None:
     """Loads that swing by a fifth around a bucket's border share one; a load that leaves for good
     gets its own.

@@ -11,7 +11,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.chunks import receive_first
 
 
-@algorithms.register("linear")
+@algorithms.register("linear", direct=True)
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """Every rank sends to every rank directly; on gloo as messages, all receives posted first.
@@ -25,7 +25,7 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
         x, send, recv)
 
 
-@algorithms.register("native")
+@algorithms.register("native", direct=True)
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """Every rank sends to every rank directly: always the backend's own all-to-all."""

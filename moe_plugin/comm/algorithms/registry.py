@@ -14,10 +14,11 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 class ExchangeRegistry(Registry[Exchange]):
     """All-to-all algorithms by name: `Exchange` objects, or plain functions, which become one."""
 
-    def register(self, name: str, **options: Any) -> Callable[[Algorithm], Algorithm]:
+    def register(self, name: str, *, direct: bool = False,
+                 **options: Any) -> Callable[[Algorithm], Algorithm]:
         """Decorator: `@algorithms.register("mine")` on a function `(comm, x, send, recv) -> rows`.
 
-        It returns what it decorates; `get` returns the `Exchange`.
+        It returns what it decorates; `get` returns the `Exchange`. direct: see `Exchange`.
         Raises: ValueError: the name is taken. TypeError: neither an `Exchange` nor a function.
         """
         add = super().register(name, **options)
@@ -26,7 +27,8 @@ class ExchangeRegistry(Registry[Exchange]):
             if isinstance(value, type) or not callable(value):
                 raise TypeError(f"all_to_all {name!r} is {value!r}; register an Exchange object or "
                                 "a function (comm, x, send, recv) -> rows")
-            add(value if isinstance(value, Exchange) else FunctionExchange(value))
+            add(value if isinstance(value, Exchange) else FunctionExchange(
+                value, name if direct else None))
             return value
 
         return checked

@@ -1,0 +1,204 @@
+"""What overlap gains: two emulated nodes of one rank, exchange and products alone and together.
+
+    python scripts/benchmark_overlap.py [--out docs/benchmarks] [--rounds 15]
+
+Needs Linux and root, and about five minutes on an idle machine with two processors or more. Writes
+overlap.json and overlap.md; the report contains the load average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.bench.layouts import slowest
+from moe_plugin.bench.report import paragraph, table
+from moe_plugin.config import from_dict
+from moe_plugin.config.parallel import CUTS
+from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.records import ExpertRows
+
+ROOT = Path(__file__).resolve().parents[1]
+NODES, EXPERTS, WIDTH = 2, 4, 256
+TOKENS, HIDDEN = 1024, 2048
+RATES = (25e6, 50e6, 100e6)  # bit/s of a node's link
+AIM = 1.10  # times the larger of exchange and products
+
+
+def layouts(degrees: list[int], cuts: list[str]) -> dict[str, LayoutChoice]:
+    """The layouts measured, by their column's name, without overlap first."""
+    found = {"d=1": LayoutChoice(r=1)}
+    for cut in cuts:
+        found |= {f"d={d} {cut}": LayoutChoice(r=1, d=d, cut=cut) for d in degrees}
+    return found
+
+
+class Alone:
+    """Exchange and products of one call of a layer, each by itself.
+
+    Args:
+        layer: runs with r = 1 and exact rows. x_TD: [T, D] tokens of this rank.
+    """
+
+    def __init__(self, layer: MoELayer, x_TD: Tensor) -> None:
+        tokens = layer.tokens.enter(x_TD, None, None, layer.experts.dtype)
+        routing = layer.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
+        place = layer.layouts.available.at(LayoutChoice(r=1)).dispatcher
+        plan = place.plan(layer.capacity(routing, True))
+        self.layer, self.algorithm, (self.piece,) = layer, place.placement.algorithm, plan.pieces
+        self.rows_ND = torch.randn(sum(self.piece.send), WIDTH)
+        self.here_RD = torch.randn(sum(self.piece.recv), WIDTH, requires_grad=True)
+        self.y_RD = self.here_RD
+
+    def exchange(self) -> None:
+        """Rows there and back; backward sends as many."""
+        there_RD = self.algorithm(self.layer.comm, self.rows_ND, self.piece.send, self.piece.recv)
+        self.algorithm(self.layer.comm, there_RD, self.piece.recv, self.piece.send)
+
+    def products(self) -> None:
+        """The experts on the rows that reach this rank."""
+        self.y_RD = self.layer.experts(ExpertRows(self.here_RD, self.piece.counts))
+
+    def products_backward(self) -> None:
+        """Gradients of the rows and of the weights."""
+        self.y_RD.backward(torch.ones_like(self.y_RD))
+
+
+def run_rank(sizes: dict[str, int], choices: dict[str, LayoutChoice],
+             rounds: int) -> dict[str, list[float]]:
+    """One rank: seconds of each measurement by name and round; the first round does not count."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layer = MoELayer(
+        from_dict({
+            "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
+            "experts": {"hidden_dim": sizes["hidden"]}, "comm": {"all_to_all": "linear"}
+        }), TorchComm())
+    torch.manual_seed(1 + layer.comm.rank)
+    x_TD = torch.randn(sizes["tokens"], WIDTH, requires_grad=True)
+    grad_TD, alone = torch.randn_like(x_TD), Alone(layer, x_TD)
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        layer.comm.barrier()
+        start = time.perf_counter()
+        made = work()
+        seconds.setdefault(name, []).append(time.perf_counter() - start)
+        return made
+
+    for _ in range(1 + rounds):
+        timed("exchange", alone.exchange)
+        timed("products forward", alone.products)
+        timed("products backward", alone.products_backward)
+        for name, choice in choices.items():
+            # bound, or it would look at the next choice
+            y_TD = timed(f"{name} forward", lambda choice=choice: layer(x_TD, choice=choice)).output
+            timed(f"{name} backward", lambda y_TD=y_TD: y_TD.backward(grad_TD))
+    return {name: found[1:] for name, found in seconds.items()}
+
+
+def summary(ranks: list[dict[str, list[float]]], names: Iterable[str]) -> dict[str, Any]:
+    """Medians in seconds of the slowest rank, by direction."""
+    def median(name: str) -> float:
+        return statistics.median(slowest([{"seconds": rank} for rank in ranks], name))
+
+    return {
+        direction: {
+            "exchange": median("exchange"), "products": median(f"products {direction}"),
+            "total": {name: median(f"{name} {direction}") for name in names}
+        } for direction in ("forward", "backward")
+    }
+
+
+def bound(found: dict[str, Any]) -> float:
+    """Seconds that no overlap can go below."""
+    return max(found["exchange"], found["products"])
+
+
+def row(rate: float, direction: str, found: dict[str, Any]) -> list[str]:
+    """A line of the table: times in ms, totals with their ratio to the bound."""
+    least, total = bound(found), found["total"]
+    best = min(total, key=total.get)
+    return [
+        f"{rate / 1e6:.0f}", direction, f"{1e3 * found['exchange']:.0f}",
+        f"{1e3 * found['products']:.0f}",
+        *(f"{1e3 * s:.0f} ({s / least:.2f})" for s in total.values()),
+        f"{total[best] / least:.2f} ({best})"
+    ]
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The page."""
+    cells = [(cell["rate"], direction, cell[direction]) for cell in report["cells"]
+             for direction in ("forward", "backward")]
+    head = ["Mbit/s", "direction", "exchange", "products", *cells[0][2]["total"], "best"]
+    kept = sum(min(f["total"].values()) <= AIM * bound(f) for _, _, f in cells)
+    lines = [
+        "# Overlap on two emulated nodes", "",
+        paragraph(
+            "Made by `python scripts/benchmark_overlap.py`. Milliseconds of the slowest rank, "
+            f"medians of {report['rounds']} rounds; all columns are measured in turn in the same "
+            "processes. In brackets: over the larger of exchange and products, below which no "
+            "overlap can go. Totals are of whole layer calls, with routing and copies."), "",
+        paragraph(
+            f"{NODES} nodes of one rank and one thread, {report['sizes']['tokens']} tokens a rank, "
+            f"width {WIDTH}, inner width {report['sizes']['hidden']}, {EXPERTS} experts, k = 1, "
+            f"fp32; load average before and after: {report['load']}."), "",
+        table(head, [row(*cell) for cell in cells]), "",
+        f"Within {AIM:.2f} of the larger one: {kept} of {len(cells)} lines."
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every rate on a cluster of its own."""
+    sizes = {"tokens": args.tokens, "hidden": args.hidden}
+    choices = layouts(args.degrees, args.cuts)
+    before, cells = os.getloadavg()[0], []
+    for rate in args.rates:
+        with EmulatedCluster(NODES, 1, rate_bit_s=rate) as cluster:
+            ranks = cluster.run(run_rank, sizes, choices, args.rounds, timeout_s=600)
+        cells.append({"rate": rate, **summary(ranks, choices)})
+    return {
+        "sizes": sizes, "rounds": args.rounds, "cells": cells,
+        "load": [round(before, 1), round(os.getloadavg()[0], 1)]
+    }
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
+                        help="folder to write to")
+    parser.add_argument("--rounds", type=int, default=15,
+                        help="measurements of each column (default: %(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES,
+                        help="bit/s of a node's link (default: %(default)s)")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[2, 4, 8],
+                        help="values of d, besides 1 (default: %(default)s)")
+    parser.add_argument("--cuts", nargs="+", default=["rows", "peers"], choices=CUTS,
+                        help="ways to cut the rows (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=TOKENS,
+                        help="of a rank (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=HIDDEN,
+                        help="inner width of an expert (default: %(default)s)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    report = measure(args)
+    (args.out / "overlap.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    (args.out / "overlap.md").write_text(markdown(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

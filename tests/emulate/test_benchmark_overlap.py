@@ -1,0 +1,53 @@
+"""The benchmark of overlap: what its page says of its numbers, and that it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from moe_plugin.emulate import why_not
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmark_overlap.py"
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_overlap", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_compares_with_the_larger_of_exchange_and_products() -> None:
+    script = _script()
+    names = script.layouts([2], ["rows", "peers"])
+    assert list(names) == ["d=1", "d=2 rows", "d=2 peers"]
+    ranks = [{f"{name} {way}": [0.1 * (1 + rank)] * 3 for name in names
+              for way in ("forward", "backward")} for rank in range(2)]
+    for rank, found in enumerate(ranks):
+        found |= {"exchange": [0.1], "products forward": [0.16 + rank / 25],
+                  "products backward": [0.15]}
+    cell = {"rate": 5e7, **script.summary(ranks, names)}
+    page = script.markdown({"rounds": 3, "sizes": {"tokens": 8, "hidden": 4}, "load": [0, 0],
+                            "cells": [cell]})
+    # of the slowest rank
+    assert "| 50     | forward   | 100      | 200      | 200 (1.00) |" in page
+    assert "| 50     | backward  | 100      | 150      | 200 (1.33) |" in page
+    assert "Within 1.10 of the larger one: 1 of 2 lines." in page
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+def test_it_runs(tmp_path: Path) -> None:
+    sizes = "--rounds 1 --rates 1e9 --degrees 2 --tokens 16 --hidden 8 --cuts rows peers experts"
+    subprocess.run([sys.executable, str(SCRIPT), "--out", str(tmp_path), *sizes.split()],
+                   check=True, timeout=200)
+    (cell,) = json.loads((tmp_path / "overlap.json").read_text())["cells"]
+    assert list(cell["forward"]["total"]) == ["d=1", "d=2 rows", "d=2 peers", "d=2 experts"]
+    assert (tmp_path / "overlap.md").read_text().count("\n| 1000 ") == 2

@@ -1,0 +1,60 @@
+"""Weight gradients that the pieces of one pass add up: the values of autograd's sum, one tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
+from moe_plugin.kernels.grad_sums import GradSums
+from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.records import RowCounts
+
+D, F, L = 4, 6, 3
+PIECES = [[2, 0, 3], [0, 0, 1], [1, 0, 0]]  # rows by expert; the second expert has none
+
+
+def _parameters(gated: bool, sums: GradSums | None) -> FFNParameters:
+    g = torch.Generator().manual_seed(1)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(L, *shape, generator=g, dtype=torch.float64).requires_grad_()
+
+    return FFNParameters(weight(D, F), weight(F), weight(D, F) if gated else None, None,
+                         weight(F, D), weight(D), "gelu", Workspace(), sums=sums)
+
+
+def _grads(name: str, gated: bool, sums: GradSums | None) -> list[list[torch.Tensor]]:
+    """Of two passes through one graph."""
+    p, g = _parameters(gated, sums), torch.Generator().manual_seed(2)
+    weights = [w for w in (p.w_in_LDF, p.w_gate_LDF, p.w_out_LFD, p.b_in_LF) if w is not None]
+    total = torch.zeros((), dtype=torch.float64)
+    for counts in PIECES:
+        x = torch.randn(sum(counts), D, generator=g, dtype=torch.float64)
+        total = total + strategies.get(name)(x, RowCounts(counts), p).square().sum()
+    return [list(torch.autograd.grad(total, weights, retain_graph=True)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["fused", "loop"])
+def test_sums_are_autograds(name: str, gated: bool) -> None:
+    expected = _grads("loop", gated, None)[0]
+    for found in _grads(name, gated, GradSums()):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+            assert not ours[1].any()
+
+
+def test_pieces_write_into_one_gradient() -> None:
+    p, made = _parameters(False, GradSums()), []
+
+    class Counting(Workspace):
+        def empty(self, purpose, shape, like):
+            made.append(purpose)
+            return super().empty(purpose, shape, like)
+
+    p = FFNParameters(**{**vars(p), "memory": Counting()})
+    x = torch.randn(5, D, dtype=torch.float64)
+    sum(strategies.get("fused")(x, RowCounts([2, 0, 3]), p).sum() for _ in range(4)).backward()
+    assert made.count("gradient w_in_LDF") == made.count("gradient w_out_LFD") == 1
+    assert p.w_in_LDF.grad is not None and p.w_out_LFD.grad is not None
