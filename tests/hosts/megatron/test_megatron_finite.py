@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.test_megatron_train import EP2, MODEL, PP2
+from tests.hosts.megatron.training import EP2, MODEL, PP2
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 

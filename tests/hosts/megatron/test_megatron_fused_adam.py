@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.test_megatron_train import EP2, MODEL, _losses
+from tests.hosts.megatron.training import EP2, MODEL, losses_of
 
 pytestmark = pytest.mark.megatron
 FUSED = "--moe-fused-adam"
@@ -77,7 +77,7 @@ def test_a_run_resumes_with_the_other_adam(sharded: list[str], data: str, tmp_pa
         for _, fused, _ in on_ranks(2, _train, [*argv, *second, "--load", folder, "--log-file",
                                                 log]):
             assert all(fused) if second else not any(fused)
-        whole, rest = _losses(f"{folder}/log.jsonl"), _losses(log)
+        whole, rest = losses_of(f"{folder}/log.jsonl"), losses_of(log)
         assert sorted(rest) == [4, 5, 6]
         assert rest == pytest.approx({step: whole[step] for step in rest}, abs=2e-4)
 

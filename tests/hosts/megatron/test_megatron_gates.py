@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core",
 from tests.hosts.megatron.layers import Case, batch, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.test_megatron_routers import _layer
-from tests.hosts.megatron.test_megatron_train import EP2, MODEL, PP2, _losses, _train
+from tests.hosts.megatron.training import EP2, MODEL, PP2, losses_of, trained
 
 pytestmark = pytest.mark.megatron
 GATES = ["--moe-router", "switch,expert_choice", "--moe-aux-loss-coeff", "0.01"]
@@ -30,8 +30,8 @@ def _run(corpus: str, home: Path, *argv: str, world: int = 2) -> dict[int, float
         "--log-file", f"{home}.log.jsonl", "--moe-stats-jsonl", f"{home}.jsonl",
         "--moe-stats-interval", "1"
     ]
-    on_ranks(world, _train, [*MODEL, "--data-path", corpus, "--train-iters", "8", *files, *argv])
-    return _losses(f"{home}.log.jsonl")
+    on_ranks(world, trained, [*MODEL, "--data-path", corpus, "--train-iters", "8", *files, *argv])
+    return losses_of(f"{home}.log.jsonl")
 
 
 def _begun(corpus: str, home: Path, *argv: str) -> dict[int, float]:
@@ -106,7 +106,7 @@ def _train_aux(argv: list[str]) -> list[dict[str, Any]]:
 
     records: list[dict[str, Any]] = []
     report.RunLog.write = lambda self, record: records.append(record)
-    _train(argv)
+    trained(argv)
     return [{"aux": r["aux_losses"], "norm": r["grad_norm"], "loss": r["lm_loss"]} for r in records]
 
 
@@ -118,7 +118,7 @@ def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_
     """
     argv = [*MODEL, "--data-path", data, "--train-iters", "4", "--num-layers", "8",
             "--moe-aux-loss-coeff", "10", "--moe-z-loss-coeff", "1"]
-    on_ranks(1, _train, [*argv, "--train-iters", "1", "--save", str(tmp_path)])
+    on_ranks(1, trained, [*argv, "--train-iters", "1", "--save", str(tmp_path)])
     want = _aux(argv, str(tmp_path), world=1)
     assert len(want) == 3 and all(
         set(r["aux"]) == {"load_balancing_loss", "z_loss"} and all(v > 0
@@ -138,7 +138,7 @@ def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_
                                                                  rel=1e-3)
     # and what virtual stages save, one rank goes on with
     saved = tmp_path / "virtual"
-    on_ranks(4, _train,
+    on_ranks(4, trained,
              [*argv, "--load",
               str(tmp_path), *virtual, "--train-iters", "3", "--save",
               str(saved)])
@@ -239,7 +239,7 @@ def _parameters(argv: list[str]) -> list[torch.Tensor]:
     built: list[Any] = []
     build = model.build
     model.build = lambda *args: built.append(build(*args)) or built[0]
-    _train(argv)
+    trained(argv)
     assert torch.are_deterministic_algorithms_enabled()
     return [p.detach() for p in built[0].chunks[0].parameters()]
 

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts import kills
 from tests.hosts.megatron.ranks import ROOT, run_main
-from tests.hosts.megatron.test_megatron_train import EP2, MODEL
+from tests.hosts.megatron.training import EP2, MODEL
 
 pytestmark = [pytest.mark.distributed, pytest.mark.megatron]
 

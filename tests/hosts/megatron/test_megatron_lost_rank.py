@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts.lost_rank import is_last, lose
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.test_megatron_train import EP2, MODEL, _train
+from tests.hosts.megatron.training import EP2, MODEL, trained
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 def _train_and_lose(how: str, argv: list[str]) -> None:
     if is_last():
         lose(how, "send_receive", 9)
-    _train(argv)
+    trained(argv)
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])

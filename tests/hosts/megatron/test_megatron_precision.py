@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.test_megatron_train import EP2, MODEL, PP2, _message, _train
+from tests.hosts.megatron.training import EP2, MODEL, PP2, refusal, trained
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 SHARDED = ["--use-distributed-optimizer"]
@@ -29,7 +29,7 @@ def _runs(argvs: list[list[str]]) -> None:
     from moe_plugin.hosts.megatron.compat import core
 
     for argv in argvs:
-        _train(argv)
+        trained(argv)
         core.destroy_groups()
 
 
@@ -78,7 +78,7 @@ def test_overlapped_communication_changes_no_loss(name: str, data: str, tmp_path
     for weight in one:
         torch.testing.assert_close(other[weight], one[weight], rtol=1e-5, atol=1e-6)
     (tmp_path / "overlapped" / "latest_checkpointed_iteration.txt").write_text("3")
-    on_ranks(world, _train, resumed)
+    on_ranks(world, trained, resumed)
     assert _losses(tmp_path / "resumed.jsonl") == pytest.approx(
         _losses(tmp_path / "plain" / "log.jsonl")[3:], rel=1e-6)
 
@@ -87,7 +87,7 @@ def test_overlapped_communication_changes_no_loss(name: str, data: str, tmp_path
     (["--overlap-param-gather", "--overlap-grad-reduce"], "--use-distributed-optimizer"),
     (["--bf16", "--fp16"], "False with --bf16"), (["--loss-scale", "0"], "loss_scale=0.0")])
 def test_flags_that_do_not_fit_are_named(extra: list[str], message: str, data: str) -> None:
-    [found] = on_ranks(1, _message, [*MODEL, "--data-path", data, "--train-iters", "2", *extra])
+    [found] = on_ranks(1, refusal, [*MODEL, "--data-path", data, "--train-iters", "2", *extra])
     assert message in found
 
 
@@ -115,7 +115,7 @@ def test_fp16_trains_as_bf16_and_counts_overflows(world: int, sizes: list[str], 
     assert first == pytest.approx(want[0], rel=5e-2)  # on later samples
     assert rows[-1]["lm_loss"] < want[0] - 0.1
     (tmp_path / "fp16" / "latest_checkpointed_iteration.txt").write_text("35")
-    on_ranks(world, _train, [*fp16, "--load", str(tmp_path / "fp16"), "--log-file",
+    on_ranks(world, trained, [*fp16, "--load", str(tmp_path / "fp16"), "--log-file",
                              str(tmp_path / "resumed.jsonl")])
     again = _rows(tmp_path / "resumed.jsonl")
     assert [row["loss_scale"] for row in again] == [rows[-1]["loss_scale"]] * 5

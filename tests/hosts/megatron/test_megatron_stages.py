@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts.megatron.layers import Case, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.test_megatron_train import EP2, MODEL
+from tests.hosts.megatron.training import EP2, MODEL
 
 pytestmark = [
     pytest.mark.megatron, pytest.mark.distributed,

@@ -1,0 +1,352 @@
+"""Checkpoints of the training script: continued at other sizes and in other layouts, damaged,
+without trust, on full disks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, losses_of, refusal, trained
+
+pytestmark = pytest.mark.megatron
+
+
+@pytest.fixture(scope="module")
+def whole_run(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, float]]:
+    """Eight steps at EP2 with a checkpoint after four: (folder, losses by step)."""
+    folder = str(tmp_path_factory.mktemp("whole run"))
+    on_ranks(2, trained, [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--save", folder, "--save-interval", "4",
+        *EP2
+    ])
+    Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
+    return folder, losses_of(f"{folder}/log.jsonl")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world", "sizes"), [(2, EP2), (1, []), (2, TP2), (2, PP2),
+                                              (2, ["--expert-tensor-parallel-size", "2"])],
+                         ids=["EP2", "EP1", "TP2", "PP2", "ETP2"])
+def test_checkpoint_continues_at_other_sizes(world: int, sizes: list[str], data: str,
+                                             whole_run: Any, tmp_path: Path) -> None:
+    folder, losses = whole_run
+    log = str(tmp_path / "log.jsonl")
+    on_ranks(world, trained, [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--load", folder, "--log-file", log,
+        *sizes
+    ])
+    found = losses_of(log)
+    assert sorted(found) == [5, 6, 7, 8]
+    for step, loss in found.items():
+        assert loss == pytest.approx(losses[step], abs=2e-4)
+
+
+@pytest.mark.distributed
+def test_experts_cut_and_whole_share_checkpoints(data: str, whole_run: Any, tmp_path: Path) -> None:
+    """Steps 5 and 6 with every expert cut over two ranks, at PP2 and r = 1, from a checkpoint of
+    whole experts; 7 and 8 with whole ones again.
+    """
+    argv, folder = [*MODEL, "--data-path", data, "--train-iters", "8"], str(tmp_path)
+    cut = [
+        "--expert-tensor-parallel-size", "2", "--moe-expert-shards", "2", "--moe-parallel-r", "1",
+        *PP2
+    ]
+    on_ranks(4, trained,
+             [*argv, *cut, "--load", whole_run[0], "--save", folder, "--exit-interval", "6"])
+    on_ranks(2, trained, [
+        *argv, *EP2, "--moe-parallel-r", "0", "--load", folder, "--log-file",
+        f"{folder}/second.jsonl"
+    ])
+    found = {**losses_of(f"{folder}/log.jsonl"), **losses_of(f"{folder}/second.jsonl")}
+    assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("saved", "loaded"), [([], ["--moe-expert-shards", "2"]),
+                                               (["--moe-expert-shards", "2"], [])],
+                         ids=["to shards", "from shards"])
+def test_distributed_optimizer_of_cut_experts(saved: list[str], loaded: list[str], data: str,
+                                              tmp_path: Path) -> None:
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "6", "--use-distributed-optimizer",
+        "--expert-tensor-parallel-size", "2"
+    ]
+    folder = str(tmp_path)
+    on_ranks(2, trained, [*argv, *saved, "--save", folder, "--save-interval", "3"])
+    Path(folder, "latest_checkpointed_iteration.txt").write_text("3")
+    on_ranks(2, trained, [*argv, *loaded, "--load", folder, "--log-file", f"{folder}/second.jsonl"])
+    first, second = losses_of(f"{folder}/log.jsonl"), losses_of(f"{folder}/second.jsonl")
+    assert [second[step]
+            for step in (4, 5, 6)] == pytest.approx([first[step] for step in (4, 5, 6)], abs=2e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("momentum", ["0", "0.9"])
+def test_sgd_resumes(momentum: str, data: str, tmp_path: Path) -> None:
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "6", "--optimizer", "sgd", "--sgd-momentum",
+        momentum, "--lr", "0.1", *EP2
+    ]
+    on_ranks(2, trained, [*argv, "--save", str(tmp_path), "--save-interval", "3"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    on_ranks(1, trained,
+             [*argv[:-2], "--load",
+              str(tmp_path), "--log-file",
+              str(tmp_path / "rest.jsonl")])
+    whole, rest = losses_of(str(tmp_path / "log.jsonl")), losses_of(str(tmp_path / "rest.jsonl"))
+    assert rest == pytest.approx({step: whole[step] for step in (4, 5, 6)}, abs=2e-4)
+
+
+@pytest.mark.distributed
+def test_distributed_optimizer_from_one_rank_to_two(data: str, tmp_path: Path) -> None:
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--use-distributed-optimizer", "--bf16",
+        "--moe-router-fp32"
+    ]
+    folder = str(tmp_path)
+    on_ranks(1, trained, [*argv, "--save", folder, "--save-interval", "4"])
+    saved = FileSystemReader(f"{folder}/iter_0000004").read_metadata().state_dict_metadata
+    kept = {name.rsplit(".", 2)[-2]: part.properties.dtype for name, part in saved.items()
+            if name.endswith(("router.weight", "experts.w_in_LDF")) and "optimizer" not in name}
+    assert kept == {"router": torch.float32, "experts": torch.bfloat16}
+    Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
+    on_ranks(2, trained, [*argv, "--load", folder, "--log-file", f"{folder}/second.jsonl", *EP2])
+    first, second = losses_of(f"{folder}/log.jsonl"), losses_of(f"{folder}/second.jsonl")
+    assert [second[step] for step in (5, 6, 7, 8)] == pytest.approx(
+        [first[step] for step in (5, 6, 7, 8)], abs=5e-3)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes",
+                         [["--tensor-model-parallel-size", "2"],
+                          [
+                              *EP2, "--recompute-granularity", "full", "--recompute-method",
+                              "uniform", "--recompute-num-layers", "1"
+                          ]], ids=["TP2 without SP", "full recompute"])
+def test_other_ways_give_the_same_curve(sizes: list[str], data: str, whole_run: Any,
+                                        tmp_path: Path) -> None:
+    log = str(tmp_path / "log.jsonl")
+    on_ranks(2, trained, [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--load", whole_run[0], "--log-file",
+        log, *sizes
+    ])
+    assert [losses_of(log)[step]
+            for step in (5, 8)] == pytest.approx([whole_run[1][step] for step in (5, 8)], abs=2e-4)
+
+
+@pytest.mark.distributed
+def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whole_run: Any,
+                                                                 tmp_path: Path) -> None:
+    """Two stages of two tensor-parallel ranks: PPMoE by flag for two steps, saved; Parm S2 by YAML
+    for the rest. The first steps ran at EP2.
+    """
+    argv = [
+        *MODEL, "--data-path", data, "--train-iters", "8", "--tensor-model-parallel-size", "2", *PP2
+    ]
+    stats = tmp_path / "stats.jsonl"
+    (tmp_path / "parm.yaml").write_text(
+        "dispatch: {name: padded, capacity_factor: 0}\nparallel: {replicas: 2, schedule: s2}\n")
+    on_ranks(4, trained, [
+        *argv, "--moe-dispatch", "index_slice", "--load", whole_run[0], "--save",
+        str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl",
+        str(stats)
+    ])
+    on_ranks(4, trained, [
+        *argv, "--moe-config",
+        str(tmp_path / "parm.yaml"), "--load",
+        str(tmp_path), "--log-file",
+        str(tmp_path / "parm.jsonl")
+    ])
+    found = {**losses_of(str(tmp_path / "log.jsonl")), **losses_of(str(tmp_path / "parm.jsonl"))}
+    assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
+    for rows in (stats, Path(f"{stats}.stage1")):
+        for row in map(json.loads, rows.read_text().splitlines()):
+            assert row["exchanges"] == {} and row["tokens"] == 8 * 32 and row[
+                "rows"] == 2 * row["tokens"]
+
+
+@pytest.mark.distributed
+def test_parm_over_expert_parallel_ranks_then_ppmoe_under_sequence_parallelism_give_the_same_curve(
+        data: str, whole_run: Any, tmp_path: Path) -> None:
+    """Parm S1 with EP2 TP2 ETP2 for two steps, saved; PPMoE in two tensor-parallel groups with
+    sequence parallelism for the rest.
+    """
+    tensor, stats = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size",
+                     "2"], tmp_path / "stats.jsonl"
+    argv = [*MODEL, "--data-path", data, "--train-iters", "8", *tensor]
+    parm = ["--moe-replicas", "2", "--moe-replicas-schedule", "s1", *EP2]
+    on_ranks(4, trained, [
+        *argv, *parm, "--load", whole_run[0], "--save",
+        str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl",
+        str(stats)
+    ])
+    on_ranks(4, trained, [
+        *argv, "--sequence-parallel", "--moe-dispatch", "index_slice", "--load",
+        str(tmp_path), "--log-file",
+        str(tmp_path / "ppmoe.jsonl")
+    ])
+    found = {**losses_of(str(tmp_path / "log.jsonl")), **losses_of(str(tmp_path / "ppmoe.jsonl"))}
+    assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
+    assert all(row["exchanges"] and row["tokens"] == 8 * 32
+               for row in map(json.loads,
+                              stats.read_text().splitlines()))
+
+
+def _copy_of(folder: str, target: Path) -> Path:
+    import shutil
+
+    shutil.copytree(folder, target / "copy")
+    return target / "copy"
+
+
+def test_bad_checkpoints_are_named(data: str, whole_run: Any, tmp_path: Path) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "8"]
+    folder = _copy_of(whole_run[0], tmp_path)
+    [message] = on_ranks(1, refusal, [*argv, "--num-experts", "8", "--load", str(folder)])
+    assert "num_moe_experts=4" in message and "num_moe_experts=8" in message
+
+    shard = min((folder / "iter_0000004").glob("*.distcp"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    [message] = on_ranks(1, refusal, [*argv, "--load", str(folder)])
+    assert "is damaged" in message and shard.name in message and str(len(whole)) in message
+
+    shard.write_bytes(b"\0" * len(whole))
+    [message] = on_ranks(1, refusal, [*argv, "--load", str(folder)])
+    assert "is damaged" in message and f"{shard.name} has another checksum" in message
+
+    meta = folder / "iter_0000004" / "moe_plugin.json"  # as of a release without checksums
+    meta.write_text(json.dumps({k: v for k, v in json.loads(meta.read_text()).items()
+                                if k not in ("sealed", "crc32", "checksums")}))
+    [message] = on_ranks(1, refusal, [*argv, "--load", str(folder)])
+    assert "cannot be loaded" in message and "latest_checkpointed_iteration.txt" in message
+
+    (folder / "iter_0000004" / "moe_plugin.json").write_text("[]")
+    [message] = on_ranks(1, refusal, [*argv, "--load", str(folder)])
+    assert "no readable moe_plugin.json" in message and "incomplete" in message
+
+    (folder / "latest_checkpointed_iteration.txt").write_text("soon")
+    [message] = on_ranks(1, refusal, [*argv, "--load", str(folder)])
+    assert "'soon'" in message
+
+
+def _flips(folder: str) -> tuple[int, list[str]]:
+    """Number of single bit flips and cut ends tried in every file of a checkpoint; those that were
+    not found.
+    """
+    from moe_plugin.checkpoint import CheckpointError
+    from moe_plugin.hosts.megatron.checkpoint_files import verified_meta
+
+    tried, silent = 0, []
+    for path in sorted(Path(folder).iterdir()):
+        whole = path.read_bytes()
+        for offset in sorted({*range(16), *range(0, len(whole), max(1, len(whole) // 60)),
+                              *range(len(whole) - 32, len(whole))}):
+            flipped = bytearray(whole)
+            flipped[offset] ^= 1 << offset % 8
+            cut = whole[:offset]  # of the line break at the end of a text it may go without
+            for content in (flipped, cut) if cut.strip() != whole.strip() else (flipped,):
+                path.write_bytes(content)
+                tried += 1
+                with contextlib.suppress(CheckpointError):
+                    verified_meta(folder)
+                    silent.append(f"{path.name}:{offset}")
+        path.write_bytes(whole)
+    verified_meta(folder)
+    return tried, silent
+
+
+def test_every_single_bit_flip_and_every_cut_is_detected(whole_run: Any, tmp_path: Path) -> None:
+    folder = _copy_of(whole_run[0], tmp_path)
+    [(tried, silent)] = on_ranks(1, _flips, str(folder / "iter_0000004"))
+    assert tried > 500 and not silent
+
+
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(data: str, whole_run: Any,
+                                                        tmp_path: Path) -> None:
+    folder = _copy_of(whole_run[0], tmp_path)
+    (folder / "latest_checkpointed_iteration.txt").write_text("8")
+    shard = max((folder / "iter_0000008").glob("*.distcp"))
+    whole = bytearray(shard.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    shard.write_bytes(whole)
+    log = tmp_path / "resumed.jsonl"
+    on_ranks(2, trained, [*MODEL, "--data-path", data, "--train-iters", "6", *EP2, "--load",
+                         str(folder), "--log-file", str(log)])
+    assert losses_of(str(log)) == {step: whole_run[1][step] for step in (5, 6)}
+
+
+class _Payload:
+    """A pickle that writes a file where it is loaded."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.target,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "entry"])
+def test_no_code_runs_from_a_checkpoint(name: str, data: str, whole_run: Any,
+                                        tmp_path: Path) -> None:
+    folder, target = _copy_of(whole_run[0], tmp_path), tmp_path / "code has run"
+    path, bad = folder / "iter_0000004", _Payload(str(target))
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    if name == ".metadata":
+        metadata.planner_data = bad
+    elif name == "common.pt":
+        torch.save({"progress": bad}, path / "common.pt")
+    else:
+        key = next(key for key in metadata.storage_data if type(
+            metadata.state_dict_metadata[key.fqn]).__name__ == "BytesStorageMetadata")
+        place = metadata.storage_data[key]
+        torch.save([bad], path / place.relative_path)
+        place.offset, place.length = 0, (path / place.relative_path).stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / "moe_plugin.json").write_text(json.dumps({  # as of a release without checksums
+        **json.loads((path / "moe_plugin.json").read_text()), "checksums": {}, "files": {}
+    }).replace('"sealed": true, ', ""))
+    meta = json.loads((path / "moe_plugin.json").read_text())
+    meta.pop("crc32")
+    (path / "moe_plugin.json").write_text(json.dumps(meta))
+    argv = [*MODEL, "--data-path", data, "--train-iters", "5", "--load", str(folder)]
+    [message] = on_ranks(1, refusal, argv)
+    assert "refused" in message and "--trust-checkpoint" in message and "mkdir" in message
+    assert not target.exists()
+    on_ranks(1, refusal, [*argv, "--trust-checkpoint"])
+    assert target.exists() or name != ".metadata"  # this run does not read that entry
+
+
+def _save_without_space(argv: list[str]) -> str:
+    import errno
+    from unittest import mock
+
+    from megatron.core import dist_checkpointing
+
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(dist_checkpointing, "save", side_effect=error):
+        return refusal(argv)
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_made_end_with_the_remedy(
+        data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--log-file",
+            str(tmp_path / "log.jsonl"), "--save"]
+    for message in on_ranks(1, _save_without_space, [*argv, str(tmp_path / "full")]):
+        assert "disk is full" in message and "free space" in message and "--save" in message
+    (tmp_path / "file").write_text("in the way")
+    [message] = on_ranks(1, refusal, [*argv, str(tmp_path / "file" / "run")])
+    assert "cannot be written" in message and "choose another folder" in message
