@@ -28,6 +28,7 @@ from moe_plugin.hosts.megatron import checkpoint_trust
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
+from moe_plugin.hosts.megatron.groups import comm_of
 from moe_plugin.hosts.megatron.model import Training
 from moe_plugin.hosts.megatron.state import without_missing
 from moe_plugin.messages import short
@@ -121,7 +122,7 @@ def _refuse_not_finite(root: str, training: Training) -> None:
         states = part.optimizer.state.values() if part.optimizer is not None else ()
         tensors += [tensor for state in states for tensor in state.values()
                     if isinstance(tensor, torch.Tensor)]
-    if any_rank(not all_finite(tensors)):
+    if any_rank(not all_finite(tensors), comm_of()):
         raise FloatingPointError(
             "a weight or optimizer state is not finite: no checkpoint is written; the newest one "
             f"in {root} stays. Resume from it with a lower learning rate or other data")

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError, checksums
+from moe_plugin.hosts.plain.named_errors import gather_objects
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input, write_remedy
 
@@ -43,9 +44,7 @@ def together(folder: str, work: Callable[[], None]) -> None:
 
 def gather(value: Any) -> list[Any]:
     """The values of all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    return gather_objects(value, "the ranks' parts of a checkpoint")
 
 
 def _share(names: list[str]) -> Iterator[str]:

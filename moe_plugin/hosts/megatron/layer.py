@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
+from moe_plugin.hosts.megatron.groups import comm_of
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
@@ -103,7 +103,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         ) else torch.device("cuda", torch.cuda.current_device())
         router = None if native is None else NativeRouter(native, config.moe_router_topk,
                                                           plan.native_balance)
-        moe = MoELayer(layer_config(config, plan.config), comm_of(self.groups.experts, plan),
+        moe = MoELayer(layer_config(config, plan.config),
+                       comm_of(self.groups.experts, plan.config.comm.timeout_s),
                        host=self._host_context(config, plan, native is not None),
                        router=router, dtype=config.params_dtype, device=device)
         if config.perform_initialization:
@@ -120,18 +121,18 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                            adds_to_main_grad=bool(config.gradient_accumulation_fusion))
         if native:
             return host
-        groups = self.groups
+        groups, timeout_s = self.groups, plan.config.comm.timeout_s
 
         def parts(group: Any) -> Comm | None:
-            return comm_of(group, plan) if group.size() > 1 else None
+            return comm_of(group, timeout_s) if group.size() > 1 else None
 
         split_loss = parts(groups.tokens)
-        split_batch = comm_of(core.all_data_group(groups.collection), plan)
+        split_batch = comm_of(core.all_data_group(groups.collection), timeout_s)
         if not self.shares_tokens:
             return replace(host, loss_comm=split_loss, batch_comm=split_batch)
         # tensor-parallel ranks route the same tokens, unless the layer splits these between them
         return replace(host, loss_comm=parts(groups.context),
-                       batch_comm=comm_of(groups.data, plan), split_loss_comm=split_loss,
+                       batch_comm=comm_of(groups.data, timeout_s), split_loss_comm=split_loss,
                        split_batch_comm=split_batch)
 
     def _prepare_parameters(self, native: nn.Module | None) -> None:
@@ -148,7 +149,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 parameter.register_hook(self._sum_over_tensor_ranks)
 
     def _sum_over_tensor_ranks(self, grad: Tensor) -> Tensor:
-        return TorchComm(self.groups.tensor).all_reduce(grad)
+        comm = comm_of(self.groups.tensor, self.plan.config.comm.timeout_s)
+        return comm.all_reduce(grad)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Called by Megatron; the number goes into the log's rows, and to a list of routers."""
@@ -302,11 +304,6 @@ def _refused(name: str) -> Any:
 
 for _name in ("router_and_preprocess", "backward_dw"):
     setattr(PluginMoELayer, _name, _refused(_name))
-
-
-def comm_of(group: Any, plan: Translation) -> Comm:
-    """Our `Comm` over one of Megatron's groups."""
-    return LocalComm() if group.size() == 1 else TorchComm(group, plan.config.comm.timeout_s)
 
 
 def _initialise_router(router: nn.Module, config: Any) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.groups import comm_of
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.plain.named_errors import gather_objects
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.observe.timeline import Timeline
@@ -39,18 +40,17 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
     from megatron.core import parallel_state as ps
 
     here = core.logged_losses()
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, {name: entry.values.numel() for name, entry in here.items()})
+    names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
+                           "the auxiliary losses' names")
     sizes = {name: size for each in names for name, size in each.items()}
     found = {}
     for name in sorted(sizes):
         entry = here.get(name)
         values = entry.values.clone() if entry else torch.zeros(sizes[name], device=_device())
-        if entry and entry.reduce_group is not None:
-            dist.all_reduce(values, group=entry.reduce_group)
-        dist.all_reduce(values, group=ps.get_pipeline_model_parallel_group())
         data = ps.get_data_parallel_group()
-        dist.all_reduce(values, group=data)
+        own = [entry.reduce_group] if entry and entry.reduce_group is not None else []
+        for group in (*own, ps.get_pipeline_model_parallel_group(), data):
+            values = comm_of(group).all_reduce(values)
         found[name] = (values / (data.size() * microbatches)).tolist()
     core.set_logged_losses({})
     return found
@@ -78,7 +78,7 @@ class Observer:
         stage = ps.get_pipeline_model_parallel_rank()
         if stage:  # one writer a file: later stages write their own
             config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}")
-        self.recorder = StatsRecorder(config, TorchComm(group) if group.size() > 1 else LocalComm())
+        self.recorder = StatsRecorder(config, comm_of(group))
         self.timeline = Timeline(config,
                                  {f"layer{layer.layer_number}": layer for layer in self.layers},
                                  self.recorder.comm, dist.get_rank())
@@ -105,9 +105,7 @@ class Observer:
         for layer, record in mine.items():
             for sink in self.recorder.sinks:
                 sink.write({"step": iteration, "time": time.time(), "layer": layer, **record})
-        pipeline = ps.get_pipeline_model_parallel_group()
-        found: list[Any] = [None] * pipeline.size()
-        dist.all_gather_object(found, mine, group=pipeline)
+        found = gather_objects(mine, "the layers' records", ps.get_pipeline_model_parallel_group())
         return {layer: record for stage in found for layer, record in stage.items()}
 
 

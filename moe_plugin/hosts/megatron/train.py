@@ -27,6 +27,7 @@ from moe_plugin import determinism
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.hosts.megatron import arguments
+from moe_plugin.hosts.megatron.groups import comm_of, timeout_of
 from moe_plugin.hosts.plain.drops import DropWarning
 from moe_plugin.routing import finish_step
 
@@ -114,8 +115,7 @@ def _timeout(args: argparse.Namespace) -> timedelta:
         raise ValueError(
             f"distributed_timeout_minutes={args.distributed_timeout_minutes} is out of bounds: "
             f"must be > 0 and <= {MOST_SECONDS / 60:g}; use 10")
-    given = {path: ours[path] for path in ("comm.timeout_s",) if path in ours}
-    return timedelta(seconds=min(native_s, with_overrides(MoEConfig(), given).comm.timeout_s))
+    return timedelta(seconds=min(native_s, timeout_of(ours)))
 
 
 def seed_everything(seed: int) -> None:
@@ -280,8 +280,8 @@ class Loop:
         sums = torch.zeros(2, device=self.device)
         for entry in logged:
             sums += entry["lm loss"]
-        dist.all_reduce(sums, group=ps.get_data_parallel_group())
-        dist.all_reduce(sums, group=ps.get_pipeline_model_parallel_group())
+        for group in (ps.get_data_parallel_group(), ps.get_pipeline_model_parallel_group()):
+            sums = comm_of(group).all_reduce(sums)
         return sums.double().cpu()
 
     def _record(self, progress: Any, sums: torch.Tensor, norm: float | None,

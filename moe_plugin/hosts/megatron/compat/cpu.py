@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from moe_plugin.hosts.megatron.groups import comm_of
 
 
 @dataclass(frozen=True)
@@ -237,16 +238,14 @@ def _uneven() -> None:
         lengths = [int(n) for n in splits]
         padded = x.new_zeros((max(lengths), *x.shape[1:]))
         padded[: x.shape[0]] = x
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=group)
+        parts = comm_of(group).all_gather(padded).split(max(lengths))
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])
 
     def scatter(x: Tensor, group: Any, splits: Any = None,
                 use_global_buffer: bool = False) -> Tensor:
         if splits is None or group.size() == 1:
             return even_scatter(x, group, splits, use_global_buffer)
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
+        total = comm_of(group).all_reduce(x.contiguous())
         return total.split([int(n) for n in splits])[group.rank()].clone()
 
     mappings._gather_along_first_dim = _by_any_keyword(gather)

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.megatron.compat.optimizer import parts
+from moe_plugin.hosts.megatron.compat.settings import script_arguments
+from moe_plugin.hosts.megatron.groups import comm_of, timeout_of
+from moe_plugin.hosts.megatron.translate import settings_from_flags
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 10
@@ -33,6 +36,7 @@ class FiniteSteps:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self.comm = comm_of(None, timeout_of(settings_from_flags(script_arguments())))
         self.skipped = self.in_a_row = 0
         self.loss_is_finite = True
         self._prepare: Callable[[], bool] = optimizer.prepare_grads
@@ -49,7 +53,7 @@ class FiniteSteps:
         bad = self._prepare()
         bad |= not self.loss_is_finite or not all_finite(self._gradients())
         self.loss_is_finite = True
-        bad = any_rank(bad)
+        bad = any_rank(bad, self.comm)
         self._update_scale(bad)
         if not bad:
             self.in_a_row = 0
@@ -134,9 +138,6 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return bool(torch.stack([value.float() for value in largest]).isfinite().all())
 
 
-def any_rank(here: bool) -> bool:
-    """True on all ranks where it is on one; a collective call."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor(float(here), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
+def any_rank(here: bool, comm: Comm) -> bool:
+    """True on all ranks of `comm` where it is on one; a collective call."""
+    return bool(comm.all_reduce(torch.tensor(float(here), device=comm.device), "max"))
