@@ -93,14 +93,19 @@ def lm_loss(loss_mask, losses):
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
-def forward_step(batches, model):
-    """One micro-batch through this pipeline stage: (losses or activations, the loss function)."""
+def forward_step(batches, model, return_schedule_plan=False):
+    """One micro-batch through this pipeline stage: (losses or activations, the loss function).
+
+    return_schedule_plan: Megatron asks for a plan to compute them in their place, under
+    `--overlap-moe-expert-parallel-comm`.
+    """
     batch = {
         name: value.cuda(non_blocking=True) for name, value in next(batches).items()
         if isinstance(value, torch.Tensor)
     }
-    output = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"),
-                   labels=batch["labels"], loss_mask=batch["loss_mask"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], batch.get("attention_mask"),
+                 labels=batch["labels"], loss_mask=batch["loss_mask"])
     return output, partial(lm_loss, batch["loss_mask"])
 
 

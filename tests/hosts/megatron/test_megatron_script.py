@@ -103,6 +103,10 @@ LAYOUTS = {
     "EP2, recompute of layers": (
         2, "--expert-model-parallel-size 2 --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1"),
+    "EP2, grouped GEMM": (2, "--expert-model-parallel-size 2 --moe-grouped-gemm"),
+    "EP2, recompute of activations": (
+        2, "--expert-model-parallel-size 2 --moe-grouped-gemm --recompute-granularity selective "
+        "--recompute-modules moe_act"),
     "TP2, recompute of experts": (
         2, "--tensor-model-parallel-size 2 --sequence-parallel "
         "--recompute-granularity selective --recompute-modules moe"),
@@ -119,6 +123,29 @@ def test_a_checkpoint_continues_in_every_layout(layout: str,
     run = train(world, *flags.split(), "--load", folder, *RESUME)
     assert sorted(run.losses) == [3, 4, 5]
     same(run, straight, range(3, 6))
+
+
+@pytest.mark.slow
+def test_virtual_stages_over_two_ranks_continue_a_run_without_them(tmp_path: Path) -> None:
+    layers = ["--num-layers", "4"]
+    straight = train(2, *layers, "--expert-model-parallel-size", "2", "--train-iters", "5",
+                     "--save", str(tmp_path), "--save-interval", "2")
+    stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1".split()
+    same(train(2, *layers, *stages, "--load", str(tmp_path), *RESUME), straight, range(3, 6))
+
+
+@pytest.mark.slow
+def test_overlapped_exchanges_train_the_same_model() -> None:
+    """In bf16, as Megatron demands, so that a step's rounding shows in the next ones."""
+    flags = ["--expert-model-parallel-size", "2", "--bf16", "--train-iters", "4",
+             "--moe-token-dispatcher-type", "alltoall"]
+    plain, overlapped = (train(2, *flags, *more)
+                         for more in ([], ["--overlap-moe-expert-parallel-comm"]))
+    assert overlapped.losses[1] == plain.losses[1]
+    for step in range(2, 5):
+        (loss, norm), (other, other_norm) = overlapped.losses[step], plain.losses[step]
+        assert loss == pytest.approx(other, rel=1e-3)
+        assert norm == pytest.approx(other_norm, rel=0.03)
 
 
 @pytest.mark.slow

@@ -94,6 +94,12 @@ def _architecture() -> None:
     replace_training("get_device_arch_version", lambda _: lambda: 10)
 
 
+@_patch("torch.cuda.get_device_capability", "0.15 to 0.19",
+        "argument checks of --moe-grouped-gemm ask for it, to demand GPUs of generation 8 or newer")
+def _capability() -> None:
+    torch.cuda.get_device_capability = lambda _device=None: (10, 0)
+
+
 @_patch("legacy.fused_kernels.load", "0.15 to 0.16",
         "a source checkout compiles its CUDA kernels here, for which it looks for nvcc")
 def _kernels() -> None:
