@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -87,6 +88,16 @@ def make_folder(path: _Path) -> Path:
     except OSError as error:
         _refuse(path, error)
     return path
+
+
+def output_folder(path: _Path, names: Iterable[str]) -> Path:
+    """A folder, made where it is missing, in which files of these names can be written; for
+    commands that measure long before they write. Raises: ValueError: they cannot be.
+    """
+    folder = make_folder(path)
+    for name in names:
+        check_output(folder / name)
+    return folder
 
 
 def open_append(path: _Path) -> BinaryIO:

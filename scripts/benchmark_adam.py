@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.regular_files import check_output, write_regular
+
 WIDTH, INNER, EXPERTS, LAYERS, LENGTH, SENTENCES, SYMBOLS = 256, 512, 64, 2, 128, 16, 252
 FLAG, WARM_UP = "--moe-fused-adam", 2
 
@@ -133,6 +135,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each model")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
+    try:
+        _ = args.out and check_output(args.out)
+    except ValueError as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     build = {"fairseq": fairseq_side, "megatron": megatron_side}[args.host]
     sides = {"as the host has it": build(), FLAG: build(FLAG)}
@@ -148,7 +154,7 @@ def main() -> int:
                        **found}, indent=1)
     sys.stdout.write(text + "\n")
     if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+        write_regular(args.out, text + "\n")
     return 0
 
 

@@ -9,7 +9,6 @@ adaptive_overlap.png; the report contains the load average.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -21,13 +20,15 @@ import torch
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.layouts import one_step, slowest
-from moe_plugin.bench.report import paragraph
+from moe_plugin.bench.report import paragraph, pyplot, save_figure, write_json
 from moe_plugin.comm.base import FunctionExchange
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
+from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
+FILES = ("adaptive.json", "adaptive.md", "adaptive_overlap.png")
 NODES, EXPERTS, WIDTH = 4, 2, 256
 EVERY = 6  # steps from one measurement of the fixed layouts to the next
 REGIMES: dict[str, dict[str, Any]] = {
@@ -201,12 +202,7 @@ def hidden_share(spans: list[tuple[str, float, float]]) -> float:
 
 
 def _plot(spans: dict[int, list], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(spans), 1, figsize=(9, 1.4 * len(spans)), sharex=True,
+    figure, axes = pyplot().subplots(len(spans), 1, figsize=(9, 1.4 * len(spans)), sharex=True,
                                    layout="constrained")
     for axis, (d, items) in zip(axes, spans.items(), strict=True):
         for name, start, end in items:
@@ -215,7 +211,7 @@ def _plot(spans: dict[int, list], path: Path) -> None:
                              "experts": "tab:orange"}[name], edgecolor="white")
         axis.set_title(f"d = {d}", fontsize=9)
     axes[-1].set_xlabel("ms, forward, rank 0")
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -274,15 +270,18 @@ def main() -> None:
                         help="bit/s of a node's link (default: %(default)s)")
     parser.add_argument("--overlap-only", action="store_true", help="leave the regimes out")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        output_folder(args.out, FILES)
+    except ValueError as error:
+        parser.error(str(error))
     report: dict[str, Any] = {"rate": args.rate}
     before = os.getloadavg()[0]
     measure_overlap(args, report)
     if not args.overlap_only:
         measure_regimes(args, report)
     report["load"] = [round(before, 1), round(os.getloadavg()[0], 1)]
-    (args.out / "adaptive.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    (args.out / "adaptive.md").write_text(markdown(report), encoding="utf-8")
+    write_json(args.out / FILES[0], report)
+    write_regular(args.out / FILES[1], markdown(report))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 
 from moe_plugin.bench.all_to_all import Plan, Row, as_dicts, measure_emulated, measurements_of
 from moe_plugin.bench.all_to_all_report import markdown, plot
-from moe_plugin.bench.report import table
+from moe_plugin.bench.report import table, write_json
 from moe_plugin.cli.simulate_all_to_all import plot as plot_model
 from moe_plugin.cli.simulate_all_to_all import tables
 from moe_plugin.emulate import EmulatedCluster
@@ -39,8 +39,10 @@ from moe_plugin.planner import (
     predict_table,
 )
 from moe_plugin.planner.units import show_size
+from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
+FILES = ("all_to_all.json", "all_to_all.md", "all_to_all.png", "all_to_all_model.png")
 KIB, MIB = 1 << 10, 1 << 20
 NAMES = ("native", "linear", "2dh", "leader", "auto")
 MODELLED = ("linear", "2dh", "leader")
@@ -67,8 +69,11 @@ def main() -> None:
                         help="two repeats and no size above 256 KiB, to try it out")
     args = parser.parse_args()
     repeats, sizes = (2, SIZES[:3]) if args.quick else (7, SIZES)
-    for folder in (args.out, args.cells.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        output_folder(args.out, FILES)
+        output_folder(args.cells.parent, (args.cells.name,))
+    except ValueError as error:
+        parser.error(str(error))
     quiet = Quiet(args.cells, 1 if args.quick else args.tries, args.fresh)
     rows = quiet.measure(GRIDS, NAMES, sizes, repeats)
     some = sizes[1:2] if args.quick else sizes[1:4:2]
@@ -134,7 +139,7 @@ class Quiet:
                 flush=True)
             if key not in self.cells or share < self.cells[key]["others"]:
                 self.cells[key] = {"others": share, "rows": [asdict(row) for row in rows]}
-                self.memory.write_text(json.dumps(self.cells), encoding="utf-8")
+                write_regular(self.memory, json.dumps(self.cells))
         self.shares.append(self.cells[key]["others"])
         return [Row(**row) for row in self.cells[key]["rows"]]
 
@@ -192,15 +197,14 @@ def write(out: Path, rows: list[Row], costly: list[Row], small: list[Row], large
         "tested_on": as_dicts(large), "model": asdict(fitted.cluster),
         "model_mean_error": fitted.mean_error, "prediction_8x4": errors
     }
-    (out / "all_to_all.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "all_to_all.json", data)
     note = ("Fitted to emulated grids of 2x2 to 4x4 ranks, 200 Mbit/s, 1 ms: see "
             "docs/benchmarks/all_to_all.md")
     (ROOT / "configs" / "clusters" / "emulated.yaml").write_text(
         dump_cluster(fitted.cluster, note), encoding="utf-8")
     plot(rows, str(out / "all_to_all.png"))
     plot_model(model, str(out / "all_to_all_model.png"))
-    (out / "all_to_all.md").write_text(page(about, rows, costly, fitted, errors, tables(model)),
-                                       encoding="utf-8")
+    write_regular(out / "all_to_all.md", page(about, rows, costly, fitted, errors, tables(model)))
 
 
 def page(about: dict[str, Any], rows: list[Row], costly: list[Row], fitted: Fit,

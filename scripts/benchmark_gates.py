@@ -25,9 +25,11 @@ import torch
 import yaml
 
 from moe_plugin.bench.corpus import build_corpus
-from moe_plugin.bench.report import paragraph, table
+from moe_plugin.bench.report import paragraph, table, write_json
+from moe_plugin.regular_files import make_folder, output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
+FILES = ("gates.json", "gates.md")
 VOCABULARY = 512  # more than any of the hosts' ids
 SWITCH = {"switch": 0.01}
 
@@ -118,22 +120,21 @@ def counts(host: str, corpus: Path) -> list[int]:
 def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
     """The router's settings as YAML, in a folder next to the run's."""
     gate, home = GATES[name], folder.with_name(f"{folder.name}.settings")
-    home.mkdir(parents=True, exist_ok=True)
+    make_folder(home)
     router = {"name": name, "top_k": gate.top_k, **gate.router}
     if name == "hash":
         path = home / "counts.txt"
-        path.write_text("".join(f"{n}\n" for n in counts(host, corpus)), encoding="utf-8")
+        write_regular(path, "".join(f"{n}\n" for n in counts(host, corpus)))
         router["hash"] = {**router["hash"], "path": str(path)}
     dispatch = {"name": "ragged"} if gate.capacity is None else {
         "name": "padded", "capacity_factor": gate.capacity
     }
     tree: dict[str, Any] = {"router": router, "losses": dict(gate.losses), "dispatch": dispatch}
     if gate.apart:
-        (home / "nodes.yaml").write_text("nodes: [[0], [1]]\n", encoding="utf-8")
+        write_regular(home / "nodes.yaml", "nodes: [[0], [1]]\n")
         tree["comm"] = {"topology": str(home / "nodes.yaml")}
     path = home / "moe.yaml"
-    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return path
+    return write_regular(path, yaml.safe_dump(tree))
 
 
 def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folder: Path) -> Row:
@@ -218,6 +219,10 @@ def main() -> int:
             parser.error(
                 f"{','.join(sorted(set(given) - set(known)))} is unknown; known: {', '.join(known)}"
             )
+    try:
+        output_folder(args.out, FILES)
+    except ValueError as error:
+        parser.error(str(error))
     if args.fresh:
         shutil.rmtree(args.runs, ignore_errors=True)
     s = quickstart.settings(ROOT / "configs" / "quickstart.yaml", args.steps)
@@ -233,15 +238,13 @@ def main() -> int:
                 f"{name:<16} {host:<9} loss {r.first_loss:.3f} -> {r.last_loss:.3f}, busiest "
                 f"{r.busiest:.2f}, drops {r.drops:.1%}, {r.step_ms:.0f} ms per step"
                 + "".join(f"; FAULT: {fault}" for fault in r.faults), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     about = {
         "python": platform.python_version(), "torch": torch.__version__,
         "unigram_entropy": info.unigram_entropy
     }
     rows.sort(key=lambda r: list(GATES).index(r.gate))
-    (args.out / "gates.json").write_text(
-        json.dumps({**about, "rows": [asdict(r) for r in rows]}, indent=1) + "\n", encoding="utf-8")
-    (args.out / "gates.md").write_text(markdown(rows, s, info.unigram_entropy), encoding="utf-8")
+    write_json(args.out / FILES[0], {**about, "rows": [asdict(r) for r in rows]})
+    write_regular(args.out / FILES[1], markdown(rows, s, info.unigram_entropy))
     return 1 if any(r.faults for r in rows) else 0
 
 

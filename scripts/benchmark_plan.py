@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -25,15 +24,17 @@ import torch
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.device import measure_device
 from moe_plugin.bench.layouts import one_step, slowest
-from moe_plugin.bench.report import paragraph, table
+from moe_plugin.bench.report import paragraph, table, write_json
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner import Cluster, load_cluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
+from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
+FILES = ("plan.json", "plan.md")
 WIDTH, HIDDEN, TOKENS, TOP_K, WARM_UP = 256, (64, 512, 2048), (64, 512, 2048), 1, 2
 # (nodes, ranks per node): (experts, algorithms)
 GRIDS = {(4, 1): (2, ("linear",)), (2, 2): (8, ("linear", "2dh", "leader"))}
@@ -146,11 +147,14 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=0.1,
                         help="allowed loss against the best (default: %(default)s)")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        output_folder(args.out, FILES)
+    except ValueError as error:
+        parser.error(str(error))
     links = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")
     cells = [c for grid in GRIDS for c in measure(grid, args.steps, links)]
-    (args.out / "plan.json").write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
-    (args.out / "plan.md").write_text(page(cells, args.steps, args.most), encoding="utf-8")
+    write_json(args.out / FILES[0], cells)
+    write_regular(args.out / FILES[1], page(cells, args.steps, args.most))
     return int(any(c["ratio"] > 1 + args.most for c in cells))
 
 

@@ -24,6 +24,7 @@ from moe_plugin.observe import progress
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.report import write_report
+from moe_plugin.regular_files import check_output, make_folder, open_append, write_regular
 from moe_plugin.yaml_file import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,8 +142,9 @@ def train(run: Run) -> tuple[dict[str, Any], bool]:
         _rename_old(run, started)
     if done.is_file():
         return json.loads(done.read_text()), True
-    run.folder.mkdir(parents=True, exist_ok=True)
-    started.write_text(script)
+    make_folder(run.folder)
+    check_output(done)
+    write_regular(started, script)
     begin = time.monotonic()
     _follow(run, begin)
     losses = run.losses()
@@ -158,7 +160,7 @@ def train(run: Run) -> tuple[dict[str, Any], bool]:
         "balance": balance(run.folder), "seconds": round(time.monotonic() - begin),
         "checkpoints": str(run.folder / "checkpoints"),
     }
-    done.write_text(json.dumps(result, indent=1) + "\n")
+    write_regular(done, json.dumps(result, indent=1) + "\n")
     return result, False
 
 
@@ -187,7 +189,7 @@ def _follow(run: Run, begin: float) -> None:
     # its processes through this one
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     seen = 0
-    with open(run.log, "ab") as log, progress(run.steps, f"  {run.host}") as bar:
+    with open_append(run.log) as log, progress(run.steps, f"  {run.host}") as bar:
         process = subprocess.Popen(run.command, stdout=log, stderr=subprocess.STDOUT, env=env,
                                    cwd=ROOT, start_new_session=True)
         try:
@@ -226,9 +228,9 @@ def prepare(command: Sequence[str], made: Path, log: Path, what: str) -> None:
     if made.exists():
         print(f"  {what}: exists already")
         return
-    log.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(log.parent)
     begin = time.monotonic()
-    with open(log, "wb") as stream:
+    with open(check_output(log), "wb") as stream:
         rc = subprocess.run(command, stdout=stream, stderr=stream, cwd=ROOT, check=False).returncode
     if rc:
         raise Failed(f"{what} ended with status {rc}; the end of {log}:\n\n{_tail(log)}")

@@ -117,6 +117,17 @@ def test_a_failed_run_shows_the_end_of_its_log_and_leaves_no_result(quickstart: 
     assert not (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.parametrize("name", ["command.sh", "result.json", "train.log"])
+def test_what_is_no_file_is_named_before_a_run(quickstart: ModuleType, tmp_path: Path,
+                                               name: str) -> None:
+    folder = tmp_path / "run"
+    (folder / name).mkdir(parents=True)
+    run = fake_run(quickstart, folder, log_writer(folder, 2))
+    with pytest.raises(ValueError, match=f"{name} cannot be written .it is a folder"):
+        quickstart.train(run)
+    assert not (folder / "log.jsonl").exists()
+
+
 def test_a_run_that_ends_early_is_no_success(quickstart: ModuleType, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(quickstart.Failed, match="before step 5"):
