@@ -187,7 +187,7 @@ def test_parm_over_expert_parallel_ranks_then_ppmoe_under_sequence_parallelism_g
     tensor, stats = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size",
                      "2"], tmp_path / "stats.jsonl"
     argv = [*MODEL, "--data-path", data, "--train-iters", "8", *tensor]
-    parm = ["--moe-replicas", "2", "--moe-replicas-schedule", "s1", *EP2]
+    parm = ["--moe-replicas", "2", "--moe-replicas-schedule", "s1", "--moe-parallel", "fixed", *EP2]
     on_ranks(4, trained, [
         *argv, *parm, "--load", whole_run[0], "--save",
         str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl",
