@@ -20,11 +20,13 @@ from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.grad_sums import GradSums
+from moe_plugin.kernels.groups import Groups
 from moe_plugin.kernels.recomputed import through_recomputed
 from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.records import RowCounts, RowPlan
+from moe_plugin.records import RowPlan
 from moe_plugin.registry import Registry
+from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
     x: [R, D] rows with `RowCounts`; with a `RowPlan` [T, D] tokens, whose rows are gathered before
     and combined after.
     """
-    if isinstance(rows, RowCounts):
+    if not isinstance(rows, RowPlan):
         return compute(x, rows)
     rows_RD = compute(gather_rows(x, rows.source_R, rows.position_TK), rows.counts)
     return combine_rows(rows_RD, rows.weights_TK, rows.source_R, rows.position_TK)
@@ -174,7 +176,12 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
     out_RO = F.grouped_mm(rows_RI, w_LIO, offs=lengths_L.cumsum(0).to(torch.int32))
     if b_LO is None:
         return out_RO
-    return out_RO + b_LO.repeat_interleave(lengths_L, dim=0, output_size=counts.total)
+    if not isinstance(counts, DeviceCounts):
+        return out_RO + b_LO.repeat_interleave(lengths_L, dim=0, output_size=counts.total)
+    groups = Groups(counts, rows_RI.device)
+    # neither the product nor its gradient is defined in filler: no bias may see them
+    real_R1 = torch.arange(counts.total, device=rows_RI.device)[:, None] < groups.ends_L[-1]
+    return out_RO + torch.where(real_R1, b_LO.index_select(0, groups.group_R), 0)
 
 
 def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
@@ -221,7 +228,7 @@ def _bmm(x_LCI: Tensor, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
 
 
 def _padded_slots(counts: RowCounts, longest: int, device: torch.device) -> Tensor:
-    lengths_L = counts.device(device)
+    lengths_L = RowCounts(counts.host).device(device)
     first_L = torch.arange(len(counts.host), device=device) * longest
     shift_L = first_L - (lengths_L.cumsum(0) - lengths_L)
     return torch.arange(counts.total, device=device) + shift_L.repeat_interleave(

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moe_plugin.row_counts import RowCounts
+
 if TYPE_CHECKING:
     from moe_plugin.comm.base import Comm, Exchange
     from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy
@@ -235,27 +237,6 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class RowCounts:
-    """Rows by local expert, on the host; made on a device when asked for."""
-
-    host: list[int]
-
-    @property
-    def total(self) -> int:
-        """R, rows of all local experts."""
-        return sum(self.host)
-
-    def device(self, device: torch.device) -> Tensor:
-        """int64 [L]; the host does not wait for a GPU."""
-        if device.type != "cuda" or torch.compiler.is_compiling():
-            return torch.tensor(self.host, dtype=torch.int64, device=device)
-        if len(set(self.host)) == 1:
-            return torch.full((len(self.host),), self.host[0], dtype=torch.int64, device=device)
-        # from pinned memory the copy does not wait for the device
-        return torch.tensor(self.host, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-
-
-@dataclass(frozen=True)
 class RowPlan:
     """Rows that one rank takes out of its own tokens, computes and puts back, without an exchange.
 
@@ -320,10 +301,10 @@ class DispatchPlan:
     All sizes in it are agreed between ranks, and nothing in it waits for a device.
 
     Attributes:
-        rows: rows that this rank's experts compute.
+        rows: rows that this rank's experts compute; a scalar tensor where a device alone knows it.
     """
 
-    rows: int
+    rows: int | Tensor
 
 
 @dataclass(frozen=True)
@@ -337,7 +318,8 @@ class LayerStats:
         losses: detached raw losses by name.
         bytes_sent: bytes that this rank sent to other ranks in the forward pass: rows out, rows
             back, counts, and parameters where the layout gathers them.
-        rows: of this rank's experts. capacity: slots per expert and source rank; None: dropless.
+        rows: of this rank's experts, see `DispatchPlan`.
+        capacity: slots per expert and source rank; None: dropless.
         layout: the layout it ran in, e.g. `r=1 d=2 linear auto`.
         exchanges: all-to-alls of the forward pass, by the algorithm that ran.
         decisions: of the tuner, since the last call (plain values).
@@ -353,7 +335,7 @@ class LayerStats:
     tokens: Tensor
     losses: dict[str, Tensor]
     bytes_sent: int = 0
-    rows: int = 0
+    rows: int | Tensor = 0
     capacity: int | None = None
     layout: str | None = None
     exchanges: dict[str, int] = field(default_factory=dict)
@@ -373,7 +355,7 @@ class LayerStats:
             "drop_fraction": (routed - kept) / routed if routed else 0.0,
             "unused_experts": sum(n == 0 for n in load_E), "entropy": float(self.entropy),
             "losses": {name: float(value) for name, value in self.losses.items()},
-            "bytes_sent": self.bytes_sent, "rows": self.rows, "capacity": self.capacity,
+            "bytes_sent": self.bytes_sent, "rows": int(self.rows), "capacity": self.capacity,
             "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions),
             "exchanges": dict(self.exchanges), "routers": {self.router: 1} if self.router else {},
         }

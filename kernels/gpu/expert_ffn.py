@@ -29,7 +29,8 @@ from moe_plugin.kernels.groups import Groups
 from moe_plugin.kernels.main_grad import placeholder_grad
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, at_rows, sum_rows
-from moe_plugin.records import RowCounts, RowPlan
+from moe_plugin.records import RowPlan
+from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
 @strategies.register("kernels")
@@ -45,9 +46,11 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R,
                                                     plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
+        lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (counts.host,
+                                                                                   None)
         if redirected:
-            return _IntoMainGrad.apply(redirected, x, *maps, *tensors, counts.host, p.activation)
-        return expert_ffn(x, *maps, *tensors, counts.host, p.activation)[0]
+            return _IntoMainGrad.apply(redirected, x, *maps, *tensors, *lengths, p.activation)
+        return expert_ffn(x, *maps, *tensors, *lengths, p.activation)[0]
 
 
 # one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break
@@ -55,23 +58,33 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
 def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor],
                position_TK: Optional[Tensor], w_in: Tensor, b_in: Optional[Tensor],
                w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor,
-               b_out: Optional[Tensor], counts: Sequence[int], activation: str) -> List[Tensor]:
+               b_out: Optional[Tensor], counts: Optional[Sequence[int]],
+               lengths_L: Optional[Tensor], activation: str) -> List[Tensor]:
     """[y, h, gate] of feed-forward experts, differentiable.
 
     x: [T, D] tokens with gates_TK (float32 or float64), source_R and position_TK (see
     `kernels.rows`); [R, D] rows where these are None. w_in, w_gate: [L, D, F], b_in, b_gate:
-    [L, F], w_out: [L, F, D], b_out: [L, D], in x's dtype. counts: rows of each expert. y: x's
-    shape. h, gate: [R, F], kept for backward (gate: no elements for a plain expert).
+    [L, F], w_out: [L, F, D], b_out: [L, D], in x's dtype. counts: rows of each expert; lengths_L:
+    int64 [L], in their place where the device alone knows them (`DeviceCounts`). y: x's shape. h,
+    gate: [R, F], kept for backward (gate: no elements for a plain expert).
     """
     return _forward(x, gates_TK, source_R, position_TK, w_in, b_in, w_gate, b_gate, w_out, b_out,
-                    counts, activation)
+                    counts, lengths_L, activation)
+
+
+def _groups(counts: Sequence[int] | None, lengths_L: Tensor | None, x: Tensor,
+            source_R: Tensor | None) -> Groups:
+    if lengths_L is None:
+        return Groups(RowCounts(list(counts)), x.device)
+    return Groups(DeviceCounts(lengths_L, (x if source_R is None else source_R).shape[0]), x.device)
 
 
 def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
              position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None, w_gate: Tensor | None,
-             b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
+             b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
+             counts: Sequence[int] | None, lengths_L: Tensor | None,
              activation: str) -> list[Tensor]:
-    groups, x = Groups(RowCounts(list(counts)), x.device), x.contiguous()
+    groups, x = _groups(counts, lengths_L, x, source_R), x.contiguous()
     token_R = _tokens(source_R, position_TK)
     gate_RF = None if w_gate is None else expert_matmul(x, groups, w_gate, b_gate, token_R, None)
     h_RF, a_RF = expert_matmul_act(x, groups, w_in, b_in, token_R, gate_RF, activation)
@@ -89,9 +102,10 @@ def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | Non
 
 @expert_ffn.register_fake
 def _(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b_in: Any,
-      w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int],
-      activation: str) -> list[Tensor]:
-    h_RF = x.new_empty(sum(counts), w_in.shape[2])
+      w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int] | None,
+      lengths_L: Any, activation: str) -> list[Tensor]:
+    rows = sum(counts) if lengths_L is None else (x if source_R is None else source_R).shape[0]
+    h_RF = x.new_empty(rows, w_in.shape[2])
     return [
         x.new_empty(x.shape), h_RF,
         x.new_empty(0) if w_gate is None else torch.empty_like(h_RF)
@@ -102,7 +116,8 @@ def _(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b
 def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
                         source_R: Optional[Tensor], position_TK: Optional[Tensor], h_RF: Tensor,
                         gate_RF: Tensor, w_in: Tensor, w_gate: Optional[Tensor], w_out: Tensor,
-                        b_out: Optional[Tensor], counts: Sequence[int], activation: str,
+                        b_out: Optional[Tensor], counts: Optional[Sequence[int]],
+                        lengths_L: Optional[Tensor], activation: str,
                         needs: Sequence[bool]) -> List[Tensor]:
     """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out, each in its tensor's shape.
 
@@ -110,17 +125,18 @@ def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
     eight gradients are wanted; the others have no elements.
     """
     made = _gradients(grad_y, x, gates_TK, source_R, position_TK, h_RF, gate_RF, w_in, w_gate,
-                      w_out, b_out, counts, activation, needs, {})
+                      w_out, b_out, counts, lengths_L, activation, needs, {})
     return [x.new_empty(0) if g is None else g for g in made]
 
 
 def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
                position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor, w_in: Tensor,
-               w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, counts: Sequence[int],
-               activation: str, needs: Sequence[bool],
+               w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
+               counts: Sequence[int] | None, lengths_L: Tensor | None, activation: str,
+               needs: Sequence[bool],
                main_grad_weights: Mapping[str, Tensor]) -> list[Tensor | None]:
     """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`."""
-    groups, token_R = Groups(RowCounts(list(counts)), x.device), _tokens(source_R, position_TK)
+    groups, token_R = _groups(counts, lengths_L, x, source_R), _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None if gates_TK is None else at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
                                                     source_R)
@@ -148,9 +164,10 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
 
 @expert_ffn_backward.register_fake
 def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, h_RF: Tensor,
-      gate_RF: Tensor, w_in: Tensor, w_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int],
-      activation: str, needs: Sequence[bool]) -> list[Tensor]:
-    groups, width, inner = len(counts), w_in.shape[1], w_in.shape[2]
+      gate_RF: Tensor, w_in: Tensor, w_gate: Any, w_out: Tensor, b_out: Any,
+      counts: Sequence[int] | None, lengths_L: Any, activation: str,
+      needs: Sequence[bool]) -> list[Tensor]:
+    groups, width, inner = w_in.shape
     shapes = [
         tuple(x.shape), None, (groups, width, inner), (groups, inner), (groups, width, inner),
         (groups, inner), (groups, inner, width), (groups, width)
@@ -165,18 +182,19 @@ def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any,
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    (x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out, counts,
+    (x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out, counts, lengths_L,
      activation) = inputs
-    ctx.counts, ctx.activation = list(counts), activation
+    ctx.counts, ctx.activation = counts, activation
     ctx.save_for_backward(x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate,
-                          w_out, b_out)
+                          w_out, b_out, lengths_L)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     needed = [ctx.needs_input_grad[i] for i in (0, 1, 4, 5, 6, 7, 8, 9)]
-    made = expert_ffn_backward(grads[0], *ctx.saved_tensors, ctx.counts, ctx.activation, needed)
+    *saved, lengths_L = ctx.saved_tensors
+    made = expert_ffn_backward(grads[0], *saved, ctx.counts, lengths_L, ctx.activation, needed)
     x, gates, *rest = [g if need else None for g, need in zip(made, needed, strict=True)]
-    return x, gates, None, None, *rest, None, None
+    return x, gates, None, None, *rest, None, None, None
 
 
 expert_ffn.register_autograd(_backward, setup_context=_setup)
@@ -199,9 +217,10 @@ class _IntoMainGrad(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
-        x, gates, *rest = _gradients(grad_y, *ctx.saved_tensors, ctx.counts, ctx.activation, needed,
+        *saved, lengths_L = ctx.saved_tensors
+        x, gates, *rest = _gradients(grad_y, *saved, ctx.counts, lengths_L, ctx.activation, needed,
                                      ctx.main_grad_weights)
-        return None, x, gates, None, None, *rest, None, None
+        return None, x, gates, None, None, *rest, None, None, None
 
 
 def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None,
@@ -217,7 +236,6 @@ def _grad_gates(groups: Groups, dots_R: Tensor, grad_y: Tensor, b_out: Tensor | 
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
     """<gradient of y, output row> of each choice: <u, a> from the kernel, plus the bias's part."""
     if b_out is not None and grad_y.shape[0] and dots_R.numel():
-        expert_R = torch.repeat_interleave(groups.lengths_L, output_size=groups.total)
         share_TL = grad_y.to(dots_R.dtype) @ b_out.to(dots_R.dtype).t()
-        dots_R = dots_R + share_TL[token_R.clamp(min=0), expert_R]
+        dots_R = dots_R + share_TL[token_R.clamp(min=0), groups.group_R]
     return at_choices(dots_R, position_TK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import Section, option
+from moe_plugin.config.options import MOST_TOKENS, Section, option
 
 
 @dataclass(kw_only=True)
@@ -14,7 +14,9 @@ class DispatchConfig(Section):
     PATH = "dispatch."
 
     name: str = option(
-        "ragged", "dispatcher: ragged (exact rows) or padded (fixed slots), by registered name",
+        "ragged",
+        "dispatcher: ragged (exact rows), padded (fixed slots) or bounded (exact rows, numbers of "
+        "rows stay on the device), by registered name",
         flag="dispatch")
     capacity_factor: float | None = option(
         None,
@@ -33,8 +35,25 @@ class DispatchConfig(Section):
         "per layer and counts padding as tokens in the capacity",
         flag="equal-tokens")
 
+    max_rows_factor: float | None = option(
+        None,
+        "bounded: f lets ceil(f*T*k/W) rows through from one rank to one other (T tokens, k "
+        "experts a token, W ranks: f times an even load); none: all there can be, never too few",
+        flag="max-rows-factor")
+    max_tokens: int = option(
+        0, "bounded: T, the most tokens that a rank has in a call; 0: the most that any has in the "
+        "first call", flag="max-tokens")
+    on_overflow: str = option(
+        "error",
+        "bounded: what follows a step in which rows did not fit, whose outputs are NaN: error, or "
+        "repeat it with a larger bound", choices=("error", "repeat"), flag="on-overflow")
+
     def check_bounds(self) -> None:
         """Check factors and the fraction."""
+        self.require("max_rows_factor", self.max_rows_factor is None or self.max_rows_factor > 0,
+                     "> 0 or none", "use 2, or none for no overflow")
+        self.within("max_rows_factor", 0, 1e6, "use none for no overflow")
+        self.within("max_tokens", 0, MOST_TOKENS, "use 0 for those of the first call")
         for name in ("capacity_factor", "eval_capacity_factor"):
             self.within(name, -1e6, 1e6, "use none for no capacity")
         self.require("eval_token_fraction", 0 <= self.eval_token_fraction <= 1, "in [0, 1]",

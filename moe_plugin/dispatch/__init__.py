@@ -1,7 +1,8 @@
 """Dispatchers: how tokens become expert rows and come back."""
 
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
-from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, check_capacity, dispatchers
+from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, check_settings, dispatchers
+from moe_plugin.dispatch.bounded import BoundedDispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.index_slice import IndexSliceDispatcher
 from moe_plugin.dispatch.padded import PaddedDispatcher
@@ -10,7 +11,7 @@ from moe_plugin.dispatch.ragged import RaggedDispatcher
 from moe_plugin.dispatch.token_entry import TokenEntry
 
 __all__ = [
-    "AllGatherDispatcher", "DispatchTraits", "Dispatcher", "ExchangeDispatcher",
-    "IndexSliceDispatcher", "PaddedDispatcher", "ParmS2Dispatcher", "RaggedDispatcher",
-    "TokenEntry", "check_capacity", "dispatchers",
+    "AllGatherDispatcher", "BoundedDispatcher", "DispatchTraits", "Dispatcher",
+    "ExchangeDispatcher", "IndexSliceDispatcher", "PaddedDispatcher", "ParmS2Dispatcher",
+    "RaggedDispatcher", "TokenEntry", "check_settings", "dispatchers",
 ]

@@ -40,6 +40,8 @@ class DispatchTraits:
         shares_tokens: all ranks of the group hold the same tokens.
         splits_slots: ranks that hold the same tokens (`Placement.replicas`) share out the slots.
         single_layout: runs where parameters are stored, in one layout; False: in any `r`.
+        bounded: exact rows in buffers of a fixed length, whose counts stay on the device; its class
+            takes the layer's `RowsLimit` as third argument.
     """
 
     fixed_slots: bool = False
@@ -48,6 +50,7 @@ class DispatchTraits:
     shares_tokens: bool = False
     splits_slots: bool = False
     single_layout: bool = False
+    bounded: bool = False
 
 
 class Dispatcher(ABC):
@@ -107,8 +110,17 @@ dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher
                                                    check=_check_traits)
 
 
-def check_capacity(config: DispatchConfig) -> None:
-    """`ValueError` where the configured dispatcher has fixed slots and nothing says how many."""
+def check_settings(config: DispatchConfig) -> None:
+    """`ValueError` where the configured dispatcher has fixed slots and nothing says how many, or
+    where rows are bounded that it does not bound.
+    """
+    default = DispatchConfig()
+    for name in ("max_rows_factor", "max_tokens", "on_overflow"):
+        value = getattr(config, name)
+        if value != getattr(default, name) and not dispatchers.get(config.name).traits.bounded:
+            raise ValueError(f"dispatch.{name}={value!r} does not fit dispatch.name="
+                             f"{config.name!r}, which bounds no rows; use 'bounded', or leave it "
+                             "out")
     limited = (config.capacity_factor is not None or config.eval_capacity_factor is not None
                or config.eval_token_fraction > 0)
     if not limited and dispatchers.get(config.name).traits.fixed_slots:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, fixed_slots
-from moe_plugin.dispatch.rows import exact_rows, slot_rows
+from moe_plugin.dispatch.rows import device_rows, exact_rows, slot_rows
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, RowPlan
 
 
@@ -30,16 +30,21 @@ class LocalDispatcher(Dispatcher):
 
     Args:
         placement: of a group of one.
-        fixed_slots: of the configured dispatcher.
+        traits: of the configured dispatcher.
     """
 
-    def __init__(self, placement: Placement, fixed_slots: bool) -> None:
+    def __init__(self, placement: Placement, traits: DispatchTraits) -> None:
         super().__init__(placement)
-        self.traits = DispatchTraits(fixed_slots=fixed_slots)
+        self.traits = DispatchTraits(fixed_slots=traits.fixed_slots, bounded=traits.bounded)
 
     def plan(self, kept: KeptRouting) -> TokenPlan:
-        """See `Dispatcher`. Exact rows need one copy of counts to the host; fixed slots none."""
+        """See `Dispatcher`. Exact rows need one copy of counts to the host; fixed slots and bounded
+        rows none.
+        """
         routing, experts = kept.routing, self.placement.experts
+        if self.traits.bounded:
+            rows = device_rows(routing.ids_TK, routing.weights_TK, experts)
+            return TokenPlan(rows.counts.real, rows)
         # on a CPU counts are on the host already: empty slots are left out
         on_host = routing.ids_TK.device.type == "cpu" and not torch.compiler.is_compiling()
         slots = fixed_slots(kept) if self.traits.fixed_slots else None

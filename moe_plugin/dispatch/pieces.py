@@ -120,10 +120,8 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
     sharer_TK = 0
     if sharers > 1:
         sharer_TK, slots_TK = slots_TK // max(1, own), slots_TK % max(1, own)
-    start_TK, length_TK = _slot_parts(slots_TK, cuts, own)
-    position_TK = (start_TK * sharers * place.virtual + slots_TK - start_TK
-                   + (sharer_TK * place.virtual + ids_TK) * length_TK)
-    position_TK = torch.where(ids_TK >= 0, position_TK, -1)
+    owner_TK = torch.where(ids_TK >= 0, sharer_TK * place.virtual + ids_TK, -1)
+    position_TK = slot_positions(owner_TK, slots_TK, sharers * place.virtual, cuts)
     source_N = slot_sources(position_TK, sharers * own * place.virtual)
     pieces = tuple(_even_piece(place, cuts[c + 1] - cuts[c]) for c in range(number))
     rows = place.comm.size * place.local * own
@@ -135,6 +133,17 @@ def _even_piece(place: Placement, slots: int) -> Piece:
     size, local = place.comm.size, place.local
     by_rank = [slots * local] * size
     return Piece(by_rank, by_rank, RowCounts([size * slots] * local), slots=slots)
+
+
+def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, cuts: list[int]) -> Tensor:
+    """Row of each choice where rows lie by (piece, owner, slot), int64 like `owner_TK`; -1: none.
+
+    owner_TK, slots_TK: int64, who has the choice's row (-1: none) and in which of its slots. cuts:
+    first slot of each piece, and the number of slots.
+    """
+    start_TK, length_TK = _slot_parts(slots_TK, cuts, cuts[-1])
+    position_TK = start_TK * owners + owner_TK * length_TK + slots_TK - start_TK
+    return torch.where(owner_TK >= 0, position_TK, -1)
 
 
 def _slot_parts(slots_TK: Tensor, cuts: list[int], capacity: int) -> tuple[Tensor | int, ...]:

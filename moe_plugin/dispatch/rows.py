@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels import expert_load
-from moe_plugin.records import Placement, Routing, RowCounts, RowPlan
+from moe_plugin.kernels.running_count import running_count
+from moe_plugin.records import Placement, Routing, RowPlan
+from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
 def sort_by_expert(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -53,6 +55,20 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
     counts = RowCounts(count_E.tolist())
     source_R = order_N[:counts.total]
     return RowPlan(source_R, positions(source_R, ids_TK), weights_TK, counts)
+
+
+def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
+    """As `exact_rows`, in a buffer for all T*K choices, whose counts stay on the device.
+
+    ids_TK: int64 [T, K], -1: no row. weights_TK: [T, K] gate weights.
+    """
+    number_N, count_E = running_count(ids_TK.reshape(-1), experts)
+    start_E = count_E.cumsum(0) - count_E
+    row_TK = start_E[ids_TK.clamp(min=0)] + number_N.view(ids_TK.shape)
+    position_TK = torch.where(ids_TK >= 0, row_TK, -1)
+    rows = ids_TK.numel()
+    return RowPlan(slot_sources(position_TK, rows), position_TK, weights_TK,
+                   DeviceCounts(count_E, rows))
 
 
 def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: int,

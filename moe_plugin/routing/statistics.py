@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.kernels import expert_load
 from moe_plugin.records import KeptRouting, LayerStats
 
 
-def call_stats(kept: KeptRouting, traffic: TrafficMeter, experts: int, rows: int,
+def call_stats(kept: KeptRouting, traffic: TrafficMeter, experts: int, rows: int | Tensor,
                layout: dict[str, Any]) -> LayerStats:
     """`LayerStats` of a call.
 
     Args:
         kept: its routing. traffic: what this rank sent. experts: E.
-        rows: computed by this rank's experts. layout: fields that the layout knows.
+        rows: see `DispatchPlan`. layout: fields that the layout knows.
     """
     routing, after = kept.before, kept.routing
     load_KE = expert_load(routing.ids_TK, experts, per_choice=True)

@@ -20,7 +20,8 @@ from moe_plugin.kernels.expert_ffn import FFNParameters, grouped_refusal, strate
 from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import device_name
-from moe_plugin.records import RowCounts, RowPlan
+from moe_plugin.records import RowPlan
+from moe_plugin.row_counts import DeviceCounts, RowCounts
 from moe_plugin.tuning.compute_candidates import Choice, Load, candidates, why_unmeasured
 from moe_plugin.tuning.compute_times import MeasuredChoices, Runs
 
@@ -35,10 +36,10 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
 
 def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Choice:
     """What `auto` takes for these rows. A module keeps its measurements; all share the files."""
-    counts = (rows if isinstance(rows, RowCounts) else rows.counts).host
+    counts = rows.counts if isinstance(rows, RowPlan) else rows
     if torch.compiler.is_compiling():
         return Choice(_compiled(x, counts), "under torch.compile")
-    load, usable = load_of(x, rows, parameters), _usable(x, parameters)
+    load, usable = load_of(x, rows, parameters), _usable(x, parameters, counts)
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)
     if why is None and torch.are_deterministic_algorithms_enabled():
@@ -54,11 +55,11 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
 def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> Load:
     """The load of a call."""
     planned = isinstance(rows, RowPlan)
-    counts = (rows.counts if planned else rows).host
+    counts = rows.counts if planned else rows
     dtype = torch.get_autocast_dtype(x.device.type) if _autocast(x) else x.dtype
     experts, width, inner = p.w_in_LDF.shape
-    return Load(x.device.type, dtype, experts, width, inner, p.w_gate_LDF is not None, sum(counts),
-                len(set(counts)) == 1, planned, rows.position_TK.shape[1] if planned else 1)
+    return Load(x.device.type, dtype, experts, width, inner, p.w_gate_LDF is not None,
+                counts.total, counts.even, planned, rows.position_TK.shape[1] if planned else 1)
 
 
 def trial(load: Load, names: list[str], device: torch.device, parameters: FFNParameters) -> Runs:
@@ -111,16 +112,23 @@ def _clean(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _compiled(x: Tensor, counts: list[int]) -> str:
+def _compiled(x: Tensor, counts: RowCounts) -> str:
+    if isinstance(counts, DeviceCounts):
+        return "kernels"  # its reference reads the lengths where a compiler does not see it
     if x.device.type == "cuda":
         return "kernels" if INSTALLED and x.dtype in DTYPES else "grouped"
     # no set: hashing a symbolic size would fix it
-    return "batched" if all(count == counts[0] for count in counts) else "loop"
+    return "batched" if counts.even else "loop"
 
 
-def _usable(x: Tensor, p: FFNParameters) -> set[str]:
-    """Strategies that compute such rows on this device themselves, without a fallback."""
+def _usable(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
+    """Strategies that compute such rows on this device themselves, without a fallback, and do not
+    make the host wait for lengths that the device alone knows.
+    """
+    on_device = isinstance(counts, DeviceCounts) and x.device.type != "cpu"
     names = {"fused", "batched", "loop"} if x.device.type == "cpu" else {"loop"}
+    if on_device:
+        names = {"kernels"}
     if x.device.type == "cuda" and INSTALLED and x.dtype in DTYPES:
         names.add("kernels")
     if strategies.entry("grouped").why_not() is None and grouped_refusal(

@@ -110,7 +110,8 @@ class LayoutSelector:
 
     def _make_shadows(self) -> Shadows:
         config = self.config
-        if not self.experts.supports_gather or self.available.traits.single_layout:
+        traits = self.available.traits
+        if not self.experts.supports_gather or traits.single_layout or traits.bounded:
             raise ValueError(
                 f"parallel.shadow={config.parallel.shadow} does not fit custom experts "
                 f"or dispatch.name={config.dispatch.name!r}; use 0")

@@ -21,6 +21,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import Dispatcher, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.local import LocalDispatcher
+from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.dispatch.weights_first import WeighedChoices
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
@@ -81,9 +82,9 @@ class CallPlan:
     weighed: WeighedChoices | None = None
 
     @property
-    def rows(self) -> int:
-        """Rows that this rank's experts compute."""
-        return self.dispatch.rows + (0 if self.shadow is None else self.shadow.counts.total)
+    def rows(self) -> int | Tensor:
+        """Rows that this rank's experts compute, see `DispatchPlan`."""
+        return self.dispatch.rows + (0 if self.shadow is None else self.shadow.counts.real)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class LayoutCall:
         Where `plan` reads rows by expert on the host, that is outside compiled graphs: every new
         load would be compiled again.
         """
-        if torch.compiler.is_compiling() and not self.layout.dispatcher.traits.fixed_slots:
+        traits = self.layout.dispatcher.traits
+        if torch.compiler.is_compiling() and not (traits.fixed_slots or traits.bounded):
             # imported here: it loads the compiler
             from moe_plugin.tuning.uncompiled import uncompiled
 
@@ -184,6 +186,9 @@ class Layouts:
     Args:
         config: the layer's. place: where its parameters are stored.
         supports_gather: whether its experts can compute with gathered parameters.
+
+    Attributes:
+        limit: of a dispatcher that bounds rows; None: of another.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, supports_gather: bool) -> None:
@@ -194,7 +199,8 @@ class Layouts:
                                 and not self.traits.splits_slots)
         # every rank must have tokens of its own, and the rows that a rank computes must be whole
         self.gathers_tokens = (place.comm.size > 1 and place.replicas is None
-                               and not self.traits.single_layout)
+                               and not self.traits.single_layout and not self.traits.bounded)
+        self.limit = RowsLimit(config) if self.traits.bounded else None
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
@@ -229,16 +235,17 @@ class Layouts:
         if place.comm.size == 1 or choice.r == 0:
             alone = Placement(LocalComm(), place.experts, place.algorithm)
             gather = place.comm if place.comm.size > 1 else None
-            dispatcher = LocalDispatcher(alone, self.traits.fixed_slots)
+            dispatcher = LocalDispatcher(alone, self.traits)
             return Layout(choice, dispatcher, strategy, gather, place.shards)
         if self.traits.single_layout:
             return Layout(choice, self.dispatcher(place), strategy)
         if choice.gather_tokens:
             return Layout(choice, AllGatherDispatcher(place), strategy)
         place = dataclasses.replace(place, copies=choice.r)
-        dispatcher = self.dispatcher(place, Overlap(choice.d, choice.d_backward,
-                                                    self.config.experts.shared_overlap,
-                                                    choice.cut))
+        overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
+                          choice.cut)
+        limits = () if self.limit is None else (self.limit,)
+        dispatcher = self.dispatcher(place, overlap, *limits)
         size = place.token_shards
         gather = place.comm.contiguous_subgroup(size) if size > 1 else None
         return Layout(choice, dispatcher, strategy, gather, size, place.shard // size * size)

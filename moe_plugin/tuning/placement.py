@@ -17,7 +17,7 @@ from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.tree import flatten, to_dict
-from moe_plugin.dispatch import check_capacity, dispatchers
+from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.experts.build import check_memory
 from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
@@ -63,7 +63,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
     place.check()
     config, place, sharing = with_schedule(config, place)
-    check_capacity(config.dispatch)
+    check_settings(config.dispatch)
     check_memory(config, place, experts, dtype, device)
     return decided(config, comm), place, sharing
 

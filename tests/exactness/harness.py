@@ -103,9 +103,15 @@ def run_rank(case: Case, comm: Comm, config: MoEConfig,
     """
     layer = MoELayer(config, comm, dtype=dtype).train(training)
     load(layer, make_parameters(case, dtype), dataclasses.replace(case, world=comm.size))
-    xs, masks = make_inputs(case, dtype)
-    group = comm.rank * case.world // comm.size
-    x = xs[group].clone().requires_grad_()
+    return run_layer(case, layer, dtype)
+
+
+def run_layer(case: Case, layer: MoELayer, dtype: torch.dtype = torch.float64,
+              xs: list[Tensor] | None = None) -> RankResult:
+    """Forward and backward of a loaded layer; xs: tokens of all ranks in place of the case's."""
+    drawn, masks = make_inputs(case, dtype)
+    group = layer.comm.rank * case.world // layer.comm.size
+    x = (xs or drawn)[group].clone().requires_grad_()
     out = layer(x, masks[group])
     objective(out.output, out.losses, group).backward()
     grads = {"router": layer.router.weight_ED.grad}

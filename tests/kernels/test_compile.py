@@ -113,12 +113,27 @@ def test_dropless_layer_is_not_compiled_again_for_other_loads(compute: str) -> N
     assert before == after == 4
 
 
+@pytest.mark.parametrize("compute", ["auto", "kernels"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_bounded_layer_is_one_graph_for_any_load(compute: str, gated: bool) -> None:
+    """Dropless, forward and backward without a read of the loads: nothing is compiled again."""
+    layer = make_layer(compute, dispatch={"name": "bounded"}, experts={
+        "hidden_dim": 24, "compute": compute,
+        **({"kind": "gated_ffn", "activation": "silu"} if gated else {})
+    })
+    assert recompiled(layer, [tokens_marked_dynamic(56)], fullgraph=True) == (1, 1)
+
+
 @pytest.mark.parametrize("shape", [Shape(7, 4, 3, 2, 6), SHAPES["no tokens"]], ids=["some", "none"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_opcheck(gated: bool, shape: Shape) -> None:
     x, gates, p, plan = problem(shape, gated, True, True, torch.float32)
     gates = gates.detach().float().requires_grad_()
     rows = torch.randn(plan.counts.total, shape.width)
-    for arguments in ((x, gates, plan.source_R, plan.position_TK, *p.values(), plan.counts.host,
-                       "gelu"), (rows, None, None, None, *p.values(), plan.counts.host, "relu")):
+    counts = plan.counts.host
+    lengths_L = torch.tensor(counts)
+    for arguments in ((x, gates, plan.source_R, plan.position_TK, *p.values(), counts, None,
+                       "gelu"), (rows, None, None, None, *p.values(), counts, None, "relu"),
+                      (x, gates, plan.source_R, plan.position_TK, *p.values(), None, lengths_L,
+                       "gelu")):
         assert set(torch.library.opcheck(expert_ffn, arguments).values()) == {"SUCCESS"}

@@ -16,7 +16,8 @@ from fairseq.trainer import Trainer
 from omegaconf import open_dict
 from torch import Tensor
 
-from moe_plugin.comm import TorchComm
+from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.dispatch.overflow import overflowed
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import checkpoint_files as files
 from moe_plugin.hosts.fairseq import sharding
@@ -27,6 +28,7 @@ from moe_plugin.hosts.fairseq.gradients import norm_squared
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.observe import observer
 from moe_plugin.hosts.plain.drops import DropWarning
+from moe_plugin.hosts.plain.overflow import StepRepeat, StepStart, limits_of
 from moe_plugin.hosts.plain.parts import Part, count_once, shards, slices
 from moe_plugin.hosts.plain.replicas import (
     ReplicaReducer,
@@ -49,6 +51,7 @@ class MoETrainer(Trainer):
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
         self._skipped, self._warn_of_drops = 0, DropWarning()
+        self._limits = limits_of([model])
         self._reducer: ReplicaReducer | None = None  # made with the first optimizer
         if self.has_experts:
             _refuse_unsupported(cfg)
@@ -65,10 +68,8 @@ class MoETrainer(Trainer):
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """fairseq's, and now and then a record of the experts' statistics."""
         before = self.get_num_updates()
-        if self._reducer is not None:
-            self._reducer.passes = len(samples)
         with nullcontext() if self._observer is None else self._observer.around_step(before + 1):
-            logged = super().train_step(samples, raise_oom)
+            logged = self._until_rows_fit(samples, raise_oom)
         if self.has_experts and self.get_num_updates() > before:
             finish_step(self._model)
         if logged and self.is_data_parallel_master:
@@ -76,6 +77,22 @@ class MoETrainer(Trainer):
         if self._observer is not None and self.get_num_updates() > before:
             self._observer.after_step(self.get_num_updates())
         return logged
+
+    def _until_rows_fit(self, samples: Any, raise_oom: bool) -> Any:
+        repeats = any(limit.repeats for limit in self._limits)
+        start = StepStart([self._model]) if repeats else None
+        while True:
+            if self._reducer is not None:
+                self._reducer.passes = len(samples)
+            try:
+                return super().train_step(samples, raise_oom)
+            except StepRepeat:
+                start.rewind()
+
+    def _check_rows(self) -> None:
+        several = self.data_parallel_world_size > 1
+        if self._limits and overflowed(self._limits, self._world if several else LocalComm()):
+            raise StepRepeat
 
     @property
     def saves_every_rank(self) -> bool:
@@ -168,7 +185,9 @@ class MoETrainer(Trainer):
             OverflowError: the norm is not finite: fairseq then skips the step, here on every rank,
                 because every rank has the same norm. At most `MAX_SKIPPED_STEPS` steps in a row;
                 with fp16 the loss scaler decides instead.
+            RowsOverflow, StepRepeat: rows of this step did not fit, see `hosts.plain.overflow`.
         """
+        self._check_rows()
         if not self.has_experts and not self.is_sharded:
             return super().clip_grad_norm(clip_norm)
         norm = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self._whole_norm)

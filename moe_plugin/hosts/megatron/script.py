@@ -5,11 +5,14 @@ token ids for routers that need them, torch's fused Adam.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, wrap_training
+
+logger = logging.getLogger(__name__)
 
 
 def observe_script() -> None:
@@ -25,6 +28,7 @@ class _Script:
 
     def __init__(self) -> None:
         self.observer: Any = None
+        self.rows: Any = None
 
     def around_setup(self, setup: Callable[..., Any]) -> Callable[..., Any]:
 
@@ -42,10 +46,12 @@ class _Script:
         # imported once the script's arguments are parsed, because a layer spec follows them
         from moe_plugin.hosts.megatron.layer import PluginMoELayer
         from moe_plugin.hosts.megatron.report import Observer
+        from moe_plugin.hosts.megatron.rows import FittingSteps
         from moe_plugin.hosts.megatron.tokens import give_token_ids
 
         for chunk in chunks:
             give_token_ids(chunk)
+        self.rows = FittingSteps(chunks)
         layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
         config = layers[0].plan.config.observe if layers else None
         if config is not None and (config.jsonl or config.tensorboard):
@@ -56,11 +62,16 @@ class _Script:
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.observer is None:
-                return step(*args, **kwargs)
-            number = script_arguments()["curr_iteration"] + 1
-            with self.observer.timeline.around(number):
                 done = step(*args, **kwargs)
-            self.observer.after_step(number)
+            else:
+                number = script_arguments()["curr_iteration"] + 1
+                with self.observer.timeline.around(number):
+                    done = step(*args, **kwargs)
+                self.observer.after_step(number)
+            # the optimizer skipped a step of such rows, whose gradients are NaN
+            if self.rows is not None and self.rows.overflowed():
+                logger.warning("rows of the step did not fit: it was skipped, and the bound is "
+                               "larger now")
             return done
 
         return call

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from moe_plugin import determinism
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.options import MOST_SECONDS
+from moe_plugin.dispatch.overflow import RowsOverflow
 from moe_plugin.hosts.megatron import arguments
 from moe_plugin.hosts.megatron.groups import comm_of, timeout_of
 from moe_plugin.hosts.plain.drops import DropWarning
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         start(args)
         run(args)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, RowsOverflow) as error:
         logging.getLogger().setLevel(logging.ERROR)
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"{parser.prog}: error: {error}\n")
@@ -186,10 +187,12 @@ class Loop:
         from megatron.core import parallel_state as ps
 
         from moe_plugin.hosts.megatron.compat.finite import FiniteSteps
+        from moe_plugin.hosts.megatron.rows import FittingSteps
 
         self.args, self.training, self.observer, self.log = args, training, observer, log
         self.train_set, self.valid_set = train_set, valid_set
         self.finite = FiniteSteps(training.optimizer)
+        self.until_rows_fit = FittingSteps(training.chunks)
         self.warn_of_drops = DropWarning()
         self.replica, self.replicas = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
         self.microbatches = args.global_batch_size // (args.micro_batch_size * self.replicas)
@@ -241,11 +244,9 @@ class Loop:
 
         for chunk in self.training.chunks:
             chunk.train()
-            chunk.zero_grad_buffer()
-        self.training.optimizer.zero_grad()
         kept = {name: entry.values.clone() for name, entry in core.logged_losses().items()}
-        loss_2 = self._loss_sums(
-            self._forward_backward(batches, self.microbatches, forward_only=False))
+        loss_2 = self.until_rows_fit(self._gradients, batches, self.microbatches,
+                                     lambda: core.set_logged_losses(kept))
         self.finite.loss_is_finite = bool(loss_2.isfinite().all())
         for group in self.training.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
@@ -256,6 +257,13 @@ class Loop:
             core.set_logged_losses(kept)
             loss_2 = torch.zeros_like(loss_2)
         return loss_2, None if norm is None else float(norm)
+
+    def _gradients(self, batches: list[Any]) -> torch.Tensor:
+        for chunk in self.training.chunks:
+            chunk.zero_grad_buffer()
+        self.training.optimizer.zero_grad()
+        return self._loss_sums(
+            self._forward_backward(batches, self.microbatches, forward_only=False))
 
     def _forward_backward(self, batches: list[Any], microbatches: int, *,
                           forward_only: bool) -> list[dict[str, torch.Tensor]]:

@@ -66,6 +66,20 @@ def test_ddp_backends_replicas_and_recomputation_give_the_same_curve(one_rank: R
 
 
 @pytest.mark.distributed
+def test_rows_that_do_not_fit_repeat_the_step(one_rank: Result, corpus: Corpus,
+                                              tmp_path: Path) -> None:
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-dispatch bounded "
+             f"--moe-parallel fixed --moe-max-rows-factor 0.4 --no-save --save-dir {tmp_path}")
+    repeated = run("fairseq-train", f"{flags} --moe-on-overflow repeat --max-update 12",
+                   ranks=2).ok()
+    assert "its bound is larger now, and it is repeated" in repeated.log
+    same_curve(repeated, one_rank)
+    ended = run("fairseq-train", f"{flags} --max-update 2", ranks=2)
+    ended.failed_with("raise dispatch.max_rows_factor")
+    assert not ended.steps
+
+
+@pytest.mark.distributed
 def test_two_copies_of_experts_over_two_ranks_each(corpus: Corpus, tmp_path: Path) -> None:
     """4 ranks, expert-parallel groups of 2: gradients are summed over both copies, and each expert
     counts once in the norm.

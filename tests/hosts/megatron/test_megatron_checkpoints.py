@@ -147,6 +147,30 @@ def test_other_ways_give_the_same_curve(sizes: list[str], data: str, whole_run: 
             for step in (5, 8)] == pytest.approx([whole_run[1][step] for step in (5, 8)], abs=2e-4)
 
 
+def _overflow(argv: list[str]) -> str:
+    from moe_plugin.dispatch.overflow import RowsOverflow
+
+    try:
+        trained(argv)
+    except RowsOverflow as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_rows_that_do_not_fit_repeat_the_step(data: str, whole_run: Any, tmp_path: Path) -> None:
+    """The same curve with a bound below an even load; as an error, on every rank."""
+    log = str(tmp_path / "log.jsonl")
+    argv = [*MODEL, "--data-path", data, "--load", whole_run[0], "--moe-dispatch", "bounded",
+            "--moe-parallel", "fixed", "--moe-max-rows-factor", "0.4", *EP2]
+    on_ranks(2, trained, [*argv, "--train-iters", "8", "--log-file", log, "--moe-on-overflow",
+                          "repeat"])
+    assert [losses_of(log)[step]
+            for step in (5, 8)] == pytest.approx([whole_run[1][step] for step in (5, 8)], abs=2e-4)
+    for said in on_ranks(2, _overflow, [*argv, "--train-iters", "8"]):
+        assert "raise dispatch.max_rows_factor" in said
+
+
 @pytest.mark.distributed
 def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whole_run: Any,
                                                                  tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""How many rows one rank sends to another at most, where buffers have a fixed length."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch.overflow import Limit
+
+ROOM = 1.25  # a bound that was too low grows to what was needed, and this much more
+
+
+class RowsLimit(Limit):
+    """The bound on rows from one rank to one other, of one layer, and where it was exceeded.
+
+    T tokens of the rank that has most, k choices, W ranks, f factor, r ranks to which each choice
+    goes: min(T k, ceil(f T k r / W)) rows, at least one. Nothing exceeds f = W / r.
+
+    Args:
+        config: of the layer.
+
+    Attributes:
+        choices: T k; None: not agreed yet.
+        least: a bound that an overflow asked for; 0: none has.
+        needed: see `Limit`; rows, equal on all ranks of the group.
+    """
+
+    remedy = ("a rank had {needed} rows for one other, more than dispatch.max_rows_factor lets "
+              "through; raise dispatch.max_rows_factor (none never overflows) or "
+              "dispatch.max_tokens")
+
+    def __init__(self, config: MoEConfig) -> None:
+        dispatch = config.dispatch
+        self.factor, self.repeats = dispatch.max_rows_factor, dispatch.on_overflow == "repeat"
+        self.choices: int | None = dispatch.max_tokens * config.router.top_k or None
+        self.least = 0
+        self.needed: Tensor | None = None
+
+    def slots(self, ids_TK: Tensor, copies: int, comm: Comm) -> int:
+        """The bound, the same on all ranks.
+
+        Unless `dispatch.max_tokens` says T, the first call asks the ranks for it: one all-reduce,
+        for which the host waits.
+
+        Args:
+            ids_TK: [T, k], of which the shape is looked at. copies: r.
+        Raises:
+            CommError: T is unknown under torch.compile or during a capture.
+        """
+        if self.choices is None:
+            self.choices = _most_choices(ids_TK, comm)
+        bound = self.choices
+        if self.factor is not None:
+            bound = min(bound, math.ceil(self.factor * bound * copies / comm.size))
+        return max(1, bound, self.least)
+
+    def record(self, most: Tensor, slots: int) -> Tensor:
+        """Whether any rank had more rows for one rank than `slots`: a bool scalar on the device.
+
+        most: int64 scalar, the largest number of rows of any rank for one rank.
+        """
+        over = most > slots
+        if self.needed is None:
+            self.needed = torch.zeros_like(most)
+        # in place, so that a replayed graph writes where it is read
+        self.needed.copy_(torch.maximum(self.needed, most * over))
+        return over
+
+    def grow(self, needed: int) -> None:
+        """See `Limit`."""
+        self.least = max(self.least, math.ceil(needed * ROOM))
+        self.forget()
+
+    def forget(self) -> None:
+        """See `Limit`."""
+        if self.needed is not None:
+            self.needed.zero_()
+
+
+def _most_choices(ids_TK: Tensor, comm: Comm) -> int:
+    captured = ids_TK.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if captured or torch.compiler.is_compiling():
+        raise comm.error("the ranks have not agreed on a number of tokens, which they cannot in a "
+                         "compiled or captured call; set dispatch.max_tokens, or call the layer "
+                         "once as it is")
+    choices = torch.tensor([ids_TK.numel()], device=ids_TK.device)
+    return int(comm.all_reduce(choices, "max"))

@@ -1,0 +1,74 @@
+"""Steps of Megatron in which rows did not fit (`--moe-dispatch bounded`), see `plain.overflow`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.dispatch.overflow import overflowed
+from moe_plugin.hosts.megatron.compat.finite import any_rank
+from moe_plugin.hosts.plain.overflow import StepStart, limits_of
+
+
+class FittingSteps:
+    """Runs forward and backward passes until all rows fit. Made by all ranks; collective.
+
+    Args:
+        chunks: this rank's parts of the model. A pipeline stage may have no MoE layer.
+    """
+
+    def __init__(self, chunks: Iterable[Any]) -> None:
+        self.chunks = list(chunks)
+        self.limits = limits_of(self.chunks)
+        self.active = any_rank(bool(self.limits))
+        self.repeats = any_rank(any(limit.repeats for limit in self.limits))
+        several = torch.distributed.get_world_size() > 1
+        self.world = TorchComm() if several else LocalComm()
+
+    def __call__(self, passes: Callable[[list[Any]], torch.Tensor], batches: list[Iterator[Any]],
+                 microbatches: int, undo: Callable[[], None]) -> torch.Tensor:
+        """What `passes(batches)` returns, repeated where rows did not fit.
+
+        Args:
+            passes: all forward and backward passes of a step; it clears the gradients first.
+            batches: by chunk; a step takes `microbatches` of each.
+            undo: called before a repetition.
+        Raises:
+            RowsOverflow: on all ranks, where `--moe-on-overflow` is error.
+        """
+        if not self.repeats:
+            done = passes(batches)
+            self.overflowed()
+            return done
+        taken = [list(itertools.islice(each, microbatches)) for each in batches]
+        start = _Start(self.chunks)
+        while True:
+            done = passes([iter(each) for each in taken])
+            if not self.overflowed():
+                return done
+            undo()
+            start.rewind()
+
+    def overflowed(self) -> bool:
+        """See `dispatch.overflow.overflowed`; of all ranks."""
+        return self.active and overflowed(self.limits, self.world)
+
+
+class _Start(StepStart):
+    """And the random generators that Megatron keeps for its parallel regions."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        super().__init__(chunks)
+        self._tracker = get_cuda_rng_tracker()
+        self._states = {name: state.clone() for name, state in self._tracker.get_states().items()}
+
+    def rewind(self) -> None:
+        """Set them as they were."""
+        super().rewind()
+        self._tracker.set_states({name: state.clone() for name, state in self._states.items()})

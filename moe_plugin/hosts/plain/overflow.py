@@ -1,0 +1,87 @@
+"""Steps in which rows did not fit (`dispatch.name: bounded`): an error, or the step once more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.torch_comm import default_comm
+from moe_plugin.dispatch.overflow import Limit, overflowed
+from moe_plugin.layer import MoELayer
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class StepRepeat(Exception):  # noqa: N818 - no error: it leaves a host's step, to begin it again
+    """Rows did not fit in this step; the bound is larger now, on all ranks."""
+
+
+def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
+    """The bounds of all layers of these models that have one, in the order of their modules."""
+    layers = (m for model in models for m in model.modules() if isinstance(m, MoELayer))
+    limits = (layer.layouts.available.limit for layer in layers)
+    return [limit for limit in limits if limit is not None]
+
+
+def until_rows_fit(model: nn.Module, step: Callable[[], Result],
+                   world: Comm | None = None) -> Result:
+    """What `step()` returns; where rows did not fit, discard its gradients and repeat it.
+
+    A repetition starts with the same state of torch's random generators and the same buffers, and
+    with a larger bound on all ranks. For layers with `dispatch.name=bounded`; without such layers
+    it is `step()`. Put what updates parameters after it:
+
+        loss = until_rows_fit(model, lambda: forward_and_backward(batch))
+        optimizer.step()
+
+    Args:
+        step: forward and backward passes, which set or add to the parameters' gradients. These are
+            set to None first.
+        world: all ranks that train the model, replicas included; None: the default group.
+    Raises:
+        RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
+    """
+    limits = limits_of([model])
+    if not limits:
+        return step()
+    world = default_comm() if world is None else world
+    start = StepStart([model]) if any(limit.repeats for limit in limits) else None
+    while True:
+        model.zero_grad()
+        result = step()
+        if not overflowed(limits, world):
+            return result
+        start.rewind()
+
+
+class StepStart:
+    """What a step changes before the optimizer's: random generators and buffers, as they are now.
+
+    Args:
+        models: whose buffers are kept.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self.models = list(models)
+        self._buffers = [buffer.clone() for buffer in self._now()]
+        self._random = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def rewind(self) -> None:
+        """Set them as they were."""
+        logger.info("rows of a step did not fit: its bound is larger now, and it is repeated")
+        for buffer, kept in zip(self._now(), self._buffers, strict=True):
+            buffer.copy_(kept)
+        torch.set_rng_state(self._random)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def _now(self) -> list[Tensor]:
+        # by name: Megatron's wrapper has a list in place of the method `buffers`
+        return [buffer for model in self.models for _, buffer in model.named_buffers()]

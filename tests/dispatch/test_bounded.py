@@ -1,0 +1,221 @@
+"""Bounded dispatch: exact as soon as rows fit, never silently wrong where they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_plugin.comm import Comm, LocalComm, run_simulated
+from moe_plugin.comm.simulated import Traffic
+from moe_plugin.config import MoEConfig, from_dict
+from moe_plugin.dispatch.overflow import RowsOverflow, overflowed
+from moe_plugin.hosts.plain.overflow import limits_of, until_rows_fit
+from moe_plugin.layer import MoELayer
+from moe_plugin.row_counts import DeviceCounts
+from tests.distributed import run_gloo
+from tests.exactness.harness import (
+    RankResult,
+    compare,
+    config_of,
+    load,
+    naming,
+    reference,
+    run_layer,
+    run_rank,
+)
+from tests.oracle import Case, dense, make_inputs, make_parameters
+
+FACTORS = (0.3, 0.7, 1.0, 1.3, 1.7, 2.2, 3.0, 4.0)
+
+
+def loaded(case: Case, config: MoEConfig, comm: Comm) -> MoELayer:
+    layer = MoELayer(config, comm, dtype=torch.float64)
+    load(layer, make_parameters(case, torch.float64), case)
+    return layer
+
+
+def tight(case: Case, pieces: tuple[int, int], compute: str) -> list[str]:
+    """Each factor: exact, or all outputs of all ranks with rows NaN and reported by every rank."""
+    seen = []
+    for factor in FACTORS:
+        config = config_of(case, dispatch__name="bounded", dispatch__max_rows_factor=factor,
+                           parallel__mode="fixed", parallel__d=pieces[0],
+                           parallel__d_backward=pieces[1], experts__compute=compute)
+
+        def rank(comm: Comm, config: MoEConfig = config) -> tuple[RankResult, bool]:
+            layer = loaded(case, config, comm)
+            result = run_layer(case, layer)
+            return result, bool(limits_of([layer])[0].needed)
+
+        results, over = zip(*run_simulated(case.world, rank), strict=True)
+        assert len(set(over)) == 1, "ranks disagree"
+        seen.append("over" if over[0] else "exact")
+        with naming(f"factor {factor}"):
+            if over[0]:
+                for result in results:
+                    assert result.output.isnan().all() or not len(result.output)
+            else:
+                compare(case, results, reference(case))
+    return seen
+
+
+@pytest.mark.parametrize("compute", ["kernels", "grouped", "fused"])
+@pytest.mark.parametrize("world, experts, skew, pieces", [
+    (2, 2, 0.0, (1, 0)), (2, 8, 3.0, (3, 0)), (4, 8, 0.0, (1, 2)), (4, 4, 3.0, (4, 3)),
+    (4, 2, 0.0, (2, 0))
+])
+def test_exact_as_soon_as_rows_fit(world: int, experts: int, skew: float, pieces: tuple[int, int],
+                                   compute: str) -> None:
+    case = Case(world, experts, 2, [6, 6, 5, 6][:world], None, None, skew=skew)
+    seen = tight(case, pieces, compute)
+    assert seen == sorted(seen, reverse=True), "a larger bound overflows where a smaller does not"
+    assert {"over", "exact"} == set(seen)
+
+
+def one_heavy_rank(on_overflow: str, factor: float = 1.0) -> tuple[Case, dict]:
+    """Tokens of rank 1 alone all go to expert 0; the other rank has few."""
+    case = Case(2, 2, 1, [4, 8], None, None, skew=0.0, seed=5)
+    settings = {"dispatch__name": "bounded", "dispatch__max_rows_factor": factor,
+                "dispatch__on_overflow": on_overflow, "dispatch__max_tokens": 8,
+                "parallel__mode": "fixed"}
+    return case, settings
+
+
+def heavy_inputs(case: Case, weight_ED: Tensor) -> list[Tensor]:
+    """Every token of rank 1 goes to expert 0, those of rank 0 one to each."""
+    to_first = (weight_ED[0] - weight_ED[1]).double()
+    xs = [x.clone() for x in make_inputs(case, torch.float64)[0]]
+    xs[1] = xs[1] * 0.01 + to_first
+    xs[0] = xs[0] * 0.01 + to_first * torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
+    return xs
+
+
+def heavy_layer(comm: Comm, on_overflow: str) -> tuple[Case, MoELayer, list[Tensor]]:
+    case, settings = one_heavy_rank(on_overflow)
+    layer = loaded(case, config_of(case, **settings), comm)
+    return case, layer, heavy_inputs(case, layer.router.weight_ED.detach())
+
+
+def _error_on_all(comm: Comm) -> str:
+    case, layer, xs = heavy_layer(comm, "error")
+    assert run_layer(case, layer, xs=xs).output.isnan().all()
+    with pytest.raises(RowsOverflow, match="a rank had 8 rows.*max_rows_factor") as raised:
+        overflowed(limits_of([layer]), comm)
+    # reported once: the next step begins anew
+    assert not overflowed(limits_of([layer]), comm)
+    return str(raised.value)
+
+
+def test_overflow_on_one_rank_is_an_error_on_all() -> None:
+    assert len(set(run_simulated(2, _error_on_all))) == 1
+
+
+def _repeated(comm: Comm) -> tuple[int, RankResult]:
+    """(repetitions of a first and a second step, the result of the second)."""
+    case, layer, xs = heavy_layer(comm, "repeat")
+    steps = []
+
+    def step() -> RankResult:
+        steps.append(len(steps))
+        return run_layer(case, layer, xs=xs)
+
+    until_rows_fit(layer, step, comm)
+    result = until_rows_fit(layer, step, comm)
+    return len(steps), result
+
+
+def check_repeated(answers: list[tuple[int, RankResult]]) -> None:
+    case, _ = one_heavy_rank("repeat")
+    parameters = make_parameters(case, torch.float64)
+    xs, masks = heavy_inputs(case, parameters["router"]), make_inputs(case, torch.float64)[1]
+    assert [steps for steps, _ in answers] == [3, 3], "one repetition of the first step alone"
+    compare(case, [result for _, result in answers], dense(case, parameters, xs, masks))
+
+
+def test_a_step_is_repeated_with_a_larger_bound_on_all_ranks() -> None:
+    check_repeated(run_simulated(2, _repeated))
+
+
+def _in_processes() -> tuple[str, tuple[int, RankResult]]:
+    from moe_plugin import TorchComm
+
+    comm = TorchComm()
+    comm.prepare()
+    return _error_on_all(comm), _repeated(comm)
+
+
+@pytest.mark.distributed
+def test_both_between_processes() -> None:
+    errors, repeated = zip(*run_gloo(2, _in_processes), strict=True)
+    assert len(set(errors)) == 1
+    check_repeated(list(repeated))
+
+
+@pytest.mark.parametrize("tokens", [[0, 0], [0, 5], [5, 0]])
+def test_ranks_without_tokens(tokens: list[int]) -> None:
+    case = Case(2, 4, 2, tokens, None, None)
+    config = config_of(case, dispatch__name="bounded", parallel__mode="fixed")
+    compare(case, run_simulated(2, lambda comm: run_rank(case, comm, config)), reference(case))
+
+
+def test_more_tokens_than_in_the_first_call_are_reported() -> None:
+    config = from_dict({"model_dim": 8, "num_experts": 2, "router": {"top_k": 1},
+                        "dispatch": {"name": "bounded"}, "parallel": "fixed"})
+
+    def rank(comm: Comm) -> list[bool]:
+        torch.manual_seed(0)
+        layer = MoELayer(config, comm)
+        seen = []
+        for tokens in (4, 4, 40):
+            y = layer(torch.randn(tokens, 8)).output
+            seen += [bool(y.isnan().any()), overflow(layer, comm)]
+        return seen
+
+    def overflow(layer: MoELayer, comm: Comm) -> bool:
+        try:
+            return overflowed(limits_of([layer]), comm)
+        except RowsOverflow:
+            return True
+
+    assert run_simulated(2, rank) == [[False, False, False, False, True, True]] * 2
+
+
+@pytest.mark.parametrize("given, collectives", [(8, 0), (0, 1)])
+def test_collectives_of_a_first_call(given: int, collectives: int) -> None:
+    """With `max_tokens` the ranks agree on nothing."""
+    traffic = Traffic()
+    config = from_dict({"model_dim": 8, "num_experts": 2, "losses": {},
+                        "dispatch": {"name": "bounded", "max_tokens": given},
+                        "parallel": "fixed"})
+    run_simulated(2, lambda comm: MoELayer(config, comm)(torch.randn(8, 8)) and None,
+                  traffic=traffic)
+    assert traffic.collectives.get("all_reduce", 0) == collectives
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"max_rows_factor": 2.0}, "max_rows_factor=2.0 does not fit dispatch.name='ragged'"),
+    ({"max_tokens": 3, "name": "padded", "capacity_factor": 1.0}, "max_tokens=3 does not fit"),
+    ({"on_overflow": "repeat"}, "on_overflow='repeat' does not fit"),
+    ({"name": "bounded", "max_rows_factor": 0.0}, "max_rows_factor"),
+    ({"name": "bounded", "max_rows_factor": -1.0}, "max_rows_factor"),
+])
+def test_settings_that_do_not_fit(settings: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MoELayer(from_dict({"model_dim": 8, "num_experts": 2, "dispatch": settings}), LocalComm())
+
+
+def test_shadowing_is_refused() -> None:
+    config = from_dict({"model_dim": 8, "num_experts": 2, "dispatch": {"name": "bounded"},
+                        "parallel": {"shadow": 1}})
+    with pytest.raises(ValueError, match="parallel.shadow=1"):
+        MoELayer(config, LocalComm())
+
+
+def test_counts_on_a_device_read_as_counts_of_the_whole_buffer() -> None:
+    counts = DeviceCounts(torch.tensor([3, 0, 2]), 8)
+    assert counts.host == [3, 0, 5] and counts.lengths() == [3, 0, 2]
+    assert (counts.total, counts.number, counts.even, int(counts.real)) == (8, 3, False, 5)
+    assert "DeviceCounts" in repr(counts) and dataclasses.is_dataclass(counts)
