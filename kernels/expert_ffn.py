@@ -46,6 +46,8 @@ class FFNParameters:
     dropout, what it leaves is kept).
     sums: of the calls that share these parameters in one pass; a strategy may add up their weight
     gradients there instead of returning one for each. None: this call is alone.
+    precision: of the products of strategy `kernels`, see `experts.precision`; other strategies
+    compute as torch is set to.
     """
 
     w_in_LDF: Tensor
@@ -61,6 +63,7 @@ class FFNParameters:
     dropout: float = 0.0
     recompute: bool = False
     sums: GradSums | None = None
+    precision: str = "ieee"
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
         """Inputs of one autograd function, and the `main_grad_weights` among them.

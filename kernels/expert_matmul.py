@@ -1,14 +1,15 @@
 """The matmuls of feed-forward experts over grouped rows, with gather and activation fused in.
 
 Rows are gathered from tokens while they are loaded, the activation is applied before the result is
-stored, and it is recomputed in backward. Five operations are enough for forward and backward of
-plain and gated experts, and a sixth where the host keeps weight gradients; each has a torch
+stored, and it is recomputed in backward. The gate's product and the other one of a gated expert are
+one operation, and so are the two that make its input's gradient. Each operation has a torch
 reference here (exact in float64) and a Triton kernel.
 
 Legend: T tokens, R rows, L groups (experts), I and O widths of a matmul, D and F widths of an
 expert. Tensors are of one floating-point dtype unless a docstring says otherwise. x and grad with a
 `token_R` (int64 [R], token of each row, -1: a row of zeros) are [T, .] tokens; without (None) they
-are [R, .] rows.
+are [R, .] rows. precision: of float32 products, "ieee", or "tf32", in which the kernels round both
+operands to 11 bits; a reference computes as torch is set to.
 """
 
 from __future__ import annotations
@@ -36,11 +37,10 @@ def _scaled(grad: Tensor, token_R: Tensor | None, scale_R: Tensor | None) -> Ten
 
 @op
 def expert_matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
-                  token_R: Tensor | None, base_RO: Tensor | None) -> Tensor:
-    """base + rows w + b by group, [R, O] in x's dtype.
+                  token_R: Tensor | None, precision: str) -> Tensor:
+    """rows w + b by group, [R, O] in x's dtype.
 
-    x: rows or tokens of width I. w_LIO: [L, I, O], also a transposed view. b_LO: [L, O]. base_RO:
-    [R, O].
+    x: rows or tokens of width I. w_LIO: [L, I, O], also a transposed view. b_LO: [L, O].
     """
     rows_RI = _rows(x, token_R)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], w_LIO.shape[2])
@@ -48,40 +48,75 @@ def expert_matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
         torch.mm(rows_RI[span], w_LIO[group], out=out_RO[span])
         if b_LO is not None:
             out_RO[span] += b_LO[group]
-    return out_RO if base_RO is None else out_RO.add_(base_RO)
+    return out_RO
+
+
+@op
+def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Tensor, v_LIO: Tensor,
+                      precision: str) -> Tensor:
+    """x w + y v by group, [R, O] in x's dtype: a gated expert's input gradient.
+
+    x_RI, y_RI: [R, I] rows. w_LIO, v_LIO: [L, I, O], also transposed views.
+    """
+    out_RO = expert_matmul.implementation("torch")(x_RI, groups, w_LIO, None, None, precision)
+    for group, span in groups.spans():
+        out_RO[span].addmm_(y_RI[span], v_LIO[group])
+    return out_RO
 
 
 @op
 def expert_matmul_act(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
-                      token_R: Tensor | None, gate_RF: Tensor | None,
-                      activation: str) -> tuple[Tensor, Tensor]:
-    """(h, a), [R, F] each: h = rows w + b; a = act(h), or act(gate) * h with a gate.
+                      token_R: Tensor | None, activation: str,
+                      precision: str) -> tuple[Tensor, Tensor]:
+    """(h, a), [R, F] each, of plain experts: h = rows w + b; a = act(h).
 
-    x: rows or tokens of width D. w_LDF: [L, D, F]. b_LF: [L, F]. gate_RF: [R, F], the gate's value
-    before its activation. activation: a name in `ACTIVATIONS`.
+    x: rows or tokens of width D. w_LDF: [L, D, F]. b_LF: [L, F]. activation: a name in
+    `ACTIVATIONS`.
     """
-    h_RF = expert_matmul.implementation("torch")(x, groups, w_LDF, b_LF, token_R, None)
-    act = ACTIVATIONS[activation].value
-    return h_RF, act(h_RF) if gate_RF is None else act(gate_RF) * h_RF
+    h_RF = expert_matmul.implementation("torch")(x, groups, w_LDF, b_LF, token_R, precision)
+    return h_RF, ACTIVATIONS[activation].value(h_RF)
+
+
+@op
+def expert_matmul_gated(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+                        v_LDF: Tensor, v_bias_LF: Tensor | None, token_R: Tensor | None,
+                        activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(h, gate, a), [R, F] each, of gated experts: h = rows w + b; gate = rows v + v_bias;
+
+    a = act(gate) h. x: rows or tokens of width D. w_LDF, v_LDF: [L, D, F]. b_LF, v_bias_LF:
+    [L, F], both or none. activation: a name in `ACTIVATIONS`.
+    """
+    product = expert_matmul.implementation("torch")
+    rows_RD = _rows(x, token_R)
+    h_RF = product(rows_RD, groups, w_LDF, b_LF, None, precision)
+    gate_RF = product(rows_RD, groups, v_LDF, v_bias_LF, None, precision)
+    return h_RF, gate_RF, ACTIVATIONS[activation].value(gate_RF) * h_RF
 
 
 @op
 def expert_matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor,
                                gate_RF: Tensor | None, scale_R: Tensor | None,
-                               token_R: Tensor | None,
-                               activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+                               token_R: Tensor | None, activation: str,
+                               precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Back through the second matmul and the activation: (grad h, grad gate or None, a, dots).
 
-    u = grad rows w^T; s = scale * u; a as in `expert_matmul_act`. Plain: grad h = s act'(h). Gated:
-    grad h = s act(gate), grad gate = s h act'(gate). dots[r] = <u[r], a[r]>: the gate weight's
-    gradient, without keeping output rows.
+    u = grad rows w^T; s = scale * u; a as in the forward operations. Plain: grad h = s act'(h).
+    Gated: grad h = s act(gate), grad gate = s h act'(gate). dots[r] = <u[r], a[r]>: the gate
+    weight's gradient, without keeping output rows.
 
     grad: gradient of rows or tokens of width D. w_LFD: [L, F, D]. h_RF, gate_RF: [R, F]. scale_R:
     float32 [R] (float64 for float64 inputs). Returns [R, F] three times, and dots [R] in scale's
     dtype.
     """
-    u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None, token_R,
-                                                 None)
+    u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
+                                                 token_R, precision)
+    return back_through_activation(u_RF, h_RF, gate_RF, scale_R, activation)
+
+
+def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
+                            scale_R: Tensor | None,
+                            activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """`expert_matmul_act_backward` from its first product u, [R, F], on."""
     act = ACTIVATIONS[activation]
     s_RF = u_RF if scale_R is None else (u_RF * scale_R[:, None]).to(u_RF.dtype)
     inner_RF = h_RF if gate_RF is None else gate_RF
@@ -97,7 +132,8 @@ def expert_matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF
 
 @op
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
-                       grad_token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
+                       grad_token_R: Tensor | None, scale_R: Tensor | None,
+                       precision: str) -> Tensor:
     """rows^T (scale * grad rows) by group, [L, I, O] in x's dtype; zeros for a group without rows.
 
     x, grad: rows or tokens of widths I and O, each with its own token of each row. scale_R: float32
@@ -112,7 +148,7 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tenso
 
 @op
 def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
-                           grad_token_R: Tensor | None, scale_R: Tensor | None,
+                           grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
     """`expert_weight_grad` added to `into_LIO`, which is returned.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from moe_plugin.kernels.tiles import tile_table
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
@@ -21,6 +22,8 @@ class Groups:
 
     counts: RowCounts
     device: torch.device
+    _tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def total(self) -> int:
@@ -58,34 +61,11 @@ class Groups:
             yield group, slice(start, start + count)
             start += count
 
-    def tiles(self, height: int) -> tuple[Tensor, Tensor]:
-        """(group, first row) of each tile of `height` rows, int32 [M]; no tile spans two groups.
+    def tiles(self, height: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """(group, first row, used) of the tiles of `height` rows, see `tile_table`.
 
-        Groups of one size (fixed slots) make the tables on the device: no copy from the host. So do
-        lengths that only the device knows, for as many tiles as there may be; those left over begin
-        after their group's last row.
+        Made once for all products that use this height.
         """
-        if isinstance(self.counts, DeviceCounts):
-            return self._tiles_of_device(height)
-        rows = self.counts.host[0] if self.number else 0
-        if self.counts.even:
-            per_group = -(-rows // height)
-            tile_M = torch.arange(self.number * per_group, dtype=torch.int32, device=self.device)
-            group_M = torch.div(tile_M, max(1, per_group), rounding_mode="floor")
-            return group_M, group_M * rows + (tile_M - group_M * per_group) * height
-        starts = [(g, row) for g, span in self.spans()
-                  for row in range(span.start, span.stop, height)]
-        table_2M = torch.tensor(starts, dtype=torch.int32).reshape(-1, 2).t().contiguous()
-        if self.device.type == "cuda":
-            # from pinned memory the copy does not wait for the device
-            table_2M = table_2M.pin_memory().to(self.device, non_blocking=True)
-        return table_2M[0], table_2M[1]
-
-    def _tiles_of_device(self, height: int) -> tuple[Tensor, Tensor]:
-        tiles_L = torch.div(self.lengths_L + height - 1, height, rounding_mode="floor")
-        tile_M = torch.arange(self.total // height + self.number, device=self.device)
-        end_L = tiles_L.cumsum(0)
-        group_M = torch.searchsorted(end_L, tile_M, right=True).clamp_(max=self.number - 1)
-        first_row_L = self.lengths_L.cumsum(0) - self.lengths_L - (end_L - tiles_L) * height
-        row_M = first_row_L[group_M] + tile_M * height
-        return group_M.to(torch.int32), row_M.to(torch.int32)
+        if (height, least) not in self._tables:
+            self._tables[height, least] = tile_table(self.lengths_L, height, self.total, least)
+        return self._tables[height, least]

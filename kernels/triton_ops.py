@@ -23,8 +23,10 @@ MODULES = {
     "route_top_k": "router", "route_top_k_backward": "router", "transpose_chunks": "layout",
     "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_matmul": "expert_matmul",
     "expert_matmul_act": "expert_matmul", "expert_matmul_act_backward": "expert_matmul",
+    "expert_matmul_sum": "expert_matmul", "expert_matmul_gated": "expert_matmul",
     "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
-    "expert_bias_grad": "expert_matmul",
+    "expert_bias_grad": "expert_matmul", "tile_table": "tiles",
+    "quantize_weights_fp8": "fp8_products", "expert_matmul_fp8": "fp8_products",
 }
 INSTALLED = find_spec("triton") is not None
 
@@ -81,6 +83,6 @@ def register() -> None:
     """Add the Triton implementations to their operations; called once by the package."""
     for name in MODULES:
         kernels.get(name).add("triton",
-                              fp8_why_not if MODULES[name] == "fp8" else why_not)(_late(name))
+                              fp8_why_not if "fp8" in name else why_not)(_late(name))
     assert {"gelu", "gelu_tanh", "relu", "silu",
             "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -33,6 +34,11 @@ def needs_upcast(dtype: torch.dtype) -> bool:
     The interpreter multiplies bfloat16 matrices wrongly (versions 3.6 to 3.9).
     """
     return INTERPRETED and dtype in (torch.bfloat16, torch.float16)
+
+
+def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """`tensor`, contiguous; a kernel's unused pointer argument also needs some tensor."""
+    return stand_in if tensor is None else tensor.contiguous()
 
 
 @triton.jit

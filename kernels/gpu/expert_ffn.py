@@ -9,12 +9,14 @@ row dots, so that no output row is kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, List, Optional
 
 import torch
 from torch import Tensor
 
+from moe_plugin.kernels import fp8_products as fp8
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.expert_matmul import (
@@ -22,6 +24,8 @@ from moe_plugin.kernels.expert_matmul import (
     expert_matmul,
     expert_matmul_act,
     expert_matmul_act_backward,
+    expert_matmul_gated,
+    expert_matmul_sum,
     expert_weight_grad,
     expert_weight_grad_add,
 )
@@ -31,6 +35,27 @@ from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, at_rows, sum_rows
 from moe_plugin.records import RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products over rows in one precision; signatures as in `kernels.expert_matmul`."""
+
+    plain: Callable[..., Tensor]
+    sum: Callable[..., Tensor]
+    act: Callable[..., tuple[Tensor, Tensor]]
+    gated: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    act_backward: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor]]
+
+
+_EXACT = _Products(expert_matmul, expert_matmul_sum, expert_matmul_act, expert_matmul_gated,
+                   expert_matmul_act_backward)
+_FP8 = _Products(fp8.matmul, fp8.matmul_sum, fp8.matmul_act, fp8.matmul_gated,
+                 fp8.matmul_act_backward)
+
+
+def _products(precision: str) -> _Products:
+    return _FP8 if precision == "fp8" else _EXACT
 
 
 @strategies.register("kernels")
@@ -49,8 +74,9 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
         lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (counts.host,
                                                                                    None)
         if redirected:
-            return _IntoMainGrad.apply(redirected, x, *maps, *tensors, *lengths, p.activation)
-        return expert_ffn(x, *maps, *tensors, *lengths, p.activation)[0]
+            return _IntoMainGrad.apply(redirected, x, *maps, *tensors, *lengths, p.activation,
+                                       p.precision)
+        return expert_ffn(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
 
 
 # one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break
@@ -59,7 +85,7 @@ def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor]
                position_TK: Optional[Tensor], w_in: Tensor, b_in: Optional[Tensor],
                w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor,
                b_out: Optional[Tensor], counts: Optional[Sequence[int]],
-               lengths_L: Optional[Tensor], activation: str) -> List[Tensor]:
+               lengths_L: Optional[Tensor], activation: str, precision: str) -> List[Tensor]:
     """[y, h, gate] of feed-forward experts, differentiable.
 
     x: [T, D] tokens with gates_TK (float32 or float64), source_R and position_TK (see
@@ -69,7 +95,7 @@ def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor]
     gate: [R, F], kept for backward (gate: no elements for a plain expert).
     """
     return _forward(x, gates_TK, source_R, position_TK, w_in, b_in, w_gate, b_gate, w_out, b_out,
-                    counts, lengths_L, activation)
+                    counts, lengths_L, activation, precision)
 
 
 def _groups(counts: Sequence[int] | None, lengths_L: Tensor | None, x: Tensor,
@@ -82,15 +108,19 @@ def _groups(counts: Sequence[int] | None, lengths_L: Tensor | None, x: Tensor,
 def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
              position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None, w_gate: Tensor | None,
              b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
-             counts: Sequence[int] | None, lengths_L: Tensor | None,
-             activation: str) -> list[Tensor]:
+             counts: Sequence[int] | None, lengths_L: Tensor | None, activation: str,
+             precision: str) -> list[Tensor]:
     groups, x = _groups(counts, lengths_L, x, source_R), x.contiguous()
-    token_R = _tokens(source_R, position_TK)
-    gate_RF = None if w_gate is None else expert_matmul(x, groups, w_gate, b_gate, token_R, None)
-    h_RF, a_RF = expert_matmul_act(x, groups, w_in, b_in, token_R, gate_RF, activation)
-    rows_RD = expert_matmul(a_RF, groups, w_out, b_out, None, None)
+    token_R, products = _tokens(source_R, position_TK), _products(precision)
+    if w_gate is None:
+        h_RF, a_RF = products.act(x, groups, w_in, b_in, token_R, activation, precision)
+        gate_RF = x.new_empty(0)
+    else:
+        h_RF, gate_RF, a_RF = products.gated(x, groups, w_in, b_in, w_gate, b_gate, token_R,
+                                             activation, precision)
+    rows_RD = products.plain(a_RF, groups, w_out, b_out, None, precision)
     y = rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, gates_TK)
-    return [y, h_RF, x.new_empty(0) if gate_RF is None else gate_RF]
+    return [y, h_RF, gate_RF]
 
 
 def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | None:
@@ -103,7 +133,7 @@ def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | Non
 @expert_ffn.register_fake
 def _(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b_in: Any,
       w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int] | None,
-      lengths_L: Any, activation: str) -> list[Tensor]:
+      lengths_L: Any, activation: str, precision: str) -> list[Tensor]:
     rows = sum(counts) if lengths_L is None else (x if source_R is None else source_R).shape[0]
     h_RF = x.new_empty(rows, w_in.shape[2])
     return [
@@ -117,7 +147,7 @@ def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
                         source_R: Optional[Tensor], position_TK: Optional[Tensor], h_RF: Tensor,
                         gate_RF: Tensor, w_in: Tensor, w_gate: Optional[Tensor], w_out: Tensor,
                         b_out: Optional[Tensor], counts: Optional[Sequence[int]],
-                        lengths_L: Optional[Tensor], activation: str,
+                        lengths_L: Optional[Tensor], activation: str, precision: str,
                         needs: Sequence[bool]) -> List[Tensor]:
     """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out, each in its tensor's shape.
 
@@ -125,7 +155,7 @@ def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
     eight gradients are wanted; the others have no elements.
     """
     made = _gradients(grad_y, x, gates_TK, source_R, position_TK, h_RF, gate_RF, w_in, w_gate,
-                      w_out, b_out, counts, lengths_L, activation, needs, {})
+                      w_out, b_out, counts, lengths_L, activation, precision, needs, {})
     return [x.new_empty(0) if g is None else g for g in made]
 
 
@@ -133,24 +163,26 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
                position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor, w_in: Tensor,
                w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
                counts: Sequence[int] | None, lengths_L: Tensor | None, activation: str,
-               needs: Sequence[bool],
+               precision: str, needs: Sequence[bool],
                main_grad_weights: Mapping[str, Tensor]) -> list[Tensor | None]:
     """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`."""
     groups, token_R = _groups(counts, lengths_L, x, source_R), _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None if gates_TK is None else at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
                                                     source_R)
-    g_h, g_gate, a_RF, dots_R = expert_matmul_act_backward(grad_y, groups, w_out, h_RF, gate,
-                                                           scale_R, token_R, activation)
+    g_h, g_gate, a_RF, dots_R = _products(precision).act_backward(
+        grad_y, groups, w_out, h_RF, gate, scale_R, token_R, activation, precision)
+    exact = "ieee" if precision == "fp8" else precision
 
     def weight(name: str, x: Tensor, grad: Tensor, *tokens_scale: Tensor | None) -> Tensor | None:
         if name not in main_grad_weights:
-            return expert_weight_grad(x, grad, groups, *tokens_scale)
-        expert_weight_grad_add(x, grad, groups, *tokens_scale, main_grad_weights[name].main_grad)  # type: ignore[attr-defined]
+            return expert_weight_grad(x, grad, groups, *tokens_scale, exact)
+        expert_weight_grad_add(x, grad, groups, *tokens_scale, exact,
+                               main_grad_weights[name].main_grad)  # type: ignore[attr-defined]
         return placeholder_grad(main_grad_weights[name])
 
     return [
-        _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK) if needs[0] else None,
+        _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK, precision) if needs[0] else None,
         _grad_gates(groups, dots_R, grad_y, b_out, token_R, position_TK).to(gates_TK.dtype)
         if needs[1] else None,
         weight("w_in_LDF", x, g_h, token_R, None, None) if needs[2] else None,
@@ -165,7 +197,7 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
 @expert_ffn_backward.register_fake
 def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, h_RF: Tensor,
       gate_RF: Tensor, w_in: Tensor, w_gate: Any, w_out: Tensor, b_out: Any,
-      counts: Sequence[int] | None, lengths_L: Any, activation: str,
+      counts: Sequence[int] | None, lengths_L: Any, activation: str, precision: str,
       needs: Sequence[bool]) -> list[Tensor]:
     groups, width, inner = w_in.shape
     shapes = [
@@ -183,8 +215,8 @@ def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any,
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     (x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out, counts, lengths_L,
-     activation) = inputs
-    ctx.counts, ctx.activation = counts, activation
+     activation, precision) = inputs
+    ctx.counts, ctx.activation, ctx.precision = counts, activation, precision
     ctx.save_for_backward(x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate,
                           w_out, b_out, lengths_L)
 
@@ -192,9 +224,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     needed = [ctx.needs_input_grad[i] for i in (0, 1, 4, 5, 6, 7, 8, 9)]
     *saved, lengths_L = ctx.saved_tensors
-    made = expert_ffn_backward(grads[0], *saved, ctx.counts, lengths_L, ctx.activation, needed)
+    made = expert_ffn_backward(grads[0], *saved, ctx.counts, lengths_L, ctx.activation,
+                               ctx.precision, needed)
     x, gates, *rest = [g if need else None for g, need in zip(made, needed, strict=True)]
-    return x, gates, None, None, *rest, None, None, None
+    return x, gates, None, None, *rest, None, None, None, None
 
 
 expert_ffn.register_autograd(_backward, setup_context=_setup)
@@ -218,17 +251,19 @@ class _IntoMainGrad(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
         *saved, lengths_L = ctx.saved_tensors
-        x, gates, *rest = _gradients(grad_y, *saved, ctx.counts, lengths_L, ctx.activation, needed,
-                                     ctx.main_grad_weights)
-        return None, x, gates, None, None, *rest, None, None, None
+        x, gates, *rest = _gradients(grad_y, *saved, ctx.counts, lengths_L, ctx.activation,
+                                     ctx.precision, needed, ctx.main_grad_weights)
+        return None, x, gates, None, None, *rest, None, None, None, None
 
 
 def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None,
-            position_TK: Tensor | None) -> Tensor:
-    rows_RD = None
-    if g_gate is not None:
-        rows_RD = expert_matmul(g_gate, groups, w_gate.transpose(1, 2), None, None, None)
-    rows_RD = expert_matmul(g_h, groups, w_in.transpose(1, 2), None, None, rows_RD)
+            position_TK: Tensor | None, precision: str) -> Tensor:
+    w_in = w_in.transpose(1, 2)
+    if w_gate is None or g_gate is None:
+        rows_RD = _products(precision).plain(g_h, groups, w_in, None, None, precision)
+    else:
+        rows_RD = _products(precision).sum(g_h, g_gate, groups, w_in, w_gate.transpose(1, 2),
+                                           precision)
     return rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, None)
 
 

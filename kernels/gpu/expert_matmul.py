@@ -2,108 +2,213 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
 from moe_plugin.kernels.gpu import grouped_gemm as gg
-from moe_plugin.kernels.gpu.common import INTERPRETED, needs_upcast
+from moe_plugin.kernels.gpu import weight_grads as wg
+from moe_plugin.kernels.gpu.common import INTERPRETED, needs_upcast, pointer
+from moe_plugin.kernels.gpu.descriptors import copies_tiles, row_tiles, weight_tiles
+from moe_plugin.kernels.gpu.tilings import (
+    LEAST_PART,
+    Chip,
+    Tiling,
+    chip_of,
+    product_tiling,
+    rows_of_a_part,
+    weight_tiling,
+)
 from moe_plugin.kernels.groups import Groups
 
-# the interpreter runs one configuration without tuning
-_TILE = {"BN": 64, "BK": 64} if INTERPRETED else {}
-_WEIGHT_TILE = {"BI": 64, "BO": 64, "BR": 64} if INTERPRETED else {}
+# the interpreter takes about 1 ms a program of any size: tiles that its small problems fill
+_SMALL = Tiling(64, 64, 64, 4, 1)
+_SMALL_WEIGHT = Tiling(64, 64, 16, 4, 1)
+_LEAST_PART = 32 if INTERPRETED else LEAST_PART
+JOINED = 1024  # values of a program that adds parts
 
 
 def expert_matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
-                   token_R: Tensor | None, base_RO: Tensor | None) -> Tensor:
+                  token_R: Tensor | None, precision: str) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
     out_RO = x.new_empty(groups.total, w_LIO.shape[2])
-    _launch_matmul(x, groups, w_LIO, b_LO, token_R, base_RO, None, out_RO, None, "none")
+    _Product(x, groups, w_LIO, token_R, precision).run(out_RO, bias=b_LO)
+    return out_RO
+
+
+def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Tensor, v_LIO: Tensor,
+                      precision: str) -> Tensor:
+    """See `moe_plugin.kernels.expert_matmul`."""
+    out_RO = x_RI.new_empty(groups.total, w_LIO.shape[2])
+    _Product(x_RI, groups, w_LIO, None, precision).run(out_RO, "sum", v=v_LIO, y=y_RI)
     return out_RO
 
 
 def expert_matmul_act(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
-                 token_R: Tensor | None, gate_RF: Tensor | None,
-                 activation: str) -> tuple[Tensor, Tensor]:
+                      token_R: Tensor | None, activation: str,
+                      precision: str) -> tuple[Tensor, Tensor]:
     """See `moe_plugin.kernels.expert_matmul`."""
     h_RF = x.new_empty(groups.total, w_LDF.shape[2])
     a_RF = torch.empty_like(h_RF)
-    _launch_matmul(x, groups, w_LDF, b_LF, token_R, None, gate_RF, h_RF, a_RF, activation)
+    _Product(x, groups, w_LDF, token_R, precision).run(h_RF, act=activation, bias=b_LF, after=a_RF)
     return h_RF, a_RF
 
 
-def _launch_matmul(x: Tensor, groups: Groups, w: Tensor, b: Tensor | None, token: Tensor | None,
-                   base: Tensor | None, gate: Tensor | None, out: Tensor, after: Tensor | None,
-                   act: str) -> None:
-    if not groups.total:
-        return
-    x, wide = x.contiguous(), w.shape[2]
-    tile_group, tile_row = groups.tiles(gg.BM)
-    tiles = tile_group.numel()
-    gg.matmul_kernel[lambda meta: (tiles * triton.cdiv(wide, meta["BN"]),)](
-        x, _pointer(token, x), w, _pointer(b, x), _pointer(base, x), _pointer(gate, x), out,
-        _pointer(after, out), tile_group, tile_row, groups.ends_L, tiles, wide, *w.stride(),
-        K=w.shape[1], GATHER=token is not None, BIAS=b is not None, BASE=base is not None, ACT=act,
-        GATED=gate is not None, UPCAST=needs_upcast(x.dtype), BM=gg.BM, **_TILE)
+def expert_matmul_gated(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+                        v_LDF: Tensor, v_bias_LF: Tensor | None, token_R: Tensor | None,
+                        activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See `moe_plugin.kernels.expert_matmul`."""
+    h_RF = x.new_empty(groups.total, w_LDF.shape[2])
+    gate_RF, a_RF = torch.empty_like(h_RF), torch.empty_like(h_RF)
+    _Product(x, groups, w_LDF, token_R, precision, results=2).run(
+        h_RF, "gate", activation, b_LF, a_RF, v_LDF, v_bias=v_bias_LF, gate=gate_RF)
+    return h_RF, gate_RF, a_RF
+
+
+class _Product:
+    """One product over grouped rows: its tile, its table, and its operands' descriptors."""
+
+    def __init__(self, x: Tensor, groups: Groups, w: Tensor, token: Tensor | None, precision: str,
+                 results: int = 1, extra: bool = False) -> None:
+        self.x, self.groups, self.token, self.w = x.contiguous(), groups, token, w
+        self.chip = chip_of(x.device)
+        self.tiling = _SMALL if INTERPRETED else product_tiling(
+            self.chip, x.dtype, groups.total / max(1, groups.number), results, extra,
+            precision)
+        self.precision = precision
+        self.copies = copies_tiles(x, self.chip.copies_tiles)
+        self.w_tiles, self.transposed = self._weights(w)
+
+    def _weights(self, w: Tensor) -> tuple[Any, bool]:
+        if not self.copies:
+            return None, False
+        return weight_tiles(w, self.tiling.depth, self.tiling.columns)
+
+    def rows(self, x: Tensor) -> Any:
+        """Descriptor of rows that need no gathering."""
+        if not self.copies or self.token is not None:
+            return None
+        return row_tiles(x, (self.tiling.rows, self.tiling.depth))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time values and launch options that all kernels share."""
+        t = self.tiling
+        return {
+            "K": self.w.shape[1], "GATHER": self.token is not None, "TRANSPOSED": self.transposed,
+            "UPCAST": needs_upcast(self.x.dtype), "PRECISION": self.precision,
+            "WHILE": INTERPRETED, "BM": t.rows, "BN": t.columns, "BK": t.depth,
+            "num_warps": t.warps, "num_stages": t.stages
+        }
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Group and first row of each row tile, and their number, on the device."""
+        return self.groups.tiles(self.tiling.rows)
+
+    @property
+    def grid(self) -> tuple[int]:
+        """As many programs as run at once, or as there is work for."""
+        work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
+        return (programs(self.chip, self.tiling, work),)
+
+    def run(self, out: Tensor, pair: str = "none", act: str = "none", bias: Tensor | None = None,
+            after: Tensor | None = None, v: Tensor | None = None, y: Tensor | None = None,
+            v_bias: Tensor | None = None, gate: Tensor | None = None) -> None:
+        """Launch `product_kernel`; the arguments are its own."""
+        if not self.groups.total:
+            return
+        x, w = self.x, self.w
+        if v is not None and v.stride() != w.stride():
+            v = torch.empty_like(w).copy_(v)
+        v_tiles = None if v is None else self._weights(v)[0]
+        if (v is not None) and v_tiles is None:  # one of them at an odd address
+            self.w_tiles = None
+        y = None if y is None else y.contiguous()
+        gg.product_kernel[self.grid](
+            x, self.rows(x), pointer(y, x), None if y is None else self.rows(y),
+            pointer(self.token, x), w, self.w_tiles, w if v is None else v,
+            v_tiles if self.w_tiles is not None else None, pointer(bias, x), pointer(v_bias, x),
+            out, pointer(gate, out), pointer(after, out), *self.table, self.groups.ends_L,
+            w.shape[2], *w.stride(), BIAS=bias is not None, PAIR=pair, ACT=act, **self.constants)
+
+
+def programs(chip: Chip, tiling: Tiling, work: int) -> int:
+    """Programs for `work` tiles: those that run at once, if there are so many tiles."""
+    return max(1, min(work, chip.processors * tiling.programs))
 
 
 def expert_matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor,
                                gate_RF: Tensor | None, scale_R: Tensor | None,
-                               token_R: Tensor | None,
-                               activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+                               token_R: Tensor | None, activation: str,
+                               precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """See `moe_plugin.kernels.expert_matmul`."""
-    grad, wide, rows = grad.contiguous(), w_LFD.shape[1], groups.total
+    p = _Product(grad, groups, w_LFD.transpose(1, 2), token_R, precision, extra=True)
+    wide, rows = w_LFD.shape[1], groups.total
     grad_h, after = torch.empty_like(h_RF), torch.empty_like(h_RF)
     grad_gate = None if gate_RF is None else torch.empty_like(h_RF)
-    # one partial sum per narrowest tile; those that a wider tile does not write stay zero
-    dots = torch.zeros(triton.cdiv(wide, 64), max(1, rows), dtype=torch.float32, device=grad.device)
+    dots = torch.zeros(triton.cdiv(wide, p.tiling.columns), rows, dtype=torch.float32,
+                       device=grad.device)
     if rows:
-        tile_group, tile_row = groups.tiles(gg.BM)
-        tiles = tile_group.numel()
-        gg.matmul_act_backward_kernel[lambda meta: (tiles * triton.cdiv(wide, meta["BN"]),)](
-            grad, _pointer(token_R, grad), _pointer(scale_R, grad), w_LFD, h_RF.contiguous(),
-            _pointer(gate_RF, grad), grad_h, _pointer(grad_gate, grad_h), after, dots, tile_group,
-            tile_row, groups.ends_L, tiles, wide, w_LFD.stride(0), w_LFD.stride(2), w_LFD.stride(1),
-            rows, K=w_LFD.shape[2], GATHER=token_R is not None, SCALED=scale_R is not None,
-            ACT=activation, GATED=gate_RF is not None, UPCAST=needs_upcast(grad.dtype), BM=gg.BM,
-            **_TILE)
-    return grad_h, grad_gate, after, dots.sum(0)[:rows]
+        gg.act_backward_kernel[p.grid](
+            p.x, p.rows(p.x), pointer(token_R, grad), pointer(scale_R, grad), p.w, p.w_tiles,
+            h_RF.contiguous(), pointer(gate_RF, grad), grad_h, pointer(grad_gate, grad_h), after,
+            dots, *p.table, groups.ends_L, wide, rows, *p.w.stride(), SCALED=scale_R is not None,
+            ACT=activation, GATED=gate_RF is not None, **p.constants)
+    return grad_h, grad_gate, after, dots.sum(0)
 
 
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
-                       grad_token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
+                       grad_token_R: Tensor | None, scale_R: Tensor | None,
+                       precision: str) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
     out_LIO = x.new_empty(groups.number, x.shape[1], grad.shape[1])
-    _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, out_LIO, False)
+    _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, precision, out_LIO, False)
     return out_LIO
 
 
 def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
-                           grad_token_R: Tensor | None, scale_R: Tensor | None,
+                           grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
     if not into_LIO.is_contiguous():
-        return into_LIO.add_(expert_weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R))
-    _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, into_LIO, True)
+        return into_LIO.add_(
+            expert_weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, precision))
+    _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, precision, into_LIO, True)
     return into_LIO
 
 
 def _weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
-                 grad_token_R: Tensor | None, scale_R: Tensor | None, out_LIO: Tensor,
-                 add: bool) -> None:
-    x, grad = x.contiguous(), grad.contiguous()
+                 grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
+                 out_LIO: Tensor, add: bool) -> None:
+    x, grad, chip = x.contiguous(), grad.contiguous(), chip_of(x.device)
     inner, outer = x.shape[1], grad.shape[1]
-    kernel = gg.weight_add_kernel if add else gg.weight_grad_kernel
-
-    def grid(meta: dict[str, int]) -> tuple[int, int]:
-        return triton.cdiv(inner, meta["BI"]) * triton.cdiv(outer, meta["BO"]), groups.number
-
-    kernel[grid](x, grad, _pointer(x_token_R, x), _pointer(grad_token_R, x), _pointer(scale_R, x),
-                 out_LIO, groups.ends_L, groups.lengths_L, I=inner, O=outer,
-                 X_GATHER=x_token_R is not None, G_GATHER=grad_token_R is not None,
-                 SCALED=scale_R is not None, UPCAST=needs_upcast(x.dtype), ADD=add,
-                 WHILE=INTERPRETED, **_WEIGHT_TILE)
+    t = _SMALL_WEIGHT if INTERPRETED else weight_tiling(chip, x.dtype, add, precision)
+    tiles = triton.cdiv(inner, t.rows) * triton.cdiv(outer, t.columns)
+    height = rows_of_a_part(chip, t, tiles, groups.total, _LEAST_PART)
+    parts, table, work = x, (x, x, x), groups.number * tiles
+    if height is not None:
+        slots = 2 * (groups.total // height + 1)
+        parts = torch.empty(slots, inner, outer, dtype=torch.float32, device=x.device)
+        table = groups.tiles(height, least=1)
+        work = table[0].numel() * tiles
+    copies = copies_tiles(x, chip.copies_tiles)
+    x_tiles = row_tiles(x, (t.depth, t.rows)) if copies and x_token_R is None else None
+    grad_tiles = row_tiles(grad, (t.depth, t.columns)) if copies and grad_token_R is None else None
+    wg.weight_kernel[(programs(chip, t, work),)](
+        x, x_tiles, grad, grad_tiles, pointer(x_token_R, x), pointer(grad_token_R, x),
+        pointer(scale_R, x), out_LIO, parts, *table, groups.ends_L, groups.lengths_L,
+        0 if height is None else height, groups.number, I=inner, O=outer,
+        X_GATHER=x_token_R is not None, G_GATHER=grad_token_R is not None,
+        SCALED=scale_R is not None, UPCAST=needs_upcast(x.dtype), PRECISION=precision, ADD=add,
+        CUT=height is not None, WHILE=INTERPRETED, BI=t.rows, BO=t.columns, BR=t.depth,
+        num_warps=t.warps, num_stages=t.stages)
+    if height is not None:
+        wg.join_kernel[triton.cdiv(inner * outer, JOINED),
+                       groups.number](parts, out_LIO, groups.ends_L, groups.lengths_L, height,
+                                      inner * outer, add, JOINED)
 
 
 def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None,
@@ -112,12 +217,8 @@ def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None,
     grad, wide = grad.contiguous(), grad.shape[1]
     out_LO = grad.new_empty(groups.number, wide)
     grid = triton.cdiv(wide, 128), groups.number
-    gg.bias_grad_kernel[grid](grad, _pointer(token_R, grad), _pointer(scale_R, grad), out_LO,
+    wg.bias_grad_kernel[grid](grad, pointer(token_R, grad), pointer(scale_R, grad), out_LO,
                               groups.ends_L, groups.lengths_L, wide, token_R is not None,
                               scale_R is not None, 64, 128)
     return out_LO
 
-
-def _pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """`tensor`, contiguous; a kernel's unused pointer argument also needs some tensor."""
-    return stand_in if tensor is None else tensor.contiguous()

@@ -14,6 +14,20 @@ ROWS = 64 if INTERPRETED else 16
 
 
 @triton.jit
+def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
+    """`value` as the codes that `codes` points to; NaN where it is not finite."""
+    code = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    # the interpreter loses the carry into the exponent: round to even here, three mantissa bits
+    if ROUND:
+        bits = code.to(tl.int32, bitcast=True)
+        code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    bits = code.to(codes.dtype.element_ty).to(tl.uint8, bitcast=True)
+    # e4m3's NaN: conversions differ in what they make of one
+    bits = tl.where(finite, bits, 0x7F).to(tl.uint8)
+    return bits.to(codes.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
 def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr,
                     SMALLEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
                     BLOCK: tl.constexpr):
@@ -30,15 +44,8 @@ def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr
     finite = tl.abs(value) < float("inf")
     largest = tl.max(tl.where(finite, tl.abs(value), 0.0), 1)
     scale = tl.where(largest > 0, tl.maximum(largest / LARGEST, SMALLEST), 1.0)
-    code = tl.minimum(tl.maximum(value / scale[:, None], -LARGEST), LARGEST)
-    # the interpreter loses the carry into the exponent: round to even here, three mantissa bits
-    if ROUND:
-        bits = code.to(tl.int32, bitcast=True)
-        code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    bits = code.to(codes.dtype.element_ty).to(tl.uint8, bitcast=True)
-    # e4m3's NaN: conversions differ in what they make of one
-    bits = tl.where(finite, bits, 0x7F).to(tl.uint8)
-    tl.store(codes + at, bits.to(codes.dtype.element_ty, bitcast=True), mask=inside)
+    code = to_e4m3(value / scale[:, None], finite, codes, LARGEST, ROUND)
+    tl.store(codes + at, code, mask=inside)
     tl.store(scales + r * blocks + b, scale, mask=r < rows)
 
 

@@ -1,65 +1,29 @@
-"""Grouped matmuls in Triton: gather while loading, activation and its gradient before storing.
+"""Grouped products over rows in Triton: gather while loading, activation before storing.
 
-A tile is BM rows of one group times BN columns; a table says which group and which rows, so that no
-tile spans two groups and one launch computes all groups. Sums are float32 in one order: the result
-is the same every time.
+A tile is BM rows of one group times BN columns; a table made on the device (`tile_table`) says
+which group and which rows. As many programs as run at once work through this flat list of tiles.
+Weights, and rows that need no gathering, are copied tile by tile (TMA) where the GPU can. Sums are
+float32 in one order: the result is the same every time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from moe_plugin.kernels.gpu.common import INTERPRETED, activate, activation_grad
-
-BM = 64 if INTERPRETED else 128  # rows of a tile; the table of tiles is made for it
-# search spaces, without configurations that spill by the compiler's report (bench kernels)
-SPACE = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4), (64, 64, 4, 4)]  # BN, BK, warps, stages
-BACKWARD_SPACE = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 32, 8, 4)]
-# BI, BO, BR, warps, stages
-WEIGHT_SPACE = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 32, 4, 4),
-                (64, 128, 64, 4, 4)]
-# the tile added to is a second one in registers: larger configurations spill
-WEIGHT_ADD_SPACE = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 4)]
-
-
-def _tuned(space: list[tuple[int, ...]], names: tuple[str, ...], key: list[str],
-           zeroed: tuple[str, ...] = (), restored: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    if INTERPRETED:
-        # timing several configurations needs a driver; launches pass one
-        return lambda kernel: kernel
-    configs = [
-        triton.Config(dict(zip(names, values[:-2], strict=True)), num_warps=values[-2],
-                      num_stages=values[-1]) for values in space
-    ]
-    return triton.autotune(configs, key=key, reset_to_zero=list(zeroed),
-                           restore_value=list(restored),
-                           prune_configs_by={"early_config_prune": first_if_deterministic})
-
-
-def first_if_deterministic(configs: list, *_: object, **__: object) -> list:
-    """Only the first configuration where torch is to be deterministic.
-
-    Other tiles add in another order, and the measured times would choose among them.
-    """
-    return configs[:1] if torch.are_deterministic_algorithms_enabled() else configs
+from moe_plugin.kernels.gpu.common import activate, activation_grad
 
 
 @triton.jit
-def tile_at(columns, rows_of_tiles, GROUP: tl.constexpr):
-    """(row tile, column tile) of this program.
+def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
+    """(row tile, column tile) of tile number t.
 
     GROUP row tiles go through the columns together, so that weights stay in L2.
     """
-    pid = tl.program_id(0)
     width = GROUP * columns
-    first = (pid // width) * GROUP
+    first = (t // width) * GROUP
     size = tl.minimum(rows_of_tiles - first, GROUP)
-    return first + (pid % width) % size, (pid % width) // size
+    return first + (t % width) % size, (t % width) // size
 
 
 @triton.jit
@@ -81,77 +45,191 @@ def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.
 
 
 @triton.jit
-def accumulate(x, at, live, w, n, wide, K: tl.constexpr, stride_k, stride_n, UPCAST: tl.constexpr,
-               BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """float32 [BM, BN]: rows `at` of x [., K] times w [K, N]; rows that are not live are zero."""
-    total = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, K, BK):
+def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.constexpr):
+    """[BM, BK] of x [., K] from column `start`.
+
+    Tiles also hold rows of the next group: they only reach rows of the result that nobody stores.
+    """
+    if x_tiles is None:
         k = start + tl.arange(0, BK)
         a = tl.load(x + at[:, None] * K + k[None, :], mask=(live[:, None] & (k < K)[None, :]) != 0,
                     other=0.0)
-        b = tl.load(w + k[:, None] * stride_k + n[None, :] * stride_n,
-                    mask=((k < K)[:, None] & (n < wide)[None, :]) != 0, other=0.0)
-        if UPCAST:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        total = tl.dot(a, b, total, input_precision="ieee")
+    else:
+        a = x_tiles.load([first, start])
+    return a
+
+
+@triton.jit
+def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
+                 K: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """[BK, BN] of w [L, K, wide] of one group, zeros outside."""
+    if w_tiles is None:
+        k = start + tl.arange(0, BK)
+        n = column + tl.arange(0, BN)
+        b = tl.load(w + group.to(tl.int64) * stride_group + k[:, None] * stride_k +
+                    n[None, :] * stride_n, mask=((k < K)[:, None] & (n < wide)[None, :]) != 0,
+                    other=0.0)
+    elif TRANSPOSED:
+        b = tl.trans(tl.reshape(w_tiles.load([group, column, start]), (BN, BK)))
+    else:
+        b = tl.reshape(w_tiles.load([group, start, column]), (BK, BN))
+    return b
+
+
+@triton.jit
+def multiply(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def accumulate(total, x, x_tiles, first, at, live, w, w_tiles, group, column, wide, stride_group,
+               stride_k, stride_n, K: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
+               PRECISION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """float32 [BM, BN]: total + rows of x times w; rows that are not live count as zero."""
+    for start in range(0, K, BK):
+        a = load_rows(x, x_tiles, first, at, live, start, K, BK)
+        b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
+                         K, TRANSPOSED, BN, BK)
+        total = multiply(a, b, total, UPCAST, PRECISION)
     return total
 
 
-@_tuned(SPACE, ("BN", "BK"), ["wide", "K", "GATHER", "ACT"])
 @triton.jit
-def matmul_kernel(x, token, w, bias, base, gate, out, after, tile_group, tile_row, ends, tiles,
-                   wide, stride_group, stride_k, stride_n, K: tl.constexpr, GATHER: tl.constexpr,
-                   BIAS: tl.constexpr, BASE: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-                   UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """out = base + x[token] w + bias; with ACT also after = act(out), or act(gate) * out."""
-    pm, pn = tile_at(tl.cdiv(wide, BN), tiles, 8)
-    group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
-    n = pn * BN + tl.arange(0, BN)
-    total = accumulate(x, at, live, w + group.to(tl.int64) * stride_group, n, wide, K, stride_k,
-                       stride_n, UPCAST, BM, BN, BK)
+def accumulate_two(total, second, x, x_tiles, first, at, live, w, w_tiles, v, v_tiles, group,
+                   column, wide, stride_group, stride_k, stride_n, K: tl.constexpr,
+                   TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+                   BN: tl.constexpr, BK: tl.constexpr):
+    """(total + x w, second + x v): the rows are loaded once."""
+    for start in range(0, K, BK):
+        a = load_rows(x, x_tiles, first, at, live, start, K, BK)
+        b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
+                         K, TRANSPOSED, BN, BK)
+        total = multiply(a, b, total, UPCAST, PRECISION)
+        c = load_weights(v, v_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
+                         K, TRANSPOSED, BN, BK)
+        second = multiply(a, c, second, UPCAST, PRECISION)
+    return total, second
+
+
+@triton.jit
+def with_bias(total, bias, group, n, wide, BIAS: tl.constexpr):
+    """total + bias of the group."""
     if BIAS:
         total += tl.load(bias + group * wide + n, mask=n < wide, other=0.0).to(tl.float32)[None, :]
-    tile = first.to(tl.int64) * wide
-    # offsets inside the tile take 32 bits; 64 would spill
-    where = tl.arange(0, BM)[:, None] * wide + n[None, :]
-    written = (inside[:, None] & (n < wide)[None, :]) != 0
-    if BASE:
-        total += tl.load(base + tile + where, mask=written, other=0.0).to(tl.float32)
-    tl.store(out + tile + where, total.to(out.dtype.element_ty), mask=written)
-    if ACT != "none":
-        # backward will see the rounded value: activate that
-        total = total.to(out.dtype.element_ty).to(tl.float32)
-        if GATED:
-            total = total * activate(
-                tl.load(gate + tile + where, mask=written, other=0.0).to(tl.float32), ACT)
-        else:
-            total = activate(total, ACT)
-        tl.store(after + tile + where, total.to(after.dtype.element_ty), mask=written)
+    return total
 
 
-@_tuned(BACKWARD_SPACE, ("BN", "BK"), ["wide", "K", "GATED"], ("dots",))
 @triton.jit
-def matmul_act_backward_kernel(
-        grad, token, scale, w, h, gate, grad_h, grad_gate, after, dots, tile_group, tile_row, ends,
-        tiles, wide, stride_group, stride_k, stride_n, rows, K: tl.constexpr, GATHER: tl.constexpr,
-        SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
-        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """See expert_matmul_act_backward.
+def halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right columns of x [BM, BN]."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
-    dots: [column tiles, R], one partial sum per tile; the caller adds them in a fixed order.
-    """
-    pm, pn = tile_at(tl.cdiv(wide, BN), tiles, 8)
-    group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
-    n = pn * BN + tl.arange(0, BN)
-    u = accumulate(grad, at, live, w + group.to(tl.int64) * stride_group, n, wide, K, stride_k,
-                   stride_n, UPCAST, BM, BN, BK)
-    tile = first.to(tl.int64) * wide
+
+@triton.jit
+def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
+           BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
+           BC: tl.constexpr):
+    """Store BC columns of a product and of what is made of it."""
+    n = column + tl.arange(0, BC)
     # offsets inside the tile take 32 bits; 64 would spill
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
     written = (inside[:, None] & (n < wide)[None, :]) != 0
-    s = u
-    if SCALED:
-        s = u * tl.load(scale + r, mask=inside, other=0.0).to(tl.float32)[:, None]
+    # backward will see the rounded values: activate those
+    rounded = with_bias(total, bias, group, n, wide, BIAS).to(out.dtype.element_ty)
+    tl.store(out + tile + where, rounded, mask=written)
+    if PAIR == "gate":
+        opening = with_bias(second, v_bias, group, n, wide, BIAS).to(gate.dtype.element_ty)
+        tl.store(gate + tile + where, opening, mask=written)
+        value = activate(opening.to(tl.float32), ACT) * rounded.to(tl.float32)
+        tl.store(after + tile + where, value.to(after.dtype.element_ty), mask=written)
+    elif ACT != "none":
+        value = activate(rounded.to(tl.float32), ACT)
+        tl.store(after + tile + where, value.to(after.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias, out, gate,
+                 after, tile_group, tile_row, tiles, ends, wide, stride_group, stride_k, stride_n,
+                 K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr,
+                 ACT: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
+                 PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Tile number t of `product_kernel`."""
+    pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
+    group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
+    column = pn * BN
+    tile = first.to(tl.int64) * wide
+    total = tl.zeros([BM, BN], tl.float32)
+    if PAIR == "gate":
+        second = tl.zeros([BM, BN], tl.float32)
+        total, second = accumulate_two(total, second, x, x_tiles, first, at, live, w, w_tiles, v,
+                                       v_tiles, group, column, wide, stride_group, stride_k,
+                                       stride_n, K, TRANSPOSED, UPCAST, PRECISION, BN, BK)
+    else:
+        total = accumulate(total, x, x_tiles, first, at, live, w, w_tiles, group, column, wide,
+                           stride_group, stride_k, stride_n, K, TRANSPOSED, UPCAST, PRECISION, BN,
+                           BK)
+        if PAIR == "sum":
+            total = accumulate(total, y, y_tiles, first, at, live, v, v_tiles, group, column, wide,
+                               stride_group, stride_k, stride_n, K, TRANSPOSED, UPCAST, PRECISION,
+                               BN, BK)
+        second = total
+    if BN >= 128:
+        # the values that are made of a whole tile would spill
+        total, total_right = halves(total, BM, BN)
+        second, second_right = halves(second, BM, BN)
+        finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
+               BIAS, PAIR, ACT, BM, BN // 2)
+        finish(total_right, second_right, column + BN // 2, bias, v_bias, out, gate, after, group,
+               tile, inside, wide, BIAS, PAIR, ACT, BM, BN // 2)
+    else:
+        finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
+               BIAS, PAIR, ACT, BM, BN)
+
+
+@triton.jit
+def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias, out, gate,
+                   after, tile_group, tile_row, used, ends, wide, stride_group, stride_k, stride_n,
+                   K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr,
+                   ACT: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
+                   PRECISION: tl.constexpr, WHILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                   BK: tl.constexpr):
+    """out = x[token] w + bias, and by PAIR and ACT:
+
+    "none": after = act(out), with an ACT. "gate": gate = x[token] v + v_bias, after = act(gate)
+    out. "sum": out += y v. w, v: [L, K, wide] of equal strides. The tiles arguments are
+    descriptors of the same tensors, or None.
+    """
+    tiles = tl.load(used)
+    number = tiles * tl.cdiv(wide, BN)
+    # some versions of the interpreter reject a range with bounds known only at run time
+    if WHILE:
+        t = tl.program_id(0)
+        while t < number:
+            product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias,
+                         out, gate, after, tile_group, tile_row, tiles, ends, wide, stride_group,
+                         stride_k, stride_n, K, GATHER, BIAS, PAIR, ACT, TRANSPOSED, UPCAST,
+                         PRECISION, BM, BN, BK)
+            t += tl.num_programs(0)
+    else:
+        for t in tl.range(tl.program_id(0), number, tl.num_programs(0)):
+            product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias,
+                         out, gate, after, tile_group, tile_row, tiles, ends, wide, stride_group,
+                         stride_k, stride_n, K, GATHER, BIAS, PAIR, ACT, TRANSPOSED, UPCAST,
+                         PRECISION, BM, BN, BK)
+
+
+@triton.jit
+def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside, wide,
+                    ACT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """Store BC columns of the gradients and of the recomputed value; the row dots with u."""
+    n = column + tl.arange(0, BC)
+    # offsets inside the tile take 32 bits; 64 would spill
+    where = tl.arange(0, BM)[:, None] * wide + n[None, :]
+    written = (inside[:, None] & (n < wide)[None, :]) != 0
+    s = u * scale_r[:, None]
     if GATED:
         before = tl.load(gate + tile + where, mask=written, other=0.0).to(tl.float32)
         open_ = activate(before, ACT)
@@ -167,98 +245,64 @@ def matmul_act_backward_kernel(
         grad_inner = s * activation_grad(mine, ACT)
         tl.store(grad_h + tile + where, grad_inner.to(grad_h.dtype.element_ty), mask=written)
     tl.store(after + tile + where, value.to(after.dtype.element_ty), mask=written)
-    tl.store(dots + pn.to(tl.int64) * rows + r, tl.sum(tl.where(written, u * value, 0.0), 1),
-             mask=inside)
+    return tl.sum(tl.where(written, u * value, 0.0), 1)
 
 
 @triton.jit
-def weight_step(x, grad, x_token, grad_token, scale, r, end, i, o, I: tl.constexpr, O: tl.constexpr,
-                X_GATHER: tl.constexpr, G_GATHER: tl.constexpr, SCALED: tl.constexpr,
-                UPCAST: tl.constexpr, total):
-    """total + x[rows r]^T (scale * grad[rows r]) for one block of rows."""
-    inside = r < end
-    x_at, g_at = r.to(tl.int64), r.to(tl.int64)
-    x_live, g_live = inside, inside
-    if X_GATHER:
-        x_at = tl.load(x_token + r, mask=inside, other=-1).to(tl.int64)
-        x_live = x_at >= 0
-    if G_GATHER:
-        g_at = tl.load(grad_token + r, mask=inside, other=-1).to(tl.int64)
-        g_live = g_at >= 0
-    a = tl.load(x + x_at[None, :] * I + i[:, None], mask=((i < I)[:, None] & x_live[None, :]) != 0,
-                other=0.0)
-    g = tl.load(grad + g_at[:, None] * O + o[None, :], mask=(g_live[:, None] & (o < O)[None, :])
-                != 0, other=0.0)
+def act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, grad_h, grad_gate,
+                      after, dots, tile_group, tile_row, tiles, ends, wide, rows, stride_group,
+                      stride_k, stride_n, K: tl.constexpr, GATHER: tl.constexpr,
+                      SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+                      TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+                      BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Tile number t of `act_backward_kernel`."""
+    pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
+    group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
+    column = pn * BN
+    u = accumulate(tl.zeros([BM, BN], tl.float32), grad, grad_tiles, first, at, live, w, w_tiles,
+                   group, column, wide, stride_group, stride_k, stride_n, K, TRANSPOSED, UPCAST,
+                   PRECISION, BN, BK)
+    tile = first.to(tl.int64) * wide
+    scale_r = tl.full([BM], 1.0, tl.float32)
     if SCALED:
-        g = (g.to(tl.float32) *
-             tl.load(scale + r, mask=inside, other=0.0).to(tl.float32)[:, None]).to(
-                 grad.dtype.element_ty)
-    if UPCAST:
-        a, g = a.to(tl.float32), g.to(tl.float32)
-    return tl.dot(a, g, total, input_precision="ieee")
-
-
-@triton.jit
-def _weight_grad(x, grad, x_token, grad_token, scale, out, ends, lengths, I: tl.constexpr,
-                 O: tl.constexpr, X_GATHER: tl.constexpr, G_GATHER: tl.constexpr,
-                 SCALED: tl.constexpr, UPCAST: tl.constexpr, ADD: tl.constexpr, WHILE: tl.constexpr,
-                 BI: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr):
-    """out[group] = rows^T (scale * grad rows), or with ADD out[group] += it.
-
-    One program per group and tile of the matrix, over the group's rows.
-    """
-    group = tl.program_id(1)
-    tiles_o: tl.constexpr = (O + BO - 1) // BO
-    i = (tl.program_id(0) // tiles_o) * BI + tl.arange(0, BI)
-    o = (tl.program_id(0) % tiles_o) * BO + tl.arange(0, BO)
-    end = tl.load(ends + group)
-    start = end - tl.load(lengths + group).to(tl.int32)
-    total = tl.zeros([BI, BO], tl.float32)
-    # some versions of the interpreter reject a range with bounds known only at run time
-    if WHILE:
-        first = start
-        while first < end:
-            total = weight_step(x, grad, x_token, grad_token, scale, first + tl.arange(0, BR), end,
-                                i, o, I, O, X_GATHER, G_GATHER, SCALED, UPCAST, total)
-            first += BR
+        scale_r = tl.load(scale + r, mask=inside, other=0.0).to(tl.float32)
+    if BN >= 64:
+        # its epilogue has more values than the others'
+        u, right = halves(u, BM, BN)
+        dot = finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside,
+                              wide, ACT, GATED, BM, BN // 2)
+        dot += finish_backward(right, column + BN // 2, scale_r, h, gate, grad_h, grad_gate, after,
+                               tile, inside, wide, ACT, GATED, BM, BN // 2)
     else:
-        for first in range(start, end, BR):
-            total = weight_step(x, grad, x_token, grad_token, scale, first + tl.arange(0, BR), end,
-                                i, o, I, O, X_GATHER, G_GATHER, SCALED, UPCAST, total)
-    where = group.to(tl.int64) * I * O + i.to(tl.int64)[:, None] * O + o[None, :]
-    written = ((i < I)[:, None] & (o < O)[None, :]) != 0
-    if ADD:
-        total += tl.load(out + where, mask=written, other=0.0).to(tl.float32)
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=written)
-
-
-_WEIGHT_KEY = ["I", "O", "X_GATHER", "G_GATHER"]
-weight_grad_kernel = _tuned(WEIGHT_SPACE, ("BI", "BO", "BR"), _WEIGHT_KEY)(_weight_grad)
-# trial launches add, too: the tuner restores the tensor
-weight_add_kernel = _tuned(WEIGHT_ADD_SPACE, ("BI", "BO", "BR"), _WEIGHT_KEY,
-                           restored=("out",))(_weight_grad)
+        dot = finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside,
+                              wide, ACT, GATED, BM, BN)
+    tl.store(dots + pn.to(tl.int64) * rows + r, dot, mask=inside)
 
 
 @triton.jit
-def bias_grad_kernel(grad, token, scale, out, ends, lengths, wide, GATHER: tl.constexpr,
-                     SCALED: tl.constexpr, BR: tl.constexpr, BO: tl.constexpr):
-    """out[group] = sum of the group's (scaled) gradient rows."""
-    group = tl.program_id(1)
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
-    end = tl.load(ends + group)
-    first = end - tl.load(lengths + group).to(tl.int32)
-    total = tl.zeros([BO], tl.float32)
-    while first < end:
-        r = first + tl.arange(0, BR)
-        inside = r < end
-        at = r.to(tl.int64)
-        if GATHER:
-            at = tl.load(token + r, mask=inside, other=-1).to(tl.int64)
-        g = tl.load(grad + at[:, None] * wide + o[None, :],
-                    mask=((inside & (at >= 0))[:, None] & (o < wide)[None, :]) != 0, other=0.0)
-        g = g.to(tl.float32)
-        if SCALED:
-            g = g * tl.load(scale + r, mask=inside, other=0.0).to(tl.float32)[:, None]
-        total += tl.sum(g, 0)
-        first += BR
-    tl.store(out + group * wide + o, total.to(out.dtype.element_ty), mask=o < wide)
+def act_backward_kernel(grad, grad_tiles, token, scale, w, w_tiles, h, gate, grad_h, grad_gate,
+                        after, dots, tile_group, tile_row, used, ends, wide, rows, stride_group,
+                        stride_k, stride_n, K: tl.constexpr, GATHER: tl.constexpr,
+                        SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+                        TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+                        WHILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """See expert_matmul_act_backward.
+
+    dots: [column tiles, R], one partial sum per tile; the caller adds them in a fixed order.
+    """
+    tiles = tl.load(used)
+    number = tiles * tl.cdiv(wide, BN)
+    if WHILE:
+        t = tl.program_id(0)
+        while t < number:
+            act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, grad_h,
+                              grad_gate, after, dots, tile_group, tile_row, tiles, ends, wide,
+                              rows, stride_group, stride_k, stride_n, K, GATHER, SCALED, ACT, GATED,
+                              TRANSPOSED, UPCAST, PRECISION, BM, BN, BK)
+            t += tl.num_programs(0)
+    else:
+        for t in tl.range(tl.program_id(0), number, tl.num_programs(0)):
+            act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, grad_h,
+                              grad_gate, after, dots, tile_group, tile_row, tiles, ends, wide,
+                              rows, stride_group, stride_k, stride_n, K, GATHER, SCALED, ACT, GATED,
+                              TRANSPOSED, UPCAST, PRECISION, BM, BN, BK)

@@ -148,17 +148,25 @@ def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Wo
     gate, act = (h_RF.flip(0), "silu") if p.gated else (None, "gelu")
     flops, weights = 2 * p.rows * p.model_dim * p.hidden_dim, _size(data.w_in_LDF)
     scale = torch.rand(p.rows, device=p.device)
-    yield Work("expert_matmul_act", (data.x_TD, groups, data.w_in_LDF, None, token, gate, act),
-               _size(data.x_TD, h_RF, h_RF, gate) + weights, flops)
-    yield Work("expert_matmul", (h_RF, groups, data.w_out_LFD, None, None, None),
+    if p.gated:
+        yield Work("expert_matmul_gated", (data.x_TD, groups, data.w_in_LDF, None, data.w_gate_LDF,
+                                           None, token, act, "ieee"),
+                   _size(data.x_TD, h_RF, h_RF, h_RF) + 2 * weights, 2 * flops)
+        transposed = [w.transpose(1, 2) for w in (data.w_in_LDF, data.w_gate_LDF)]
+        yield Work("expert_matmul_sum", (h_RF, gate, groups, *transposed, "ieee"),
+                   _size(h_RF, gate, rows_RD) + 2 * weights, 2 * flops)
+    else:
+        yield Work("expert_matmul_act", (data.x_TD, groups, data.w_in_LDF, None, token, act,
+                                         "ieee"), _size(data.x_TD, h_RF, h_RF) + weights, flops)
+    yield Work("expert_matmul", (h_RF, groups, data.w_out_LFD, None, None, "ieee"),
                _size(h_RF, rows_RD) + weights, flops)
     yield Work("expert_matmul_act_backward",
-               (data.grad_TD, groups, data.w_out_LFD, h_RF, gate, scale, token, act),
+               (data.grad_TD, groups, data.w_out_LFD, h_RF, gate, scale, token, act, "ieee"),
                _size(data.grad_TD, h_RF, h_RF, h_RF, gate, gate) + weights, flops)
-    yield Work("expert_weight_grad", (data.x_TD, h_RF, groups, token, None, None),
+    yield Work("expert_weight_grad", (data.x_TD, h_RF, groups, token, None, None, "ieee"),
                _size(data.x_TD, h_RF) + weights, flops)
     main_grad_LDF = torch.zeros(data.w_in_LDF.shape, device=p.device)
     yield Work("expert_weight_grad_add",
-               (data.x_TD, h_RF, groups, token, None, None, main_grad_LDF),
+               (data.x_TD, h_RF, groups, token, None, None, "ieee", main_grad_LDF),
                _size(data.x_TD, h_RF) + 2 * _size(main_grad_LDF), flops)
     yield Work("expert_bias_grad", (h_RF, groups, None, None), _size(h_RF))

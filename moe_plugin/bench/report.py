@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.bench.chips import GPU
 from moe_plugin.bench.kernels import KernelReport
 from moe_plugin.bench.layer import LayerReport
+from moe_plugin.bench.problem import Problem
 from moe_plugin.bench.resources import Resources
+from moe_plugin.bench.roofline import products
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_output, write_regular
 
@@ -82,13 +85,34 @@ def kernel_table(report: KernelReport) -> str:
     return f"{head}\n\n{table(header, rows)}"
 
 
-def resource_table(found: Sequence[tuple[str, Resources]]) -> str:
+def resource_table(found: Sequence[Resources]) -> str:
     """A row per compiled kernel and target."""
     rows = [[
-        name, r.target, *map(str, (r.registers, r.spilled, r.shared)), "yes" if r.matrix else ""
-    ] for name, r in found]
-    return table(["kernel", "target", "registers", "spilled bytes", "shared bytes", "matrix units"],
-                 rows)
+        r.label, r.target, *map(str, (r.registers, r.spilled, r.shared, r.blocks)),
+        f"{r.occupancy:.0%}", r.matrix, "TMA" if r.copies else ""
+    ] for r in found]
+    return table([
+        "kernel", "target", "registers", "spilled bytes", "shared bytes", "blocks", "occupancy",
+        "matrix units", "copies"
+    ], rows)
+
+
+def roofline_table(problem: Problem, gpu: GPU, blocks: Mapping[str, int]) -> str:
+    """A row per product of a layer. blocks: that run at once, by product; others run one."""
+    rows = []
+    for p in products(problem, gpu):
+        t, at_once = p.tiling, blocks.get(p.name, 1)
+        rows.append([
+            p.name, f"{t.rows}x{t.columns}x{t.depth}", f"{p.flops / 1e12:.2f}",
+            f"{p.bytes / 1e9:.2f}", f"{p.intensity:.0f}", p.bound(gpu), f"{p.least_ms(gpu):.2f}",
+            f"{p.tile_intensity:.0f}", str(p.tiles), f"{p.waves(gpu, at_once):.1f}",
+            f"{p.use(gpu, at_once):.0%}"
+        ])
+    header = [
+        "product", "tile", "TFLOP", "GB", "FLOP/byte", "bound", "least ms", "tile FLOP/byte",
+        "tiles", "waves", "used"
+    ]
+    return f"{problem.label()}, {gpu.name}\n\n{table(header, rows)}"
 
 
 def layer_plot(report: LayerReport, path: str) -> None:

@@ -18,8 +18,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_problem(p)
     p.add_argument(
         "--resources", action="store_true",
-        help="instead: compile the Triton kernels ahead of time for sm_80, sm_90 and gfx942 (no "
-             "GPU needed) and report registers, spills and shared memory")
+        help="instead: compile the Triton kernels ahead of time for sm_80, sm_90, sm_100 and "
+             "gfx942 (no GPU needed) and report registers, spills, shared memory, occupancy and "
+             "which instructions they use")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,11 +28,12 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from moe_plugin.bench import kernels, report, resources
+    from moe_plugin.bench.chips import GPUS
 
     if args.resources:
-        found = [(resources.label(case), resources.compile_for(case, target))
-                 for case in resources.cases() for target in resources.TARGETS]
-        rows, table = [{"case": name, **asdict(r)} for name, r in found], report.resource_table
+        found = [resources.compile_for(case, target) for target in GPUS
+                 for case in resources.cases(target)]
+        rows, table = [asdict(r) for r in found], report.resource_table
     else:
         found = kernels.run(problem_of(args), args.rounds)
         rows, table = found.as_dict(), report.kernel_table

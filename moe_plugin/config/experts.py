@@ -34,6 +34,13 @@ class ExpertsConfig(Section):
         False,
         "keep for backward the values before the activation alone, and compute those after it "
         "again; with dropout, what it leaves is kept", flag="recompute-activation")
+    precision: str = option(
+        "ieee",
+        "of the products of compute=kernels: ieee (float32 exactly, 16-bit values as they are), "
+        "tf32 (float32 values with 11 bits on a GPU's matrix units), or fp8 (every operand rounded "
+        "to e4m3 with a scale for 128 values, weight gradients not; takes compute=kernels itself; "
+        "off by about 4 % of a product's norm)", choices=("ieee", "tf32", "fp8"),
+        flag="expert-precision")
     shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none",
                                     flag="shared-expert-hidden-dim")
     shared_overlap: bool = option(
@@ -56,5 +63,7 @@ class ExpertsConfig(Section):
         for name in ("hidden_dim", "shared_hidden_dim"):
             self.within(name, 0, MOST_WIDTH, "use 0 for the default")
         self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")
+        self.require("precision", not (self.precision == "fp8" and self.dropout),
+                     "ieee or tf32 where experts.dropout > 0", "fp8 products have no dropout")
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
                      "use none")

@@ -111,6 +111,8 @@ class FFNExperts(Experts):
         parameters = work.parameters or self.compute_parameters()
         if parameters.dropout and not drops_out(strategy):
             strategy = drop_out_strategy()
+        if parameters.precision == "fp8":
+            strategy = strategies.get("kernels")
         return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
@@ -150,7 +152,7 @@ class FFNExperts(Experts):
                              tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
                              self.config.activation, self.memory, self.config.compute_selection,
                              redirected, self.config.dropout if self.training else 0.0,
-                             self.config.recompute_activation)
+                             self.config.recompute_activation, precision=self.config.precision)
 
 
 @expert_kinds.register("gated_ffn")

@@ -1,11 +1,14 @@
 """Run on a machine with a GPU: every Triton kernel against its float64 reference there, the layer,
 and its capture in a CUDA graph.
 
-    python -m tests.kernels.on_gpu
+    python -m tests.kernels.on_gpu [--quick] [--list] [name ...]
+
+A name is an operation, or `layer`: its host synchronisation, CUDA graph and torch.compile.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from typing import Any
 
@@ -16,10 +19,11 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.kernels import Groups, kernels
 from moe_plugin.layer import MoELayer
-from tests.kernels.interpreted import TOLERANCE, compare, widened
+from tests.kernels.interpreted import AS_THEY_ARE, TOLERANCE, compare, widened
 from tests.kernels.problems import SHAPES, Shape, arguments, fresh
 
 GPU = torch.device("cuda")
+QUICK = ("plain", "tiles", "starving experts", "no tokens")
 LARGE = Shape(4099, 1000, 61, 6, 712, skew=2.0, dropped=0.05)
 
 
@@ -30,19 +34,25 @@ def moved(value: Any) -> Any:
     return value.to(GPU) if isinstance(value, Tensor) else value
 
 
-def check_kernels() -> None:
+def operations() -> list[str]:
+    """Those with a Triton implementation."""
+    return [e.name for e in kernels if "triton" in e.value.names()]
+
+
+def check_kernels(names: list[str], quick: bool) -> None:
     """Forward kernels and gradients' kernels, awkward shapes and one large one; the same twice,
     bitwise.
     """
-    for name in (e.name for e in kernels if "triton" in e.value.names()):
+    shapes = {label: s for label, s in SHAPES.items() if not quick or label in QUICK}
+    for name in names:
         kernel, done = kernels.get(name), 0
-        for label, shape in {**SHAPES, "large": LARGE}.items():
+        for label, shape in {**shapes, "large": LARGE}.items():
             for dtype in (torch.float32,) if name.startswith("route_") else TOLERANCE:
                 for number, args in enumerate(arguments(name, shape, dtype)):
                     on_gpu = [moved(a) for a in args]
                     assert kernel.choose(*on_gpu) == "triton", kernel.why_not("triton", *on_gpu)
                     want = kernel.implementation("torch")(
-                        *[widened(a) if name != "dequantize_fp8" else a for a in fresh(on_gpu)])
+                        *[widened(a) if name not in AS_THEY_ARE else a for a in fresh(on_gpu)])
                     got, again = kernel(*fresh(on_gpu)), kernel(*fresh(on_gpu))
                     want = tuple(map(widened, want)) if isinstance(want, tuple) else widened(want)
                     compare(name, got, want, dtype, f"{name}, {label}, {dtype}, arguments {number}")
@@ -112,7 +122,23 @@ def check_compile() -> None:
     print("torch.compile: one graph, agrees")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Check what the command line names; everything without names."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("names", nargs="*")
+    p.add_argument("--quick", action="store_true", help="some shapes alone")
+    p.add_argument("--list", action="store_true", help="print the names and do nothing")
+    args = p.parse_args()
+    if args.list:
+        print(*operations(), "layer", sep="\n")
+        return
     torch.backends.cuda.matmul.allow_tf32 = False
-    for check in (check_kernels, check_syncs, check_graph, check_compile):
-        check()
+    check_kernels([n for n in args.names if n != "layer"] if args.names else operations(),
+                  args.quick)
+    if not args.names or "layer" in args.names:
+        for check in (check_syncs, check_graph, check_compile):
+            check()
+
+
+if __name__ == "__main__":
+    main()

@@ -188,9 +188,19 @@ def _product(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
              g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     w, b = draw(s.experts, s.width, s.inner), draw(s.experts, s.inner)
     for p in (plan, slotted):
-        yield draw(s.tokens, s.width), p.groups, w, b, p.token_R, None
+        yield draw(s.tokens, s.width), p.groups, w, b, p.token_R, "ieee"
         rows = p.groups.total
-        yield draw(rows, s.inner), p.groups, w.transpose(1, 2), None, None, draw(rows, s.width)
+        yield draw(rows, s.inner), p.groups, w.transpose(1, 2), None, None, "ieee"
+
+
+def _sum_of_two(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    w, v = draw(s.experts, s.width, s.inner), draw(s.experts, s.width, s.inner)
+    for p in (plan, slotted):
+        x, y = draw(p.groups.total, s.inner), draw(p.groups.total, s.inner)
+        yield x, y, p.groups, w.transpose(1, 2), v.transpose(1, 2), "ieee"
+    # of different strides
+    yield x, y, slotted.groups, w.transpose(1, 2), v.transpose(1, 2).contiguous(), "ieee"
 
 
 def _activations(s: Shape) -> tuple[str, ...]:
@@ -204,9 +214,18 @@ def _first(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
     for number, act in enumerate(_activations(s)):
         p = (plan, slotted)[number % 2]
         w, b = draw(s.experts, s.width, s.inner) * 0.3, draw(s.experts, s.inner)
-        yield draw(s.tokens, s.width), p.groups, w, b, p.token_R, None, act
-        yield draw(s.tokens, s.width), p.groups, w, None, p.token_R, draw(p.groups.total,
-                                                                          s.inner), act
+        yield draw(s.tokens, s.width), p.groups, w, b, p.token_R, act, "ieee"
+        yield draw(p.groups.total, s.width), p.groups, w, None, None, act, "ieee"
+
+
+def _gated(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+           g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for number, act in enumerate(_activations(s)):
+        p = (plan, slotted)[number % 2]
+        w, v = (draw(s.experts, s.width, s.inner) * 0.3 for _ in range(2))
+        biases = draw(s.experts, s.inner), draw(s.experts, s.inner)
+        yield draw(s.tokens, s.width), p.groups, w, biases[0], v, biases[1], p.token_R, act, "ieee"
+        yield draw(p.groups.total, s.width), p.groups, w, None, v, None, None, act, "ieee"
 
 
 def _second_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
@@ -215,18 +234,19 @@ def _second_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Te
         p = (plan, slotted)[number % 2]
         w, rows = draw(s.experts, s.inner, s.width) * 0.3, p.groups.total
         yield draw(s.tokens, s.width), p.groups, w, draw(rows, s.inner), None, torch.rand(
-            rows, generator=g), p.token_R, act
-        yield draw(rows, s.width), p.groups, w, draw(rows, s.inner), draw(rows,
-                                                                          s.inner), None, None, act
+            rows, generator=g), p.token_R, act, "ieee"
+        yield (draw(rows, s.width), p.groups, w, draw(rows, s.inner), draw(rows, s.inner), None,
+               None, act, "ieee")
 
 
 def _weight_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
                  g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
         rows = p.groups.total
-        yield draw(s.tokens, s.width), draw(rows, s.inner), p.groups, p.token_R, None, None
-        yield draw(rows, s.inner), draw(s.tokens, s.width), p.groups, None, p.token_R, torch.rand(
-            rows, generator=g)
+        yield draw(s.tokens, s.width), draw(rows, s.inner), p.groups, p.token_R, None, None, "ieee"
+        yield (draw(rows, s.inner), draw(s.tokens, s.width), p.groups, None, p.token_R,
+               torch.rand(rows, generator=g), "ieee")
+    yield draw(rows, s.inner), draw(rows, s.width), slotted.groups, None, None, None, "ieee"
 
 
 def _weight_grad_add(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
@@ -245,11 +265,44 @@ def _bias_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
         yield draw(s.tokens, s.width), p.groups, p.token_R, torch.rand(p.groups.total, generator=g)
 
 
+def _quantize_weights(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                      g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    w = draw(s.experts, s.width, s.inner)
+    yield (w,)
+    yield (w.transpose(1, 2),)
+    spoiled = w.clone()
+    spoiled.view(-1)[1::7] = float("inf")
+    yield (torch.cat([spoiled, torch.zeros_like(w)]),)
+
+
+def _fp8_product(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                 g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    from moe_plugin.kernels import kernels
+
+    rows, weights = (kernels.get(name).implementation("torch")
+                     for name in ("quantize_fp8", "quantize_weights_fp8"))
+    dtype, made = draw(1).dtype, weights(draw(s.experts, s.width, s.inner) * 30)
+    yield (*rows(draw(s.tokens, s.width), 128), plan.groups, *made, draw(s.experts, s.inner),
+           plan.token_R, dtype)
+    yield (*rows(draw(slotted.groups.total, s.width), 128), slotted.groups, *made, None, None,
+           dtype)
+
+
+def _tiles(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+           g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for p in (plan, slotted):
+        for height, least in ((4, 0), (16, 1), (128, 1)):
+            yield p.groups.lengths_L, height, p.groups.total, least
+    yield plan.groups.lengths_L, 8, plan.groups.total + 24, 0  # a bound of the rows
+
+
 _MAKERS = {
     "take_rows": _take, "sum_rows": _sum, "dot_rows": _dot, "running_count": _count,
     "route_top_k": _top, "route_top_k_backward": _top_backward, "transpose_chunks": _chunks,
     "quantize_fp8": _quantize, "dequantize_fp8": _dequantize, "expert_matmul": _product,
-    "expert_matmul_act": _first, "expert_matmul_act_backward": _second_backward,
+    "expert_matmul_sum": _sum_of_two, "expert_matmul_act": _first, "expert_matmul_gated": _gated,
+    "expert_matmul_act_backward": _second_backward,
     "expert_weight_grad": _weight_grad, "expert_weight_grad_add": _weight_grad_add,
-    "expert_bias_grad": _bias_grad,
+    "expert_bias_grad": _bias_grad, "tile_table": _tiles,
+    "quantize_weights_fp8": _quantize_weights, "expert_matmul_fp8": _fp8_product,
 }

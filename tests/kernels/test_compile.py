@@ -133,7 +133,8 @@ def test_opcheck(gated: bool, shape: Shape) -> None:
     counts = plan.counts.host
     lengths_L = torch.tensor(counts)
     for arguments in ((x, gates, plan.source_R, plan.position_TK, *p.values(), counts, None,
-                       "gelu"), (rows, None, None, None, *p.values(), counts, None, "relu"),
+                       "gelu", "ieee"),
+                      (rows, None, None, None, *p.values(), counts, None, "relu", "ieee"),
                       (x, gates, plan.source_R, plan.position_TK, *p.values(), None, lengths_L,
-                       "gelu")):
+                       "gelu", "fp8")):
         assert set(torch.library.opcheck(expert_ffn, arguments).values()) == {"SUCCESS"}

@@ -139,10 +139,10 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
     rows_RD, ones_L = torch.ones(8, 16, device=device), torch.ones(2, 16, 16, device=device)
     known = {
         **dict.fromkeys(("x_TD", "grad_TD"), torch.ones(4, 16, device=device)),
-        **dict.fromkeys(("rows_RD", "x", "x_RD", "h_RF", "grad"), rows_RD),
-        **dict.fromkeys(("w_LIO", "w_LDF", "w_LFD", "into_LIO"), ones_L),
+        **dict.fromkeys(("rows_RD", "x", "x_RD", "x_RI", "y_RI", "h_RF", "grad"), rows_RD),
+        **dict.fromkeys(("w_LIO", "v_LIO", "w_LDF", "v_LDF", "w_LFD", "into_LIO"), ones_L),
         **dict.fromkeys(("scores_TE", "logits_TE"), torch.rand(4, 2, device=device)),
-        **dict.fromkeys(("b_LO", "b_LF", "token_R", "base_RO", "gate_RF", "scale_R", "x_token_R",
+        **dict.fromkeys(("b_LO", "b_LF", "v_bias_LF", "token_R", "gate_RF", "scale_R", "x_token_R",
                          "grad_token_R", "chosen_TK")),
         "weights_TK": torch.full((4, 2), 0.5, device=device),
         "grad_weights_TK": torch.ones(4, 2, device=device),
@@ -152,6 +152,8 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "grad_importance_E": torch.ones(2, device=device),
         "codes_RD": rows_RD.to(torch.float8_e4m3fn), "scales_RB": torch.ones(8, 1, device=device),
         "groups": Groups(RowCounts([4, 4]), device), "dtype": torch.float32, "activation": "gelu",
+        "precision": "ieee",
+        "lengths_L": torch.tensor([4, 4], device=device), "height": 4, "total": 8, "least": 0,
         "normalize": True, "top_k": 2, "k": 2, "experts": 2, "outer": 2, "inner": 4, "block": 16,
     }
     names = list(inspect.signature(op.implementation("torch")).parameters)

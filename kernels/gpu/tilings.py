@@ -1,0 +1,115 @@
+"""Tile sizes of the grouped matmuls: a rule, so that one load always gives the same bits.
+
+Nothing is timed: a choice by time would differ between runs, and tiles decide the order of sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PROGRAMS_OF_A_WAVE = 2  # units of work for each program that runs at once: the last wave is short
+LEAST_PART = 1024  # rows: fewer are not worth the way of a part's sums through memory
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile and how it is computed.
+
+    rows, columns: of the result. depth: of one step of the sum. warps, stages: per program; stages
+    of the pipeline that loads operands. programs: that fit one multiprocessor.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a choice of tiles depends on.
+
+    kind: "hopper" (compute capability 9 and above: wgmma or its successor, and TMA), "ampere" (8),
+    "amd". processors: multiprocessors.
+    """
+
+    kind: str
+    processors: int
+
+    @property
+    def copies_tiles(self) -> bool:
+        """Whether it copies a tile into shared memory by one instruction (TMA)."""
+        return self.kind == "hopper"
+
+
+def chip_of(device: torch.device) -> Chip:
+    """The GPU behind a device; in the interpreter, on CPU, one with few processors."""
+    if device.type != "cuda":
+        return Chip("hopper", 2)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if torch.version.hip is not None:
+        return Chip("amd", processors)
+    major = torch.cuda.get_device_capability(device)[0]
+    return Chip("hopper" if major >= 9 else "ampere", processors)
+
+
+# a column tile is one scale of the weights, and a step of the sum one of both operands
+FP8_TILING = Tiling(128, 128, 128, 8, 3)
+
+
+def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: int,
+                   extra: bool = False, precision: str = "ieee") -> Tiling:
+    """Tile of a product over rows.
+
+    rows_each: rows of an expert on average: few rows waste the rest of a high tile. results: sums
+    that a program keeps at once (gate and up: 2). extra: the epilogue reads further tiles.
+    precision: see `experts.precision`; float32 on the matrix units takes larger tiles.
+    """
+    high = 64 if rows_each <= 96 else 128
+    warps = 8 if high == 128 else 4
+    if dtype == torch.float32:
+        wide = 128 if precision == "tf32" and high == 128 and not extra else 64
+        return Tiling(high, wide // results, 32 if precision == "tf32" else 16, warps, 3)
+    if chip.kind == "amd":
+        return Tiling(high, 64 if extra or results > 1 else 128, 64, warps, 2)
+    if chip.kind == "ampere":
+        wide = 64 if extra or results > 1 else 128
+        return Tiling(high, wide, 64 if wide == 64 else 32, warps, 3)
+    if high == 64:
+        return Tiling(64, 128 if results == 1 and not extra else 64, 64, 4, 4, 2)
+    return Tiling(128, 256 if results == 1 and not extra else 128, 64, 8, 3 if results > 1 else 4)
+
+
+def weight_tiling(chip: Chip, dtype: torch.dtype, adds: bool,
+                  precision: str = "ieee") -> Tiling:
+    """Tile of a weight gradient; its depth is over rows.
+
+    adds: a second tile, the one added to, is in registers.
+    """
+    if dtype == torch.float32:
+        if precision == "tf32":
+            return Tiling(128, 128, 32, 8, 3)
+        return Tiling(64, 64, 16, 4, 3, 2)
+    if chip.kind == "amd":
+        return Tiling(128, 128, 32, 8, 2)
+    if chip.kind == "ampere":
+        return Tiling(128, 128, 32, 8, 3)
+    return Tiling(128, 128 if adds else 256, 64, 8, 3)
+
+
+def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
+                   least: int = LEAST_PART) -> int | None:
+    """Rows after which a weight gradient's sum is cut into parts; None: no sum is.
+
+    tiles: of one expert's matrix. rows: of all experts. least: of a part. The parts then are about
+    `PROGRAMS_OF_A_WAVE` for each program that runs at once, whichever experts the rows belong to:
+    one hot expert occupies the whole GPU. Matrices with more tiles than that are never cut.
+    """
+    wanted = PROGRAMS_OF_A_WAVE * chip.processors * tiling.programs
+    part = -(-rows * tiles // wanted)
+    part = max(least, -(-part // tiling.depth) * tiling.depth)
+    return part if part < rows else None

@@ -1,0 +1,63 @@
+"""GPUs that kernels are compiled for without one: what a kernel may use, and published rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU by its compiler target.
+
+    name: the product whose rates these are. kind: as in `kernels.gpu.tilings.Chip`. backend, arch,
+    warp: what Triton calls it. processors: multiprocessors. registers: of a multiprocessor (NVIDIA)
+    or a lane (AMD). most_registers: of a thread. shared, shared_block: bytes a multiprocessor, a
+    block. warps: a multiprocessor at most. tflops: dense bf16. tbytes: memory bandwidth, TB/s.
+    Rates are the vendor's.
+    """
+
+    name: str
+    kind: str
+    backend: str
+    arch: int | str
+    warp: int
+    processors: int
+    registers: int
+    most_registers: int
+    shared: int
+    shared_block: int
+    warps: int
+    tflops: float
+    tbytes: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte from which on arithmetic is the bound, not memory."""
+        return self.tflops / self.tbytes
+
+    def blocks(self, registers: int, shared: int, warps: int) -> int:
+        """Blocks that one multiprocessor runs at once, from the resources of one."""
+        if self.backend == "hip":
+            # four SIMDs; a wave's registers are taken in steps of 8, at most 8 waves a SIMD
+            waves = 4 * min(8, self.registers // max(8, -(-registers // 8) * 8))
+            by_registers = waves // warps
+        else:
+            # a warp's registers are taken in steps of 256, and 1 KiB of shared memory a block
+            # belongs to the system
+            by_registers = self.registers // (-(-registers * 32 // 256) * 256) // warps
+            shared += 1024
+        by_shared = self.shared // shared if shared else by_registers
+        return max(0, min(by_registers, by_shared, self.warps // warps))
+
+
+_KIB = 1024
+GPUS = {
+    "sm_80": GPU("A100 80 GB", "ampere", "cuda", 80, 32, 108, 65536, 255, 164 * _KIB, 163 * _KIB,
+                 64, 312.0, 2.04),
+    "sm_90": GPU("H200", "hopper", "cuda", 90, 32, 132, 65536, 255, 228 * _KIB, 227 * _KIB, 64,
+                 989.0, 4.8),
+    "sm_100": GPU("B200", "hopper", "cuda", 100, 32, 148, 65536, 255, 228 * _KIB, 227 * _KIB, 64,
+                  2250.0, 8.0),
+    "gfx942": GPU("MI300X", "amd", "hip", "gfx942", 64, 304, 512, 512, 64 * _KIB, 64 * _KIB, 32,
+                  1307.0, 5.3),
+}
