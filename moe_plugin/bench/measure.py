@@ -19,6 +19,9 @@ from torch import Tensor
 from moe_plugin.machine import device_name
 
 MIB = 1 << 20
+# whose versions a page names, where they are installed
+PACKAGES = ("moe-plugin", "triton", "megatron-core", "fairseq", "transformer-engine",
+            "grouped-gemm", "megablocks", "scattermoe", "sonic-moe", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,9 @@ def versions(device: str) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "device": device_name(torch.device(device)) + threads
     }
-    for package in ("moe-plugin", "triton", "megatron-core", "fairseq"):
+    if device == "cuda":
+        found["CUDA"] = str(torch.version.cuda or torch.version.hip)
+    for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,13 +83,15 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     p.add_argument("--only", default="layer,kernels,scaling",
-                   help="parts, separated by commas (default: %(default)s)")
+                   help="parts, separated by commas; also gpu, one page of layer and kernels "
+                        "(default: %(default)s)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    choices=sorted(LAYERS))
     p.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=25, help="timed rounds (default: %(default)s)")
     p.add_argument("--attempts", type=int, default=3,
                    help="most attempts of a noisy measurement (default: %(default)s)")
+    p.add_argument("--checks", type=Path, help="a text that the gpu part adds to its page")
     args = p.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
@@ -123,8 +126,24 @@ def write_scaling(out: Path, suffix: str, args: argparse.Namespace) -> None:
     report.scaling_plot(found, str(out / f"scaling{suffix}.svg"))
 
 
+def write_gpu(out: Path, suffix: str, args: argparse.Namespace) -> None:
+    """Write gpu.json and gpu.md: layers and operations on one page, with what they ran on."""
+    start = time.perf_counter()
+    found = list(layers(args.device, args.rounds, args.attempts))
+    measured = [kernels.run(problem, args.rounds) for problem in LAYERS[args.device][:3]]
+    report.write_json(out / "gpu.json", {
+        "layers": [r.as_dict() for r in found], "operations": [r.as_dict() for r in measured]})
+    parts = [report.layer_table(r) for r in found] + [report.kernel_table(r) for r in measured]
+    if args.checks is not None:
+        said = args.checks.read_text(encoding="utf-8").strip()
+        parts.append(f"Checked on the same GPU before:\n\n```text\n{said}\n```")
+    report.write_page(out / "gpu.md", "One GPU", "bash scripts/bench_gpu.sh", versions(args.device),
+                      "\n\n".join(parts))
+    logger.info("measured in %.0f s", time.perf_counter() - start)
+
+
 PARTS: dict[str, Callable[[Path, str, argparse.Namespace], None]] = {
-    "layer": write_layers, "kernels": write_kernels, "scaling": write_scaling}
+    "layer": write_layers, "kernels": write_kernels, "scaling": write_scaling, "gpu": write_gpu}
 
 
 def _page(path: Path, title: str, body: str, device: str) -> None:

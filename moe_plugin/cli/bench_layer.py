@@ -16,8 +16,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "the time of the experts' matmuls alone, in the same run.")
     add_problem(p)
     p.add_argument("--peers", default="all",
-                   help="all, none, or names with commas: einsum, megatron, deepspeed, "
-                        "megablocks, dense (default: all)")
+                   help="all, none, or names with commas: einsum, grouped_mm, megatron, "
+                        "megatron_grouped, megatron_te, deepspeed, megablocks, scattermoe, "
+                        "sonicmoe, dense (default: all)")
     p.add_argument("--plot", metavar="FILE",
                    help="also draw time and memory of each candidate into FILE (.png or .svg)")
 

@@ -3,11 +3,19 @@
 Importing this package registers every peer in `peers`; each imports its library when it is built.
 """
 
-from moe_plugin.bench.peers import deepspeed, local, megablocks, megatron, scattermoe
+from moe_plugin.bench.peers import (
+    deepspeed,
+    grouped_mm,
+    local,
+    megablocks,
+    megatron,
+    scattermoe,
+    sonicmoe,
+)
 from moe_plugin.bench.peers.base import Candidate, UnsupportedProblem, peers
 from moe_plugin.bench.peers.local import ours
 
 __all__ = [
-    "Candidate", "UnsupportedProblem", "deepspeed", "local", "megablocks", "megatron", "ours",
-    "peers", "scattermoe"
+    "Candidate", "UnsupportedProblem", "deepspeed", "grouped_mm", "local", "megablocks",
+    "megatron", "ours", "peers", "scattermoe", "sonicmoe"
 ]

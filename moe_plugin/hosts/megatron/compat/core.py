@@ -302,16 +302,17 @@ def has_transformer_engine() -> bool:
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False))
 
 
-def gpt_moe_layer_spec(transformer_engine: bool | None) -> Any:
+def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -> Any:
     """Megatron's own GPT layer spec with an MoE layer.
 
-    The number of experts in it only has to be set.
+    The number of experts in it only has to be set. grouped: with `moe_grouped_gemm`.
     """
     from megatron.core.models.gpt import gpt_layer_specs
 
-    if has_transformer_engine() if transformer_engine is None else transformer_engine:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(num_experts=1)
-    return gpt_layer_specs.get_gpt_layer_local_spec(num_experts=1)
+    make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+            if (has_transformer_engine() if transformer_engine is None else transformer_engine)
+            else gpt_layer_specs.get_gpt_layer_local_spec)
+    return make(num_experts=1, moe_grouped_gemm=grouped)
 
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,
