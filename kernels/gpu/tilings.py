@@ -33,8 +33,8 @@ class Tiling:
 class Chip:
     """What a choice of tiles depends on.
 
-    kind: "hopper" (compute capability 9 and above: wgmma or its successor, and TMA), "ampere" (8),
-    "amd". processors: multiprocessors.
+    kind: "hopper" (compute capability 9 and 10: wgmma or its successor, and TMA), "ampere" (other
+    NVIDIA GPUs), "amd". processors: multiprocessors.
     """
 
     kind: str
@@ -54,7 +54,8 @@ def chip_of(device: torch.device) -> Chip:
     if torch.version.hip is not None:
         return Chip("amd", processors)
     major = torch.cuda.get_device_capability(device)[0]
-    return Chip("hopper" if major >= 9 else "ampere", processors)
+    # 12 has TMA, but neither wgmma's successor nor its shared memory
+    return Chip("hopper" if major in (9, 10) else "ampere", processors)
 
 
 # a column tile is one scale of the weights, and a step of the sum one of both operands

@@ -26,7 +26,7 @@ class Product:
 
     flops, bytes: of the call, each operand read and each result written once. tiling: its tile.
     tiles: that programs share out; more where sums are cut into parts. filled: share of the tiles
-    that is real.
+    that is real. results: sums that a program keeps at once.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Product:
     tiling: Tiling
     tiles: int
     filled: float
+    results: int = 1
 
     @property
     def intensity(self) -> float:
@@ -44,7 +45,8 @@ class Product:
     @property
     def tile_intensity(self) -> float:
         """FLOP per byte that a tile's operands have, two bytes a value: traffic inside the GPU."""
-        return self.tiling.rows * self.tiling.columns / (self.tiling.rows + self.tiling.columns)
+        rows, columns = self.tiling.rows, self.tiling.columns * self.results
+        return rows * columns / (rows + columns)
 
     def bound(self, gpu: GPU) -> str:
         """The larger of the two: "arithmetic" or "memory"."""
@@ -97,7 +99,7 @@ def _product(p: Problem, gpu: GPU, name: str, flops: int, size: int, wide: int, 
     tiles = p.experts * high * math.ceil(wide / tiling.columns)
     filled = each / (high * tiling.rows) * wide / (math.ceil(wide / tiling.columns) *
                                                    tiling.columns)
-    return Product(name, flops, size, tiling, tiles, filled)
+    return Product(name, flops, size, tiling, tiles, filled, results)
 
 
 def _weight(p: Problem, gpu: GPU, name: str, flops: int, size: int, inner: int,
