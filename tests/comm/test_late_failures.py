@@ -44,7 +44,7 @@ def _errors() -> list[str]:
     peer = 1 - comm.rank
     comm.all_reduce(torch.zeros(2))
     comm.all_gather(torch.zeros(3, dtype=torch.int64))
-    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4}), comm)
+    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "parallel": {"r": 1}}), comm)
     layer(torch.randn(5, 8))
     known = dist.batch_isend_irecv, dist.all_to_all_single
     dist.batch_isend_irecv = lambda ops: [AbortedWork()]
