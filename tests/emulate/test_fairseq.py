@@ -64,7 +64,7 @@ def one_machine(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     """Four ranks on one machine, linear: what all others must equal."""
     folder = tmp_path_factory.mktemp("one_machine")
     with EmulatedCluster(1, 4, **LINKS) as cluster:
-        job = train(cluster, data, folder, "--moe-all-to-all linear")
+        job = train(cluster, data, folder, "--moe-parallel fixed --moe-all-to-all linear")
     assert sorted(job.losses) == list(range(1,
                                             STEPS + 1)) and job.losses[STEPS] < job.losses[1] - 0.5
     assert job.topologies == {jobs.ALL: jobs.ONE_NODE}
@@ -111,7 +111,7 @@ def test_groups_inside_nodes_say_that_linear_runs(cluster: Make, data: Path,
     summed in another order.
     """
     job = train(cluster(2, 2, **LINKS), data, tmp_path / "run",
-                "--moe-all-to-all 2dh --moe-expert-parallel-size 2")
+                "--moe-parallel fixed --moe-all-to-all 2dh --moe-expert-parallel-size 2")
     assert job.losses == pytest.approx(one_machine[1].losses, abs=2.1e-3)
     # fairseq shows the log of rank 0 alone
     assert job.topologies == {
@@ -162,7 +162,8 @@ def test_torchrun_restarts_it_from_the_checkpoint(cluster: Make, data: Path,
     """At most the steps since the checkpoint are lost; losses as printed and final parameters are
     those of the uninterrupted run.
     """
-    save = f"--save-interval-updates {host_faults.SAVE_EVERY} --keep-interval-updates 1"
+    save = ("--moe-parallel fixed --keep-interval-updates 1 --save-interval-updates "
+            f"{host_faults.SAVE_EVERY}")
     program, out = ["fairseq-train", *arguments(data, tmp_path, save).split()], tmp_path / "out"
     killed = host_faults.is_restarted(cluster(2, 2, **LINKS), program, out, lambda: _steps(out),
                                       STEPS)

@@ -28,7 +28,7 @@ MODEL = (
     "--moe-ffn-hidden-size 48 --disable-bias-linear --moe-aux-loss-coeff 0.01 --moe-router-dtype "
     "fp32 --log-interval 1 --hidden-dropout 0 "
     "--attention-dropout 0 --lr-decay-style constant --cpu").split()
-FIXED = ["--moe-parallel", "fixed"]  # over several nodes the default is auto
+FIXED = ["--moe-parallel", "fixed"]  # the defaults choose: auto over several nodes
 EP4, EP2 = ["--expert-model-parallel-size", "4"], ["--expert-model-parallel-size", "2"]
 TP2, ETP2, ETP1 = (["--tensor-model-parallel-size", "2",
                     "--sequence-parallel"], ["--expert-tensor-parallel-size",
@@ -68,7 +68,7 @@ def one_machine(data: str, tmp_path_factory: pytest.TempPathFactory) -> jobs.Job
     """Four ranks on one machine, linear: what all others must equal."""
     with EmulatedCluster(1, 4, **LINKS) as cluster:
         job = train(cluster, data, tmp_path_factory.mktemp("one_machine"),
-                    [*EP4, "--moe-all-to-all", "linear"])
+                    [*EP4, *FIXED, "--moe-all-to-all", "linear"])
     assert sorted(job.losses) == list(range(1,
                                             STEPS + 1)) and job.losses[STEPS] < job.losses[1] - 0.5
     assert job.topologies == {jobs.ALL: jobs.ONE_NODE}
@@ -182,7 +182,7 @@ def test_torchrun_restarts_it_from_the_checkpoint(cluster: Make, data: str, one_
     uninterrupted run's.
     """
     argv = [
-        *MODEL, *EP4, "--data-path", data, "--train-iters",
+        *MODEL, *EP4, *FIXED, "--data-path", data, "--train-iters",
         str(STEPS), "--save",
         str(tmp_path), "--load",
         str(tmp_path), "--save-interval",

@@ -24,10 +24,10 @@ class FittingSteps:
     def __init__(self, chunks: Iterable[Any]) -> None:
         self.chunks = list(chunks)
         self.limits = limits_of(self.chunks)
-        self.active = any_rank(bool(self.limits))
-        self.repeats = any_rank(any(limit.repeats for limit in self.limits))
         several = torch.distributed.get_world_size() > 1
         self.world = TorchComm() if several else LocalComm()
+        self.active = any_rank(bool(self.limits), self.world)
+        self.repeats = any_rank(any(limit.repeats for limit in self.limits), self.world)
 
     def __call__(self, passes: Callable[[list[Any]], torch.Tensor], batches: list[Iterator[Any]],
                  microbatches: int, undo: Callable[[], None]) -> torch.Tensor:
