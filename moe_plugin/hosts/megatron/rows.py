@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.dispatch.overflow import overflowed
 from moe_plugin.hosts.megatron.compat.finite import any_rank
+from moe_plugin.hosts.megatron.groups import comm_of
 from moe_plugin.hosts.plain.overflow import StepStart, limits_of
 
 
@@ -24,8 +24,7 @@ class FittingSteps:
     def __init__(self, chunks: Iterable[Any]) -> None:
         self.chunks = list(chunks)
         self.limits = limits_of(self.chunks)
-        several = torch.distributed.get_world_size() > 1
-        self.world = TorchComm() if several else LocalComm()
+        self.world = comm_of()
         self.active = any_rank(bool(self.limits), self.world)
         self.repeats = any_rank(any(limit.repeats for limit in self.limits), self.world)
 
