@@ -12,6 +12,7 @@ from moe_plugin.kernels.fp8 import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.gpu import expert_ffn as _gpu_expert_ffn  # noqa: F401  (registers kernels)
 from moe_plugin.kernels.groups import Groups
 from moe_plugin.kernels.layout import transpose_chunks
+from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.kernels.registry import Op, kernels
 from moe_plugin.kernels.router import Routed, route
 from moe_plugin.kernels.rows import combine_rows, gather_rows, permute_rows, weigh_rows
@@ -22,6 +23,7 @@ triton_ops.register()
 
 __all__ = [
     "FFNParameters", "Groups", "Op", "Routed", "Strategy", "combine_rows", "dequantize_fp8",
-    "expert_load", "from_matmul", "gather_rows", "kernels", "permute_rows", "quantize_fp8", "route",
-    "slot_index", "strategies", "top_k_stable", "transpose_chunks", "weigh_rows",
+    "expert_load", "from_matmul", "gather_rows", "kernels", "permute_rows", "quantize_fp8",
+    "read_pages", "route", "slot_index", "strategies", "top_k_stable", "transpose_chunks",
+    "weigh_rows", "write_pages",
 ]

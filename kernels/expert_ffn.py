@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,16 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowPlan
 from moe_plugin.registry import Registry
 from moe_plugin.row_counts import DeviceCounts, RowCounts
+
+
+class KeptRows(Protocol):
+    """Rows that backward needs, kept outside of autograd."""
+
+    def rows(self) -> Tensor:
+        """They, [R, width], in a buffer as long as before; filler may have any values."""
+
+
+Keep = Callable[[Tensor, Tensor], KeptRows]  # rows [R, width], int64 [L] rows of each expert
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,8 @@ class FFNParameters:
     which `drops_out` is true read it.
     recompute: keep the values before the activation for backward, and not those after it (with
     dropout, what it leaves is kept).
+    keep: keeps rows whose numbers the device alone knows; strategies may use it. None: autograd
+    keeps them.
     sums: of the calls that share these parameters in one pass; a strategy may add up their weight
     gradients there instead of returning one for each. None: this call is alone.
     precision: of the products of strategy `kernels`, see `experts.precision`; other strategies
@@ -64,6 +77,7 @@ class FFNParameters:
     recompute: bool = False
     sums: GradSums | None = None
     precision: str = "ieee"
+    keep: Keep | None = None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
         """Inputs of one autograd function, and the `main_grad_weights` among them.

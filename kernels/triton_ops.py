@@ -24,6 +24,7 @@ MODULES = {
     "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_matmul": "expert_matmul",
     "expert_matmul_act": "expert_matmul", "expert_matmul_act_backward": "expert_matmul",
     "expert_matmul_sum": "expert_matmul", "expert_matmul_gated": "expert_matmul",
+    "write_pages": "pages", "read_pages": "pages",
     "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
     "expert_bias_grad": "expert_matmul", "tile_table": "tiles",
     "quantize_weights_fp8": "fp8_products", "expert_matmul_fp8": "fp8_products",

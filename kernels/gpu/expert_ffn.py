@@ -9,6 +9,8 @@ row dots, so that no output row is kept.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, List, Optional
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from moe_plugin.kernels import fp8_products as fp8
 from moe_plugin.kernels.derivatives import first_derivative_only
-from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
+from moe_plugin.kernels.expert_ffn import FFNParameters, KeptRows, strategies
 from moe_plugin.kernels.expert_matmul import (
     expert_bias_grad,
     expert_matmul,
@@ -73,6 +75,10 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     with torch.autocast(x.device.type, enabled=False):
         lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (counts.host,
                                                                                    None)
+        if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
+            keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
+            return _Stashed.apply(keep, redirected, x, *maps, *tensors, *lengths, p.activation,
+                                  p.precision)
         if redirected:
             return _IntoMainGrad.apply(redirected, x, *maps, *tensors, *lengths, p.activation,
                                        p.precision)
@@ -254,6 +260,55 @@ class _IntoMainGrad(torch.autograd.Function):
         x, gates, *rest = _gradients(grad_y, *saved, ctx.counts, lengths_L, ctx.activation,
                                      ctx.precision, needed, ctx.main_grad_weights)
         return None, x, gates, None, None, *rest, None, None, None, None
+
+
+class _Saved:
+    """In place of an autograd context: what `_setup` saves, and what `_backward` reads."""
+
+    saved_tensors: tuple[Any, ...] = ()
+    needs_input_grad: tuple[bool, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+class _Stashed(torch.autograd.Function):
+    """`expert_ffn`, or with `main_grad` weights `_IntoMainGrad`, whose rows `keep` keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, keep: Callable[[Tensor], KeptRows],
+                main_grad_weights: Mapping[str, Tensor], *inputs: Any) -> Tensor:
+        output = _forward(*inputs) if main_grad_weights else expert_ffn(*inputs)
+        ctx.inner = _Saved()
+        _setup(ctx.inner, inputs, output)
+        ctx.inner.main_grad_weights = main_grad_weights
+        rows = [each for each in (inputs[0], *output[1:]) if each.numel()]
+
+        def stand_in(saved: Tensor | None) -> Tensor | None:
+            if not any(saved is one for one in rows):
+                return saved
+            # autograd drops what it saves as soon as it is not needed, and not what a context has
+            token = saved.new_empty(0)
+            token.kept = keep(saved)  # type: ignore[attr-defined]
+            return token
+
+        saved, ctx.inner.saved_tensors = ctx.inner.saved_tensors, ()
+        ctx.save_for_backward(*map(stand_in, saved))
+        ctx.rows = tuple(any(saved_one is one for one in rows) for saved_one in saved)
+        return output[0]
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        inner = copy.copy(ctx.inner)
+        inner.saved_tensors = tuple(
+            saved.kept.rows() if kept else saved
+            for saved, kept in zip(ctx.saved_tensors, ctx.rows, strict=True))
+        if inner.main_grad_weights:
+            inner.needs_input_grad = ctx.needs_input_grad[1:]
+            return None, *_IntoMainGrad.backward(inner, grad_y)
+        inner.needs_input_grad = ctx.needs_input_grad[2:]
+        return None, None, *_backward(inner, [grad_y])
 
 
 def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None,

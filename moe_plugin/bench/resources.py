@@ -85,6 +85,10 @@ def _row_kernels() -> Iterator[Case]:
     yield Case("rank", "rank_kernel", "running_count", (I64, I32, I64, "i32", "i32"),
                {"BLOCK": 1024})
     yield Case("chunks", "chunk_kernel", "layout", (X, X, "i32", "i32", "i32"), {"BLOCK": 2048})
+    for name in ("write_pages", "read_pages"):
+        kernel = f"{name.removesuffix('_pages')}_kernel"
+        yield Case(name.replace("_", " "), kernel, "pages",
+                   (X, I64, X, X, "i32", "i32", "i32"), {"BLOCK": 2048})
     yield Case("quantize", "quantize_kernel", "fp8", (X, "*fp8e4nv", F32, "i32", "i32", "i32"),
                {"LARGEST": 448.0, "SMALLEST": 2.0**-126, "ROUND": False, "BR": 16, "BLOCK": 128})
     yield Case("dequantize", "dequantize_kernel", "fp8",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import MOST_TOKENS, Section, option
+from moe_plugin.config.options import MOST_MIB, MOST_TOKENS, Section, option
 
 
 @dataclass(kw_only=True)
@@ -43,10 +43,17 @@ class DispatchConfig(Section):
     max_tokens: int = option(
         0, "bounded: T, the most tokens that a rank has in a call; 0: the most that any has in the "
         "first call", flag="max-tokens")
+    stash_mib: float = option(
+        0.0,
+        "bounded: MiB of device memory in pages for the rows that backward needs, shared by all "
+        "layers of a group; 0: each layer keeps its buffers, filler included", flag="stash-mib")
+    stash_host_mib: float = option(
+        0.0, "MiB of pinned host memory for rows that find no page of stash_mib",
+        flag="stash-host-mib")
     on_overflow: str = option(
         "error",
-        "bounded: what follows a step in which rows did not fit, whose outputs are NaN: error, or "
-        "repeat it with a larger bound", choices=("error", "repeat"), flag="on-overflow")
+        "bounded: what follows a step in which rows or pages did not fit, whose results are NaN: "
+        "error, or repeat it with a larger bound", choices=("error", "repeat"), flag="on-overflow")
 
     def check_bounds(self) -> None:
         """Check factors and the fraction."""
@@ -54,6 +61,10 @@ class DispatchConfig(Section):
                      "> 0 or none", "use 2, or none for no overflow")
         self.within("max_rows_factor", 0, 1e6, "use none for no overflow")
         self.within("max_tokens", 0, MOST_TOKENS, "use 0 for those of the first call")
+        for name in ("stash_mib", "stash_host_mib"):
+            self.within(name, 0, MOST_MIB, "use 0 for none")
+        self.require("stash_host_mib", self.stash_mib > 0 or not self.stash_host_mib,
+                     "0 where stash_mib is 0", "set stash_mib, too")
         for name in ("capacity_factor", "eval_capacity_factor"):
             self.within(name, -1e6, 1e6, "use none for no capacity")
         self.require("eval_token_fraction", 0 <= self.eval_token_fraction <= 1, "in [0, 1]",

@@ -16,7 +16,7 @@ from moe_plugin.messages import short
 LARGEST = 2**63 - 1  # integer that torch takes
 # beyond any use; they keep loops and memory finite
 MOST_EXPERTS, MOST_WIDTH, MOST_RANKS, MOST_SECONDS = 1 << 20, 1 << 24, 1 << 20, 1e7
-MOST_TOKENS = 1 << 30
+MOST_TOKENS, MOST_MIB = 1 << 30, 1 << 24
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "",

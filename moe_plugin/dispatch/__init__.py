@@ -8,10 +8,11 @@ from moe_plugin.dispatch.index_slice import IndexSliceDispatcher
 from moe_plugin.dispatch.padded import PaddedDispatcher
 from moe_plugin.dispatch.parm_s2 import ParmS2Dispatcher
 from moe_plugin.dispatch.ragged import RaggedDispatcher
+from moe_plugin.dispatch.stash import PagedStash
 from moe_plugin.dispatch.token_entry import TokenEntry
 
 __all__ = [
     "AllGatherDispatcher", "BoundedDispatcher", "DispatchTraits", "Dispatcher",
-    "ExchangeDispatcher", "IndexSliceDispatcher", "PaddedDispatcher", "ParmS2Dispatcher",
-    "RaggedDispatcher", "TokenEntry", "check_settings", "dispatchers",
+    "ExchangeDispatcher", "IndexSliceDispatcher", "PaddedDispatcher", "PagedStash",
+    "ParmS2Dispatcher", "RaggedDispatcher", "TokenEntry", "check_settings", "dispatchers",
 ]

@@ -115,7 +115,7 @@ def check_settings(config: DispatchConfig) -> None:
     where rows are bounded that it does not bound.
     """
     default = DispatchConfig()
-    for name in ("max_rows_factor", "max_tokens", "on_overflow"):
+    for name in ("max_rows_factor", "max_tokens", "on_overflow", "stash_mib"):
         value = getattr(config, name)
         if value != getattr(default, name) and not dispatchers.get(config.name).traits.bounded:
             raise ValueError(f"dispatch.{name}={value!r} does not fit dispatch.name="

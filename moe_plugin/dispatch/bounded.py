@@ -20,6 +20,7 @@ from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, Piece, slot_positions
 from moe_plugin.dispatch.rows import inverse_permutation, slot_sources
 from moe_plugin.dispatch.rows_limit import RowsLimit
+from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.running_count import running_count
 from moe_plugin.records import KeptRouting, Overlap, Placement
 from moe_plugin.row_counts import DeviceCounts
@@ -61,6 +62,16 @@ class BoundedDispatcher(ExchangeDispatcher):
         pieces = tuple(_piece(recv_WL, first, end) for first, end in pairwise(cuts))
         return ExchangePlan(recv_WL.sum(), slot_sources(position_TK, comm.size * slots),
                             position_TK, weights_TK, pieces, True)
+
+    def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
+        """See `ExchangeDispatcher`. For the gates' gradient rows are kept: without filler."""
+        choices = plan.position_TK.numel()
+        if not self.limit.stashes or rows_ND.shape[0] <= choices:
+            return super().weigh(rows_ND, plan)
+        rows_CD = gather_rows(rows_ND, plan.position_TK.reshape(-1), plan.source_N[:, None])
+        choice_TK = torch.arange(choices, device=rows_ND.device).view(plan.position_TK.shape)
+        choice_TK = torch.where(plan.position_TK >= 0, choice_TK, -1)
+        return combine_rows(rows_CD, plan.weights_TK, choice_TK.view(-1), choice_TK)
 
 
 def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:

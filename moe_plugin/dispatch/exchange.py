@@ -49,6 +49,10 @@ class ExchangeDispatcher(Dispatcher):
         else:
             back = PipelinedExchange(self.placement, plan, self.overlap, reverse=True)
             rows_ND = torch.cat([self.all_parts(rows) for rows in back.travel(done, anchor)])
+        return self.weigh(rows_ND, plan)
+
+    def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
+        """Each token's rows weighted and summed, [T, D]."""
         return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK)
 
     @property

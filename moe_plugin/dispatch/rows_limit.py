@@ -26,6 +26,7 @@ class RowsLimit(Limit):
     Attributes:
         choices: T k; None: not agreed yet.
         least: a bound that an overflow asked for; 0: none has.
+        stashes: what backward needs is kept without filler, see `stash`.
         needed: see `Limit`; rows, equal on all ranks of the group.
     """
 
@@ -37,7 +38,7 @@ class RowsLimit(Limit):
         dispatch = config.dispatch
         self.factor, self.repeats = dispatch.max_rows_factor, dispatch.on_overflow == "repeat"
         self.choices: int | None = dispatch.max_tokens * config.router.top_k or None
-        self.least = 0
+        self.least, self.stashes = 0, dispatch.stash_mib > 0
         self.needed: Tensor | None = None
 
     def slots(self, ids_TK: Tensor, copies: int, comm: Comm) -> int:

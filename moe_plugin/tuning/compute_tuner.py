@@ -39,6 +39,8 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     if torch.compiler.is_compiling():
         return Choice(_compiled(x, counts), "under torch.compile")
+    if parameters.keep is not None and isinstance(counts, DeviceCounts):
+        return Choice("kernels", "the only one whose rows go to pages")
     load, usable = load_of(x, rows, parameters), _usable(x, parameters, counts)
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)

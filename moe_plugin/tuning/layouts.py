@@ -18,10 +18,11 @@ from torch import Tensor
 from moe_plugin.comm import LocalComm, algorithms
 from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch import Dispatcher, dispatchers
+from moe_plugin.dispatch import Dispatcher, PagedStash, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.local import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
+from moe_plugin.dispatch.stash import may_keep
 from moe_plugin.dispatch.weights_first import WeighedChoices
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
@@ -51,6 +52,7 @@ class Layout:
             needs.
         gathered_shards: consecutive ranks of `gather` that hold shards of one expert.
         first_shard: the first shard that this rank has after gathering.
+        stash: pages for what backward needs; None: autograd keeps it.
     """
 
     choice: LayoutChoice
@@ -59,6 +61,7 @@ class Layout:
     gather: Comm | None = None
     gathered_shards: int = 1
     first_shard: int = 0
+    stash: PagedStash | None = None
 
     def parameters(self, experts: Experts) -> FFNParameters | None:
         """Gathered parameters to compute with; None: those that the experts store."""
@@ -156,11 +159,14 @@ class LayoutCall:
 
     def _parameters(self) -> FFNParameters | None:
         """What all pieces compute with; where there are several, they share their gradients."""
-        parameters = self.layout.parameters(self.experts)
-        if self.layout.dispatcher.overlap.pieces == 1 or not self.experts.supports_gather:
+        parameters, more = self.layout.parameters(self.experts), {}
+        if self.layout.dispatcher.overlap.pieces > 1:
+            more["sums"] = GradSums()
+        if self.layout.stash is not None and may_keep():
+            more["keep"] = self.layout.stash.keep
+        if not more or not self.experts.supports_gather:
             return parameters
-        return dataclasses.replace(parameters or self.experts.compute_parameters(),
-                                   sums=GradSums())
+        return dataclasses.replace(parameters or self.experts.compute_parameters(), **more)
 
     def combine(self, outputs: Iterable[Tensor], plan: CallPlan) -> Tensor:
         """y_TD [T, D]: each token's rows weighted and summed. outputs: of the experts, in order."""
@@ -188,7 +194,7 @@ class Layouts:
         supports_gather: whether its experts can compute with gathered parameters.
 
     Attributes:
-        limit: of a dispatcher that bounds rows; None: of another.
+        limit: of a dispatcher that bounds rows; None: of another. stash: see `Layout`.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, supports_gather: bool) -> None:
@@ -201,6 +207,10 @@ class Layouts:
         self.gathers_tokens = (place.comm.size > 1 and place.replicas is None
                                and not self.traits.single_layout and not self.traits.bounded)
         self.limit = RowsLimit(config) if self.traits.bounded else None
+        self.stash = None
+        if config.dispatch.stash_mib and place.comm.size > 1:
+            self.stash = place.comm.state.get(PagedStash)
+            self.stash.ask(config.dispatch)
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
@@ -248,7 +258,8 @@ class Layouts:
         dispatcher = self.dispatcher(place, overlap, *limits)
         size = place.token_shards
         gather = place.comm.contiguous_subgroup(size) if size > 1 else None
-        return Layout(choice, dispatcher, strategy, gather, size, place.shard // size * size)
+        return Layout(choice, dispatcher, strategy, gather, size, place.shard // size * size,
+                      self.stash)
 
     def _check(self, choice: LayoutChoice) -> None:
         place, size, legal = self.place, self.place.comm.size, self.legal()

@@ -135,6 +135,7 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
         "prioritized": [False, True],
         "weights_first": [False, True],
         "dropout": [0.0, 0.3],
+        **({"stash_mib": [0.0, 8.0]} if traits.bounded else {}),
     }
 
 
@@ -164,6 +165,7 @@ def settings_of(cell: Cell) -> MoEConfig:
                        parallel__d=forward, parallel__d_backward=backward,
                        parallel__cut=cell["cut"], comm__all_to_all=cell["all_to_all"],
                        experts__compute=cell["compute"])
+    config.dispatch.stash_mib = cell.get("stash_mib", 0.0)
     if "schedule" in cell:
         config.parallel.replicas, config.parallel.schedule = replicas_of(cell), cell["schedule"]
     return config

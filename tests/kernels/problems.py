@@ -296,6 +296,29 @@ def _tiles(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
     yield plan.groups.lengths_L, 8, plan.groups.total + 24, 0  # a bound of the rows
 
 
+def _pages(s: Shape, draw: Callable[..., Tensor],
+           g: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+    """(elements, record, pages, spill), records with runs that have no slot and runs that spilled.
+    """
+    for size, spill in ((100, 0), (33, 7)):
+        x_N = draw(s.tokens * s.width)
+        number = -(-x_N.shape[0] // size)
+        slots = torch.randperm(number + spill, generator=g)[:number]
+        record_M = torch.where(torch.rand(number, generator=g) < 0.3, -1, slots)
+        yield x_N, record_M, draw(number + 1, size), draw(spill + 1, size)
+
+
+def _write_pages(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                 g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    yield from _pages(s, draw, g)
+
+
+def _read_pages(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for x_N, *record in _pages(s, draw, g):
+        yield *record, x_N.shape[0]
+
+
 _MAKERS = {
     "take_rows": _take, "sum_rows": _sum, "dot_rows": _dot, "running_count": _count,
     "route_top_k": _top, "route_top_k_backward": _top_backward, "transpose_chunks": _chunks,
@@ -305,4 +328,5 @@ _MAKERS = {
     "expert_weight_grad": _weight_grad, "expert_weight_grad_add": _weight_grad_add,
     "expert_bias_grad": _bias_grad, "tile_table": _tiles,
     "quantize_weights_fp8": _quantize_weights, "expert_matmul_fp8": _fp8_product,
+    "write_pages": _write_pages, "read_pages": _read_pages,
 }

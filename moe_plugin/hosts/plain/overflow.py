@@ -23,10 +23,11 @@ class StepRepeat(Exception):  # noqa: N818 - no error: it leaves a host's step, 
 
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
-    """The bounds of all layers of these models that have one, in the order of their modules."""
-    layers = (m for model in models for m in model.modules() if isinstance(m, MoELayer))
-    limits = (layer.layouts.available.limit for layer in layers)
-    return [limit for limit in limits if limit is not None]
+    """The bounds of all layers of these models, and the pages that they share."""
+    found: list[Limit | None] = []
+    for layer in (m for model in models for m in model.modules() if isinstance(m, MoELayer)):
+        found += [layer.layouts.available.limit, layer.layouts.available.stash]
+    return list({id(limit): limit for limit in found if limit is not None}.values())
 
 
 def until_rows_fit(model: nn.Module, step: Callable[[], Result],
