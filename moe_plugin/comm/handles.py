@@ -64,9 +64,10 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
 class Series:
     """Exchanges of rows that follow each other, e.g. the pieces of one call's rows.
 
-    All ranks put them in in the same order. On gloo a `direct` exchange needs no thread: at the
-    first `put` the receives of all exchanges are posted, before the first send. So no ready signal
-    waits behind rows, and no round trip lies between one exchange and the next.
+    All ranks put them in by their number, 0 first. On gloo a `direct` exchange needs no thread: at
+    the first `put` the receives of all exchanges are posted, before the first send. So no ready
+    signal waits behind rows, and no round trip lies between one exchange and the next. A peer sends
+    in the order of the ready signals: one that is put in late must not be announced early.
 
     Args:
         algorithm: resolved at every `put`, in program order; once, where that is direct.

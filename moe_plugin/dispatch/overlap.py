@@ -41,7 +41,7 @@ class PipelinedExchange:
                   for p in plan.pieces]
         self.forward = _Direction(placement, pieces, overlap.forward, plan.even)
         self.backward = _Direction(placement, [_Sizes(p.recv, p.send, p.local) for p in pieces],
-                                   overlap.backward or overlap.forward, plan.even)
+                                   overlap.backward or overlap.forward, plan.even, last_first=True)
 
     def travel(self, pieces: Iterable[Tensor], anchor: Tensor | None) -> Iterator[Tensor]:
         """Post every piece [N, D] when it is there, before this returns; each on the other side
@@ -62,14 +62,19 @@ class _Sizes(NamedTuple):
 
 
 class _Direction:
-    """One direction: pieces are put in, travel in groups, are taken out on the other side."""
+    """One direction: pieces are put in, travel in groups, are taken out on the other side.
 
-    def __init__(self, placement: Placement, pieces: Sequence[_Sizes], groups: int,
-                 even: bool) -> None:
+    last_first: the order in which they are put in.
+    """
+
+    def __init__(self, placement: Placement, pieces: Sequence[_Sizes], groups: int, even: bool,
+                 last_first: bool = False) -> None:
         self.placement, self.pieces, self.even = placement, pieces, even
         travelling = [number for number, piece in enumerate(pieces) if not piece.local]
         size = -(-len(travelling) // groups)
         self.members = [travelling[i : i + size] for i in range(0, len(travelling), size)]
+        if last_first:
+            self.members.reverse()
         self.group_of = {n: group for group, members in enumerate(self.members) for n in members}
         self.waiting: dict[int, Tensor] = {}
         self.series: Series | None = None

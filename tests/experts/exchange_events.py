@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,8 +18,15 @@ def logged(log: list[str], **modules: nn.Module) -> Iterator[None]:
     backward is done.
     """
     class Logged(Series):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.numbers: list[int] = []
+
         def put(self, number: int, x: Tensor) -> None:
             log.append("started")
+            # the receives of all are posted in this order, which is that on the links
+            assert number == len(self.numbers), "exchanges are put in by their number"
+            self.numbers.append(number)
             super().put(number, x)
 
         def take(self, number: int) -> Tensor:
