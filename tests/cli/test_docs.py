@@ -133,6 +133,13 @@ def test_adaptive_page_is_made_from_its_numbers(script: ModuleType) -> None:
     assert script.markdown(report) == page
 
 
+@pytest.mark.parametrize("script", ["benchmark_overlap"], indirect=True)
+def test_overlap_page_is_made_from_its_numbers(script: ModuleType) -> None:
+    report = json.loads((BENCHMARKS / "overlap.json").read_text(encoding="utf-8"))
+    page = (BENCHMARKS / "overlap.md").read_text(encoding="utf-8")
+    assert script.markdown(report) == page
+
+
 @pytest.mark.parametrize("script", ["benchmark_plan"], indirect=True)
 def test_plan_page_is_made_from_its_numbers(script: ModuleType) -> None:
     cells = json.loads((BENCHMARKS / "plan.json").read_text(encoding="utf-8"))
