@@ -1,6 +1,6 @@
 """Compile every Triton kernel for four GPUs, without one, and write what it needs:
 
-    python scripts/benchmark_resources.py [--out docs/benchmarks/resources.md]
+    python scripts/benchmark_resources.py [--out docs/benchmarks]
 
 Registers, spills, shared memory, occupancy and instructions of each kernel, and the roofline of the
 benchmark's three layers. Some minutes on one core; the compiler's results are cached by Triton.
@@ -16,7 +16,9 @@ from moe_plugin.bench import report
 from moe_plugin.bench.chips import GPUS
 from moe_plugin.bench.resources import Resources, cases, compile_for
 from moe_plugin.bench.suite import LAYERS
+from moe_plugin.regular_files import output_folder
 
+PAGE = "resources.md"
 READ = (
     "Not measured on a GPU: what the compiler reports, and arithmetic on sizes and published "
     "rates. `blocks`: programs that a multiprocessor runs at once by registers, shared memory and "
@@ -37,8 +39,12 @@ ROOFLINE = (
 def main() -> None:
     """Compile and write."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--out", type=Path, default=Path("docs/benchmarks/resources.md"))
+    p.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder to write to")
     out = p.parse_args().out
+    try:
+        output_folder(out, [PAGE])
+    except ValueError as error:
+        p.error(str(error))
     found = {target: [compile_for(case, target) for case in cases(target)] for target in GPUS}
     body = [report.paragraph(READ)]
     for target, mine in found.items():
@@ -47,7 +53,7 @@ def main() -> None:
     for target in ("sm_90", "sm_100"):
         body += [report.roofline_table(problem, GPUS[target], blocks(found[target]))
                  for problem in LAYERS["cuda"]]
-    report.write_page(out, "What the kernels need of a GPU",
+    report.write_page(out / PAGE, "What the kernels need of a GPU",
                       "python scripts/benchmark_resources.py", {"triton": version("triton")},
                       "\n\n".join(body))
 

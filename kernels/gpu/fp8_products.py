@@ -119,7 +119,8 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: Groups, codes_LIO: 
     t, chip = _TILING, chip_of(codes.device)
     x_tiles = w_tiles = None
     if chip.copies_tiles:
-        w_tiles = weight_tiles(codes_LIO, t.depth, t.columns)[0]
+        w_tiles, transposed = weight_tiles(codes_LIO, t.depth, t.columns)
+        w_tiles = w_tiles if transposed else None  # the kernel reads them along the sum
         x_tiles = row_tiles(codes, (t.rows, t.depth)) if token_R is None else None
     table = groups.tiles(t.rows)
     work = table[0].numel() * triton.cdiv(wide, BLOCK)

@@ -15,7 +15,9 @@ from torch import Tensor
 from moe_plugin.bench.measure import Times, interleaved, versions
 from moe_plugin.bench.problem import Data, Problem, make_data
 from moe_plugin.dispatch.rows import exact_rows
-from moe_plugin.kernels import Groups, kernels
+from moe_plugin.kernels import Groups, kernels, quantize_fp8
+from moe_plugin.kernels.fp8 import BLOCK
+from moe_plugin.kernels.fp8_products import quantize_weights_fp8
 
 
 @dataclass(frozen=True)
@@ -170,3 +172,16 @@ def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Wo
                (data.x_TD, h_RF, groups, token, None, None, "ieee", main_grad_LDF),
                _size(data.x_TD, h_RF) + 2 * _size(main_grad_LDF), flops)
     yield Work("expert_bias_grad", (h_RF, groups, None, None), _size(h_RF))
+    yield Work("tile_table", (groups.lengths_L, 128, groups.total, 0),
+               8 * groups.number + 8 * (groups.total // 128 + groups.number))
+    yield from _fp8(p, data, groups, token, h_RF)
+
+
+def _fp8(p: Problem, data: Data, groups: Groups, token_R: Tensor,
+         h_RF: Tensor) -> Iterator[Work]:
+    yield Work("quantize_weights_fp8", (data.w_in_LDF,),
+               _size(data.w_in_LDF) + data.w_in_LDF.numel())
+    rows, weights = quantize_fp8(data.x_TD, BLOCK), quantize_weights_fp8(data.w_in_LDF)
+    yield Work("expert_matmul_fp8",
+               (*rows, groups, *weights, None, token_R, p.torch_dtype),
+               _size(*rows, *weights, h_RF), 2 * p.rows * p.model_dim * p.hidden_dim)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from moe_plugin.bench.chips import GPUS
-from moe_plugin.bench.resources import Case, Resources, cases, compile_for
+from moe_plugin.bench.resources import Case, Resources, cases, compile_for, machine_code
 from moe_plugin.kernels import kernels
 from moe_plugin.kernels.triton_ops import MODULES
 
@@ -45,6 +45,18 @@ def test_hopper(label: str) -> None:
 def test_other_targets(target: str) -> None:
     """The largest product."""
     check(named(target)["first gated"], target)
+
+
+def test_machine_code_of_hopper() -> None:
+    """What the assembler made of it: matrix instructions of a warp group, tile copies, and no local
+    memory.
+    """
+    try:
+        found = machine_code(named("sm_90")["second"], "sm_90")
+    except FileNotFoundError:
+        pytest.skip("this Triton brings no disassembler")
+    assert "HGMMA" in found and "UTMALDG" in found
+    assert "LDL" not in found and "STL" not in found
 
 
 @pytest.mark.slow

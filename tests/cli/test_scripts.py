@@ -130,7 +130,7 @@ OUTPUTS = {
     "benchmark_adam.py": ("adam.json", ["--host", "megatron"]),
     "benchmark_adaptive.py": ("adaptive_overlap.png", []),
     "benchmark_all_to_all.py": ("all_to_all.md", []), "benchmark_gates.py": ("gates.md", []),
-    "benchmark_plan.py": ("plan.json", []),
+    "benchmark_plan.py": ("plan.json", []), "benchmark_resources.py": ("resources.md", []),
 }
 
 
