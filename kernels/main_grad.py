@@ -5,7 +5,7 @@ Its gradient hook adds `parameter.grad` to it, unless `parameter.grad_added_to_m
 backward has done so (megatron-core, `tensor_parallel/layers.py` and
 `distributed/distributed_data_parallel.py`). Here every contribution to such a weight is added by
 backward: strategies that can, add their matmuls themselves (`MainGrad`); the others (gathered or
-shadowed experts, other strategies, autocast) compute with `redirect_grad(parameter)`. Both may
+borrowed experts, other strategies, autocast) compute with `redirect_grad(parameter)`. Both may
 occur in one step, or in one backward, and nothing is lost or counted twice.
 """
 

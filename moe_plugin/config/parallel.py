@@ -59,11 +59,18 @@ class ParallelConfig(Section):
         "with replicas: s1 splits tokens before the router, s2 the slots after it (needs a "
         "capacity); auto: by the cost model",
         choices=("auto", "s1", "s2"), flag="replicas-schedule")
-    shadow: int = option(
-        0,
-        "maximum number of hot experts whose weights are sent to all ranks instead of their "
-        "tokens (FasterMoE); 0: none",
-        flag="shadow")
+    spill: str | None = option(
+        None,
+        "rows of overloaded experts, computed on ranks that borrow the expert's weights for one "
+        "call, where a prediction for its load says that this is faster. least_loaded: rows above "
+        "a rank's share, on the least loaded ranks (LLEP); everywhere: every rank keeps its own "
+        "rows (FasterMoE's shadowing); never; none: by the load with mode auto, else never",
+        choices=("never", "least_loaded", "everywhere"), flag="spill")
+    guests: int = option(
+        2,
+        "experts that a rank may borrow at a time with spill: each takes the memory of an expert's "
+        "weights and gradients",
+        flag="guests")
     max_d: int = option(4, "auto: largest overlap degree tried (1, 2, 4, ... up to it)",
                         flag="overlap-max")
     tries: int = option(6, "auto: layouts timed for a new load, the best predicted first",
@@ -83,7 +90,7 @@ class ParallelConfig(Section):
         for name, least, most in (("d", 1, MOST_PIECES), ("d_backward", 0, MOST_PIECES),
                                   ("max_d", 1, MOST_PIECES), ("tries", 1, MOST_TRIALS),
                                   ("samples", 1, MOST_TRIALS), ("replicas", 1, MOST_RANKS),
-                                  ("shadow", 0, MOST_EXPERTS)):
+                                  ("guests", 1, MOST_EXPERTS)):
             self.within(name, least, most, f"use {max(1, least)}")
         self.within("r", 0, MOST_RANKS, "use none")
         self.within("shards", 1, MOST_RANKS, "use none")

@@ -90,7 +90,8 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
         recv_WL: rows by source rank and local expert.
         ids_TK: int64 [T, K*r] expert shards. weights_TK: their gate weights.
     """
-    cut = cut_of(overlap.cut, overlap.pieces, place.comm.size, place.local)
+    # with borrowed experts these are more than a rank stores
+    cut = cut_of(overlap.cut, overlap.pieces, place.comm.size, len(send_WL[0]))
     source_N = order_N[:sum(map(sum, send_WL))]
     send_PWL = cut.parts(send_WL, place.comm.rank, True)
     recv_PWL = cut.parts(recv_WL, place.comm.rank, False)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.functional import all_gather
-from moe_plugin.comm.regions import broadcast
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.records import Placement
 
 
 def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int) -> dict[str, Tensor]:
@@ -46,33 +44,3 @@ def _together(part_WN: Tensor, like: Tensor, axis: int, shards: int) -> Tensor:
     whole = list(rest)
     whole[axis - 1] *= shards
     return split.movedim(1, axis + 1).reshape(-1, *whole)
-
-
-def fetch_experts(local: Mapping[str, Tensor], place: Placement,
-            experts: tuple[int, ...]) -> dict[str, Tensor]:
-    """Whole parameters of some experts on every rank, [len(experts), ...].
-
-    One broadcast per shard; backward is one all-reduce each. local: this rank's parameters by name,
-    expert axis first. experts: global numbers.
-    """
-    anchor = next(iter(local.values()))
-    whole: dict[str, list[Tensor]] = {name: [] for name in local}
-    for expert in experts:
-        slices = []
-        for shard in range(place.shards):
-            root, slot = place.owner_of(expert, shard)
-            # the others give a tensor of the right size; its values are not used
-            flat = torch.cat([
-                value[slot if root == place.comm.rank else 0].reshape(-1)
-                for value in local.values()
-            ])
-            flat = broadcast(flat if root == place.comm.rank else flat.detach(), anchor, place.comm,
-                             root)
-            parts = flat.split([value[0].numel() for value in local.values()])
-            slices.append({
-                name: part.view(local[name].shape[1:])
-                for name, part in zip(local, parts, strict=True)
-            })
-        for name in local:
-            whole[name].append(torch.cat([part[name] for part in slices], dim=SHARD_AXIS[name] - 1))
-    return {name: torch.stack(values) for name, values in whole.items()}

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_plugin.planner.spill import POLICIES
+
 DEGREES = (1, 2, 4, 8)  # values of d that a search tries
 
 
@@ -27,6 +29,8 @@ class LayoutChoice:
     cut: how pieces are cut, `rows`, `experts` or `peers`; without effect where d is 1.
     gather_tokens: every rank gets all tokens of the group and computes its own experts' rows, no
         all-to-all (dispatcher all_gather); parameters stay where they are stored.
+    spill: which ranks compute rows of overloaded experts, one of `planner.spill.POLICIES`; only
+        where every token goes to all slices of its expert (the largest r).
     """
 
     r: int
@@ -36,6 +40,7 @@ class LayoutChoice:
     kernel: str = "auto"
     gather_tokens: bool = False
     cut: str = "rows"
+    spill: str = "never"
 
     @property
     def exchanges(self) -> bool:
@@ -49,6 +54,9 @@ class LayoutChoice:
                     f"layout {name}={getattr(self, name)} is out of bounds: must be >= {bound}; "
                     "see docs/adaptive.md"
                 )
+        if self.spill not in POLICIES:
+            raise ValueError(f"layout spill={self.spill!r} is not one of {', '.join(POLICIES)}; "
+                             "see docs/adaptive.md")
 
     @property
     def backward_d(self) -> int:
@@ -116,13 +124,16 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
     """Every choice with these values by field.
 
     Without an all-to-all (r = 0, gathered tokens, one rank) there is nothing to overlap: only one
-    algorithm and d = 1 remain. Tokens are gathered where parameters are stored, at the largest r.
+    algorithm and d = 1 remain, and nothing to spill. Tokens are gathered where parameters are
+    stored, and rows spilled, at the largest r.
     """
     made = {}
     for row in itertools.product(*values.values()):
         choice = LayoutChoice(**dict(zip(values, row, strict=True)))
         if choice.gather_tokens:
             choice = dataclasses.replace(choice, r=max(values["r"]), gather_tokens=ranks > 1)
+        if not choice.exchanges or ranks == 1 or choice.r < max(values["r"]):
+            choice = dataclasses.replace(choice, spill="never")
         if not choice.exchanges or ranks == 1:
             choice = dataclasses.replace(choice, d=1, d_backward=0,
                                          algorithm=values["algorithm"][0])

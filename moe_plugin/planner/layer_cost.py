@@ -7,7 +7,7 @@ moves O(r rows + P/(E r)).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
@@ -15,6 +15,7 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import Group, all_gather_s, all_to_all_s, reduce_scatter_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.events import Task, Timeline, simulate
+from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
 
 COMPUTE, NETWORK = "compute", "network"
 PHASES = ("gate", "dispatch", "parameters", "a2a_out", "experts", "a2a_back", "combine",
@@ -28,7 +29,7 @@ class LayerShape:
     tokens: T of one rank. capacity_factor: rows are padded to it; None: exactly the routed rows.
     gated: three matrices per expert, else two. element_bytes: of activations and parameters. skew:
     rows of the fullest rank over the mean, >= 1. shards: ranks that share an expert; None: ranks /
-    experts, at least 1.
+    experts, at least 1. guests: experts that a rank may borrow at a time.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class LayerShape:
     element_bytes: int = 2
     skew: float = 1.0
     shards: int | None = None
+    guests: int = 2
 
     @property
     def rows(self) -> float:
@@ -103,6 +105,8 @@ class _Sizes:
     gather: the group that gathers parameters; piece: bytes that each of its ranks contributes. out:
     bytes that a rank sends. rows_here, experts_here, inner: rows, experts and inner width that a
     rank computes. tokens: bytes of a rank's tokens where all ranks gather them; 0: they do not.
+    travel: bytes that the busiest rank sends or receives over `out`. lend: bytes of lent weights
+    that the busiest rank sends or receives. guests: experts that it borrows at most.
     """
 
     shards: int
@@ -113,10 +117,47 @@ class _Sizes:
     experts_here: float
     inner: float
     tokens: float = 0.0
+    travel: float = 1.0
+    lend: float = 0.0
+    guests: int = 0
 
 
-def _sizes(shape: LayerShape, ranks: int, choice: LayoutChoice) -> _Sizes:
-    r = choice.r
+def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
+    """What a row and a lent expert (or shard) cost, forward and backward together."""
+    link, sharing = cluster.intra, 1.0
+    if cluster.nodes > 1:
+        link = cluster.inter
+        sharing = cluster.ranks_per_node / min(cluster.nics, cluster.ranks_per_node)
+    byte_s, shards = link.beta_s * sharing, shape.cut(cluster.ranks)
+    flops = 2 * shape.matrices * shape.model_dim * shape.hidden_dim / shards
+    # an exchange to borrowers and one among them, and both reversed
+    fixed = 4 * ((cluster.ranks - 1) * link.alpha_s + cluster.phase_s)
+    return SpillCosts(row_s=3 * flops / device.flops, travel_s=4 * shape.row_bytes * byte_s,
+                      lend_s=2 * shape.expert_bytes / shards * byte_s, fixed_s=fixed)
+
+
+def _spread(shape: LayerShape, cluster: Cluster, device: Device,
+            choice: LayoutChoice) -> Spread | None:
+    """The busiest rank where rows spill, under a load in which one expert has what makes the skew
+    and the others share the rest evenly; None: nothing spills.
+    """
+    ranks, shards = cluster.ranks, shape.cut(cluster.ranks)
+    if shape.skew <= 1 or choice.spill == "never" or ranks == 1:
+        return None
+    local = max(1, shape.experts * shards // ranks)
+    # of one shard, from one rank
+    mean = shape.rows * shards / (local * ranks)
+    hot = min(shape.rows, (shape.skew * local - local + 1) * mean)
+    rest = (shape.rows - hot) / max(1, shape.experts - 1)
+    row = [round(hot if v < local * shards and v % local == 0 else rest)
+           for v in range(local * ranks)]
+    plan = plan_spill([row] * ranks, spill_costs(shape, cluster, device), choice.spill,
+                      shape.guests)
+    return None if plan is None else plan.spread()
+
+
+def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice) -> _Sizes:
+    ranks, r = cluster.ranks, choice.r
     shards = shape.cut(ranks)
     stored = shape.experts * shape.expert_bytes / ranks
     if r == 0 or ranks == 1:
@@ -125,10 +166,16 @@ def _sizes(shape: LayerShape, ranks: int, choice: LayoutChoice) -> _Sizes:
     group = shards // r
     local = max(1, shape.experts * shards // ranks)
     tokens = shape.tokens * shape.row_bytes
-    return _Sizes(shards, Group(group), stored if group > 1 else 0.0,
+    sizes = _Sizes(shards, Group(group), stored if group > 1 else 0.0,
                   tokens * (ranks - 1) if choice.gather_tokens else shape.rows * r
                   * shape.row_bytes, shape.rows * r * shape.skew, local,
-                  shape.hidden_dim / r, tokens if choice.gather_tokens else 0.0)
+                  shape.hidden_dim / r, tokens if choice.gather_tokens else 0.0, shape.skew)
+    spread = _spread(shape, cluster, device, choice)
+    if spread is None:
+        return sizes
+    rows = shape.rows * r
+    return replace(sizes, rows_here=spread.rows, travel=spread.travel / (rows * (1 - 1 / ranks)),
+                   lend=spread.lending * shape.expert_bytes / shards, guests=shape.guests)
 
 
 @dataclass(frozen=True)
@@ -164,7 +211,7 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
         return [Task("experts0", COMPUTE, work.seconds(1.0), (*parameters, after), "experts")]
     group = Group(cluster.ranks)
     exchange = (all_gather_s(cluster, group, sizes.tokens) if sizes.tokens else
-                all_to_all_s(cluster, group, choice.algorithm, sizes.out / d))
+                all_to_all_s(cluster, group, choice.algorithm, sizes.out * sizes.travel / d))
     # the experts compute in the larger number of pieces of the two directions
     pieces = max(choice.d, choice.backward_d)
     stay = 1 / cluster.ranks if choice.cut == "peers" and pieces > 1 else 0.0
@@ -196,10 +243,9 @@ def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
     return tuple(t.name for t in tasks if t.phase == phase)
 
 
-def forward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
-                  choice: LayoutChoice) -> list[Task]:
+def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
+                   sizes: _Sizes) -> list[Task]:
     """Tasks of the forward pass in issue order."""
-    sizes = _sizes(shape, cluster.ranks, choice)
     d = choice.d if sizes.out else 1
     gate = device.matmul_s(shape.tokens, 2.0 * shape.tokens * shape.model_dim * shape.experts,
                            shape.tokens * (shape.row_bytes + 8 * shape.experts))
@@ -211,16 +257,17 @@ def forward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
     if sizes.piece:
         gather = all_gather_s(cluster, sizes.gather, sizes.piece)
         tasks.append(Task("gather", NETWORK, gather, (), "parameters"))
+    if sizes.lend:
+        tasks.append(Task("lend", NETWORK, _lend_s(cluster, sizes), ("gate",), "parameters"))
     tasks += _through_experts(cluster, _Work(shape, sizes, device, 1), choice, d,
                               ("out", "back"), "dispatch", _names(tasks, "parameters"))
     last = _names(tasks, "a2a_back" if sizes.out else "experts")
     return [*tasks, Task("combine", COMPUTE, copies, last, "combine")]
 
 
-def backward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
-                   choice: LayoutChoice) -> list[Task]:
+def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
+                    sizes: _Sizes) -> list[Task]:
     """Tasks of the backward pass: the mirror, with its own pieces and a reduce-scatter."""
-    sizes = _sizes(shape, cluster.ranks, choice)
     d = choice.backward_d if sizes.out else 1
     copies = _copies_s(shape, sizes, device, choice.r)
     tasks = [Task("combine", COMPUTE, copies, phase="combine")]
@@ -230,16 +277,23 @@ def backward_tasks(shape: LayerShape, cluster: Cluster, device: Device,
     if sizes.piece:
         reduce = reduce_scatter_s(cluster, sizes.gather, sizes.piece)
         tasks.append(Task("reduce", NETWORK, reduce, _names(tasks, "experts"), "gradients"))
+    if sizes.lend:
+        tasks.append(Task("return", NETWORK, _lend_s(cluster, sizes), last, "gradients"))
     gate = device.matmul_s(shape.tokens, 4.0 * shape.tokens * shape.model_dim * shape.experts,
                            shape.tokens * shape.row_bytes)
     return [*tasks, Task("dispatch", COMPUTE, copies, last, "dispatch"),
             Task("gate", COMPUTE, gate, ("dispatch",), "gate")]
 
 
-def layer_memory(shape: LayerShape, ranks: int, choice: LayoutChoice) -> float:
-    """Bytes beyond stored parameters: gathered parameters, gradients, rows, activations."""
-    sizes = _sizes(shape, ranks, choice)
-    gathered = 2 * sizes.piece * sizes.gather.size
+def _lend_s(cluster: Cluster, sizes: _Sizes) -> float:
+    """Seconds in which weights go to borrowers, or their gradients back."""
+    return all_to_all_s(cluster, Group(cluster.ranks), "linear", sizes.lend)
+
+
+def _memory(shape: LayerShape, sizes: _Sizes) -> float:
+    """Bytes beyond stored parameters: gathered and borrowed ones, gradients, rows, activations."""
+    gathered = 2 * (sizes.piece * sizes.gather.size
+                    + sizes.guests * shape.expert_bytes / sizes.shards)
     width = 2 * shape.model_dim + sizes.inner * (shape.matrices - 1)
     rows = sizes.rows_here * shape.element_bytes * width
     return gathered + rows + 2 * sizes.out
@@ -252,9 +306,10 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device,
         raise ValueError(
             f"r={choice.r} does not fit {shape.experts} experts on {cluster.ranks} ranks; use a "
             f"divisor of {shape.cut(cluster.ranks)}, or 0")
-    forward = simulate(forward_tasks(shape, cluster, device, choice))
-    backward = simulate(backward_tasks(shape, cluster, device, choice))
-    return LayerCost(choice, forward, backward, layer_memory(shape, cluster.ranks, choice))
+    sizes = _sizes(shape, cluster, device, choice)
+    forward = simulate(_forward_tasks(shape, cluster, device, choice, sizes))
+    backward = simulate(_backward_tasks(shape, cluster, device, choice, sizes))
+    return LayerCost(choice, forward, backward, _memory(shape, sizes))
 
 
 def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,

@@ -97,7 +97,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class ReplayLog:
     """Choices of one chooser, recorded in first passes and repeated in recomputations.
 
-    A chooser (a router, a router selector, a layout tuner, shadows) owns one log.
+    A chooser (a router, a router selector, a layout tuner) owns one log.
 
     Args:
         enabled: the host recomputes with reentrant checkpointing (`HostContext.replay`). A tape

@@ -1,15 +1,20 @@
-"""Links and processors of a group as numbers: from the files of the settings, else typical ones."""
+"""A layer, its links and its processors as numbers for the planner; links and processors from the
+files of the settings, else typical ones.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.device import Device, load_device
+from moe_plugin.planner.layer_cost import LayerShape
+from moe_plugin.records import Placement
 
 _GPU_LINKS = {
     "intra": Link(alpha_s=5e-6, beta_s=1 / 200e9), "inter": Link(alpha_s=10e-6, beta_s=1 / 20e9)
@@ -51,3 +56,17 @@ def default_device(config: MoEConfig, device: torch.device) -> Device:
     if config.parallel.device:
         return load_device(config.parallel.device)
     return _GPU if device.type == "cuda" else _CPU
+
+
+def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
+                skew: float = 1.0) -> LayerShape:
+    """A layer under a load as the planner sees it.
+
+    probe: one of its parameters. tokens: of the rank with most. skew: rows of the fullest rank over
+    the mean.
+    """
+    return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
+                      hidden_dim=config.hidden_dim, experts=config.num_experts,
+                      top_k=config.router.top_k, gated=config.experts.kind == "gated_ffn",
+                      element_bytes=probe.element_size(), shards=place.shards, skew=skew,
+                      guests=config.parallel.guests)

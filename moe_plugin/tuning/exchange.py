@@ -20,7 +20,8 @@ from moe_plugin.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
 # settings that may be left open: what they become on one node, and over several
-OPEN = {"comm.all_to_all": ("linear", "auto"), "parallel.mode": ("predicted", "auto")}
+OPEN = {"comm.all_to_all": ("linear", "auto"), "parallel.mode": ("predicted", "auto"),
+        "parallel.spill": ("never", "by the load")}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which layout a call of a layer runs in: as given, as configured or as tuned; and its shadows."""
+"""Which layout a call of a layer runs in: as given, as configured or as tuned."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import Experts
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.planner.shadow import ShadowModel
 from moe_plugin.records import HostContext, KeptRouting, Placement
-from moe_plugin.tuning.default_hardware import default_cluster, default_device
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import LayoutCall, Layouts
 from moe_plugin.tuning.predicted import PredictedLayout
-from moe_plugin.tuning.shadows import Shadows
 
 STATE_VERSION = 1
 
 
 class LayoutSelector:
-    """One interface for layouts that are fixed, tuned or shadowed.
+    """One interface for layouts that are fixed or tuned.
 
     Args:
         config: the layer's. place: where its parameters are stored. experts: of the layer.
@@ -29,14 +26,12 @@ class LayoutSelector:
     Attributes:
         available: what may be selected. tuner: of `parallel: auto` or `predicted`; None: the
             layout is fixed.
-        shadows: of `parallel.shadow`; None: no expert is shadowed.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts,
                  host: HostContext) -> None:
         self.config, self.place, self.experts, self.host = config, place, experts, host
-        self.available = Layouts(config, place, experts.supports_gather)
-        self.shadows = self._make_shadows() if config.parallel.shadow else None
+        self.available = Layouts(config, place, experts)
         self.tuner = self._make_tuner(host)
 
     def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> LayoutCall:
@@ -49,10 +44,7 @@ class LayoutSelector:
             layout = self.available.at(choice or self.available.fixed)
         else:
             layout, timer = self.tuner.layout(kept.routing, training)
-        shadows: tuple[int, ...] = ()
-        if self.shadows is not None and layout.dispatcher.placement.comm.size > 1:
-            shadows = self.shadows.select(kept.routing, training)
-        return LayoutCall(layout, self.experts, timer, shadows, self.config.experts.weights_first)
+        return LayoutCall(layout, self.experts, timer, self.config.experts.weights_first)
 
     @property
     def current(self) -> LayoutChoice:
@@ -75,9 +67,8 @@ class LayoutSelector:
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""
-        for chooser in (self.tuner, self.shadows):
-            if chooser is not None:
-                chooser.forget_recordings()
+        if self.tuner is not None:
+            self.tuner.forget_recordings()
 
     def state(self) -> dict[str, Any]:
         """Where the local experts come from; with a tuner also what it learned."""
@@ -107,18 +98,3 @@ class LayoutSelector:
         if mode == "auto":
             return LayoutTuner(self.config, self.available, probe, replay=host.replay)
         return None
-
-    def _make_shadows(self) -> Shadows:
-        config = self.config
-        traits = self.available.traits
-        if not self.experts.supports_gather or traits.single_layout or traits.bounded:
-            raise ValueError(
-                f"parallel.shadow={config.parallel.shadow} does not fit custom experts "
-                f"or dispatch.name={config.dispatch.name!r}; use 0")
-        comm = self.place.comm
-        cluster, device = default_cluster(comm, comm.device), default_device(config, comm.device)
-        beta = (cluster.inter if cluster.nodes > 1 else cluster.intra).beta_s
-        return Shadows(self.place, config.parallel.shadow, ShadowModel(
-            model_dim=config.model_dim, hidden_dim=config.hidden_dim, flops=device.flops,
-            bytes_s=1 / max(beta, 1e-13), matrices=3 if config.experts.kind == "gated_ffn" else 2),
-            self.host.replay)

@@ -27,11 +27,15 @@ from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import Replaying, ReplayLog
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401
-from moe_plugin.tuning.default_hardware import Calibration, default_cluster, default_device
+from moe_plugin.tuning.default_hardware import (
+    Calibration,
+    default_cluster,
+    default_device,
+    layer_shape,
+)
 from moe_plugin.tuning.engine import Decision, Tuner, TunerSettings
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.layouts import Layout, Layouts
-from moe_plugin.tuning.predicted import layer_shape
 from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)
@@ -188,6 +192,8 @@ class LayoutTuner(Replaying):
     def candidates(self, bucket: Bucket) -> dict[LayoutChoice, float]:
         """Choices that fit the memory, with predicted seconds, the fastest first."""
         values = {d.name: d.values(self) for d in DIMENSIONS}
+        if not bucket[1]:  # nothing would spill: two names of one layout
+            values["spill"] = values["spill"][:1]
         device = default_device(self.config, self.probe.device)
         costs = rank_choices(self.shape(bucket), default_cluster(self.comm, self.probe.device),
                              device, combinations(values, self.comm.size))
@@ -214,6 +220,12 @@ class LayoutTuner(Replaying):
         """Whether tokens may be gathered instead of sent."""
         return [False, True] if self.layouts.gathers_tokens else [False]
 
+    def spills(self) -> list[str]:
+        """Which ranks may compute rows of overloaded experts."""
+        named = self.config.parallel.spill
+        open_ = ["never", "least_loaded"] if self.layouts.spills else ["never"]
+        return open_ if named is None else [named]
+
     def degrees(self) -> list[int]:
         """Overlap degrees to choose from: powers of two."""
         most = self.config.parallel.max_d if self.layouts.traits.cuts else 1
@@ -233,6 +245,7 @@ DIMENSIONS = [
     Dimension("d_backward", lambda tuner: [0, *tuner.degrees()]),
     Dimension("cut", LayoutTuner.cuts),
     Dimension("gather_tokens", LayoutTuner.token_gathering),
+    Dimension("spill", LayoutTuner.spills),
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,22 +23,25 @@ from moe_plugin.dispatch import Dispatcher, PagedStash, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.local import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
+from moe_plugin.dispatch.spill import Planner, SpillingDispatcher, SpillingPlan
 from moe_plugin.dispatch.stash import may_keep
 from moe_plugin.dispatch.weights_first import WeighedChoices
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
-from moe_plugin.experts.gathered import fetch_experts, gather_parameters
+from moe_plugin.experts.gathered import gather_parameters
+from moe_plugin.experts.lent import LentExperts, joined
 from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.planner.choice import LayoutChoice, legal_r
+from moe_plugin.planner.layer_cost import spill_costs
+from moe_plugin.planner.spill import SpillPlan, plan_spill
 from moe_plugin.records import (
     DispatchPlan,
     ExpertRows,
     KeptRouting,
     Overlap,
     Placement,
-    RowPlan,
 )
-from moe_plugin.tuning.shadows import split_routing
+from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.timer import CallTimer
 
 
@@ -76,18 +80,22 @@ class CallPlan:
     """What one call needs in one layout.
 
     Attributes:
-        dispatch: of the dispatcher. shadow: rows that stay here for shadowed experts; None: none.
+        dispatch: of the dispatcher.
         weighed: where gate weights are multiplied with the experts' inputs; None: their outputs.
     """
 
     dispatch: DispatchPlan
-    shadow: RowPlan | None = None
     weighed: WeighedChoices | None = None
 
     @property
     def rows(self) -> int | Tensor:
         """Rows that this rank's experts compute, see `DispatchPlan`."""
-        return self.dispatch.rows + (0 if self.shadow is None else self.shadow.counts.real)
+        return self.dispatch.rows
+
+    @property
+    def spill(self) -> SpillPlan | None:
+        """Which ranks compute other ranks' rows in this call; None: none does."""
+        return self.dispatch.spill if isinstance(self.dispatch, SpillingPlan) else None
 
 
 @dataclass(frozen=True)
@@ -97,15 +105,12 @@ class LayoutCall:
     Attributes:
         layout: see `Layout`. experts: of the layer.
         timer: times the call; None: its time is not wanted.
-        shadows: experts whose parameters every rank fetches for this call, instead of sending their
-            tokens away.
         weights_first: `experts.weights_first`.
     """
 
     layout: Layout
     experts: Experts
     timer: CallTimer | None = None
-    shadows: tuple[int, ...] = ()
     weights_first: bool = False
 
     @property
@@ -129,33 +134,30 @@ class LayoutCall:
 
     def plan(self, kept: KeptRouting) -> CallPlan:
         """Agree on all sizes; see `Dispatcher.plan`."""
-        weighed = shadow = None
+        weighed = None
         if self.weights_first:
             kept, weighed = WeighedChoices.split(kept)
-        if self.shadows:
-            sent, shadow = split_routing(kept.routing, self.shadows)
-            kept = dataclasses.replace(kept, routing=sent)
-        return CallPlan(self.layout.dispatcher.plan(kept), shadow, weighed)
+        return CallPlan(self.layout.dispatcher.plan(kept), weighed)
 
     def dispatch(self, x_TD: Tensor, plan: CallPlan,
                  meanwhile: Callable[[], None]) -> Iterator[ExpertRows]:
-        """Work for this rank's experts: shadowed experts' first, then piece by piece as it arrives.
+        """Work for this rank's experts, and those it borrows, piece by piece as it arrives.
 
         x_TD: [T, D] tokens of this rank. meanwhile: called when the rows are on their way.
         """
         layout, experts = self.layout, self.experts
         if plan.weighed is not None:
             x_TD = plan.weighed.inputs(x_TD)
-        if plan.shadow is not None:
-            whole = fetch_experts(experts.local_parameters(), layout.dispatcher.placement,
-                                  self.shadows)
-            parameters = experts.compute_parameters(whole, 0)
-            yield ExpertRows(x_TD, plan.shadow, parameters, layout.strategy)
+        lent = None
+        if plan.spill is not None:
+            lent = LentExperts.fetch(experts, layout.dispatcher.placement, plan.spill)
+            x_TD = lent.tied(x_TD)
         parameters = self._parameters()
         arriving = layout.dispatcher.dispatch(x_TD, plan.dispatch, experts.anchor)
         meanwhile()
         for work in arriving:
-            yield ExpertRows(work.x, work.rows, parameters, layout.strategy)
+            work = ExpertRows(work.x, work.rows, parameters, layout.strategy)
+            yield from (work,) if lent is None else lent.split(work)
 
     def _parameters(self) -> FFNParameters | None:
         """What all pieces compute with; where there are several, they share their gradients."""
@@ -170,11 +172,9 @@ class LayoutCall:
 
     def combine(self, outputs: Iterable[Tensor], plan: CallPlan) -> Tensor:
         """y_TD [T, D]: each token's rows weighted and summed. outputs: of the experts, in order."""
-        outputs = iter(outputs)
-        shadow_TD = None if plan.shadow is None else next(outputs)
+        if plan.spill is not None and plan.spill.guests(self.layout.dispatcher.placement.comm.rank):
+            outputs = joined(outputs)
         y_TD = self.layout.dispatcher.combine(outputs, plan.dispatch, self.experts.anchor)
-        if shadow_TD is not None:
-            y_TD = y_TD + shadow_TD.to(y_TD.dtype)
         if plan.weighed is not None:
             y_TD = plan.weighed.sum(y_TD)
         return y_TD if self.timer is None else self.timer.stopped(y_TD)
@@ -191,17 +191,18 @@ class Layouts:
 
     Args:
         config: the layer's. place: where its parameters are stored.
-        supports_gather: whether its experts can compute with gathered parameters.
+        experts: of the layer.
 
     Attributes:
         limit: of a dispatcher that bounds rows; None: of another. stash: see `Layout`.
+        spills: whether other ranks than its owner may compute rows of an expert.
     """
 
-    def __init__(self, config: MoEConfig, place: Placement, supports_gather: bool) -> None:
-        self.config, self.place = config, place
+    def __init__(self, config: MoEConfig, place: Placement, experts: Experts) -> None:
+        self.config, self.place, self.experts = config, place, experts
         self.dispatcher = dispatchers.get(config.dispatch.name)
         self.traits = self.dispatcher.traits
-        self.supports_gather = (supports_gather and not self.traits.single_layout
+        self.supports_gather = (experts.supports_gather and not self.traits.single_layout
                                 and not self.traits.splits_slots)
         # every rank must have tokens of its own, and the rows that a rank computes must be whole
         self.gathers_tokens = (place.comm.size > 1 and place.replicas is None
@@ -211,6 +212,10 @@ class Layouts:
         if config.dispatch.stash_mib and place.comm.size > 1:
             self.stash = place.comm.state.get(PagedStash)
             self.stash.ask(config.dispatch)
+        # fixed slots and bounded rows do not follow the load; Parm's schedule S2 shares slots out
+        self.exact_rows = self.traits.cuts and not self.traits.fixed_slots and not (
+            self.traits.bounded)
+        self.spills = place.comm.size > 1 and self.supports_gather and self.exact_rows
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
@@ -223,7 +228,8 @@ class Layouts:
             r = place.shards if place.comm.size > 1 else 1
         return LayoutChoice(r=r, d=parallel.d, d_backward=parallel.d_backward,
                             algorithm=self.config.comm.all_to_all,
-                            kernel=self.config.experts.compute, cut=parallel.cut)
+                            kernel=self.config.experts.compute, cut=parallel.cut,
+                            spill=(parallel.spill or "never") if place.comm.size > 1 else "never")
 
     def legal(self) -> list[int]:
         """Values of r that this layer can run in."""
@@ -254,6 +260,9 @@ class Layouts:
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.cut)
+        if choice.spill != "never":
+            return Layout(choice, SpillingDispatcher(place, overlap, self._planner(choice.spill)),
+                          strategy)
         limits = () if self.limit is None else (self.limit,)
         dispatcher = self.dispatcher(place, overlap, *limits)
         size = place.token_shards
@@ -284,6 +293,29 @@ class Layouts:
                 f"parallel.cut={choice.cut!r} does not fit dispatch.name="
                 f"{self.config.dispatch.name!r}: must be one of {list(self.traits.cuts_by)}, or use"
                 " dispatch.name='ragged'")
+        self._check_spill(choice)
+
+    def _check_spill(self, choice: LayoutChoice) -> None:
+        if choice.spill == "never":
+            return
+        place = self.place
+        bad = [f"{name}={value!r}: use {instead}" for name, value, instead, ok in (
+            ("dispatch.name", self.config.dispatch.name, "'ragged'", self.exact_rows),
+            ("custom experts", True, "experts of a registered kind", self.experts.supports_gather),
+            ("parallel.r", choice.r, place.shards, choice.r == place.shards),
+            ("gather_tokens", choice.gather_tokens, False, not choice.gather_tokens)) if not ok]
+        if bad or not self.spills:
+            why = bad[0] if bad else f"{place.comm.size} expert-parallel rank: use more"
+            raise ValueError(
+                f"parallel.spill={choice.spill!r} does not fit {why}, or parallel.spill='never'")
+
+    def _planner(self, policy: str) -> Planner:
+        """Plans from the loads of a call; predicted times depend on nothing else."""
+        comm, probe = self.place.comm, self.experts.anchor
+        shape = layer_shape(self.config, self.place, probe, tokens=1)
+        costs = spill_costs(shape, default_cluster(comm, probe.device),
+                            default_device(self.config, probe.device))
+        return partial(plan_spill, costs=costs, policy=policy, guests=self.config.parallel.guests)
 
     def _algorithm(self, name: str) -> Exchange:
         comm = self.config.comm

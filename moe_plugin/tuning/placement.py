@@ -78,7 +78,7 @@ def decided(config: MoEConfig, comm: Comm) -> MoEConfig:
     """
     parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
-             or parallel.shadow > 0)
+             or parallel.spill not in (None, "never"))
     free = comm.size > 1 and comm.separate and not (
         named or config.deterministic or traits.single_layout)
     mode = parallel.mode or (OPEN["parallel.mode"][spans_nodes(comm)] if free else "fixed")

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner.choice import LayoutChoice, combinations
-from moe_plugin.planner.layer_cost import LayerShape, rank_choices
-from moe_plugin.records import Placement, Routing
+from moe_plugin.planner.layer_cost import rank_choices
+from moe_plugin.records import Routing
 from moe_plugin.routing.replay import Replaying
-from moe_plugin.tuning.default_hardware import default_cluster, default_device
+from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.engine import Decision
 from moe_plugin.tuning.layouts import Layout, Layouts
 
@@ -28,19 +28,6 @@ SKEW = 1.1  # rows of the fullest rank over the mean: usual while training, with
 # of a device's memory that a layout may take beyond the configured one. Layers keep gathered
 # parameters for backward, and a model has many layers
 MEMORY_SHARE = 0.02
-
-
-def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
-                skew: float = 1.0) -> LayerShape:
-    """A layer under a load as the planner sees it.
-
-    probe: one of its parameters. tokens: of the rank with most. skew: rows of the fullest rank over
-    the mean.
-    """
-    return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
-                      hidden_dim=config.hidden_dim, experts=config.num_experts,
-                      top_k=config.router.top_k, gated=config.experts.kind == "gated_ffn",
-                      element_bytes=probe.element_size(), shards=place.shards, skew=skew)
 
 
 class PredictedLayout(Replaying):
@@ -116,7 +103,7 @@ class PredictedLayout(Replaying):
         """(choice, its predicted seconds, those of the configured choice)."""
         fixed, layouts = self.layouts.fixed, self.layouts
         values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
-                  "d": [fixed.d],
+                  "d": [fixed.d], "spill": [fixed.spill],
                   "gather_tokens": [False, True] if layouts.gathers_tokens else [False]}
         device = default_device(self.config, self.probe.device)
         costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens, SKEW),

@@ -126,11 +126,11 @@ def test_benchmark_scripts_import(script: ModuleType) -> None:
     assert script.main.__doc__
 
 
-@pytest.mark.parametrize("script", ["benchmark_adaptive"], indirect=True)
-def test_adaptive_page_is_made_from_its_numbers(script: ModuleType) -> None:
-    report = json.loads((BENCHMARKS / "adaptive.json").read_text(encoding="utf-8"))
-    page = (BENCHMARKS / "adaptive.md").read_text(encoding="utf-8")
-    assert script.markdown(report) == page
+@pytest.mark.parametrize("script", ["benchmark_adaptive", "benchmark_spill"], indirect=True)
+def test_page_is_made_from_its_numbers(script: ModuleType) -> None:
+    name = script.__name__.removeprefix("benchmark_")
+    report = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+    assert script.markdown(report) == (BENCHMARKS / f"{name}.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("script", ["benchmark_overlap"], indirect=True)

@@ -207,11 +207,11 @@ def test_settings_that_do_not_fit(settings: dict, said: str) -> None:
         MoELayer(from_dict({"model_dim": 8, "num_experts": 2, "dispatch": settings}), LocalComm())
 
 
-def test_shadowing_is_refused() -> None:
+def test_spilling_is_refused() -> None:
     config = from_dict({"model_dim": 8, "num_experts": 2, "dispatch": {"name": "bounded"},
-                        "parallel": {"shadow": 1}})
-    with pytest.raises(ValueError, match="parallel.shadow=1"):
-        MoELayer(config, LocalComm())
+                        "parallel": {"spill": "least_loaded"}})
+    with pytest.raises(ValueError, match="parallel.spill='least_loaded'"):
+        run_simulated(2, lambda comm: MoELayer(config, comm))
 
 
 def test_counts_on_a_device_read_as_counts_of_the_whole_buffer() -> None:

@@ -20,11 +20,14 @@ from tests.exactness import cells
 from tests.exactness.harness import (
     RankResult,
     compare,
+    config_of,
     dropping_by_value,
     naming,
     reference,
     run_rank,
 )
+from tests.exactness.spills import planned, random_planner
+from tests.oracle import Case
 
 pytestmark = pytest.mark.distributed
 
@@ -50,13 +53,26 @@ def gloo_cells(world: int) -> list[Cell]:
     ]
 
 
-def _run_cells(world: int) -> list[RankResult]:
+SPILLS = [{"parallel__d": d, "comm__wire": wire} for d, wire in ((1, "none"), (2, "bf16"))]
+
+
+def _spilled(world: int) -> Case:
+    return Case(world, 4, 2, [7, 0, 12, 3][:world], None, None, "gated_ffn", skew=3.0)
+
+
+def _run_cells(world: int) -> tuple[list[RankResult], list[RankResult]]:
+    """The cells, and rows of overloaded experts on ranks that borrow them."""
     comm, found = TorchComm(), []
     comm.prepare(Topology.uniform(world, 2))  # as if on two nodes
     for cell in gloo_cells(world):
         with naming(name_of(cell)), dropping_by_value():
             found.append(run_rank(cells.case_of(cell), comm, cells.settings_of(cell)))
-    return found
+    case = _spilled(world)
+    with planned(random_planner(7)) as made:
+        spilled = [run_rank(case, comm, config_of(case, parallel__spill="everywhere", **changes))
+                   for changes in SPILLS]
+    assert len(made) == len(SPILLS)
+    return found, spilled
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -65,7 +81,12 @@ def test_cells(world: int) -> None:
     for index, cell in enumerate(gloo_cells(world)):
         case = cells.case_of(cell)
         with naming(name_of(cell)):
-            compare(case, [results[index] for results in by_rank], reference(case))
+            compare(case, [results[index] for results, _ in by_rank], reference(case))
+    case = _spilled(world)
+    for index, changes in enumerate(SPILLS):
+        with naming(f"spilled {changes}"):
+            loose = {} if changes["comm__wire"] == "none" else {"rtol": 0.05, "atol": 0.02}
+            compare(case, [results[index] for _, results in by_rank], reference(case), **loose)
 
 
 def _train(expert_parallel: bool, optimizer: str, steps: int = 12) -> list[float]:
@@ -166,7 +187,7 @@ def test_a_promise_broken_by_one_rank_alone_ends_in_an_error_on_all() -> None:
 
 def _forward_with_a_missing_peer() -> str:
     comm = TorchComm()
-    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 2}), comm)
+    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 2, "parallel": {"r": 1}}), comm)
     if comm.rank == 1:
         dist.destroy_process_group()
         return "left"

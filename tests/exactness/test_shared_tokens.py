@@ -1,10 +1,8 @@
-"""Ranks that hold the same tokens: what index-slice dispatch (PPMoE) and Parm's schedules send;
-shadowed experts. Their numbers: test_matrix.
+"""Ranks that hold the same tokens: what index-slice dispatch (PPMoE) and Parm's schedules send.
+Their numbers: test_matrix.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
@@ -12,12 +10,8 @@ import torch
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Traffic, run_simulated
 from moe_plugin.config import MoEConfig
-from moe_plugin.experts import expert_kinds
-from moe_plugin.tuning.shadows import Shadows
-from tests.combinations import Cell, all_pairs, name_of
-from tests.exactness.cells import TOKENS, own_tokens, traits_of
-from tests.exactness.harness import compare, config_of, load, naming, reference, run_rank
-from tests.oracle import Case, make_inputs, make_parameters
+from tests.exactness.harness import config_of
+from tests.oracle import Case
 
 
 def _traffic(world: int, config: MoEConfig, tokens: int) -> Traffic:
@@ -102,49 +96,3 @@ def test_what_does_not_fit(settings: dict, words: str) -> None:
         setattr(config.parallel, name, value)
     with pytest.raises(ValueError, match=words):
         run_simulated(4, lambda comm: MoELayer(config, comm))
-
-
-SHADOWS = [
-    cell for dispatch in own_tokens() if not traits_of(dispatch).single_layout
-    for cell in all_pairs({
-        "dispatch": [dispatch],
-        "size": [(2, 4, None), (4, 2, None), (4, 4, None), (4, 4, 2)],
-        "factor": [0.6, 0.0] if traits_of(dispatch).fixed_slots else [None, 0.6],
-        "kind": expert_kinds.names(),
-        "d": [1, 2] if traits_of(dispatch).cuts else [1],
-    })
-]
-
-
-@pytest.mark.parametrize("cell", SHADOWS, ids=name_of)
-def test_every_shadow_set_gives_the_same_numbers(cell: Cell,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    world, experts, shards = cell["size"]
-    case = Case(world, experts, 2, TOKENS["uneven"][0][:world], None, cell["factor"], cell["kind"],
-                shards=shards)
-    config, answer = config_of(case, dispatch__name=cell["dispatch"]), reference(case)
-    config.parallel.shadow, config.parallel.d = experts, cell["d"]
-    for bits in range(2**experts):
-        chosen = tuple(e for e in range(experts) if bits >> e & 1)
-        monkeypatch.setattr(Shadows, "select", lambda *args, chosen=chosen: chosen)
-        with naming(f"{name_of(cell)} shadows={chosen}"):
-            compare(case, run_simulated(world, lambda comm: run_rank(case, comm, config)), answer)
-
-
-def test_a_hot_expert_is_shadowed_and_its_tokens_stay() -> None:
-    case = Case(4, 8, 1, [64] * 4, None, None, skew=3.0, width=8, hidden=8)
-    config = config_of(case)
-    config.parallel.shadow = 2
-
-    def rank(comm: Comm) -> tuple:
-        layer = MoELayer(config, comm, dtype=torch.float64)
-        layer.layouts.shadows.model = dataclasses.replace(layer.layouts.shadows.model, flops=1e9,
-                                                          bytes_s=1e9)
-        load(layer, make_parameters(case), case)
-        x = make_inputs(case)[0][comm.rank]
-        first = layer(x).stats
-        return layer.layouts.shadows.current, int(first.load_KE[0, 0]), first.rows
-
-    for current, tokens, rows in run_simulated(4, rank):
-        # its own tokens for expert 0, not those of all ranks
-        assert current[0] == 0 and rows >= tokens > 32

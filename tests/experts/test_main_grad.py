@@ -17,6 +17,7 @@ from moe_plugin.experts import strategies
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.routing.replay import checkpoint
+from tests.exactness.spills import planned, random_planner
 from tests.experts.problems import Largest, make_layer
 
 SCALE = 1024.0  # of the loss, as a host in fp16 scales it
@@ -193,7 +194,7 @@ LAYOUTS = {
         LayoutChoice(r=1, kernel="loop"),
         LayoutChoice(r=1, d=2)
     ], 2e-2),
-    "shadows": ({"parallel": {"shadow": 2}}, [None] * 3, 2e-2),
+    "borrowed": ({"parallel": {"spill": "least_loaded"}}, [None] * 3, 2e-2),
     "replicas": ({
         "parallel": {"replicas": 2}, "dispatch": {"name": "padded", "capacity_factor": 2.0}
     }, [None], 0.0),
@@ -203,7 +204,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name: str) -> None:
     config, choices, tolerance = LAYOUTS[name]
-    results = [_several(adds, config, choices) for adds in (True, False)]
+    with planned(random_planner(2)) as spilled:
+        results = [_several(adds, config, choices) for adds in (True, False)]
+    assert bool(spilled) == (name == "borrowed")
     for mine, theirs in zip(*results, strict=True):
         for p, q in zip(mine, theirs, strict=True):
             assert float(q.abs().max()) > 0

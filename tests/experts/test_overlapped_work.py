@@ -12,6 +12,7 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.records import HostContext
 from tests.distributed import run_gloo
+from tests.exactness.spills import planned, random_planner
 from tests.experts.exchange_events import logged
 
 pytestmark = pytest.mark.distributed
@@ -23,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all gather": {"dispatch": {"name": "all_gather"}},
     "replicas": {"dispatch": {"name": "padded", "capacity_factor": 0},
                  "parallel": {"replicas": 2, "schedule": "s2"}},
-    "shadow": {"parallel": {"shadow": 1}},
+    "spill": {"parallel": {"spill": "least_loaded"}},
 }
 
 
@@ -58,8 +59,10 @@ def _events(module: str, settings: dict[str, Any]) -> tuple[list[str], list[str]
 
 
 def _job() -> tuple[dict[str, list[list[Tensor]]], dict[str, tuple[list[str], list[str]]]]:
-    passes = {name: [_pass(settings, flag) for flag in (False, True)]
-              for name, settings in SETTINGS.items()}
+    with planned(random_planner(2)) as spilled:
+        passes = {name: [_pass(settings, flag) for flag in (False, True)]
+                  for name, settings in SETTINGS.items()}
+    assert spilled
     return passes, {"shared": _events("shared_expert", SETTINGS["ragged"]),
                     "peers": _events("experts", SETTINGS["peers"])}
 

@@ -100,7 +100,7 @@ CHANGES: list[dict[str, Any]] = [
     {"dispatch": {"name": "padded", "capacity_factor": 1.0}}, {"dispatch": {"name": "all_gather"}},
     {"comm": {"all_to_all": "leader"}}, {"experts": {"kind": "gated_ffn"}}, {"parallel": {"r": 0}},
     {"parallel": {"d": 2}}, {"parallel": "auto"}, {"experts": {"hidden_dim": 40}},
-    {"parallel": {"shards": 2}}, {"parallel": {"shadow": 1}}, {"deterministic": True},
+    {"parallel": {"shards": 2}}, {"parallel": {"guests": 1}}, {"deterministic": True},
 ]
 
 

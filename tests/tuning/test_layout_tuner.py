@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -233,7 +234,7 @@ def test_what_settings_leave_open_is_decided_by_the_group() -> None:
         (1, {}, "predicted", "linear"), (2, {}, "auto", "auto"), (4, {}, "auto", "auto"),
         (2, {"comm": {"all_to_all": "2dh"}}, "auto", "2dh"),
         (2, {"parallel": {"r": 1}}, "fixed", "auto"), (2, {"parallel": {"d": 2}}, "fixed", "auto"),
-        (2, {"parallel": {"shadow": 1}}, "fixed", "auto"),
+        (2, {"parallel": {"spill": "everywhere"}}, "fixed", "auto"),
         (2, {"dispatch": {"name": "all_gather"}}, "fixed", "auto"),
         (2, {"parallel": "fixed"}, "fixed", "auto"), (1, {"parallel": "auto"}, "auto", "linear"),
         (1, {"comm": {"all_to_all": "auto"}}, "predicted", "auto"),
@@ -341,6 +342,35 @@ def test_a_cut_that_a_dispatcher_cannot_make_is_refused() -> None:
     with pytest.raises(ValueError, match="parallel.cut='peers' does not fit dispatch.name='padded'"
                        r".*must be one of \['rows'\]"):
         run_simulated(2, lambda comm: MoELayer(settings, comm))
+
+
+def test_spilling_is_tried_for_an_uneven_load() -> None:
+    """Of all layouts, those that spill are tried where one expert has most tokens, and kept where
+    they are the fastest; under an even load they are other names of the others.
+    """
+    settings = from_dict({
+        "model_dim": 8, "num_experts": 8, "experts": {"hidden_dim": 16}, "router": {"top_k": 1},
+        "parallel": {"mode": "auto", "tries": 16, "max_d": 1}
+    })
+
+    def rank(comm: Comm) -> tuple[set[str], set[str], str, str]:
+        layer = MoELayer(settings, comm)
+        auto, labels = layer.layouts.tuner, []
+        auto.measure = lambda device: FakeWatch(
+            auto, lambda choice: 2.0 - (choice.spill == "least_loaded"))
+        even, hot = ({c.spill for c in auto.candidates((20, skew))} for skew in (0, 1))
+        with torch.no_grad():
+            layer.router.weight_ED[0] += 9
+        for _ in range(60):
+            labels.append(layer(torch.rand(16, 8)).stats.layout)
+        named = MoELayer(dataclasses.replace(settings, parallel=dataclasses.replace(
+            settings.parallel, spill="everywhere")), comm)
+        (spill,) = {c.spill for c in named.layouts.tuner.candidates((20, 1)) if c.exchanges}
+        return even, hot, labels[-1], spill
+
+    for even, hot, label, named in run_simulated(4, rank):
+        assert even == {"never"} and hot == {"never", "least_loaded"}
+        assert label.endswith("spill=least_loaded") and named == "everywhere"
 
 
 def test_a_load_on_a_border_stays_in_its_bucket() -> None:

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from tests.exactness.spills import planned, random_planner
 from tests.hosts.megatron.layers import Case, build, initialise_parallel, run
 from tests.hosts.megatron.ranks import on_ranks
 
@@ -34,11 +35,14 @@ def _worst(native: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
 
 def _against_native(case: Case, every: list[dict[str, Any]]) -> list[dict[str, float]]:
     """One rank: the largest relative difference of every result from Megatron's layer, for each of
-    our settings.
+    our settings. Experts are lent at random where the settings allow it.
     """
     initialise_parallel(case)
     native = run(build(case, False), case)
-    return [_worst(native, run(build(case, True, settings), case)) for settings in every]
+    with planned(random_planner(1)) as spilled:
+        found = [_worst(native, run(build(case, True, settings), case)) for settings in every]
+    assert bool(spilled) == any("parallel.spill" in settings for settings in every)
+    return found
 
 
 def _assert_equal(results: list[list[dict[str, float]]], every: list[dict[str, Any]],
@@ -64,6 +68,7 @@ def test_every_r_equals_native(world: int, case: Case, degrees: tuple[int, ...])
     every = [{"parallel.r": r, "parallel.d": d} for r in degrees for d in ((1, 2) if r else (1,))]
     every += [{"dispatch.name": "padded", "dispatch.capacity_factor": 0.0, "parallel.r": r}
               for r in degrees]
+    every += [{"parallel.spill": "least_loaded", "parallel.d": d} for d in (1, 2)]
     _assert_equal(on_ranks(world, _against_native, case, every), every)
 
 
@@ -104,12 +109,15 @@ def _overlapped(settings: dict[str, Any]) -> list[str]:
         group.finish_param_sync = lambda **_: None
     original = FFNExperts.local_parameters
     FFNExperts.local_parameters = lambda self: seen.append("used") or original(self)
-    wrapped(torch.randn(4, 2, 16))
+    with planned(random_planner(1)):
+        wrapped(torch.randn(4, 2, 16))
     return seen
 
 
-@pytest.mark.parametrize(("world", "settings"), [(2, {"parallel.r": 0}), (2, {}), (1, {})],
-                         ids=["gathered", "rows travel", "one rank"])
+@pytest.mark.parametrize(("world", "settings"), [(2, {"parallel.r": 0}),
+                                                 (2, {"parallel.spill": "everywhere"}), (2, {}),
+                                                 (1, {})],
+                         ids=["gathered", "borrowed", "rows travel", "one rank"])
 def test_overlapped_parameter_gather_is_awaited(world: int, settings: dict[str, Any]) -> None:
     for seen in on_ranks(world, _overlapped, settings):
         assert seen[0] == "waited" and "used" in seen

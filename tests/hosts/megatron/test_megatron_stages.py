@@ -98,7 +98,7 @@ def _refusals(every: list[dict[str, Any]]) -> list[str]:
 def test_what_cannot_be_cut_into_steps_is_refused() -> None:
     every = {
         "parallel.mode='auto'": {"parallel.mode": "auto"}, "parallel.d=2": {"parallel.d": 2},
-        "parallel.shadow=1": {"parallel.shadow": 1},
+        "parallel.spill='everywhere'": {"parallel.spill": "everywhere"},
         "dispatch.name='all_gather'": {"dispatch.name": "all_gather"},
         "moe_layer_freq=2": {"moe_layer_freq": 2},
         "experts.weights_first=True": {"moe_apply_probs_on_input": True},

@@ -1,10 +1,9 @@
-"""Parm's choice over the published sweep, FasterMoE's policy over all subsets, PPMoE's gain."""
+"""Parm's choice over the published sweep, PPMoE's gain, and what an uneven load costs."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 
 import pytest
 
@@ -13,7 +12,6 @@ from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.collectives import Group, all_reduce_s, all_to_all_s
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.parm import ParmShape, choose_schedule, schedule_s, simulated_s
-from moe_plugin.planner.shadow import ShadowModel, choose_shadows
 from tests.planner.problems import A100, cluster
 
 PARM = Cluster(nodes=4, ranks_per_node=8, nics=8, intra=Link(alpha_s=1e-5, beta_s=1 / 12e9),
@@ -112,43 +110,6 @@ def test_worked_example(factor: float, replicas: int, published: tuple[float, ..
     assert all(0.4 < r < 1.0 for r in rest), rest
 
 
-def _counts(seed: int, ranks: int, experts: int) -> list[list[int]]:
-    dice = random.Random(seed)
-    weights = [dice.paretovariate(0.7) for _ in range(experts)]
-    return [[round(500 * w / sum(weights) * dice.uniform(0.5, 1.5)) for w in weights]
-            for _ in range(ranks)]
-
-
-def test_shadow_policy_is_the_best_of_all_subsets() -> None:
-    """For experts of equal size the greedy prefix is the optimum over all 2^E sets."""
-    used = 0
-    for seed in range(60):
-        ranks, experts = random.Random(seed).choice([(2, 4), (4, 8), (8, 8), (2, 8)])
-        counts = _counts(seed, ranks, experts)
-        model = ShadowModel(model_dim=512, hidden_dim=1024, flops=1e13,
-                            bytes_s=random.Random(seed).choice([1e9, 6e9, 5e10]))
-        best = min(model.layer_s(counts, frozenset(s)) for n in range(experts + 1)
-                   for s in itertools.combinations(range(experts), n))
-        chosen = choose_shadows(counts, model, experts)
-        assert model.layer_s(counts, chosen) == pytest.approx(best, rel=1e-12)
-        used += bool(chosen)
-    assert used == 25
-
-
-def test_shadows_by_hand() -> None:
-    """One expert has everything: shadowing it spreads the rows and stops their travel; even load:
-    nothing to gain.
-    """
-    model = ShadowModel(model_dim=64, hidden_dim=64, flops=1e10, bytes_s=1e9)
-    hot, even = [[1000, 0], [1000, 0]], [[500, 500], [500, 500]]
-    assert choose_shadows(hot, model, 2) == {0} and choose_shadows(even, model, 2) == frozenset()
-    assert choose_shadows(hot, model, 0) == frozenset()
-    assert model.layer_s(
-        hot, frozenset()) == pytest.approx(3 * 4 * 64 * 64 / 1e10 * 2000 + 4 * 64 * 4 / 1e9 * 2000)
-    assert model.layer_s(hot, frozenset(
-        {0})) == pytest.approx(3 * 4 * 64 * 64 / 1e10 * 1000 + model.shadow_s())
-
-
 def test_index_slice_gains_with_the_gap_between_links() -> None:
     """PPMoE against two all-to-alls per direction: the gain grows with the bandwidth gap.
 
@@ -165,12 +126,14 @@ def test_index_slice_gains_with_the_gap_between_links() -> None:
 
 
 def test_uneven_load_costs_the_fullest_rank() -> None:
-    """Twice the mean rows on one rank: compute, not launches, and rows in memory double."""
+    """Twice the mean rows on one rank: compute and exchanges, not launches, and rows in memory
+    double.
+    """
     device = dataclasses.replace(A100, launch_s=0.0, half_rows=0.0, memory_bytes_s=1e30)
     even = LayerShape(tokens=4096, model_dim=1024, hidden_dim=4096, experts=16)
     a, b = (layer_cost(dataclasses.replace(even, skew=skew), cluster(), device, LayoutChoice(r=1))
             for skew in (1.0, 2.0))
     assert b.phases()["experts"] == pytest.approx(2 * a.phases()["experts"])
-    assert b.phases()["a2a_out"] == a.phases()["a2a_out"]
+    assert b.phases()["a2a_out"] == pytest.approx(2 * a.phases()["a2a_out"], rel=0.1)
     rows = 4096 * 2 * 2 * (2 * 1024 + 4096)  # T k, bytes of an element, width in, out and inner
     assert b.memory_bytes - a.memory_bytes == pytest.approx(rows)

@@ -1,0 +1,190 @@
+"""Overloaded experts on an emulated cluster: rows spilled to other ranks against the plain layer.
+
+    python scripts/benchmark_spill.py [--out docs/benchmarks] [--rounds 40] [--rate 200e6]
+
+Needs Linux and root, and about 5 minutes on an idle machine. Writes spill.json and spill.md; the
+report contains the load average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.bench.report import paragraph, table
+from moe_plugin.config import from_dict
+from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.spill import POLICIES
+
+ROOT = Path(__file__).resolve().parents[1]
+NODES, EXPERTS, WIDTH, HIDDEN = 4, 8, 256, 256
+# what decides whether a call spills
+CLUSTER, DEVICE = "configs/clusters/emulated.yaml", "configs/devices/cpu_core.yaml"
+# tokens of a rank, and the part of them that goes to the first expert; the others share the rest
+LOADS: dict[str, tuple[int, float]] = {
+    "half of the tokens to one expert": (2048, 0.5), "a quarter to one expert": (2048, 0.25),
+    "even": (2048, 1 / EXPERTS), "few tokens, half to one expert": (64, 0.5),
+}
+HOT = next(iter(LOADS))
+WARM_UP = 2  # rounds that do not count
+
+
+def make_layer() -> MoELayer:
+    """A layer whose router sends a token to the expert that its first elements name."""
+    layer = MoELayer(from_dict({
+        "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
+        "experts": {"hidden_dim": HIDDEN}, "comm": {"cluster": str(ROOT / CLUSTER)},
+        "parallel": {"mode": "fixed", "device": str(ROOT / DEVICE)}
+    }), TorchComm())
+    with torch.no_grad():
+        layer.router.weight_ED.copy_(torch.eye(EXPERTS, WIDTH) * 30)
+    return layer
+
+
+def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
+    """Tokens [T, D] of a rank for one round; the same for every policy."""
+    tokens, share = LOADS[load]
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    parts = torch.full((EXPERTS,), (1 - share) / (EXPERTS - 1))
+    parts[0] = share
+    ids_T = torch.multinomial(parts, tokens, replacement=True, generator=generator)
+    x_TD = torch.randn(tokens, WIDTH, generator=generator)
+    x_TD[:, :EXPERTS] = torch.nn.functional.one_hot(ids_T, EXPERTS).float()
+    return x_TD.requires_grad_()
+
+
+def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
+    """Seconds of forward and backward, which all ranks begin together; rows computed here."""
+    layer.comm.barrier()
+    start = time.perf_counter()
+    out = layer(x_TD, choice=LayoutChoice(r=1, spill=policy))
+    out.output.square().mean().backward()
+    seconds = time.perf_counter() - start
+    layer.zero_grad(set_to_none=True)
+    return seconds, out.stats.rows
+
+
+def run_times(rounds: int) -> dict[str, dict[str, list[tuple[float, int]]]]:
+    """One rank: all policies in turn in every round, by load; (seconds, rows) of each step."""
+    torch.set_num_threads(1)
+    layer = make_layer()
+    found: dict[str, dict[str, list[tuple[float, int]]]] = {
+        load: {policy: [] for policy in POLICIES} for load in LOADS}
+    for round_ in range(WARM_UP + rounds):
+        for load, by_policy in found.items():
+            x_TD = make_tokens(layer.comm.rank, round_, load)
+            # each policy comes first, second and last equally often
+            turn = round_ % len(POLICIES)
+            for policy in (*POLICIES[turn:], *POLICIES[:turn]):
+                one = step(layer, x_TD, policy)
+                if round_ >= WARM_UP:
+                    by_policy[policy].append(one)
+    return found
+
+
+def run_memory(policy: str, steps: int = 5) -> float:
+    """One rank: bytes by which its memory grows at most in a step under the hot load."""
+    torch.set_num_threads(1)
+    layer = make_layer()
+    step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
+    inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]
+    # Linux forgets the peak so far
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = memory("VmRSS")
+    for x_TD in inputs:
+        step(layer, x_TD, policy)
+    return memory("VmHWM") - before
+
+
+def memory(field: str) -> float:
+    """Bytes of a field of this process's status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+
+def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
+    """By policy: median seconds of the slowest rank, plain over it in the same rounds (median and
+    quartiles), and rows of the busiest rank.
+    """
+    slowest = {policy: [max(rank[load][policy][i][0] for rank in ranks)
+                        for i in range(len(ranks[0][load][policy]))] for policy in POLICIES}
+    found = {}
+    for policy, seconds in slowest.items():
+        ratios = [plain / s for plain, s in zip(slowest["never"], seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows = [max(rank[load][policy][i][1] for rank in ranks) for i in range(len(seconds))]
+        found[policy] = {"seconds": statistics.median(seconds), "speedup": middle,
+                         "lower_quartile": low, "upper_quartile": high,
+                         "rows": statistics.median(rows)}
+    return found
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Tables."""
+    lines = [
+        "# Overloaded experts on an emulated cluster", "",
+        paragraph(
+            "Made by `python scripts/benchmark_spill.py`. One layer runs forward and backward with "
+            "each value of `parallel.spill` in turn, in the same processes and on the same tokens, "
+            "so that all see the same machine; times are of the slowest rank. See "
+            "[adaptive](../adaptive.md#overloaded-experts) for what the values mean."), "",
+        paragraph(
+            f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s; {EXPERTS} "
+            f"experts, width {WIDTH}, inner width {HIDDEN}, k = 1, float32; median of "
+            f"{report['rounds']} rounds; load average before and after: {report['load']}. Whether "
+            f"a call spills is decided from its own load by `{CLUSTER}` and `{DEVICE}`."), "",
+    ]
+    for load, by_policy in report["times"].items():
+        tokens, _ = LOADS[load]
+        rows = [[f"`{policy}`", f"{1e3 * found['seconds']:.1f}",
+                 f"{found['speedup']:.3f} ({found['lower_quartile']:.3f} to "
+                 f"{found['upper_quartile']:.3f})", f"{found['rows']:.0f}"]
+                for policy, found in by_policy.items()]
+        lines += [f"## {load[0].upper()}{load[1:]}, {tokens} tokens on each rank", "",
+                  *table(("spill", "ms", "plain / this (quartiles)", "rows of the busiest rank"),
+                         rows).splitlines(), ""]
+    rows = [[f"`{policy}`", f"{size / 2**20:.1f}"] for policy, size in report["memory"].items()]
+    weights = 2 * WIDTH * HIDDEN * 4 / 2**20
+    lines += ["## Memory", "",
+              paragraph("What a step under the first load adds to the memory of the busiest rank, "
+                        f"at most. An expert's weights are {weights:.1f} MiB here."), "",
+              *table(("spill", "MiB"), rows).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
+                        help="folder to write to")
+    parser.add_argument("--rounds", type=int, default=40,
+                        help="measured steps of each cell (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=200e6,
+                        help="bit/s of a node's link (default: %(default)s)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    before = os.getloadavg()[0]
+    with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
+        ranks = cluster.run(run_times, args.rounds, timeout_s=60 + 30 * args.rounds)
+    peaks = {}
+    for policy in POLICIES:
+        with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
+            peaks[policy] = max(cluster.run(run_memory, policy, timeout_s=300))
+    report = {"rate": args.rate, "rounds": args.rounds,
+              "times": {load: summary(ranks, load) for load in LOADS}, "memory": peaks,
+              "load": [round(before, 1), round(os.getloadavg()[0], 1)]}
+    (args.out / "spill.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (args.out / "spill.md").write_text(markdown(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
