@@ -125,8 +125,8 @@ def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
     """
     if not isinstance(rows, RowPlan):
         return compute(x, rows)
-    rows_RD = compute(gather_rows(x, rows.source_R, rows.position_TK), rows.counts)
-    return combine_rows(rows_RD, rows.weights_TK, rows.source_R, rows.position_TK)
+    maps = rows.source_R, rows.position_TK, rows.complete
+    return combine_rows(compute(gather_rows(x, *maps), rows.counts), rows.weights_TK, *maps)
 
 
 def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParameters) -> Tensor:

@@ -1,8 +1,10 @@
 """Scores, the k best experts, their weights and all balance statistics in one pass over logits.
 
 Reads only the logits [T, E], which exist anyway, and writes nothing of that size. Legend: T tokens,
-E experts, K choices; p = softmax(logits). logits_TE: float32 (float64). mask_T: bool, True = real
-token. ids_TK, chosen_TK: int64. All others: in the logits' dtype.
+E experts, K choices; s = softmax(logits), p = s; or, with `Rule.sigmoid`, s = sigmoid(logits), p =
+s / sum_e s. logits_TE: float32 (float64). mask_T: bool, True = real token; None: all are.
+ids_TK, chosen_TK: int64. bias_E: float32, added to s for the choice alone. All others: in the
+logits' dtype.
 """
 
 from __future__ import annotations
@@ -15,53 +17,145 @@ from torch import Tensor
 
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import op
-from moe_plugin.kernels.top_k import top_k_stable
+from moe_plugin.kernels.top_k import best_scores, in_best_groups
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How experts are chosen and weighed.
+
+    Attributes:
+        k: choices per token.
+        normalize: weights are divided by their sum over the choices.
+        sigmoid: s is a sigmoid of the logit; False: a softmax over experts.
+        groups: equal groups of consecutive experts, of which `take` may be chosen from, those with
+            the largest sum of their `best` largest scores; 0: any expert may be chosen.
+        z: whether z (and lse) is wanted.
+    """
+
+    k: int
+    normalize: bool
+    sigmoid: bool = False
+    groups: int = 0
+    take: int = 1
+    best: int = 1
+    z: bool = True
 
 
 @op
-def route_top_k(logits_TE: Tensor, mask_T: Tensor, chosen_TK: Tensor | None, k: int,
-                normalize: bool) -> tuple[Tensor, ...]:
-    """(ids_TK, weights_TK, lse_T, importance_E, z, entropy).
+def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | None,
+                bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
+    """(ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
 
-    ids: the k largest p, ties to the lower index, or `chosen_TK` where given. weights: their p,
-    divided by their sum with `normalize`. lse: logsumexp of the logits. importance_e = sum_t p(t,
-    e), z = sum_t lse(t)^2, entropy = - sum_te p log p, each over real tokens.
+    ids: the k largest s + bias, ties to the lower index, or `chosen_TK` where given. weights: their
+    s, divided by their sum with `Rule.normalize`. lse: logsumexp of the logits. importance_e =
+    sum_t p(t, e), z = sum_t lse(t)^2, p_log_p = sum_te p log p, each over real tokens. lse and z
+    may be None where `Rule.z` is false.
     """
-    p_TE = torch.softmax(logits_TE, 1)
-    lse_T = torch.logsumexp(logits_TE, 1)
-    ids_TK = top_k_stable(p_TE, k) if chosen_TK is None else chosen_TK
-    weights_TK = p_TE.gather(1, ids_TK)
-    if normalize:
-        weights_TK = weights_TK / weights_TK.sum(
-            1, keepdim=True).clamp(min=torch.finfo(p_TE.dtype).eps)
-    real_T = mask_T.to(p_TE.dtype)
-    importance_E = real_T @ p_TE
-    # - sum p log p = lse - sum p l for one token
-    entropy = real_T @ (lse_T -
-                        torch.linalg.vecdot(p_TE, logits_TE.clamp(min=torch.finfo(p_TE.dtype).min)))
-    return ids_TK, weights_TK, lse_T, importance_E, real_T @ lse_T.square(), entropy
+    s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else torch.softmax(logits_TE, 1)
+    p_TE = s_TE / _at_least_eps(s_TE.sum(1, keepdim=True)) if rule.sigmoid else s_TE
+    if chosen_TK is None:
+        ids_TK, weights_TK = _choose(s_TE, bias_E, rule)
+    else:
+        ids_TK, weights_TK = chosen_TK, s_TE.gather(1, chosen_TK)
+    if rule.normalize:
+        total_T1 = weights_TK.sum(1, keepdim=True)
+        sure = _sure(chosen_TK, bias_E, rule)
+        weights_TK = weights_TK / (total_T1 if sure else _at_least_eps(total_T1))
+    log_TE = p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()
+    lse_T = torch.logsumexp(logits_TE, 1) if rule.z else None
+    if mask_T is None:
+        importance_E, p_log_p = p_TE.sum(0), log_TE.sum()
+        z = None if lse_T is None else torch.dot(lse_T, lse_T)
+    else:
+        real_T = mask_T.to(p_TE.dtype)
+        importance_E, p_log_p = real_T @ p_TE, real_T @ log_TE.sum(1)
+        z = None if lse_T is None else real_T @ lse_T.square()
+    return ids_TK, weights_TK, lse_T, importance_E, z, p_log_p
+
+
+def _choose(s_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    """(ids, their s)."""
+    if bias_E is None and not rule.groups:
+        return best_scores(s_TE, rule.k)
+    left_TE = s_TE if bias_E is None else s_TE + bias_E.to(s_TE.dtype)
+    if rule.groups:
+        left_TE = in_best_groups(left_TE, rule.groups, rule.take, rule.best)
+    ids_TK = best_scores(left_TE.detach(), rule.k)[0]
+    return ids_TK, s_TE.gather(1, ids_TK)
+
+
+def _sure(chosen_TK: Tensor | None, bias_E: Tensor | None, rule: Rule) -> bool:
+    # the largest of a softmax sum to 1 / E at least
+    return chosen_TK is None and bias_E is None and not rule.sigmoid and not rule.groups
+
+
+def _at_least_eps(total_T1: Tensor) -> Tensor:
+    return total_T1.clamp(min=torch.finfo(total_T1.dtype).eps)
 
 
 @op
-def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor, ids_TK: Tensor, weights_TK: Tensor,
-                         lse_T: Tensor, grad_weights_TK: Tensor, grad_importance_E: Tensor,
-                         grad_z: Tensor, normalize: bool) -> Tensor:
-    """Gradient of the logits, [T, E], in one pass: p (g - <p, g>) + mask 2 lse grad_z p.
+def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tensor,
+                         weights_TK: Tensor, lse_T: Tensor | None, grad_weights_TK: Tensor | None,
+                         grad_importance_E: Tensor | None, grad_z: Tensor | None,
+                         rule: Rule, sure: bool) -> Tensor:
+    """Gradient of the logits, [T, E], in one pass; a gradient of None counts as zeros.
 
-    g(t, e) = mask grad_importance_e + (gradient of the score, where e was chosen). For normalised
-    weights w the latter is (gw - <gw, w>) / sum of the chosen p.
+    For weights w of chosen scores s with gradient g: normalised, the logit of a choice gets
+    w (g - <g, w>), times 1 - s with a sigmoid; not normalised, w g in place of it, of which a
+    softmax takes s times the sum from all logits. Importance: p (G - <p, G>), times 1 - s with a
+    sigmoid. z: 2 lse softmax(logits) grad_z.
+
+    lse_T: not read without grad_z. sure: the chosen scores of a token do not sum to less than eps,
+    so that normalisation divided by their sum.
     """
-    p_TE = torch.exp(logits_TE - lse_T[:, None])
-    real_T1 = mask_T.to(p_TE.dtype)[:, None]
-    grad_TK = grad_weights_TK
-    if normalize:
-        total_T1 = p_TE.gather(1, ids_TK).sum(1, keepdim=True)
-        tiny = torch.finfo(p_TE.dtype).eps
-        pull_T1 = (grad_TK * weights_TK).sum(1, keepdim=True) * (total_T1 > tiny)
-        grad_TK = (grad_TK - pull_T1) / total_T1.clamp(min=tiny)
-    g_TE = (real_T1 * grad_importance_E).scatter_add_(1, ids_TK, grad_TK)
-    inner_T1 = torch.linalg.vecdot(p_TE, g_TE)[:, None]
-    return g_TE.sub_(inner_T1 - real_T1 * (2 * grad_z) * lse_T[:, None]).mul_(p_TE)
+    s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else torch.softmax(logits_TE, 1)
+    if grad_importance_E is None:
+        grad_TE = torch.zeros_like(logits_TE)
+    else:
+        grad_TE = _grad_of_importance(s_TE, mask_T, grad_importance_E, rule)
+    if grad_weights_TK is not None:
+        local_TK, outside_T1 = _grad_of_choices(s_TE, ids_TK, weights_TK, grad_weights_TK, rule,
+                                                sure)
+        if outside_T1 is not None:
+            grad_TE.addcmul_(s_TE, outside_T1, value=-1)
+        grad_TE.scatter_add_(1, ids_TK, local_TK)
+    if grad_z is not None:
+        share_T = 2 * grad_z * lse_T
+        if mask_T is not None:
+            share_T = share_T * mask_T
+        softmax_TE = torch.softmax(logits_TE, 1) if rule.sigmoid else s_TE
+        grad_TE.addcmul_(softmax_TE, share_T[:, None])
+    return grad_TE
+
+
+def _grad_of_importance(s_TE: Tensor, mask_T: Tensor | None, grad_E: Tensor, rule: Rule) -> Tensor:
+    p_TE = s_TE / _at_least_eps(s_TE.sum(1, keepdim=True)) if rule.sigmoid else s_TE
+    grad_TE = p_TE * grad_E
+    grad_TE.addcmul_(p_TE, grad_TE.sum(1, keepdim=True), value=-1)
+    if rule.sigmoid:
+        grad_TE.mul_(1 - s_TE)
+    return grad_TE if mask_T is None else grad_TE.mul_(mask_T[:, None])
+
+
+def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: Tensor, rule: Rule,
+                     sure: bool) -> tuple[Tensor, Tensor | None]:
+    """(gradient of the chosen logits [T, K], what all logits give up over their s [T, 1])."""
+    pull_TK = weights_TK * grad_TK
+    if not rule.normalize:
+        if rule.sigmoid:
+            return pull_TK * (1 - weights_TK), None
+        return pull_TK, pull_TK.sum(1, keepdim=True)
+    total_T1 = pull_TK.sum(1, keepdim=True)
+    if sure and not rule.sigmoid:
+        return pull_TK.addcmul_(weights_TK, total_T1, value=-1), None
+    chosen_TK = s_TE.gather(1, ids_TK)
+    # a sum that was raised to eps is a constant
+    fixed_T1 = chosen_TK.sum(1, keepdim=True) <= torch.finfo(s_TE.dtype).eps
+    pull_TK.addcmul_(weights_TK, total_T1.masked_fill(fixed_T1, 0), value=-1)
+    if rule.sigmoid:
+        return pull_TK * (1 - chosen_TK), None
+    return pull_TK, total_T1 * fixed_T1
 
 
 @dataclass(frozen=True)
@@ -71,44 +165,49 @@ class Routed:
     ids_TK: Tensor
     weights_TK: Tensor
     importance_E: Tensor
-    z: Tensor
-    entropy: Tensor
-    lse_T: Tensor
+    z: Tensor | None
+    p_log_p: Tensor
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, mask_T: Tensor, chosen_TK: Tensor | None, k: int,
-                normalize: bool) -> tuple[Tensor, ...]:
-        ids_TK, weights_TK, lse_T, importance_E, z, entropy = route_top_k(
-            logits_TE, mask_T, chosen_TK, k, normalize)
+    def forward(ctx: Any, logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | None,
+                bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
+        ids_TK, weights_TK, lse_T, importance_E, z, p_log_p = route_top_k(
+            logits_TE, mask_T, chosen_TK, bias_E, rule)
         if ids_TK is chosen_TK:
             ids_TK = ids_TK.clone()
-        ctx.normalize = normalize
-        ctx.mark_non_differentiable(ids_TK, entropy, lse_T)
+        ctx.rule, ctx.sure = rule, _sure(chosen_TK, bias_E, rule)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(ids_TK, p_log_p)
         ctx.save_for_backward(logits_TE, mask_T, ids_TK, weights_TK, lse_T)
-        return ids_TK, weights_TK, importance_E, z, entropy, lse_T
+        return ids_TK, weights_TK, importance_E, z, p_log_p
 
     @staticmethod
-    def backward(ctx: Any, _ids: Tensor, grad_weights_TK: Tensor, grad_importance_E: Tensor,
-                 grad_z: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, _ids: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        made = grads[:3]
+        if all(g is None for g in made):
+            return None, None, None, None, None
         if wants_graph():
-            logits_TE, mask_T, ids_TK, _, _ = ctx.saved_tensors
-            _, weights_TK, _, importance_E, z, _ = route_top_k.implementation("torch")(
-                logits_TE, mask_T, ids_TK, ids_TK.shape[1], ctx.normalize)
-            outputs, grads = (weights_TK, importance_E, z), (grad_weights_TK, grad_importance_E,
-                                                             grad_z)
-            return *torch.autograd.grad(outputs, logits_TE, grads,
-                                        create_graph=True), None, None, None, None
-        grads = grad_weights_TK.contiguous(), grad_importance_E.contiguous(), grad_z
-        return route_top_k_backward(*ctx.saved_tensors, *grads,
-                                    ctx.normalize), None, None, None, None
+            return _grad_with_graph(ctx, made), None, None, None, None
+        made = tuple(None if g is None else g.contiguous() for g in made)
+        grad_TE = route_top_k_backward(*ctx.saved_tensors, *made, ctx.rule, ctx.sure)
+        return grad_TE, None, None, None, None
 
 
-def route(logits_TE: Tensor, mask_T: Tensor, k: int, normalize: bool,
-          chosen_TK: Tensor | None = None) -> Routed:
+def _grad_with_graph(ctx: Any, grads: tuple[Tensor | None, ...]) -> Tensor:
+    logits_TE, mask_T, ids_TK, _, _ = ctx.saved_tensors
+    _, weights_TK, _, importance_E, z, _ = route_top_k.implementation("torch")(
+        logits_TE, mask_T, ids_TK, None, ctx.rule)
+    outputs, given = zip(*((out, g) for out, g in zip((weights_TK, importance_E, z), grads,
+                                                      strict=True) if g is not None), strict=True)
+    return torch.autograd.grad(outputs, logits_TE, given, create_graph=True)[0]
+
+
+def route(logits_TE: Tensor, mask_T: Tensor | None, rule: Rule, chosen_TK: Tensor | None = None,
+          bias_E: Tensor | None = None) -> Routed:
     """Differentiable `route_top_k`.
 
-    logits_TE: [T, E]. mask_T: bool [T]. chosen_TK: int64 [T, K], or None: the k largest scores.
+    logits_TE: [T, E]. mask_T: bool [T]. chosen_TK: int64 [T, K], or None: by the rule. bias_E: [E].
     """
-    return Routed(*_Route.apply(logits_TE, mask_T, chosen_TK, k, normalize))
+    return Routed(*_Route.apply(logits_TE, mask_T, chosen_TK, bias_E, rule))

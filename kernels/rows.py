@@ -5,6 +5,9 @@ float32 (float64). source_R: int64, the choice t*K + j that row r holds, -1: an 
 position_TK: int64, the inverse: the row that holds a choice, -1: none. Each row holds one choice,
 each choice is in at most one row.
 
+`complete`: every choice has a row and every row a choice, so that source_R and position_TK hold no
+-1; where the caller knows it, nothing is read or computed to find out.
+
 A row that holds NaN or infinity reaches no other token: nothing of another token is multiplied by
 0.
 """
@@ -22,48 +25,54 @@ from moe_plugin.kernels.registry import accumulate_dtype, op
 
 
 @op
-def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None) -> Tensor:
+def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
+              complete: bool = False) -> Tensor:
     """rows[r] = weight(source r) * x[source r // K], [R, D] in x's dtype; 0 for an empty slot."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
-    rows_RD = x_TD.index_select(0, torch.div(source_R.clamp(min=0), top_k, rounding_mode="floor"))
+    choice_R = source_R if complete else source_R.clamp(min=0)
+    token_R = choice_R if top_k == 1 else torch.div(choice_R, top_k, rounding_mode="floor")
+    rows_RD = x_TD.index_select(0, token_R)
     if weights_TK is not None:
-        scale_R1 = weights_TK.reshape(-1)[source_R.clamp(min=0)][:, None]
+        scale_R1 = weights_TK.reshape(-1)[choice_R][:, None]
         rows_RD = (rows_RD * scale_R1).to(x_TD.dtype)
-    return _clear(rows_RD, source_R < 0)
+    return rows_RD if complete else _clear(rows_RD, source_R < 0)
 
 
 @op
-def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
+             complete: bool = False) -> Tensor:
     """y[t] = sum_j weight(t, j) * rows[position(t, j)], [T, D] in the rows' dtype.
 
     Choices without a row count nothing. Summed in float32 (float64) in choice order, so the result
     is the same every time.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
-    tokens, k = position_TK.shape
+    tokens = position_TK.shape[0]
     if rows_RD.shape[0] == 0 or tokens == 0:
         return rows_RD.new_zeros(tokens, rows_RD.shape[1])
-    index_TK, scale_TK, none_T = _reads(position_TK, weights_TK, dtype)
+    index_TK, scale_TK, none_T = _reads(position_TK, weights_TK, dtype, complete)
     if rows_RD.dtype == dtype and rows_RD.device.type == "cpu":
         y_TD = F.embedding_bag(index_TK, rows_RD, mode="sum", per_sample_weights=scale_TK)
     else:
         y_TD = torch.zeros(tokens, rows_RD.shape[1], dtype=dtype, device=rows_RD.device)
-        for j in range(k):
-            rows_TD = rows_RD.index_select(0, index_TK[:, j])
+        for j, index_T in enumerate(index_TK.unbind(1)):
+            rows_TD = rows_RD.index_select(0, index_T)
             y_TD += rows_TD if scale_TK is None else rows_TD * scale_TK[:, j, None]
     y_TD = y_TD.to(rows_RD.dtype)
     return y_TD if none_T is None else _clear(y_TD, none_T)
 
 
-def _reads(position_TK: Tensor, weights_TK: Tensor | None,
-           dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
+           complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(row that each choice reads, its weight, bool [T] which tokens have no row); None: all 1, no
     token.
 
     An absent choice reads a row of its own token 0 times, because another's may hold NaN.
     """
     weights_TK = None if weights_TK is None else weights_TK.to(dtype)
+    if complete:
+        return position_TK, weights_TK, None
     here_TK = position_TK >= 0
     if _on_host(position_TK) and bool(here_TK.all()):
         return position_TK, weights_TK, None
@@ -86,62 +95,70 @@ def _on_host(index: Tensor) -> bool:
 
 
 @op
-def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
+def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
+             complete: bool = False) -> Tensor:
     """dw[t, j] = <grad[t], rows[position(t, j)]>, float32 (float64) [T, K]; 0 without a row."""
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
         return torch.zeros(position_TK.shape, dtype=dtype, device=rows_RD.device)
-    index_TK = position_TK.clamp(min=0)
+    index_TK = position_TK if complete else position_TK.clamp(min=0)
     grad_TD = grad_TD.to(dtype)
-    columns = [(rows_RD.index_select(0, index_TK[:, j]).to(dtype) * grad_TD).sum(1)
-               for j in range(index_TK.shape[1])]
-    return torch.stack(columns, dim=1).masked_fill_(position_TK < 0, 0)
+    columns = [(rows_RD.index_select(0, index_T).to(dtype) * grad_TD).sum(1)
+               for index_T in index_TK.unbind(1)]
+    dots_TK = torch.stack(columns, dim=1)
+    return dots_TK if complete else dots_TK.masked_fill_(position_TK < 0, 0)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
+                complete: bool) -> Tensor:
         ctx.save_for_backward(source_R, position_TK)
-        return take_rows(x_TD, source_R, position_TK.shape[1], None)
+        ctx.complete = complete
+        return take_rows(x_TD, source_R, position_TK.shape[1], None, complete)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:
         source_R, position_TK = ctx.saved_tensors
         if wants_graph():
-            return _Sum.apply(grad_RD, source_R, position_TK), None, None
-        return sum_rows(grad_RD.contiguous(), position_TK, None), None, None
+            return _Sum.apply(grad_RD, source_R, position_TK, ctx.complete), None, None, None
+        grad_TD = sum_rows(grad_RD.contiguous(), position_TK, None, ctx.complete)
+        return grad_TD, None, None, None
 
 
 class _Sum(torch.autograd.Function):
     """The adjoint of `_Gather`."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, source_R: Tensor, position_TK: Tensor,
+                complete: bool) -> Tensor:
         ctx.save_for_backward(source_R, position_TK)
-        return sum_rows(rows_RD.contiguous(), position_TK, None)
+        ctx.complete = complete
+        return sum_rows(rows_RD.contiguous(), position_TK, None, complete)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
-        return _Gather.apply(grad_TD, *ctx.saved_tensors), None, None
+        return _Gather.apply(grad_TD, *ctx.saved_tensors, ctx.complete), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
-                position_TK: Tensor) -> Tensor:
+                position_TK: Tensor, complete: bool) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, source_R, position_TK)
-        return sum_rows(rows_RD, position_TK, weights_TK)
+        ctx.complete = complete
+        return sum_rows(rows_RD, position_TK, weights_TK, complete)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
         rows_RD, weights_TK, source_R, position_TK = ctx.saved_tensors
         if wants_graph():
             return *_combine_gradients(grad_TD, rows_RD, weights_TK, source_R,
-                                       position_TK), None, None
+                                       position_TK), None, None, None
         grad_TD = grad_TD.contiguous()
-        grad_rows_RD = take_rows(grad_TD, source_R, position_TK.shape[1], weights_TK)
-        grad_weights_TK = dot_rows(grad_TD, rows_RD, position_TK).to(weights_TK.dtype)
-        return grad_rows_RD, grad_weights_TK, None, None
+        grad_rows_RD = take_rows(grad_TD, source_R, position_TK.shape[1], weights_TK, ctx.complete)
+        dots_TK = dot_rows(grad_TD, rows_RD, position_TK, ctx.complete)
+        return grad_rows_RD, dots_TK.to(weights_TK.dtype), None, None, None
 
 
 class _Weigh(torch.autograd.Function):
@@ -157,7 +174,7 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:
         x_TD, weights_TK, source_R, position_TK = ctx.saved_tensors
         if wants_graph():
-            grad_x_TD = _Combine.apply(grad_RD, weights_TK, source_R, position_TK)
+            grad_x_TD = _Combine.apply(grad_RD, weights_TK, source_R, position_TK, False)
             dots_TK = _row_dots(x_TD, grad_RD, position_TK)
         else:
             grad_RD = grad_RD.contiguous()
@@ -184,8 +201,10 @@ def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
     return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)
 
 
-def at_choices(values_R: Tensor, position_TK: Tensor) -> Tensor:
+def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
     """Values of rows by choice, [T, K] in their dtype; 0 where there is no row."""
+    if complete:
+        return values_R[position_TK]
     if values_R.numel() == 0:
         return values_R.new_zeros(position_TK.shape)
     return values_R[position_TK.clamp(min=0)].masked_fill(position_TK < 0, 0)
@@ -197,7 +216,7 @@ def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, sou
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0
     scale_R = at_rows(weights_TK, source_R)
-    grad_rows_RD = _Gather.apply(grad_TD, source_R, position_TK) * scale_R[:, None].to(
+    grad_rows_RD = _Gather.apply(grad_TD, source_R, position_TK, False) * scale_R[:, None].to(
         grad_TD.dtype)
     return grad_rows_RD, _row_dots(grad_TD, rows_RD, position_TK).to(weights_TK.dtype)
 
@@ -210,12 +229,13 @@ def _row_dots(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     return dots_TK.masked_fill(position_TK < 0, 0)
 
 
-def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
+def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
+                complete: bool = False) -> Tensor:
     """Differentiable: tokens [T, D] into rows [R, D] (Tutel's encode).
 
     The gradient sums each token's rows in choice order.
     """
-    return _Gather.apply(x_TD, source_R, position_TK)
+    return _Gather.apply(x_TD, source_R, position_TK, complete)
 
 
 def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
@@ -227,13 +247,13 @@ def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: 
     return _Weigh.apply(x_TD, weights_TK, source_R, position_TK)
 
 
-def combine_rows(rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
-                 position_TK: Tensor) -> Tensor:
+def combine_rows(rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor,
+                 complete: bool = False) -> Tensor:
     """Differentiable: weighted sums of rows [R, D] into tokens [T, D] (Tutel's decode).
 
     The weights' gradient is a row dot.
     """
-    return _Combine.apply(rows_RD, weights_TK, source_R, position_TK)
+    return _Combine.apply(rows_RD, weights_TK, source_R, position_TK, complete)
 
 
 def permute_rows(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:

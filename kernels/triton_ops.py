@@ -38,6 +38,10 @@ def why_not(*args: Any) -> str | None:
         return "torch.compile fuses the reference itself"
     if not INSTALLED:
         return "triton is not installed: pip install moe-plugin[triton]"
+    # a call's tensors are on one device: the first one settles it on a CPU, without a look at all
+    if args and isinstance(args[0], Tensor) and args[0].device.type == "cpu" \
+            and not _interpreted():
+        return "not on a GPU"
     tensors = [a for a in _flat(args) if isinstance(a, Tensor)]
     if not any(t.is_cuda for t in tensors) and not (tensors and _interpreted()):
         return "not on a GPU"

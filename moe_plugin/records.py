@@ -21,6 +21,7 @@ from moe_plugin.row_counts import RowCounts
 if TYPE_CHECKING:
     from moe_plugin.comm.base import Comm, Exchange
     from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy
+    from moe_plugin.kernels.expert_load import CountedChoices
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Routing:
         ids_TK: int64, expert of each choice; -1: no expert (padding token, choice not taken).
         weights_TK: float32 (float64 for a float64 layer), gate weight of each choice,
             differentiable; 0 where ids_TK = -1.
-        priority_T: float, larger keeps its slot longer under batch-prioritised capacity.
+        priority_T: float, larger keeps its slot longer under batch-prioritised capacity, if any is.
         losses: raw (unweighted) scalar losses by name, differentiable.
         entropy: scalar, mean entropy in nats of the score distribution over real tokens.
         tokens: scalar int64, number of real (unmasked) tokens.
@@ -106,17 +107,19 @@ class Routing:
         router: of several routers the name of the one that decided; None: there is one.
         chosen_TK: int64, the choices before a second-expert policy took some away, -1 for padding;
             None: it took none.
+        counted: the load of the choices, for `kernels.expert_load.known_load`; None: not counted.
     """
 
     ids_TK: Tensor
     weights_TK: Tensor
-    priority_T: Tensor
+    priority_T: Tensor | None
     losses: dict[str, Tensor]
     entropy: Tensor
     tokens: Tensor
     passthrough_T: Tensor | None = None
     router: str | None = None
     chosen_TK: Tensor | None = None
+    counted: CountedChoices | None = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
         """The same routing with dropped choices removed."""
@@ -128,11 +131,9 @@ class KeptRouting:
     """A routing after capacity.
 
     Attributes:
-        routing: with dropped choices removed.
-        slots_TK: int64 [T, K], slot of each choice inside its expert, -1 without an expert; None
-            where nothing is limited.
-        capacity: slots per expert and source rank, the same number on all ranks; None: no limit.
-        before: the routing before anything was dropped.
+        routing: with dropped choices removed. before: the routing before anything was dropped.
+        slots_TK: int64 [T, K], slot of each choice in its expert, -1: none; None: no limit.
+        capacity: slots per expert and source rank, equal on all ranks; None: no limit.
     """
 
     routing: Routing
@@ -243,18 +244,21 @@ class RowPlan:
     Attributes:
         source_R, position_TK: see `kernels.rows`; rows lie expert after expert.
         weights_TK: [T, K] gate weights, differentiable.
-        counts: rows by expert; with fixed slots also the empty ones.
+        counts: rows by expert; with fixed slots also the empty ones. complete: every choice has a
+            row and no slot is empty; False: perhaps not.
     """
 
     source_R: Tensor
     position_TK: Tensor
     weights_TK: Tensor
     counts: RowCounts
+    complete: bool = False
 
     @property
     def token_R(self) -> Tensor:
         """Token of each row, int64 [R]; 0 for an empty slot."""
-        return self.source_R.clamp(min=0) // max(1, self.position_TK.shape[1])
+        choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
+        return choice_R // max(1, self.position_TK.shape[1])
 
 
 @dataclass(frozen=True)
@@ -312,21 +316,18 @@ class LayerStats:
     """What happened in one forward pass on this rank; tensors stay on the device until `as_dict`.
 
     Attributes:
-        load_KE: int64, tokens whose j-th choice is expert e, before dropping.
-        kept_KE: int64, the same after dropping.
+        load_KE, kept_KE: int64, tokens whose j-th choice is expert e, before and after dropping.
         entropy, tokens: as in `Routing`.
         losses: detached raw losses by name.
         bytes_sent: bytes that this rank sent to other ranks in the forward pass: rows out, rows
             back, counts, and parameters where the layout gathers them.
         rows: of this rank's experts, see `DispatchPlan`.
         capacity: slots per expert and source rank; None: dropless.
-        layout: the layout it ran in, e.g. `r=1 d=2 linear auto`.
-        exchanges: all-to-alls of the forward pass, by the algorithm that ran.
+        layout: that it ran in, e.g. `r=1 d=2 linear auto`. exchanges: all-to-alls by algorithm.
         decisions: of the tuner, since the last call (plain values).
         copies: ranks that report these same tokens: a sum over ranks counts them 1/copies each.
         router: as in `Routing`.
-        chosen_KE: int64, as load_KE, before a second-expert policy took choices away; None: it took
-            none.
+        chosen_KE: int64, load_KE before a second-expert policy took choices; None: it took none.
     """
 
     load_KE: Tensor
@@ -366,9 +367,8 @@ class MoEOutput:
     """Result of one `MoELayer` call.
 
     Attributes:
-        output: same shape and dtype as the input.
+        output: same shape and dtype as the input. stats: see `LayerStats`.
         losses: raw losses by name, differentiable; `weighted_loss` adds them up.
-        stats: see `LayerStats`.
     """
 
     output: Tensor

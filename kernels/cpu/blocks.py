@@ -7,21 +7,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Block:
     """Consecutive experts that go through all operations together.
 
-    rows: the block's rows among all. experts: (expert, its rows counted from the block's first).
+    rows: the block's rows among all. experts: those with rows. lengths: rows of each of them.
     """
 
     rows: slice
-    experts: tuple[tuple[int, slice], ...]
+    experts: list[int]
+    lengths: list[int]
 
     @property
     def size(self) -> int:
         """N, rows of the block."""
         return self.rows.stop - self.rows.start
+
+    def of(self, x: Tensor) -> Tensor:
+        """This block's part of all rows along axis 0; `x` itself where the block has them all."""
+        return x if x.shape[0] == self.size else x[self.rows]
+
+    def split(self, x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
+        """x, N long in `axis`, by expert. All views at once: one by one they take as long as the
+        operations of a small expert.
+        """
+        return x.split_with_sizes(self.lengths, axis) if len(self.lengths) > 1 else (x,)
 
 
 def blocks_of(counts: list[int], limit: int) -> list[Block]:
@@ -30,14 +43,18 @@ def blocks_of(counts: list[int], limit: int) -> list[Block]:
     counts: rows of each expert; experts without rows are left out.
     """
     blocks: list[Block] = []
-    start = 0
+    experts: list[int] = []
+    lengths: list[int] = []
+    first = stop = 0
     for expert, count in enumerate(counts):
         if not count:
             continue
-        if not blocks or start + count - blocks[-1].rows.start > limit:
-            blocks.append(Block(slice(start, start), ()))
-        first, experts = blocks[-1].rows.start, blocks[-1].experts
-        here = slice(start - first, start - first + count)
-        start += count
-        blocks[-1] = Block(slice(first, start), (*experts, (expert, here)))
+        if experts and stop + count - first > limit:
+            blocks.append(Block(slice(first, stop), experts, lengths))
+            experts, lengths, first = [], [], stop
+        experts.append(expert)
+        lengths.append(count)
+        stop += count
+    if experts:
+        blocks.append(Block(slice(first, stop), experts, lengths))
     return blocks

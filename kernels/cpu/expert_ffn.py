@@ -44,8 +44,8 @@ class _FFNCall:
     """Arguments of one call that autograd does not differentiate.
 
     counts: rows of each expert. keep: whether backward will run. keep_after: whether it is to find
-    the value after the activation. token_R, source_R, position_TK: see `kernels.rows`; None where x
-    already is rows. main_grad_weights, sums: see `FFNParameters`.
+    the value after the activation. token_R, source_R, position_TK, complete: see `kernels.rows`;
+    None where x already is rows. main_grad_weights, sums: see `FFNParameters`.
     """
 
     counts: list[int]
@@ -59,6 +59,7 @@ class _FFNCall:
     keep_after: bool
     main_grad_weights: Mapping[str, Tensor]
     sums: GradSums
+    complete: bool = False
 
     @property
     def total(self) -> int:
@@ -77,7 +78,9 @@ class _RowBuffer:
 
     def at(self, block: Block) -> Tensor:
         """Rows of one block, [N, width]."""
-        return self.buffer[: block.size] if self.full is None else self.full[block.rows]
+        if self.full is not None:
+            return block.of(self.full)
+        return self.buffer if block.size == self.buffer.shape[0] else self.buffer[:block.size]
 
 
 class _GatheredInput:
@@ -90,8 +93,8 @@ class _GatheredInput:
     def at(self, block: Block) -> Tensor:
         """Rows of one block, [N, width]."""
         if self.into is None:
-            return self.x[block.rows]
-        return torch.index_select(self.x, 0, self.token_R[block.rows], out=self.into.at(block))
+            return block.of(self.x)
+        return torch.index_select(self.x, 0, block.of(self.token_R), out=self.into.at(block))
 
 
 class _Linear:
@@ -109,13 +112,13 @@ class _Linear:
 
         add: the result is added to the values of `out_NO`, and no bias is.
         """
-        for expert, rows in block.experts:
-            y = out_NO[rows]
+        for expert, x, y in zip(block.experts, block.split(x_NI), block.split(out_NO),
+                                strict=True):
             base = y if add else self.b[expert]
             if base is None:
-                torch.mm(x_NI[rows], self.w[expert], out=y)
+                torch.mm(x, self.w[expert], out=y)
             else:
-                torch.addmm(base, x_NI[rows], self.w[expert], out=y)
+                torch.addmm(base, x, self.w[expert], out=y)
         return out_NO
 
 
@@ -127,7 +130,7 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     # an empty slot is a row of zeros, which `gather_rows` makes
-    if plan is not None and bool((plan.source_R < 0).any()):
+    if plan is not None and not plan.complete and bool((plan.source_R < 0).any()):
         return apply_to_rows(lambda rows_RD, counts: fused(rows_RD, counts, p), x, plan)
     counts = rows.host if plan is None else plan.counts.host
     (x, *tensors), redirected = p.operands(x)
@@ -143,7 +146,8 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     if keep:
         sums.expect()
     call = _FFNCall(counts, blocks, act, p.memory, *maps, keep,
-                    keep and not (act.cheap or p.recompute), redirected, sums)
+                    keep and not (act.cheap or p.recompute), redirected, sums,
+                    plan is not None and plan.complete)
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
 
@@ -155,7 +159,9 @@ class _FusedFFN(torch.autograd.Function):
                 b_out: Tensor | None) -> Tensor:
         done = _Forward(call, x, w_in, b_in, w_gate, b_gate, w_out, b_out)
         rows_RD = done.run()
-        y = rows_RD if call.position_TK is None else sum_rows(rows_RD, call.position_TK, gates_TK)
+        y = rows_RD
+        if call.position_TK is not None:
+            y = sum_rows(rows_RD, call.position_TK, gates_TK, call.complete)
         if call.keep:
             ctx.call = call
             outputs_RD = rows_RD if gates_TK is not None and gates_TK.requires_grad else None
@@ -275,7 +281,7 @@ class _Backward:
         self.scale_R1 = self.dots_R = self.dot_terms = None
         if call.token_R is None:
             return
-        self.scale_R1 = self.gates_TK.detach().reshape(-1)[call.source_R].to(dtype)[:, None]
+        self.scale_R1 = self.gates_TK.reshape(-1)[call.source_R].to(dtype)[:, None]
         if need_gates:
             self.dots_R = torch.zeros(call.total, dtype=dtype)
             self.dot_terms = _RowBuffer(call, "dot", grad_y.shape[1], self.dots_R)
@@ -289,12 +295,12 @@ class _Backward:
                 *(made.get(name) for name in WEIGHTS for made in (grads, self.bias_grads)))
 
     def _block(self, block: Block) -> None:
-        grad_ND, h_NF = self._grad_output(block), self.before[block.rows]
+        grad_ND, h_NF = self._grad_output(block), block.of(self.before)
         grad_NF = self.transposed[W_OUT].into(block, grad_ND, self.activation_grad.at(block))
         a_NF = self._activation(block, h_NF)
         inner_NF, grads = a_NF, {W_IN: grad_NF}
         if self.up is not None:
-            up_NF = self.up[block.rows]
+            up_NF = block.of(self.up)
             grads = {
                 W_IN: torch.mul(grad_NF, a_NF, out=self.up_grad.at(block)),
                 W_GATE: grad_NF.mul_(up_NF)
@@ -306,7 +312,7 @@ class _Backward:
 
     def _activation(self, block: Block, h_NF: Tensor) -> Tensor:
         if self.after is not None:
-            return self.after[block.rows]
+            return block.of(self.after)
         a_NF = self.recomputed_act.at(block)
         self.call.act.into(h_NF, a_NF)
         return a_NF
@@ -317,21 +323,24 @@ class _Backward:
         if self.scale_R1 is None:
             return grad_ND
         if self.dots_R is not None:
-            terms_ND = torch.mul(grad_ND.to(self.dots_R.dtype), self.outputs_RD[block.rows],
+            terms_ND = torch.mul(grad_ND.to(self.dots_R.dtype), block.of(self.outputs_RD),
                                  out=self.dot_terms.at(block))
-            torch.sum(terms_ND, 1, out=self.dots_R[block.rows])
-        return torch.mul(grad_ND, self.scale_R1[block.rows], out=grad_ND)
+            torch.sum(terms_ND, 1, out=block.of(self.dots_R))
+        return torch.mul(grad_ND, block.of(self.scale_R1), out=grad_ND)
 
     def _add_weight_grads(self, name: str, block: Block, x_NI: Tensor | None,
                           grad_NO: Tensor) -> None:
         """Gradients of one matrix and its bias, where needed."""
+        if name not in self.grads and name not in self.bias_into:
+            return
+        grads = block.split(grad_NO)
         if name in self.bias_into:
-            for expert, rows in block.experts:
-                torch.sum(grad_NO[rows], 0, out=self.bias_into[name][expert])
+            for expert, grad in zip(block.experts, grads, strict=True):
+                torch.sum(grad, 0, out=self.bias_into[name][expert])
         if name in self.grads:
-            x_IN = x_NI.t()
-            for expert, rows in block.experts:
-                self.grads[name].add_matmul(expert, x_IN[:, rows], grad_NO[rows])
+            for expert, x_IM, grad in zip(block.experts, block.split(x_NI.t(), 1), grads,
+                                          strict=True):
+                self.grads[name].add_matmul(expert, x_IM, grad)
 
     def _input_side(self, block: Block, grads: dict[str, Tensor]) -> None:
         """Gradients of the first matmuls' weights and biases, and of the rows."""
@@ -345,9 +354,10 @@ class _Backward:
     def _grad_x(self) -> Tensor | None:
         if self.grad_rows is None or self.call.position_TK is None:
             return None if self.grad_rows is None else self.grad_rows.full
-        return sum_rows(self.grad_rows.full, self.call.position_TK, None)
+        return sum_rows(self.grad_rows.full, self.call.position_TK, None, self.call.complete)
 
     def _grad_gates(self) -> Tensor | None:
         if self.dots_R is None:
             return None
-        return at_choices(self.dots_R, self.call.position_TK).to(self.gates_TK.dtype)
+        dots_TK = at_choices(self.dots_R, self.call.position_TK, self.call.complete)
+        return dots_TK.to(self.gates_TK.dtype)

@@ -11,17 +11,49 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_plugin.kernels.gpu.common import INTERPRETED
+from moe_plugin.kernels.router import Rule
 
 EPS = torch.finfo(torch.float32).eps
 
 
 @triton.jit
-def top_k_kernel(logits, mask, chosen, ids, weights, lse_out, importance, sums, tokens, experts,
-                 K: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
-                 BT: tl.constexpr, BE: tl.constexpr):
-    """importance: [programs, E], sums: [programs, 2] (z, entropy): partial sums.
+def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr,
+                   BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
+    """The scores of each token's best groups of experts; -inf elsewhere."""
+    size = experts // GROUPS
+    g = tl.arange(0, BG)
+    scores = tl.full([BT, BG], -float("inf"), tl.float32)
+    for number in range(GROUPS):
+        mine = ((e // size == number) & (e < experts))[None, :]
+        total = tl.zeros([BT], tl.float32)
+        if BEST == 0:  # all of them
+            total += tl.sum(tl.where(mine, left, 0.0), 1)
+        else:
+            rest = tl.where(mine, left, -float("inf"))
+            for _ in range(BEST):
+                largest = tl.max(rest, 1)
+                first = tl.min(tl.where(rest == largest[:, None], e[None, :], BE), 1)
+                total += largest
+                rest = tl.where(e[None, :] == first[:, None], -float("inf"), rest)
+        scores = tl.where(g[None, :] == number, total[:, None], scores)
+    allowed = tl.zeros([BT, BE], tl.int32)
+    for _ in range(TAKE):
+        largest = tl.max(scores, 1)
+        best = tl.min(tl.where(scores == largest[:, None], g[None, :], BG), 1)
+        scores = tl.where(g[None, :] == best[:, None], -float("inf"), scores)
+        allowed = tl.where((e // size)[None, :] == best[:, None], 1, allowed)
+    return tl.where(allowed != 0, left, -float("inf"))
 
-    The caller adds them in a fixed order.
+
+@triton.jit
+def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, importance, sums, tokens,
+                 experts, K: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr,
+                 BIASED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
+                 GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr, EPS: tl.constexpr,
+                 BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
+    """importance: [programs, E], sums: [programs, 2] (z, p log p): partial sums.
+
+    The caller adds them in a fixed order. BEST: scores that count for a group, 0: all.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
@@ -33,16 +65,28 @@ def top_k_kernel(logits, mask, chosen, ids, weights, lse_out, importance, sums, 
     top = tl.max(x, 1)
     grown = tl.exp(x - top[:, None])
     total = tl.sum(grown, 1)
-    p = grown / total[:, None]
     lse = top + tl.log(total)
-    real = tl.load(mask + t, mask=t < tokens, other=0).to(tl.float32)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-x))
+        p = score / tl.maximum(tl.sum(score, 1), EPS)[:, None]
+    else:
+        score = grown / total[:, None]
+        p = score
+    real = (t < tokens).to(tl.float32)
+    if MASKED:
+        real = tl.load(mask + t, mask=t < tokens, other=0).to(tl.float32)
     tl.store(lse_out + t, lse, mask=t < tokens)
     tl.store(importance + tl.program_id(0) * experts + e, tl.sum(p * real[:, None], 0), mask=e
              < experts)
     tl.store(sums + tl.program_id(0) * 2, tl.sum(real * lse * lse, 0))
-    spread = tl.sum(p * tl.where(p > 0, x, 0.0), 1)
-    tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(real * (lse - spread), 0))
-    left = tl.where((e < experts)[None, :], p, -1.0)
+    spread = tl.sum(p * tl.log(tl.where(p > 0, p, 1.0)), 1)
+    tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(real * spread, 0))
+    left = score
+    if BIASED:
+        left += tl.load(bias + e, mask=e < experts, other=0.0).to(tl.float32)[None, :]
+    left = tl.where((e < experts)[None, :], left, -float("inf"))
+    if GROUPS > 0:
+        left = in_best_groups(left, e, experts, GROUPS, TAKE, BEST, BT, BE, BG)
     order = tl.full([BT, BE], -1, tl.int32)  # which choice an expert is
     chosen_sum = tl.zeros([BT], tl.float32)
     for j in range(K):
@@ -53,8 +97,8 @@ def top_k_kernel(logits, mask, chosen, ids, weights, lse_out, importance, sums, 
             # of equal scores the lower index
             best = tl.min(tl.where(left == largest[:, None], e[None, :], BE), 1)
         hit = e[None, :] == best[:, None]
-        value = tl.sum(tl.where(hit, p, 0.0), 1)
-        left = tl.where(hit, -2.0, left)
+        value = tl.sum(tl.where(hit, score, 0.0), 1)
+        left = tl.where(hit, -float("inf"), left)
         order = tl.where(hit, j, order)
         chosen_sum += value
         tl.store(ids + t * K + j, best.to(tl.int64), mask=t < tokens)
@@ -62,41 +106,65 @@ def top_k_kernel(logits, mask, chosen, ids, weights, lse_out, importance, sums, 
             tl.store(weights + t * K + j, value, mask=t < tokens)
     if NORMALIZE:
         for j in range(K):
-            value = tl.sum(tl.where(order == j, p, 0.0), 1)
+            value = tl.sum(tl.where(order == j, score, 0.0), 1)
             tl.store(weights + t * K + j, value / tl.maximum(chosen_sum, EPS), mask=t < tokens)
 
 
 @triton.jit
 def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad_importance, grad_z,
-                          out, tokens, experts, K: tl.constexpr, NORMALIZE: tl.constexpr,
+                          out, tokens, experts, K: tl.constexpr, MASKED: tl.constexpr,
+                          OF_WEIGHTS: tl.constexpr, OF_IMPORTANCE: tl.constexpr,
+                          OF_Z: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
                           EPS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr):
     """See route_top_k_backward."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     inside = ((t < tokens)[:, None] & (e < experts)[None, :]) != 0
     at = t.to(tl.int64)[:, None] * experts + e[None, :]
+    x = tl.load(logits + at, mask=inside, other=-float("inf"))
     lse = tl.load(lse_in + t, mask=t < tokens, other=0.0)
-    p = tl.exp(tl.load(logits + at, mask=inside, other=-float("inf")) - lse[:, None])
-    real = tl.load(mask + t, mask=t < tokens, other=0).to(tl.float32)
-    g = real[:, None] * tl.load(grad_importance + e, mask=e < experts, other=0.0)[None, :]
-    pull = tl.zeros([BT], tl.float32)
-    total = tl.zeros([BT], tl.float32)
-    if NORMALIZE:
+    soft = tl.exp(x - lse[:, None])
+    score = soft
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-x))
+    real = (t < tokens).to(tl.float32)
+    if MASKED:
+        real = tl.load(mask + t, mask=t < tokens, other=0).to(tl.float32)
+    g = tl.zeros([BT, BE], tl.float32)
+    if OF_IMPORTANCE:
+        p = score
+        if SIGMOID:
+            p = score / tl.maximum(tl.sum(score, 1), EPS)[:, None]
+        pull = p * tl.load(grad_importance + e, mask=e < experts, other=0.0)[None, :]
+        g += real[:, None] * (pull - p * tl.sum(pull, 1)[:, None])
+        if SIGMOID:
+            g *= 1.0 - score
+    if OF_WEIGHTS:
+        total = tl.zeros([BT], tl.float32)  # of the chosen scores
+        pulled = tl.zeros([BT], tl.float32)  # sum of weight times its gradient
         for j in range(K):
             best = tl.load(ids + t * K + j, mask=t < tokens, other=0).to(tl.int32)
-            total += tl.sum(tl.where(e[None, :] == best[:, None], p, 0.0), 1)
             gw = tl.load(grad_weights + t * K + j, mask=t < tokens, other=0.0)
-            pull += gw * tl.load(weights + t * K + j, mask=t < tokens, other=0.0)
-        pull = tl.where(total > EPS, pull, 0.0)
-        total = tl.maximum(total, EPS)
-    else:
-        total += 1.0
-    for j in range(K):
-        best = tl.load(ids + t * K + j, mask=t < tokens, other=0).to(tl.int32)
-        gw = tl.load(grad_weights + t * K + j, mask=t < tokens, other=0.0)
-        g += tl.where(e[None, :] == best[:, None], ((gw - pull) / total)[:, None], 0.0)
-    inner = tl.sum(p * g, 1)
-    g = p * (g - inner[:, None] + (real * 2.0 * tl.load(grad_z) * lse)[:, None])
+            total += tl.sum(tl.where(e[None, :] == best[:, None], score, 0.0), 1)
+            pulled += gw * tl.load(weights + t * K + j, mask=t < tokens, other=0.0)
+        shared = tl.zeros([BT], tl.float32)  # what a sum that is a divisor takes back
+        outside = pulled  # what a softmax takes back from all logits
+        if NORMALIZE:
+            shared = tl.where(total > EPS, pulled, 0.0)
+            outside = tl.where(total > EPS, 0.0, pulled)
+        for j in range(K):
+            best = tl.load(ids + t * K + j, mask=t < tokens, other=0).to(tl.int32)
+            gw = tl.load(grad_weights + t * K + j, mask=t < tokens, other=0.0)
+            w = tl.load(weights + t * K + j, mask=t < tokens, other=0.0)
+            here = w * (gw - shared)
+            value = tl.broadcast_to(here[:, None], [BT, BE])
+            if SIGMOID:
+                value = value * (1.0 - score)
+            g += tl.where(e[None, :] == best[:, None], value, 0.0)
+        if not SIGMOID:
+            g -= score * outside[:, None]
+    if OF_Z:
+        g += soft * (real * 2.0 * tl.load(grad_z) * lse)[:, None]
     tl.store(out + at, g, mask=inside)
 
 
@@ -105,10 +173,10 @@ def _tile(experts: int) -> tuple[int, int]:
     return max(1, min(128, (1 << 17 if INTERPRETED else 1024) // columns)), columns
 
 
-def route_top_k(logits_TE: Tensor, mask_T: Tensor, chosen_TK: Tensor | None, k: int,
-                normalize: bool) -> tuple[Tensor, ...]:
+def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | None,
+                bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, ...]:
     """See `moe_plugin.kernels.router.route_top_k`."""
-    (tokens, experts), device = logits_TE.shape, logits_TE.device
+    (tokens, experts), device, k = logits_TE.shape, logits_TE.device, rule.k
     bt, be = _tile(experts)
     programs = triton.cdiv(tokens, bt)
     ids_TK = torch.empty(tokens, k, dtype=torch.int64, device=device)
@@ -116,25 +184,35 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor, chosen_TK: Tensor | None, k: 
     importance_PE, sums_P2 = torch.empty(programs, experts,
                                          device=device), torch.empty(programs, 2, device=device)
     if programs:
-        given = ids_TK if chosen_TK is None else chosen_TK.contiguous()
-        top_k_kernel[(programs,)](logits_TE.contiguous(), mask_T.contiguous(), given, ids_TK,
-                                  weights_TK, lse_T, importance_PE, sums_P2, tokens, experts, k,
-                                  chosen_TK is not None, normalize, EPS, bt, be)
-    z, entropy = sums_P2.sum(0).unbind(0)
-    return ids_TK, weights_TK, lse_T, importance_PE.sum(0), z, entropy
+        best = 0 if rule.groups and rule.best >= experts // rule.groups else rule.best
+        top_k_kernel[(programs,)](
+            logits_TE.contiguous(), _pointer(mask_T, logits_TE), _pointer(chosen_TK, ids_TK),
+            _pointer(bias_E, logits_TE), ids_TK, weights_TK, lse_T, importance_PE, sums_P2, tokens,
+            experts, k, mask_T is not None, chosen_TK is not None, bias_E is not None,
+            rule.normalize, rule.sigmoid, rule.groups, rule.take, best, EPS, bt, be,
+            triton.next_power_of_2(max(1, rule.groups)))
+    z, p_log_p = sums_P2.sum(0).unbind(0)
+    return ids_TK, weights_TK, lse_T, importance_PE.sum(0), z, p_log_p
 
 
-def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor, ids_TK: Tensor, weights_TK: Tensor,
-                         lse_T: Tensor, grad_weights_TK: Tensor, grad_importance_E: Tensor,
-                         grad_z: Tensor, normalize: bool) -> Tensor:
+def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tensor,
+                         weights_TK: Tensor, lse_T: Tensor, grad_weights_TK: Tensor | None,
+                         grad_importance_E: Tensor | None, grad_z: Tensor | None, rule: Rule,
+                         sure: bool) -> Tensor:
     """See `moe_plugin.kernels.router.route_top_k_backward`."""
     (tokens, experts), k = logits_TE.shape, ids_TK.shape[1]
     out_TE = torch.empty(tokens, experts, device=logits_TE.device)
     bt, be = _tile(experts)
     if tokens:
-        top_k_backward_kernel[(triton.cdiv(
-            tokens, bt),)](logits_TE.contiguous(), mask_T.contiguous(), ids_TK, weights_TK, lse_T,
-                           grad_weights_TK.contiguous(), grad_importance_E.contiguous(),
-                           grad_z.reshape(1).contiguous(), out_TE, tokens, experts, k, normalize,
-                           EPS, bt, be)
+        grads = grad_weights_TK, grad_importance_E, grad_z
+        top_k_backward_kernel[(triton.cdiv(tokens, bt),)](
+            logits_TE.contiguous(), _pointer(mask_T, logits_TE), ids_TK.contiguous(),
+            weights_TK.contiguous(), lse_T, *(_pointer(g, logits_TE) for g in grads), out_TE,
+            tokens, experts, k, mask_T is not None, *(g is not None for g in grads),
+            rule.normalize, rule.sigmoid, EPS, bt, be)
     return out_TE
+
+
+def _pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """`tensor`, contiguous; a kernel's unused pointer argument also needs some tensor."""
+    return stand_in if tensor is None else tensor.reshape(-1).contiguous()

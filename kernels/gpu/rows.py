@@ -74,7 +74,8 @@ def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl
         tl.store(out + t * K + j, total, mask=t < tokens)
 
 
-def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None) -> Tensor:
+def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
+              complete: bool = False) -> Tensor:
     """See `moe_plugin.kernels.rows.take_rows`."""
     rows, width = source_R.numel(), x_TD.shape[1]
     out_RD = x_TD.new_empty(rows, width)
@@ -88,7 +89,8 @@ def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | N
     return out_RD
 
 
-def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
+             complete: bool = False) -> Tensor:
     """See `moe_plugin.kernels.rows.sum_rows`."""
     (tokens, k), width = position_TK.shape, rows_RD.shape[1]
     out_TD = rows_RD.new_empty(tokens, width)
@@ -102,7 +104,8 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) ->
     return out_TD
 
 
-def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
+def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
+             complete: bool = False) -> Tensor:
     """See `moe_plugin.kernels.rows.dot_rows`."""
     (tokens, k), width = position_TK.shape, rows_RD.shape[1]
     out_TK = torch.empty(tokens, k, dtype=torch.float32, device=rows_RD.device)

@@ -18,6 +18,7 @@ from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.kernels import Groups, kernels, quantize_fp8
 from moe_plugin.kernels.fp8 import BLOCK
 from moe_plugin.kernels.fp8_products import quantize_weights_fp8
+from moe_plugin.kernels.router import Rule
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,10 @@ def work_list(problem: Problem) -> Iterator[Work]:
     data = make_data(problem)
     logits_TE = data.x_TD.float() @ data.router_ED.float().t()
     mask_T = torch.ones(problem.tokens, dtype=torch.bool, device=problem.device)
-    routed = kernels.get("route_top_k").implementation("torch")(logits_TE, mask_T, None,
-                                                                problem.top_k, True)
+    rule = Rule(problem.top_k, normalize=True)
+    routed = kernels.get("route_top_k").implementation("torch")(logits_TE, mask_T, None, None, rule)
     plan = exact_rows(routed[0], routed[1], problem.experts)
-    yield from _routing(problem, logits_TE, mask_T, routed)
+    yield from _routing(problem, rule, logits_TE, mask_T, routed)
     rows_RD = data.x_TD.repeat_interleave(problem.top_k, 0)
     yield from _rows(problem, data, rows_RD, plan)
     yield from _products(problem, data, rows_RD, plan)
@@ -120,13 +121,13 @@ def _size(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def _routing(p: Problem, logits_TE: Tensor, mask_T: Tensor,
+def _routing(p: Problem, rule: Rule, logits_TE: Tensor, mask_T: Tensor,
              routed: tuple[Tensor, ...]) -> Iterator[Work]:
     ids, weights, lse, importance, z, _ = routed
-    yield Work("route_top_k", (logits_TE, mask_T, None, p.top_k, True),
+    yield Work("route_top_k", (logits_TE, mask_T, None, None, rule),
                _size(logits_TE, mask_T, ids, weights, lse))
     yield Work("route_top_k_backward",
-               (logits_TE, mask_T, ids, weights, lse, weights, importance, z, True),
+               (logits_TE, mask_T, ids, weights, lse, weights, importance, z, rule, True),
                2 * _size(logits_TE) + _size(ids, weights, weights, lse))
     yield Work("running_count", (ids.reshape(-1), p.experts), 2 * _size(ids))
 

@@ -88,7 +88,7 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
                 candidates[name] = stack.enter_context(peers.get(name)(problem, data))
             except UnsupportedProblem as reason:
                 refused[name] = str(reason)
-        errors = _agreement(candidates, data, problem)
+        errors = agreement(candidates, data, problem)
         steps = {
             n: training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
                              data.grad_TD) for n, c in candidates.items()
@@ -127,8 +127,12 @@ def _warm_up(problem: Problem, data: Data) -> None:
     ours(problem, data).forward(data.x_TD)
 
 
-def _agreement(candidates: dict[str, Candidate], data: Data,
-               problem: Problem) -> dict[str, float | None]:
+def agreement(candidates: dict[str, Candidate], data: Data,
+              problem: Problem) -> dict[str, float | None]:
+    """Relative distance of each candidate's output from ours; None: it computes something else.
+
+    Raises: ValueError: an output that is not ours.
+    """
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, candidate in candidates.items():

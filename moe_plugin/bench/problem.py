@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -115,6 +115,15 @@ class Data:
             "w_out_LFD": self.w_out_LFD
         }
         return {name: value for name, value in found.items() if value is not None}
+
+    def local(self, rank: int, ranks: int) -> Data:
+        """The same with the experts of one of `ranks` ranks alone."""
+
+        def own(w_LIO: Tensor | None) -> Tensor | None:
+            return None if w_LIO is None else w_LIO.chunk(ranks)[rank]
+
+        return replace(self, w_in_LDF=own(self.w_in_LDF), w_gate_LDF=own(self.w_gate_LDF),
+                       w_out_LFD=own(self.w_out_LFD))
 
 
 def make_data(problem: Problem) -> Data:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.bench.chips import GPU
+from moe_plugin.bench.host import HostReport
 from moe_plugin.bench.kernels import KernelReport
 from moe_plugin.bench.layer import LayerReport
 from moe_plugin.bench.problem import Problem
@@ -66,6 +67,27 @@ def layer_table(report: LayerReport) -> str:
     ]
     refused = "".join(f"\nnot measured: {name}: {why}" for name, why in report.refused.items())
     head = f"{report.problem.label()}, {report.problem.device}, {report.threads} threads"
+    return f"{head}\n\n{table(header, rows)}{refused}"
+
+
+def host_table(report: HostReport) -> str:
+    """A row per candidate: processor time and operations of one call."""
+    steps = {r.name: r.step_us for r in report.results}
+
+    def of_megatron(us: float) -> str:
+        return f"{us / steps['megatron']:.2f}" if "megatron" in steps else "?"
+
+    rows = [[
+        r.name, f"{r.forward_us:.0f}", f"{r.step_us:.0f}", f"{r.step_min_us:.0f}",
+        of_megatron(r.step_us), str(r.forward_ops), str(r.backward_ops), r.note
+    ] for r in report.results]
+    header = [
+        "layer", "forward, us", "forward + backward, us", "least", "of megatron's",
+        "operations forward", "backward", "note"
+    ]
+    refused = "".join(f"\nnot measured: {name}: {why}" for name, why in report.refused.items())
+    head = (f"{report.problem.label()}, expert-parallel ranks: {report.ranks}; load average "
+            f"{report.load[0]:g} before, {report.load[1]:g} after")
     return f"{head}\n\n{table(header, rows)}{refused}"
 
 

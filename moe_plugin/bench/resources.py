@@ -81,9 +81,9 @@ def _row_kernels() -> Iterator[Case]:
     yield Case("dot", "dot_kernel", "rows", (X, X, I64, F32, "i32"),
                {"WIDTH": 4096, "K": 8, "BT": 4, "BD": 1024})
     yield Case("histogram", "histogram_kernel", "running_count", (I64, I32, "i32", "i32"),
-               {"BLOCK": 1024})
+               {"BLOCK": 256})
     yield Case("rank", "rank_kernel", "running_count", (I64, I32, I64, "i32", "i32"),
-               {"BLOCK": 1024})
+               {"BLOCK": 256, "STEP": 32})
     yield Case("chunks", "chunk_kernel", "layout", (X, X, "i32", "i32", "i32"), {"BLOCK": 2048})
     for name in ("write_pages", "read_pages"):
         kernel = f"{name.removesuffix('_pages')}_kernel"
@@ -100,12 +100,14 @@ def _row_kernels() -> Iterator[Case]:
                {"BT": 64, "BL": 64})
     for experts, tile in ((64, 16), (512, 2)):
         yield Case(f"top k of {experts}", "top_k_kernel", "router",
-                   (F32, "*i1", I64, I64, F32, F32, F32, F32, "i32", "i32"),
-                   {"K": 8, "GIVEN": False, "NORMALIZE": True, "EPS": 1e-7, "BT": tile,
-                    "BE": experts})
+                   (F32, "*i1", I64, F32, I64, F32, F32, F32, F32, "i32", "i32"),
+                   {"K": 8, "MASKED": True, "GIVEN": False, "BIASED": True, "NORMALIZE": True,
+                    "SIGMOID": True, "GROUPS": 8, "TAKE": 4, "BEST": 2, "EPS": 1e-7, "BT": tile,
+                    "BE": experts, "BG": 8})
         yield Case(f"top k of {experts}, backward", "top_k_backward_kernel", "router",
                    (F32, "*i1", I64, F32, F32, F32, F32, F32, F32, "i32", "i32"),
-                   {"K": 8, "NORMALIZE": True, "EPS": 1e-7, "BT": tile, "BE": experts})
+                   {"K": 8, "MASKED": True, "OF_WEIGHTS": True, "OF_IMPORTANCE": True, "OF_Z": True,
+                    "NORMALIZE": True, "SIGMOID": True, "EPS": 1e-7, "BT": tile, "BE": experts})
     yield Case("bias grad", "bias_grad_kernel", "weight_grads",
                (X, I64, F32, X, I32, I64, "i32"),
                {"GATHER": True, "SCALED": True, "BR": 64, "BO": 128})

@@ -42,6 +42,8 @@ COMMANDS = {
         "layer": Command("our layer and its peers: time, ratio to the GEMM bound, memory",
                          "bench_layer"),
         "kernels": Command("each operation, its reference and its bound", "bench_kernels"),
+        "host": Command("what a layer costs the host: processor time and operations of a call",
+                        "bench_host"),
         "all-to-all": Command("all-to-all algorithms by message size", "bench_all_to_all"),
         "train": Command("whole training steps of our layer and the framework's own",
                          "bench_train"),

@@ -26,7 +26,7 @@ class ExchangeDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, plan: ExchangePlan,
                  anchor: Tensor | None) -> Iterable[ExpertRows]:
         """See `Dispatcher`."""
-        rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK)
+        rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK, plan.complete)
         background = self.overlap.background and not torch.compiler.is_compiling()
         if len(plan.pieces) == 1 and not background:
             piece = plan.pieces[0]
@@ -53,7 +53,8 @@ class ExchangeDispatcher(Dispatcher):
 
     def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
         """Each token's rows weighted and summed, [T, D]."""
-        return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK)
+        return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK,
+                            plan.complete)
 
     @property
     def sharers(self) -> int:

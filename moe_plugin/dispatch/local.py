@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, fixed_slots
 from moe_plugin.dispatch.rows import device_rows, exact_rows, slot_rows
+from moe_plugin.kernels.expert_load import known_load
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, RowPlan
 
 
@@ -49,7 +50,7 @@ class LocalDispatcher(Dispatcher):
         on_host = routing.ids_TK.device.type == "cpu" and not torch.compiler.is_compiling()
         slots = fixed_slots(kept) if self.traits.fixed_slots else None
         if slots is None or on_host:
-            rows = exact_rows(routing.ids_TK, routing.weights_TK, experts)
+            rows = exact_rows(routing.ids_TK, routing.weights_TK, experts, *known_load(routing))
         else:
             rows = slot_rows(routing.ids_TK, routing.weights_TK, *slots, experts)
         return TokenPlan(rows.counts.total, rows)

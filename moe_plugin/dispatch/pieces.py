@@ -71,6 +71,7 @@ class ExchangePlan(DispatchPlan):
         weights_TK: [T, K*r] gate weights, differentiable.
         pieces: in the order in which they travel.
         even: every rank sends every rank the same number of rows, in each piece.
+        complete: every choice has a row and no slot is empty; False: perhaps not.
     """
 
     source_N: Tensor
@@ -78,6 +79,7 @@ class ExchangePlan(DispatchPlan):
     weights_TK: Tensor
     pieces: tuple[Piece, ...]
     even: bool
+    complete: bool = False
 
 
 def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tensor,
@@ -92,7 +94,9 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
     """
     # with borrowed experts these are more than a rank stores
     cut = cut_of(overlap.cut, overlap.pieces, place.comm.size, len(send_WL[0]))
-    source_N = order_N[:sum(map(sum, send_WL))]
+    total = sum(map(sum, send_WL))
+    complete = total == order_N.numel()
+    source_N = order_N if complete else order_N[:total]
     send_PWL = cut.parts(send_WL, place.comm.rank, True)
     recv_PWL = cut.parts(recv_WL, place.comm.rank, False)
     if cut.pieces > 1:
@@ -101,7 +105,8 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
         _ragged_piece(send, recv, ids_TK.device, piece in cut.local)
         for piece, (send, recv) in enumerate(zip(send_PWL, recv_PWL, strict=True)))
     rows = sum(map(sum, recv_WL))
-    return ExchangePlan(rows, source_N, positions(source_N, ids_TK), weights_TK, pieces, False)
+    position_TK = positions(source_N, ids_TK, complete)
+    return ExchangePlan(rows, source_N, position_TK, weights_TK, pieces, False, complete)
 
 
 def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,

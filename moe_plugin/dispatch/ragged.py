@@ -10,6 +10,7 @@ from moe_plugin.dispatch.cuts import CUTS
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
 from moe_plugin.dispatch.rows import sort_by_expert
+from moe_plugin.kernels.expert_load import known_load
 from moe_plugin.records import KeptRouting
 
 
@@ -24,7 +25,8 @@ class RaggedDispatcher(ExchangeDispatcher):
         """See `Dispatcher`. One exchange of counts, and one copy of them from device to host."""
         place = self.placement
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
-        order_N, send_V = sort_by_expert(ids_TK, place.virtual)
+        known = known_load(kept.routing) if place.shards == 1 else ()
+        order_N, send_V = sort_by_expert(ids_TK, place.virtual, *known)
         recv_V = place.comm.all_to_all(send_V)
         counts_2V = torch.stack([send_V, recv_V]).view(2, place.comm.size, place.local)
         send_WL, recv_WL = counts_2V.tolist()

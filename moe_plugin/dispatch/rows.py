@@ -14,18 +14,27 @@ from moe_plugin.records import Placement, Routing, RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
-def sort_by_expert(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
+                   complete: bool = False) -> tuple[Tensor, Tensor]:
     """(choices by expert, those without one last, int64 [T*K]; choices of each expert, int64 [E]).
 
-    ids_TK: int64 [T, K], -1: no expert. Within an expert choices stay in token order.
+    ids_TK: int64 [T, K], -1: no expert. Within an expert choices stay in token order. load_KE,
+    complete: see `known_load`; None: counted here.
     """
-    ids_N = ids_TK.reshape(-1)
-    key_N = torch.where(ids_N < 0, experts, ids_N)
-    return torch.argsort(key_N, stable=True), expert_load(ids_TK, experts)
+    key_N = ids_TK.reshape(-1)
+    if not complete:
+        key_N = torch.where(key_N < 0, experts, key_N)
+    count_E = expert_load(ids_TK, experts) if load_KE is None else load_KE.sum(0)
+    return torch.argsort(key_N, stable=True), count_E
 
 
-def positions(source_N: Tensor, ids_TK: Tensor) -> Tensor:
-    """The row of each choice, int64 [T, K]; -1: none. The inverse of source_N, int64 [N]."""
+def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tensor:
+    """The row of each choice, int64 [T, K]; -1: none. The inverse of source_N, int64 [N].
+
+    complete: every choice has a row.
+    """
+    if complete:
+        return inverse_permutation(source_N).view(ids_TK.shape)
     position_N = torch.full((ids_TK.numel(),), -1, dtype=torch.int64, device=ids_TK.device)
     position_N.index_copy_(0, source_N, torch.arange(source_N.numel(), device=ids_TK.device))
     return position_N.view(ids_TK.shape)
@@ -46,15 +55,19 @@ def inverse_permutation(order_R: Tensor) -> Tensor:
         0, order_R, torch.arange(order_R.numel(), device=order_R.device))
 
 
-def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
+def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor | None = None,
+               complete: bool = False) -> RowPlan:
     """Every chosen (token, expert) pair is one row, sorted by expert. Reads the counts on the host.
 
-    ids_TK: int64 [T, K], -1: no row. weights_TK: [T, K] gate weights.
+    ids_TK: int64 [T, K], -1: no row. weights_TK: [T, K] gate weights. load_KE, complete: see
+    `sort_by_expert`.
     """
-    order_N, count_E = sort_by_expert(ids_TK, experts)
+    order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
     counts = RowCounts(count_E.tolist())
-    source_R = order_N[:counts.total]
-    return RowPlan(source_R, positions(source_R, ids_TK), weights_TK, counts)
+    complete = counts.total == order_N.numel()
+    source_R = order_N if complete else order_N[:counts.total]
+    position_TK = positions(source_R, ids_TK, complete)
+    return RowPlan(source_R, position_TK, weights_TK, counts, complete)
 
 
 def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:

@@ -42,7 +42,8 @@ class TokenEntry:
             ValueError: shapes or dtypes that do not fit.
         """
         self._check(x, token_mask, dtype)
-        x_TD, info = x.reshape(-1, x.shape[-1]), (info or TokenInfo()).flat()
+        x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        info = TokenInfo() if info is None else info.flat()
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         count = x_TD.shape[0]
         if self.sharing is not None:
@@ -58,7 +59,7 @@ class TokenEntry:
         if self.sharing is not None:
             y_TD = gather(y_TD, self.sharing)[:tokens.count]
             losses = {name: sum_parts(part, self.sharing) for name, part in losses.items()}
-        return y_TD.view(tokens.shape), losses
+        return y_TD if y_TD.shape == tokens.shape else y_TD.view(tokens.shape), losses
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """S1: sum gradients of these parameters, all but the experts', over the sharing ranks.

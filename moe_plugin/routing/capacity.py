@@ -145,11 +145,11 @@ def drop(routing: Routing, slots_TK: Tensor, limit: int | None, normalize_after:
         limit: slots per expert and source rank; None: no limit.
         normalize_after: divide the remaining weights by their sum (top_k > 1).
     """
+    if limit is None and not normalize_after:
+        return routing
     keep_TK = routing.ids_TK >= 0
     if limit is not None:
         keep_TK = keep_TK & (slots_TK < limit)
-    elif not normalize_after:
-        return routing
     weights_TK = routing.weights_TK * keep_TK
     if normalize_after and weights_TK.shape[1] > 1:
         tiny = torch.finfo(weights_TK.dtype).eps

@@ -32,7 +32,7 @@ class LossInputs:
         probs_TE: scores, rows sum to 1. With `routed` only its shape and dtype are read.
         clean_probs_TE: scores without noise.
         ids_TK: int64, chosen experts (all k, before policies and capacity), -1: none.
-        mask_T: bool, True = real token.
+        mask_T: bool, True = real token; None: all are.
         noise: standard deviation of the logit noise (already divided by E), 0 without noise.
         comm: ranks that share the batch's tokens; None: this rank has them all.
         sequence_T: int64 in 0..sequences-1, sequence of each token, for `sequence`.
@@ -50,7 +50,7 @@ class LossInputs:
     probs_TE: Tensor
     clean_probs_TE: Tensor
     ids_TK: Tensor
-    mask_T: Tensor
+    mask_T: Tensor | None
     noise: float
     comm: Comm | None = None
     sequence_T: Tensor | None = None
@@ -60,41 +60,79 @@ class LossInputs:
     penalty_E: Tensor | None = None
     step_load_E: Tensor | None = None
     routed: Routed | None = None
-    # of `count`; not cached_property, whose lock all instances (ranks as threads) share up to 3.11
-    _count: Tensor | None = field(default=None, init=False, repr=False)
+    # of `count` and `own_load_KE`; not cached_property, whose lock all instances (ranks as threads)
+    # share up to 3.11
+    _count: Tensor | float | None = field(default=None, init=False, repr=False)
+    _load_KE: Tensor | None = field(default=None, init=False, repr=False)
 
     @property
-    def count(self) -> Tensor:
-        """Number of real tokens of the group, scalar >= 1 (a divisor) in the scores' dtype."""
+    def count(self) -> Tensor | float:
+        """Number of real tokens of the group, scalar >= 1 (a divisor); a tensor in the scores'
+        dtype where the host does not know it.
+        """
         if self._count is None:
-            self._count = self.total(self.mask_T.sum()).clamp(min=1).to(self.probs_TE.dtype)
+            if self.mask_T is None and self.comm is None:
+                self._count = max(1, self.ids_TK.shape[0])
+            else:
+                total = self.total(self.own_count())
+                self._count = total.clamp(min=1).to(self.probs_TE.dtype)
         return self._count
 
-    def load_E(self, choices: slice) -> Tensor:
-        """Tokens of the group by expert over the given choices, [E], without gradient."""
-        return self.total(
-            expert_load(self.ids_TK[:, choices], self.probs_TE.shape[1],
-                        self.mask_T).to(self.probs_TE.dtype))
+    def own_count(self) -> Tensor:
+        """Number of real tokens of this rank, scalar int64."""
+        if self.mask_T is not None:
+            return self.mask_T.sum()
+        tokens, device = self.ids_TK.shape[0], self.ids_TK.device
+        return torch.full((), tokens, dtype=torch.int64, device=device)
+
+    @property
+    def own_load_KE(self) -> Tensor:
+        """Tokens of this rank whose j-th choice is expert e, int64 [K, E]."""
+        if self._load_KE is None:
+            self._load_KE = expert_load(self.ids_TK, self.probs_TE.shape[1], self.mask_T,
+                                        per_choice=True, complete=self.complete)
+        return self._load_KE
+
+    @property
+    def complete(self) -> bool:
+        """Whether every token has chosen K experts, as far as the host knows."""
+        return self.routed is not None and self.mask_T is None
+
+    def load_E(self) -> Tensor:
+        """Tokens of the group by expert over all choices, [E] in the scores' dtype."""
+        return self.total(self.own_load_KE.sum(0).to(self.probs_TE.dtype))
+
+    def first_load_E(self) -> Tensor:
+        """Tokens of the group by first choice, [E] in the scores' dtype."""
+        return self.total(self.own_load_KE[0].to(self.probs_TE.dtype))
+
+    def real(self, values: Tensor) -> Tensor:
+        """Values of tokens, [T] or [T, n], times 0 for padding."""
+        if self.mask_T is None:
+            return values
+        return values * (self.mask_T if values.dim() == 1 else self.mask_T[:, None])
 
     def importance_E(self) -> Tensor:
         """Sum of the scores over real tokens by expert, [E]."""
         if self.routed is not None:
             return self.routed.importance_E
-        return (self.probs_TE * self.mask_T[:, None]).sum(0)
+        return self.real(self.probs_TE).sum(0)
 
     def squared_z(self) -> Tensor:
         """Sum of logsumexp(logits)^2 over real tokens."""
         if self.routed is not None:
             return self.routed.z
-        return (torch.logsumexp(self.logits_TE, dim=1).square() * self.mask_T).sum()
+        return self.real(torch.logsumexp(self.logits_TE, dim=1).square()).sum()
 
     def entropy(self) -> Tensor:
         """Mean entropy in nats of the scores over this rank's real tokens; no gradient."""
+        count = (max(1, self.ids_TK.shape[0]) if self.mask_T is None else
+                 self.mask_T.sum().clamp(min=1))
         if self.routed is not None:
-            return self.routed.entropy / self.mask_T.sum().clamp(min=1)
+            return self.routed.p_log_p / -count
         p_TE = self.probs_TE.detach()
-        entropy_T = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum(1)
-        return (entropy_T * self.mask_T).sum() / self.mask_T.sum().clamp(min=1)
+        p_log_p_T = (p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum(1)
+        return self.real(p_log_p_T).sum() / -count
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of x over the ranks that share the batch."""
@@ -106,7 +144,7 @@ class LossInputs:
 
 
 # losses that read nothing but the sums and loads of `LossInputs`
-FUSED = frozenset({"gshard", "switch", "global_batch", "z"})
+FUSED = frozenset({"gshard", "switch", "global_batch", "ta_moe", "importance", "z"})
 
 LossFn = Callable[[LossInputs], Tensor]
 losses: Registry[LossFn] = Registry("loss")
@@ -121,7 +159,7 @@ def gshard(x: LossInputs) -> Tensor:
     algorithm 1; as in Tutel and fairseq.
     """
     experts = x.probs_TE.shape[1]
-    return (x.importance_E() * x.load_E(slice(0, 1))).sum() * experts / x.count**2
+    return torch.dot(x.importance_E(), x.first_load_E()) * (experts / x.count**2)
 
 
 @losses.register("switch")
@@ -132,13 +170,14 @@ def switch(x: LossInputs) -> Tensor:
     gives exactly 1. Source: Switch Transformer (Fedus et al. 2021), eq. 4, with N_e over all
     choices as Megatron-core's `aux_loss`.
     """
-    return _switch(x, x.load_E(slice(None)))
+    return _switch(x, x.load_E())
 
 
 def _switch(x: LossInputs, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> Tensor:
     experts = x.probs_TE.shape[1]
-    return (x.importance_E() * load_E * penalty_E).sum() * experts / (x.count *
-                                                                      load_E.sum().clamp(min=1))
+    weighed_E = load_E if isinstance(penalty_E, float) else load_E * penalty_E
+    total = torch.dot(x.importance_E(), weighed_E)
+    return total * experts / (x.count * load_E.sum().clamp(min=1))
 
 
 @losses.register("sequence")
@@ -151,17 +190,17 @@ def sequence(x: LossInputs) -> Tensor:
     """
     assert x.sequence_T is not None
     experts, count = x.probs_TE.shape[1], x.sequences
-    real_T1 = x.mask_T[:, None].to(x.probs_TE.dtype)
+    ones_T1 = x.probs_TE.new_ones(x.probs_TE.shape[0], 1)
     chosen_TE = x.probs_TE.new_zeros(x.probs_TE.shape[0], experts + 1).scatter_(
         1, x.ids_TK % (experts + 1), 1.0)[:, :experts]
 
     def by_sequence(values: Tensor) -> Tensor:
         sums = values.new_zeros(count, values.shape[1])
-        return sums.index_add(0, x.sequence_T, values * real_T1)
+        return sums.index_add(0, x.sequence_T, x.real(values))
 
     importance_QE = by_sequence(x.probs_TE)
     load_QE = x.total(by_sequence(chosen_TE))
-    tokens_Q = x.total(by_sequence(torch.ones_like(real_T1)))[:, 0]
+    tokens_Q = x.total(by_sequence(ones_T1))[:, 0]
     value_Q = (importance_QE * load_QE).sum(1) * experts / (tokens_Q * load_QE.sum(1)).clamp(min=1)
     return value_Q.sum() / (tokens_Q > 0).sum().clamp(min=1)
 
@@ -189,7 +228,7 @@ def ta_moe(x: LossInputs) -> Tensor:
     (`links.target_shares`), Norm: mean 1. Far experts cost more; equal links, or blend = 0, give
     `switch`. Uniform: 1. Source: TA-MoE (Chen et al. 2022), section 4.2.
     """
-    return _switch(x, x.load_E(slice(None)),
+    return _switch(x, x.load_E(),
                    1.0 if x.penalty_E is None else x.penalty_E.to(x.probs_TE.dtype))
 
 
@@ -204,7 +243,7 @@ def sam_alignment(x: LossInputs) -> Tensor:
         return x.probs_TE.sum() * 0
     last_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     excess_T = ((x.probs_TE - last_T1).clamp(min=0) * x.outside_TE).sum(1)
-    return (excess_T * x.mask_T).sum() / x.count
+    return x.real(excess_T).sum() / x.count
 
 
 @losses.register("load_importance")
@@ -218,7 +257,7 @@ def load_importance(x: LossInputs) -> Tensor:
     """
     threshold_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
-    load_E = (chance_TE * x.mask_T[:, None]).sum(0)
+    load_E = x.real(chance_TE).sum(0)
     return (_squared_cv(x.importance_E()) + _squared_cv(load_E)) / 2 * x.share()
 
 
@@ -240,7 +279,7 @@ def noisy_load(x: LossInputs) -> Tensor:
     Uniform: 0. Source: Shazeer et al. 2017, eqs. 8 to 11.
     """
     assert x.margin_TE is not None
-    return _squared_cv((torch.special.ndtr(x.margin_TE) * x.mask_T[:, None]).sum(0)) * x.share()
+    return _squared_cv(x.real(torch.special.ndtr(x.margin_TE)).sum(0)) * x.share()
 
 
 @losses.register("z")

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_plugin.comm.meter import TrafficMeter
-from moe_plugin.kernels import expert_load
+from moe_plugin.kernels.expert_load import expert_load, known_load
 from moe_plugin.records import KeptRouting, LayerStats
 
 
@@ -20,7 +20,9 @@ def call_stats(kept: KeptRouting, traffic: TrafficMeter, experts: int, rows: int
         rows: see `DispatchPlan`. layout: fields that the layout knows.
     """
     routing, after = kept.before, kept.routing
-    load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
+    load_KE = known_load(routing)[0]
+    if load_KE is None:
+        load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
     kept_KE = load_KE
     if after is not routing:
         kept_KE = expert_load(after.ids_TK, experts, per_choice=True)

@@ -37,6 +37,10 @@ WRONG = {
                     "bench layer --device cuda --tokens 8", "bench layer --threads 99999999"],
     "bench kernels": ["bench kernels --tokens 0", "bench kernels --experts 1000000000000",
                       "bench kernels --rounds -1", "bench kernels --dtype float8"],
+    "bench host": ["bench host --ranks 0", "bench host --ranks 1,", "bench host --ranks x",
+                   "bench host --ranks 3", "bench host --tokens 0", f"bench host --ranks {HUGE}",
+                   "bench host --device cuda", "bench host --rounds 0", "bench host --out DIR",
+                   "bench host --out NONE/host.json"],
     "bench all-to-all": ["bench all-to-all --emulate 2x", "bench all-to-all --emulate 0x2",
                          "bench all-to-all --emulate 99999999x2", "bench all-to-all --emulate 2x2 "
                          "--sizes 999999999999999GiB", "bench all-to-all --emulate 2x2 --sizes ,",

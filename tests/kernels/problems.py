@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels import Groups
+from moe_plugin.kernels.router import Rule
 from moe_plugin.records import RowCounts
 
 CPU = torch.device("cpu")
@@ -133,13 +136,22 @@ def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
          g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     mask_T = torch.rand(s.tokens, generator=g) < 0.8
     logits_TE = torch.randn(s.tokens, s.experts, generator=g) * 2
-    for normalize in (False, True):
-        yield logits_TE, mask_T, None, s.top_k, normalize
-        yield logits_TE.round(), mask_T, None, s.top_k, normalize  # many ties
+    bias_E = torch.randn(s.experts, generator=g)
+    for normalize, sigmoid in itertools.product((False, True), repeat=2):
+        rule = Rule(s.top_k, normalize, sigmoid)
+        yield logits_TE, mask_T, None, None, rule
+        yield logits_TE.round(), None, None, None, rule  # many ties
+        yield logits_TE, None, None, bias_E, rule
+        size = next((n for n in range(max(2, s.top_k), s.experts) if s.experts % n == 0), None)
+        if size is not None:
+            for best in (1, size):
+                grouped = dataclasses.replace(rule, groups=s.experts // size, best=best)
+                yield logits_TE, mask_T, None, bias_E, grouped
     if s.tokens:
         given = torch.stack(
             [torch.randperm(s.experts, generator=g)[:s.top_k] for _ in range(s.tokens)])
-        yield logits_TE, mask_T, given, s.top_k, True
+        yield logits_TE, mask_T, given, None, Rule(s.top_k, True)
+        yield logits_TE, None, given, None, Rule(s.top_k, True, sigmoid=True)
 
 
 def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
@@ -151,7 +163,8 @@ def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tenso
         grads = torch.randn(weights.shape, generator=g), torch.randn(s.experts,
                                                                      generator=g), torch.randn(
                                                                          (), generator=g)
-        yield args[0], args[1], ids, weights, lse, *grads, args[4]
+        for wanted in (grads, (grads[0], None, None), (None, grads[1], None)):
+            yield *args[:2], ids, weights, lse, *wanted, args[4], False
 
 
 def _chunks(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],

@@ -22,22 +22,19 @@ LOADS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 def test_blocks_hold_all_rows_and_no_more_than_allowed(counts: list[int], limit: int) -> None:
     blocks = blocks_of(counts, limit)
     assert all(b.size <= limit or len(b.experts) == 1 for b in blocks)
-    rows = {
-        e: range(b.rows.start + r.start, b.rows.start + r.stop) for b in blocks
-        for e, r in b.experts
-    }
-    assert {e: len(r) for e, r in rows.items()} == {e: n for e, n in enumerate(counts) if n}
-    assert [r for e in sorted(rows) for r in rows[e]] == list(range(sum(counts)))
+    lengths = {e: n for b in blocks for e, n in zip(b.experts, b.lengths, strict=True)}
+    assert lengths == {e: n for e, n in enumerate(counts) if n} and sorted(lengths) == [*lengths]
+    assert all(b.size == sum(b.lengths) for b in blocks)
     assert [r for b in blocks for r in range(b.rows.start, b.rows.stop)] == list(range(sum(counts)))
     # a block is full: the next expert would exceed the limit
     for block, after in zip(blocks, blocks[1:], strict=False):
-        assert block.size + counts[after.experts[0][0]] > limit
+        assert block.size + counts[after.experts[0]] > limit
 
 
 def test_blocks_written_out() -> None:
     assert blocks_of([3, 32, 0, 31, 3], 64) == [
-        Block(slice(0, 35), ((0, slice(0, 3)), (1, slice(3, 35)))),
-        Block(slice(35, 69), ((3, slice(0, 31)), (4, slice(31, 34)))),
+        Block(slice(0, 35), [0, 1], [3, 32]),
+        Block(slice(35, 69), [3, 4], [31, 3]),
     ]
     assert blocks_of([0, 0], 64) == []
 

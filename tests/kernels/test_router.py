@@ -10,17 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.kernels import route, slot_index, top_k_stable
+from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.running_count import running_count
+from moe_plugin.kernels.scores import linear_scores
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("tokens,experts,k", [(5, 4, 2), (3, 1, 1), (4, 3, 3), (1, 7, 5)])
-def test_gradcheck(tokens: int, experts: int, k: int, normalize: bool) -> None:
+def test_gradcheck(tokens: int, experts: int, k: int, normalize: bool, sigmoid: bool,
+                   masked: bool) -> None:
     logits = torch.randn(tokens, experts, dtype=torch.float64, requires_grad=True)
-    mask = torch.rand(tokens) < 0.7
+    mask = torch.rand(tokens) < 0.7 if masked else None
+    rule = Rule(k, normalize, sigmoid)
 
     def outputs(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        routed = route(logits, mask, k, normalize)
+        routed = route(logits, mask, rule)
         return routed.weights_TK, routed.importance_E, routed.z
 
     assert torch.autograd.gradcheck(outputs, logits)
@@ -35,8 +41,7 @@ def test_best_scores_and_ties(tokens: int, experts: int, k: int, seed: int) -> N
     chosen = top_k_stable(scores, k)
     for row, ids in zip(scores.tolist(), chosen.tolist(), strict=True):
         assert ids == sorted(range(experts), key=lambda e: (-row[e], e))[:k]
-    assert torch.equal(
-        route(scores.log1p(), torch.ones(tokens, dtype=torch.bool), k, True).ids_TK, chosen)
+    assert torch.equal(route(scores.log1p(), None, Rule(k, True)).ids_TK, chosen)
 
 
 @given(st.lists(st.integers(-1, 5), max_size=60))
@@ -50,3 +55,20 @@ def test_running_count(ids: list[int]) -> None:
 def test_first_choices_come_before_second_choices() -> None:
     ids = torch.tensor([[0, 1], [1, 0], [0, -1]])
     assert slot_index(ids, 2).tolist() == [[0, 1], [0, 2], [1, -1]]
+
+
+def test_scores_in_float32_keep_no_float32_copy_of_the_tokens() -> None:
+    x_TD = torch.randn(12, 16).bfloat16().requires_grad_()
+    weight_ED = torch.randn(4, 16).bfloat16().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        scores_TE = linear_scores(x_TD, weight_ED)
+    assert scores_TE.dtype == torch.float32
+    assert kept and all(t.dtype == torch.bfloat16 for t in kept if t.shape[-1] == 16)
+    wanted = [x_TD.detach().float().requires_grad_(), weight_ED.detach().float().requires_grad_()]
+    want_TE = torch.nn.functional.linear(*wanted)
+    torch.testing.assert_close(scores_TE, want_TE)
+    grad_TE = torch.randn(12, 4)
+    got = torch.autograd.grad(scores_TE, [x_TD, weight_ED], grad_TE)
+    for mine, theirs in zip(got, torch.autograd.grad(want_TE, wanted, grad_TE), strict=True):
+        torch.testing.assert_close(mine, theirs.bfloat16())

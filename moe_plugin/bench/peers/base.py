@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.bench.problem import Data, Problem
+from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.registry import Registry
 
 
@@ -103,6 +104,11 @@ def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
     # not bincount: on a GPU it waits for the device
     count_E = probs_TE.new_zeros(experts).index_add_(0, ids_TK[:, 0], probs_TE.new_ones(len(x_TD)))
     return weights_TK, ids_TK, (probs_TE.mean(0) * count_E / len(x_TD)).sum() * experts
+
+
+def expert_group() -> Comm:
+    """The ranks that share the experts: those of the default group; without one, this one alone."""
+    return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 
 
 @contextlib.contextmanager

@@ -51,11 +51,11 @@ class BranchMoE(nn.Module):
         loss, combine_SEC = gate(self.gate(x_SD.float()), self.top_k)
         slots = combine_SEC.shape[1] * combine_SEC.shape[2]
         chosen_VS = combine_SEC.bool().to(x_SD.dtype).permute(1, 2, 0).reshape(slots, -1)
-        rows_VD = _exchange(chosen_VS.mm(x_SD), self.comm)
+        rows_VD = exchange(chosen_VS.mm(x_SD), self.comm)
         local = len(self.experts)
         parts = rows_VD.view(self.comm.size, local, -1, x_SD.shape[1]).chunk(local, dim=1)
         done = torch.cat([self._expert(i, part) for i, part in enumerate(parts)], dim=1)
-        back_VD = _exchange(done.reshape(slots, -1), self.comm)
+        back_VD = exchange(done.reshape(slots, -1), self.comm)
         return combine_SEC.to(x_SD.dtype).view(-1, slots).mm(back_VD), loss
 
     def _expert(self, number: int, rows: Tensor) -> Tensor:
@@ -111,5 +111,6 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.group), None
 
 
-def _exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
+def exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
+    """Differentiable all-to-all of equal pieces by torch itself; comm: a `TorchComm`, or of one."""
     return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

@@ -19,6 +19,7 @@ from moe_plugin.bench.peers.base import (
     Candidate,
     UnsupportedProblem,
     copy,
+    expert_group,
     one_rank,
     register_peer,
 )
@@ -63,12 +64,13 @@ def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[Candidate
     if problem.device == "cpu":
         cpu.enable(force=True)
     with _groups(problem.device):
-        layer = _layer(problem, experts)
+        group = expert_group()
+        layer = _layer(problem, experts, group.size)
         # what the layer spec gives decides, not what was asked of it
         if type(layer.experts).__name__ != experts:
             raise UnsupportedProblem(
                 f"this Megatron-core builds {type(layer.experts).__name__}, not {experts}")
-        load(layer, data)
+        load(layer, data.local(group.rank, group.size))
 
         def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
             return layer(x[:, None, :])[0][:, 0, :], []
@@ -89,7 +91,7 @@ def _groups(device: str) -> Iterator[None]:
     with one_rank(device):
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_group().size)
         model_parallel_cuda_manual_seed(1)
         try:
             yield
@@ -97,7 +99,7 @@ def _groups(device: str) -> Iterator[None]:
             core.destroy_groups()
 
 
-def _layer(problem: Problem, experts: str) -> Any:
+def _layer(problem: Problem, experts: str, ranks: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moe_plugin.hosts.megatron.compat import core
@@ -116,6 +118,7 @@ def _layer(problem: Problem, experts: str) -> Any:
         # its fastest settings: fused SwiGLU, and Transformer Engine's permutation and router
         "bias_activation_fusion": on_gpu and problem.gated,
         "moe_permute_fusion": with_engine, "moe_router_fusion": with_engine,
+        "expert_model_parallel_size": ranks,
     }
     if problem.gated:
         values["activation_func"] = F.silu

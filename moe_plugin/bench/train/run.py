@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +12,7 @@ import torch.distributed as dist
 
 from moe_plugin.bench.corpus import build_corpus
 from moe_plugin.bench.measure import versions
+from moe_plugin.bench.processes import on_processes
 from moe_plugin.bench.train.results import TrainReport
 from moe_plugin.bench.train.shapes import TrainShape
 from moe_plugin.bench.train.sides import our_settings
@@ -86,26 +84,8 @@ def on_own_ranks(plan: TrainPlan) -> TrainReport | None:
 def on_this_machine(plan: TrainPlan, ranks: int) -> TrainReport:
     """Measure on `ranks` new processes of this machine."""
     before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        torch.multiprocessing.spawn(_spawned, (ranks, port, plan, f"{folder}/sides"), nprocs=ranks)
-        sides = [SideTimes(**one) for one in json.loads(Path(folder, "sides").read_text())]
+    sides = on_processes(ranks, measure_rank, plan)
     return _report(plan, f"one machine, {ranks} ranks", ranks, sides, before)
-
-
-def _spawned(rank: int, ranks: int, port: int, plan: TrainPlan, result: str) -> None:
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", port, ranks, is_master=True, wait_for_workers=False)
-    else:
-        store = dist.TCPStore("127.0.0.1", port, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    sides = measure_rank(plan)
-    if rank == 0:
-        Path(result).write_text(json.dumps([asdict(side) for side in sides]))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> TrainReport:

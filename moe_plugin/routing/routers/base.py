@@ -13,7 +13,9 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
-from moe_plugin.kernels import expert_load
+from moe_plugin.kernels.expert_load import CountedChoices
+from moe_plugin.kernels.registry import accumulate_dtype
+from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.links import link_penalties
@@ -36,6 +38,7 @@ class Router(RouterModule):
             may override.
         own_losses: losses that this router can compute and some others cannot.
         only_noisy: losses that exist only if noise was added.
+        needs_mask: `route` gets a mask where all tokens are real, too; False: None there.
         layer_config: settings of the layer.
         config: their section `router`.
         comm: ranks that hold the experts.
@@ -45,6 +48,7 @@ class Router(RouterModule):
     fixed_k: int | None = None
     own_losses: frozenset[str] = frozenset({"load_importance"})
     only_noisy: frozenset[str] = frozenset({"load_importance", "noisy_load"})
+    needs_mask: bool = True
 
     def __init__(self, config: MoEConfig, *, comm: Comm | None = None,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,
@@ -125,12 +129,14 @@ class Router(RouterModule):
         # padding may be NaN, which a factor of 0 does not remove from a sum
         if mask_T is not None:
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
-        real_T = mask_T if mask_T is not None else x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
+        elif self.needs_mask:
+            mask_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
         with torch.autocast(x_TD.device.type, enabled=False):
-            return self.route(x_TD, real_T, k, info)
+            return self.route(x_TD, mask_T, k, info)
 
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Decide. The arguments are those of `forward`, complete and checked."""
+    def route(self, x_TD: Tensor, mask_T: Tensor | None, k: int, info: TokenInfo) -> Routing:
+        """Decide. The arguments are those of `forward`, checked, and complete but for `needs_mask`.
+        """
         raise NotImplementedError
 
     def _number(self, top_k: int | None) -> int:
@@ -158,8 +164,7 @@ class Router(RouterModule):
 
     def logits(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [T, E] without and with noise, in float32 or float64."""
-        clean_TE = self.clean_logits(
-            self.jittered(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))))
+        clean_TE = self.clean_logits(self.jittered(x_TD))
         scale = self.noise_scale()
         if not scale:
             return clean_TE, clean_TE
@@ -172,13 +177,16 @@ class Router(RouterModule):
         return logits_TE, probs_TE, F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE
 
     def clean_logits(self, x_TD: Tensor) -> Tensor:
-        """Score of each expert before noise, [T, E]; x_TD is float32 or float64."""
-        return F.linear(x_TD, self.weight_ED.to(x_TD.dtype))
+        """Score of each expert before noise, [T, E], in float32 or float64; x_TD: of any dtype."""
+        return linear_scores(x_TD, self.weight_ED)
 
     def jittered(self, x_TD: Tensor) -> Tensor:
-        """In training, x_TD times U[1-j, 1+j]."""
+        """In training, x_TD times U[1-j, 1+j], at least in float32; x_TD itself without jitter."""
         jitter = self.config.input_jitter if self.training else 0.0
-        return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter) if jitter else x_TD
+        if not jitter:
+            return x_TD
+        x_TD = x_TD.to(accumulate_dtype(x_TD.dtype))
+        return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
 
     def noise_scale(self) -> float:
         """Standard deviation of the noise on the logits."""
@@ -190,31 +198,31 @@ class Router(RouterModule):
             return weights_TK
         return shares(weights_TK)
 
-    def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor, info: TokenInfo, *, logits_TE: Tensor,
-                    probs_TE: Tensor, clean_probs_TE: Tensor | None = None,
+    def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor | None, info: TokenInfo, *,
+                    logits_TE: Tensor, probs_TE: Tensor, clean_probs_TE: Tensor | None = None,
                     **more: Any) -> LossInputs:
         """What the losses read of a call; see `LossInputs`.
 
         Args:
             chosen_TK: int64, chosen experts, -1: none.
-            mask_T: bool, True = real token.
+            mask_T: bool, True = real token; None: all are.
             info: of the call.
             logits_TE, probs_TE: noisy logits, and scores whose rows sum to 1.
             clean_probs_TE: scores without noise; None: the same.
             more: other fields of `LossInputs`.
         """
-        step_load_E = None
+        inputs = LossInputs(logits_TE, probs_TE,
+                            probs_TE if clean_probs_TE is None else clean_probs_TE, chosen_TK,
+                            mask_T, self.noise_scale(), self.host.loss_comm,
+                            sequence_T=info.sequence_T, sequences=info.sequences,
+                            penalty_E=self.penalty_E, **more)
         # recorded, because a recomputation must see the same load
         if "global_batch" in self.loss_names:
-            step_load_E = self.replayed(lambda: self._count_step(chosen_TK, mask_T))
-        return LossInputs(logits_TE, probs_TE,
-                          probs_TE if clean_probs_TE is None else clean_probs_TE, chosen_TK, mask_T,
-                          self.noise_scale(), self.host.loss_comm, sequence_T=info.sequence_T,
-                          sequences=info.sequences, penalty_E=self.penalty_E,
-                          step_load_E=step_load_E, **more)
+            inputs.step_load_E = self.replayed(lambda: self._count_step(inputs))
+        return inputs
 
-    def _count_step(self, chosen_TK: Tensor, mask_T: Tensor) -> Tensor:
-        mine_E = torch.cat([expert_load(chosen_TK, self.num_experts, mask_T), mask_T.sum()[None]])
+    def _count_step(self, inputs: LossInputs) -> Tensor:
+        mine_E = torch.cat([inputs.own_load_KE.sum(0), inputs.own_count()[None]])
         all_E = self.batch_comm.all_reduce(mine_E)
         if not self.training:
             return all_E
@@ -223,21 +231,28 @@ class Router(RouterModule):
             self.step_load_E = total_E
         return total_E
 
-    def finish(self, inputs: LossInputs, ids_TK: Tensor, weights_TK: Tensor, priority_T: Tensor,
-               passthrough_T: Tensor | None = None) -> Routing:
+    def finish(self, inputs: LossInputs, ids_TK: Tensor, weights_TK: Tensor,
+               priority_T: Tensor | None, passthrough_T: Tensor | None = None) -> Routing:
         """The `Routing`: padding goes nowhere, weights are scaled, losses and entropy computed.
 
         Args:
             inputs: of the losses.
             ids_TK, weights_TK, priority_T, passthrough_T: see `Routing`.
         """
-        mask_T = inputs.mask_T
-        ids_TK = ids_TK.masked_fill(~mask_T[:, None], -1)
-        weights_TK = weights_TK * self.config.scaling * (ids_TK >= 0)
+        mask_T, chosen = inputs.mask_T, ids_TK is inputs.ids_TK
+        if self.config.scaling != 1.0:
+            weights_TK = weights_TK * self.config.scaling
+        if mask_T is not None:
+            ids_TK = ids_TK.masked_fill(~mask_T[:, None], -1)
+        complete = chosen and inputs.complete
+        if not complete:
+            weights_TK = weights_TK * (ids_TK >= 0)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, priority_T=priority_T,
                        losses=self.losses_of(inputs), entropy=inputs.entropy(),
-                       tokens=mask_T.sum(),
-                       passthrough_T=None if passthrough_T is None else passthrough_T * mask_T)
+                       tokens=inputs.own_count(),
+                       passthrough_T=None if passthrough_T is None else inputs.real(passthrough_T),
+                       counted=CountedChoices(ids_TK, inputs.own_load_KE, complete)
+                       if chosen else None)
 
     def losses_of(self, inputs: LossInputs) -> dict[str, Tensor]:
         """The configured losses of a call; those that a noise defines only if there is one."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import xavier_
@@ -25,6 +26,8 @@ class CosineRouter(TopKRouter):
     and the temperature (from log 2) are learned. Everything else is as in router topk. Source:
     Tutel (Hwang et al. 2022), cosine gate; Chi et al. 2022.
     """
+
+    one_pass = True
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create projection, bias, directions and temperature, which hosts leave as they are."""
@@ -46,7 +49,8 @@ class CosineRouter(TopKRouter):
 
     def clean_logits(self, x_TD: Tensor) -> Tensor:
         """Scaled cosines."""
-        x_TP = F.normalize(
-            F.linear(x_TD, self.project_PD.to(x_TD.dtype), self.project_P.to(x_TD.dtype)), dim=1)
-        direction_EP = F.normalize(self.direction_EP.to(x_TD.dtype), dim=1)
-        return F.linear(x_TP, direction_EP) * self.temperature.to(x_TD.dtype).clamp(max=MOST).exp()
+        x_TP = linear_scores(x_TD, self.project_PD)
+        dtype = x_TP.dtype
+        x_TP = F.normalize(x_TP + self.project_P.to(dtype), dim=1)
+        direction_EP = F.normalize(self.direction_EP.to(dtype), dim=1)
+        return F.linear(x_TP, direction_EP) * self.temperature.to(dtype).clamp(max=MOST).exp()

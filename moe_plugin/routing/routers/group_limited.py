@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_plugin.kernels import top_k_stable
+from moe_plugin.kernels.router import Rule
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.groups import check_groups, top_k_in_groups
 from moe_plugin.routing.registry import routers
@@ -26,6 +28,7 @@ class GroupLimitedRouter(TopKRouter):
     """
 
     second_expert_policy = "all"
+    one_pass = True
     groups_needed = True
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
@@ -51,6 +54,13 @@ class GroupLimitedRouter(TopKRouter):
         """See `TopKRouter.route`."""
         self._check(k)
         return super().route(x_TD, mask_T, k, info)
+
+    def rule(self, k: int) -> Rule:
+        """See `TopKRouter.rule`."""
+        if not self.config.groups:
+            return super().rule(k)
+        return replace(super().rule(k), groups=self.config.groups, take=self.chosen_groups,
+                       best=self.counted_scores(k))
 
     def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
         return self.limited(scores_TE.detach(), k)

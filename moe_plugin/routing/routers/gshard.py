@@ -18,6 +18,7 @@ class GShardRouter(TopKRouter):
     """
 
     fixed_k = 2
+    one_pass = True
     second_expert_policy = "random"
 
     def _second(self, weights_TK: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.kernels import top_k_stable
+from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
@@ -43,11 +44,11 @@ class NoisyTopKRouter(Router):
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """Choose the k largest noisy logits; see `Router.route`."""
-        x_TD = self.jittered(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)))
+        x_TD = self.jittered(x_TD)
         clean_TE = self.clean_logits(x_TD)
         noisy_TE, deviation_TE = clean_TE, None
         if self.training:
-            deviation_TE = F.softplus(F.linear(x_TD, self.noise_ED.to(x_TD.dtype)))
+            deviation_TE = F.softplus(linear_scores(x_TD, self.noise_ED))
             # recorded with the choice, because the weights depend on it
             noisy_TE = clean_TE + self.replayed(lambda: torch.randn_like(clean_TE)) * deviation_TE
         chosen_TK = self.replayed(lambda: top_k_stable(noisy_TE.detach(), k))

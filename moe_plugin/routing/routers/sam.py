@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_plugin.routing.groups import group_members
+from moe_plugin.kernels.top_k import group_members
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
 
@@ -19,6 +19,7 @@ class SAMRouter(GroupLimitedRouter):
     """
 
     chosen_groups = 1
+    one_pass = True
 
     def counted_scores(self, k: int) -> int:
         """All scores of a group count."""

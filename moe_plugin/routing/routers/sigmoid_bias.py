@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.routing.losses import LossInputs
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import inside_backward
-from moe_plugin.routing.routers.base import shares
 from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
 
 
@@ -27,6 +27,8 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     """
 
     groups_needed = False
+    one_pass = True
+    sigmoid = True
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters, the biases and the counts; see `Router.build`."""
@@ -35,26 +37,25 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         self.register_buffer("bias_E",
                              torch.zeros(self.num_experts, dtype=torch.float32, device=device))
         self.register_buffer("load_E",
-                             torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device),
+                             torch.zeros(self.num_experts, dtype=torch.int64, device=device),
                              persistent=False)
 
     def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
-        chosen_TK = self.limited(scores_TE.detach() + self.bias_E.to(scores_TE.dtype), k)
+        return self.limited(scores_TE.detach() + self.bias_E.to(scores_TE.dtype), k)
+
+    def choice_bias(self) -> Tensor:
+        """See `TopKRouter.choice_bias`."""
+        return self.bias_E
+
+    def chosen(self, inputs: LossInputs) -> None:
+        """Count the choices of a step."""
         if self.training and not inside_backward():
-            counted_N = torch.where(mask_T[:, None], chosen_TK, self.num_experts).reshape(-1)
-            self.load_E = self.load_E.index_add(0, counted_N, torch.ones_like(counted_N))
-        return chosen_TK
-
-    def _scores(self, logits_TE: Tensor) -> Tensor:
-        return torch.sigmoid(logits_TE)
-
-    def _distribution(self, scores_TE: Tensor) -> Tensor:
-        return shares(scores_TE)
+            self.load_E = self.load_E + inputs.own_load_KE.sum(0)
 
     def finish_step(self) -> None:
         """Move the biases by the load of all ranks and restart the counts. Collective."""
         super().finish_step()
-        load_E = self.batch_comm.all_reduce(self.load_E)[:-1].double()
+        load_E = self.batch_comm.all_reduce(self.load_E).double()
         self.bias_E = self.bias_E + self.config.bias_rate * torch.sign(load_E.mean() - load_E).to(
             self.bias_E.dtype)
         self.load_E = torch.zeros_like(self.load_E)

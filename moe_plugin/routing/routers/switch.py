@@ -15,4 +15,5 @@ class SwitchRouter(TopKRouter):
     """
 
     fixed_k = 1
+    one_pass = True
     second_expert_policy = "all"

@@ -25,6 +25,9 @@ class TAMoERouter(TopKRouter):
     shares; that loss works with every router. Source: TA-MoE (Chen et al. 2022).
     """
 
+    one_pass = True
+    needs_mask = True
+
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and this rank's shares by expert."""
         super().build(dtype, device)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels import route, top_k_stable
+from moe_plugin.kernels.router import Rule
 from moe_plugin.records import Routing, TokenInfo
-from moe_plugin.routing.losses import FUSED
+from moe_plugin.routing.losses import FUSED, LossInputs
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router, first_choice_priority, shares
 
@@ -22,9 +23,16 @@ class TopKRouter(Router):
     Follows section "router" of Tutel (Hwang et al. 2022): noise of `noise / E` on the logits,
     scores divided by their sum over the chosen (clamped away from zero) before capacity drops
     anything.
+
+    Attributes:
+        one_pass: declares that nothing but what `rule`, `choice_bias` and `second_expert_policy`
+            say differs from this class; every class says so for itself.
     """
 
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
+    needs_mask = False
+    one_pass = True
+
+    def route(self, x_TD: Tensor, mask_T: Tensor | None, k: int, info: TokenInfo) -> Routing:
         """Scores, choice, weights, policy, losses; see `Router.route`."""
         if self.training and self.second_expert_policy != "all" and k != 2:
             raise ValueError(
@@ -32,47 +40,81 @@ class TopKRouter(Router):
                 f"router.second_expert_policy={self.second_expert_policy!r}; pass None, or set the "
                 "policy to 'all'")
         clean_TE, logits_TE = self.logits(x_TD)
-        if self._one_pass():
+        if self._fuses():
             return self._route_in_one_pass(logits_TE, mask_T, k, info)
-        scores_TE = self._scores(logits_TE)
-        chosen_TK = self.replayed(lambda: self._select(scores_TE, logits_TE, mask_T, k))
+        scores_TE, made = self._scores(logits_TE), []
+
+        def choose() -> Tensor:
+            made.append(self._select(scores_TE, logits_TE, mask_T, k))
+            return made[0]
+
+        chosen_TK = self.replayed(choose)
         weights_TK = self._weigh(scores_TE, chosen_TK)
-        ids_TK = self._policy(chosen_TK, weights_TK)
         probs_TE = self._distribution(scores_TE)
         clean_probs_TE = probs_TE
         if self.noise_scale():
             clean_probs_TE = self._distribution(self._scores(clean_TE))
         inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
                                   clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
-        routing = self.finish(inputs, ids_TK, self.normalized(weights_TK),
-                              first_choice_priority(scores_TE))
+        if made:
+            self.chosen(inputs)
+        ids_TK = self._policy(chosen_TK, weights_TK)
+        return self._finished(inputs, ids_TK, self.normalized(weights_TK), scores_TE)
+
+    def _finished(self, inputs: LossInputs, ids_TK: Tensor, weights_TK: Tensor,
+                  scores_TE: Tensor | None) -> Routing:
+        """The routing; scores_TE: [T, E], None: computed where they are needed."""
+        priority_T, chosen_TK, mask_T = None, inputs.ids_TK, inputs.mask_T
+        if self.config.batch_prioritized:
+            scores_TE = self._scores(inputs.logits_TE) if scores_TE is None else scores_TE
+            priority_T = first_choice_priority(scores_TE)
+        routing = self.finish(inputs, ids_TK, weights_TK, priority_T)
         if ids_TK is chosen_TK:
             return routing
-        return replace(routing, chosen_TK=chosen_TK.masked_fill(~mask_T[:, None], -1))
+        if mask_T is not None:
+            chosen_TK = chosen_TK.masked_fill(~mask_T[:, None], -1)
+        return replace(routing, chosen_TK=chosen_TK)
 
-    def _one_pass(self) -> bool:
-        """Whether one kernel can do it all: plain softmax routing, and losses that do not need the
-        scores of every token.
+    def _fuses(self) -> bool:
+        """Whether one kernel can do it all: losses need no score of a single token, and the class
+        itself, not a base of it, declares that it changes none of the steps.
         """
-        plain = type(self) is TopKRouter and self.config.score == "softmax"
-        drawn = self.noise_scale() or (self.training and self.second_expert_policy != "all")
-        fused_losses = set(self.loss_names) - self.only_noisy <= FUSED
-        return plain and not drawn and fused_losses and not torch.compiler.is_compiling()
+        active = {name for name in self.loss_names
+                  if self.noise_scale() or name not in self.only_noisy}
+        declared = vars(type(self)).get("one_pass", False)
+        return declared and active <= FUSED and not torch.compiler.is_compiling()
 
-    def _route_in_one_pass(self, logits_TE: Tensor, mask_T: Tensor, k: int,
+    def _route_in_one_pass(self, logits_TE: Tensor, mask_T: Tensor | None, k: int,
                            info: TokenInfo) -> Routing:
-        normalize, made = k > 1 and self.config.normalize == "before_drop", []
+        rule, made = self.rule(k), []
 
         def choose() -> Tensor:
-            made.append(route(logits_TE, mask_T, k, normalize))
+            drawn_TK, bias_E = None, self.choice_bias()
+            if self.training and self.second_expert_policy == "sampling":
+                drawn_TK = self._select(logits_TE, logits_TE, mask_T, k)
+            made.append(route(logits_TE, mask_T, rule, drawn_TK, bias_E))
             return made[0].ids_TK
 
         chosen_TK = self.replayed(choose)
-        routed = made[0] if made else route(logits_TE, mask_T, k, normalize, chosen_TK)
-        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE,
-                                  probs_TE=logits_TE.detach(), routed=routed)
-        priority_T = torch.exp(first_choice_priority(logits_TE) - routed.lse_T)
-        return self.finish(inputs, chosen_TK, routed.weights_TK, priority_T)
+        routed = made[0] if made else route(logits_TE, mask_T, rule, chosen_TK)
+        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=logits_TE,
+                                  routed=routed)
+        if made:
+            self.chosen(inputs)
+        ids_TK = self._policy(chosen_TK, routed.weights_TK)
+        return self._finished(inputs, ids_TK, routed.weights_TK, None)
+
+    def rule(self, k: int) -> Rule:
+        """How one pass chooses and weighs k experts of a token."""
+        normalize = k > 1 and self.config.normalize == "before_drop"
+        return Rule(k, normalize, self.sigmoid, z="z" in self.loss_names)
+
+    def choice_bias(self) -> Tensor | None:
+        """What is added to the scores for the choice alone, [E]; None: nothing."""
+        return None
+
+    def chosen(self, inputs: LossInputs) -> None:
+        """Called where a choice was made, and not where an earlier one is repeated."""
 
     def _weigh(self, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         return scores_TE.gather(1, chosen_TK)
@@ -110,10 +152,13 @@ class TopKRouter(Router):
         # fairseq's `moe` branch
         return self.normalized(weights_TK)[:, 1]
 
+    @property
+    def sigmoid(self) -> bool:
+        """Whether a score is the sigmoid of the expert's logit, or softmax over experts."""
+        return self.config.score == "sigmoid"
+
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        if self.config.score == "softmax":
-            return F.softmax(logits_TE, dim=1)
-        return torch.sigmoid(logits_TE)
+        return torch.sigmoid(logits_TE) if self.sigmoid else F.softmax(logits_TE, dim=1)
 
     def _distribution(self, scores_TE: Tensor) -> Tensor:
-        return scores_TE if self.config.score == "softmax" else shares(scores_TE)
+        return shares(scores_TE) if self.sigmoid else scores_TE

@@ -24,6 +24,7 @@ class TopologyQuotaRouter(TopKRouter):
     """
 
     second_expert_policy = "all"
+    needs_mask = True
     own_losses = frozenset()
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:

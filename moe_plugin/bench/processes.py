@@ -1,0 +1,42 @@
+"""Ranks of a benchmark: new processes of this machine in one gloo group."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def on_processes(ranks: int, measure: Callable[..., Any], *args: Any) -> Any:
+    """What `measure(*args)` returns on rank 0 of `ranks` new processes.
+
+    measure: a function of a module; every rank calls it, in an initialized default group.
+    """
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        result = os.path.join(folder, "result")
+        torch.multiprocessing.spawn(_spawned, (ranks, port, result, measure, args), nprocs=ranks)
+        return pickle.loads(Path(result).read_bytes())
+
+
+def _spawned(rank: int, ranks: int, port: int, result: str, measure: Callable[..., Any],
+             args: tuple[Any, ...]) -> None:
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", port, ranks, is_master=True, wait_for_workers=False)
+    else:
+        store = dist.TCPStore("127.0.0.1", port, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    found = measure(*args)
+    if rank == 0:
+        Path(result).write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
