@@ -33,8 +33,8 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
     The sum of the chosen scores is the largest possible one, up to `EPSILON` times the spread
     (largest minus smallest score) for each token. If E does not divide T, dummy tokens with score
-    0 fill up and count as tokens in this bound. Source of the problem: BASE layers (Lewis et al. 2021), which also solve it by an
-    auction.
+    0 fill up and count as tokens in this bound. Source of the problem: BASE layers (Lewis et al.
+    2021), which also solve it by an auction.
 
     Args:
         scores_TE: float. NaN counts as 0, +Inf and -Inf as finite extremes: one spread above the
