@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -32,20 +30,6 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
         load_KB = load_KB.view(-1).index_add_(0, bin_N, torch.ones_like(bin_N)).view_as(load_KB)
     load_KE = load_KB if complete else load_KB[:, :experts]
     return load_KE if per_choice else load_KE.sum(0)
-
-
-@dataclass(frozen=True)
-class CountedChoices:
-    """The load of some choices, counted once for losses, statistics and dispatch.
-
-    Attributes:
-        ids_TK: the choices themselves, -1: no expert. load_KE: int64, tokens whose j-th choice is
-            expert e. complete: ids_TK holds no -1; False: perhaps it does.
-    """
-
-    ids_TK: Tensor
-    load_KE: Tensor
-    complete: bool
 
 
 def known_load(routing: Routing) -> tuple[Tensor | None, bool]:

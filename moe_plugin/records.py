@@ -21,7 +21,6 @@ from moe_plugin.row_counts import RowCounts
 if TYPE_CHECKING:
     from moe_plugin.comm.base import Comm, Exchange
     from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy
-    from moe_plugin.kernels.expert_load import CountedChoices
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,20 @@ class HostContext:
             return self
         return replace(self, loss_comm=self.split_loss_comm or self.loss_comm or sharing,
                        batch_comm=self.split_batch_comm or self.batch_comm)
+
+
+@dataclass(frozen=True)
+class CountedChoices:
+    """The load of some choices, counted once for losses, statistics and dispatch.
+
+    Attributes:
+        ids_TK: the choices themselves, -1: no expert. load_KE: int64, tokens whose j-th choice is
+            expert e. complete: ids_TK holds no -1; False: perhaps it does.
+    """
+
+    ids_TK: Tensor
+    load_KE: Tensor
+    complete: bool
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
-from moe_plugin.kernels.expert_load import CountedChoices
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import linear_scores
-from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import LossInputs, losses
