@@ -103,7 +103,8 @@ def _plain_state_dict() -> tuple[int, int]:
     case = Case(ep=2)
     initialise_parallel(case)
     auto = {"parallel.mode": "auto", "parallel.samples": 1}
-    first, again, fixed = build(case, True, auto), build(case, True, auto), build(case, True)
+    first, again = build(case, True, auto), build(case, True, auto)
+    fixed = build(case, True, {"parallel.mode": "fixed"})
     x = torch.randn(4, 2, 16)
     for _ in range(20):
         first(x)[0].sum().backward()
@@ -129,8 +130,10 @@ def _megatrons_own_load(folder: str) -> int:
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     initialise_parallel(Case(ep=2))
-    fixed, tuned = build(Case(ep=2), True), build(Case(ep=2), True, {"parallel.mode": "auto"})
+    fixed, tuned, predicted = (build(Case(ep=2), True, {"parallel.mode": mode})
+                               for mode in ("fixed", "auto", "predicted"))
     dist_checkpointing.save(fixed.sharded_state_dict("mlp."), folder)
+    dist_checkpointing.load(predicted.sharded_state_dict("mlp."), folder)  # needs no permission
     with torch.no_grad():
         tuned.experts.w_in_LDF.zero_()
     found = dist_checkpointing.load(tuned.sharded_state_dict("mlp."), folder,
