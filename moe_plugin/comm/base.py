@@ -56,6 +56,7 @@ class Comm(ABC):
     separate: whether ranks are processes of their own, whose settings may differ, see `agreement`.
     fails_later: whether a collective may fail after it has returned, so that the error is raised by
         another one.
+    key: by which operations of torch find the group (`comm.compiled`); None: they do not.
     tag: tells apart exchanges that run at the same time, see `with_tag`.
     """
 
@@ -63,6 +64,7 @@ class Comm(ABC):
     threaded: bool = False
     separate: bool = False
     fails_later: bool = False
+    key: str | None = None
     tag: int = 0
 
     def __init__(self, rank: int, size: int, name: str, state: GroupState | None = None) -> None:

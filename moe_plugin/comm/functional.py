@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, Exchange
+from moe_plugin.comm.compiled import collective
 
 
 class _AllToAll(torch.autograd.Function):
@@ -77,7 +78,11 @@ def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
     x: [n, ...]. forward, backward: `all_gather`, `reduce_scatter`, `all_reduce`, `own_part` (this
     rank's 1/size along dimension 0) or `identity`.
     """
-    return x if comm.size == 1 else _Pair.apply(x, comm, forward, backward)
+    if comm.size == 1:
+        return x
+    if comm.key is not None and torch.compiler.is_compiling():
+        return collective(x, comm.key, comm.size, forward, backward)
+    return _Pair.apply(x, comm, forward, backward)
 
 
 def all_gather(x: Tensor, comm: Comm) -> Tensor:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from moe_plugin.comm.base import Comm
+import torch
+
+from moe_plugin.comm.base import Comm, Counters
 
 
 class TrafficMeter:
-    """Counts what this rank sends to other ranks of a group from now on."""
+    """Counts what this rank sends to other ranks of a group from now on.
+
+    Under `torch.compile` it counts nothing: a graph has no numbers that change with every call.
+    """
 
     def __init__(self, comm: Comm) -> None:
-        self._counters = comm.counters
-        self._bytes, self._exchanges = comm.counters.bytes, dict(comm.counters.exchanges)
+        self._counters = Counters() if torch.compiler.is_compiling() else comm.counters
+        self._bytes, self._exchanges = self._counters.bytes, dict(self._counters.exchanges)
 
     def hold(self) -> None:
         """Leave out what is sent until `go_on`."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes, two_steps
 from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
+from moe_plugin.comm.compiled import collective, key_of
 from moe_plugin.comm.new_group import make_group
 from moe_plugin.comm.nodes import node_key
 from moe_plugin.comm.state import GroupState
@@ -26,6 +27,7 @@ from moe_plugin.comm.topology import Topology
 
 log = logging.getLogger(__name__)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+_TRACED_AS = {"sum": "all_reduce", "max": "all_max"}  # in `comm.compiled`
 _KEY_BYTES = 16
 # The one place where state outlives a `Comm`. Each layer of a model makes its own TorchComm over
 # the same process group, and all of them share one GroupState. Process groups take no attributes,
@@ -68,6 +70,7 @@ class TorchComm(Comm):
         self.backend = str(dist.get_backend_config(self.group))
         self.receive_first = self.threaded = "gloo" in self.backend and "nccl" not in self.backend
         self.fails_later = not self.receive_first
+        self.key = key_of(self)
         if "nccl" in self.backend:
             self._warn_of_longer_timeout()
 
@@ -116,6 +119,8 @@ class TorchComm(Comm):
 
         A tagged view sends point-to-point messages instead.
         """
+        if torch.compiler.is_compiling() and send is None and recv is None:
+            return collective(x, self.key, self.size, "all_to_all", "none")
         # another thread: the group's own collectives would mix with the main thread's
         if self.tag:
             return receive_first(self, x, send, recv)
@@ -133,6 +138,8 @@ class TorchComm(Comm):
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """See `Comm`. Not counted in bytes: the backend chooses the algorithm."""
+        if torch.compiler.is_compiling():
+            return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()
         with self.error_context(lambda: f"all_reduce({op}) of {x.dtype} {tuple(x.shape)}"):
             self._bounded(dist.all_reduce, out, _OPS[op])
@@ -155,6 +162,8 @@ class TorchComm(Comm):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Comm`; x: [n, ...] to [size * n, ...]. On gloo over nodes see `comm.by_nodes`."""
+        if torch.compiler.is_compiling():
+            return collective(x, self.key, self.size, "all_gather", "none")
         if self.by_nodes:
             return gather_by_nodes(self, x)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -168,6 +177,8 @@ class TorchComm(Comm):
 
         On gloo a ring (`ring_reduce_scatter`), over nodes two steps (`comm.by_nodes`).
         """
+        if torch.compiler.is_compiling():
+            return collective(x, self.key, self.size, "reduce_scatter", "none")
         if self.receive_first:
             two = self.by_nodes
             return reduce_scatter_by_nodes(self, x) if two else ring_reduce_scatter(self, x)

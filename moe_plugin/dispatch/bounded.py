@@ -56,7 +56,7 @@ class BoundedDispatcher(ExchangeDispatcher):
         weights_TK = weights_TK * weights_TK.new_ones(()).masked_fill(over, torch.nan)
         rank_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
         slot_TK = slot_TK.clamp(max=slots - 1)
-        number = min(self.overlap.pieces, slots)
+        number = min(self.pieces, slots)
         cuts = [slots * c // number for c in range(number + 1)]
         position_TK = slot_positions(rank_TK, slot_TK, comm.size, cuts)
         pieces = tuple(_piece(recv_WL, first, end) for first, end in pairwise(cuts))

@@ -8,16 +8,29 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from moe_plugin.comm import compiled
+from moe_plugin.comm.compiled import Route
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.dispatch.base import Dispatcher
 from moe_plugin.dispatch.overlap import PipelinedExchange
 from moe_plugin.dispatch.pieces import ExchangePlan
 from moe_plugin.kernels import combine_rows, gather_rows
-from moe_plugin.records import ExpertRows, KeptRouting
+from moe_plugin.records import ExpertRows, KeptRouting, Overlap, Placement
 
 
 class ExchangeDispatcher(Dispatcher):
     """Rows out by all-to-all, through the experts, back by all-to-all. Subclasses give `plan`."""
+
+    def __init__(self, placement: Placement, overlap: Overlap = Overlap()) -> None:
+        super().__init__(placement, overlap)
+        self.route = Route(placement.comm, placement.algorithm)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces into which a call's rows are split; under `torch.compile` one, because a graph
+        runs one exchange after the other.
+        """
+        return 1 if torch.compiler.is_compiling() else self.overlap.pieces
 
     @abstractmethod
     def plan(self, kept: KeptRouting) -> ExchangePlan:
@@ -72,4 +85,6 @@ class ExchangeDispatcher(Dispatcher):
     def _exchange(self, rows: Tensor, send: list[int], recv: list[int], even: bool,
                   anchor: Tensor | None) -> Tensor:
         splits = (None, None) if even else (send, recv)
+        if torch.compiler.is_compiling():
+            return compiled.all_to_all(rows, anchor, self.route.key, *splits)
         return all_to_all(rows, self.placement.comm, self.placement.algorithm, *splits, anchor)

@@ -26,5 +26,4 @@ class PaddedDispatcher(ExchangeDispatcher):
         slots_TK, capacity = fixed_slots(kept)
         ids_TK, weights_TK = expand(self.placement, kept.routing, slots_TK)
         slots_TK, capacity = expand_slots(self.placement, slots_TK, capacity)
-        return padded_plan(self.placement, ids_TK, weights_TK, slots_TK, capacity,
-                           self.overlap.pieces)
+        return padded_plan(self.placement, ids_TK, weights_TK, slots_TK, capacity, self.pieces)

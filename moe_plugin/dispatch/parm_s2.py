@@ -37,7 +37,7 @@ class ParmS2Dispatcher(ExchangeDispatcher):
         place = self.placement
         ids_TK, weights_TK = expand(place, kept.routing, slots_TK)
         slots_TK, capacity = expand_slots(place, slots_TK, capacity)
-        return padded_plan(place, ids_TK, weights_TK, slots_TK, capacity, self.overlap.pieces,
+        return padded_plan(place, ids_TK, weights_TK, slots_TK, capacity, self.pieces,
                            self.sharers)
 
     @property

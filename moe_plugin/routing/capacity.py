@@ -17,12 +17,13 @@ Worked example: T = 10, E = 4, k = 2 gives s = 3. f = 1: C = 6. f = 1.25: C = 2 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.compiled import owner_of
 from moe_plugin.config import DispatchConfig, MoEConfig
 from moe_plugin.kernels import expert_load, slot_index
 from moe_plugin.records import KeptRouting, Routing
@@ -43,6 +44,9 @@ class CapacityLimit:
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
         """The routing after capacity; see `capacity`, `slots` and `drop`."""
         limit = capacity(self.dispatch, routing, self.experts, self.comm, training)
+        if (limit is not None and self.dispatch.equal_tokens and torch.compiler.is_compiling()
+                and self.comm.key is not None):
+            routing = replace(routing, ids_TK=with_equal_tokens(routing.ids_TK, self.comm.key))
         slots_TK = None if limit is None else slots(routing, self.experts, self.prioritized)
         kept = drop(routing, slots_TK, limit, self.normalize)
         return KeptRouting(kept, slots_TK, limit, routing)
@@ -80,7 +84,9 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         return None
     top_k = routing.ids_TK.shape[1]
     if config.equal_tokens and (fraction or factor > 0):
-        tokens, load = _promised(routing, comm), 0
+        tokens, load = routing.ids_TK.shape[0], 0
+        if not torch.compiler.is_compiling():  # in a graph: `with_equal_tokens`
+            check_promise(routing.ids_TK, comm)
     else:
         tokens, load = _agree(routing, experts, comm)
     if fraction:
@@ -98,13 +104,16 @@ class _EqualTokens:
     tokens: int | None = None
 
 
-def _promised(routing: Routing, comm: Comm) -> int:
-    tokens = routing.ids_TK.shape[0]
+def check_promise(ids_TK: Tensor, comm: Comm) -> None:
+    """`ValueError` unless all ranks have as many tokens; collective where the number is another one
+    than in the last call.
+    """
+    tokens = ids_TK.shape[0]
     if comm.size == 1:
-        return tokens
+        return
     found = comm.state.get(_EqualTokens)
     if found.tokens != tokens:
-        seen_2 = torch.tensor([tokens, -tokens], device=routing.ids_TK.device)
+        seen_2 = torch.tensor([tokens, -tokens], device=ids_TK.device)
         most, least = comm.all_reduce(seen_2, "max").tolist()
         if most != -least:
             raise ValueError(
@@ -113,7 +122,21 @@ def _promised(routing: Routing, comm: Comm) -> int:
                 f"{-least} to {most}; pad the batch (token_mask), or set dispatch.equal_tokens to "
                 "False")
         found.tokens = tokens
-    return tokens
+
+
+@torch.library.custom_op("moe_plugin::with_equal_tokens", mutates_args=())
+def with_equal_tokens(ids_TK: Tensor, comm: str) -> Tensor:
+    """A copy of ids_TK [T, K] after `check_promise`: a check that a compiler's graph keeps.
+
+    comm: key of the group.
+    """
+    check_promise(ids_TK, owner_of(comm))
+    return ids_TK.clone()
+
+
+@with_equal_tokens.register_fake
+def _(ids_TK: Tensor, comm: str) -> Tensor:
+    return torch.empty_like(ids_TK)
 
 
 def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import Experts
@@ -37,10 +39,11 @@ class LayoutSelector:
     def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> LayoutCall:
         """The layout of this call, the same on all ranks.
 
-        choice: asked for by the caller; None: as tuned or configured.
+        choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
+        configured, because a choice reads loads and times on the host.
         """
         timer = None
-        if self.tuner is None or choice is not None:
+        if self.tuner is None or choice is not None or torch.compiler.is_compiling():
             layout = self.available.at(choice or self.available.fixed)
         else:
             layout, timer = self.tuner.layout(kept.routing, training)
@@ -58,7 +61,8 @@ class LayoutSelector:
 
     def report(self, call: LayoutCall) -> dict[str, Any]:
         """Fields of `LayerStats`: layout, decisions since the last call, copies of the tokens."""
-        decisions = () if self.tuner is None else self.tuner.pop_decisions()
+        traced = torch.compiler.is_compiling()
+        decisions = () if self.tuner is None or traced else self.tuner.pop_decisions()
         copies = self.place.replicas.size if self.place.replicas is not None else 1
         if self.available.traits.shares_tokens:
             copies = self.place.comm.size

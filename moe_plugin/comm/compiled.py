@@ -1,0 +1,127 @@
+# ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
+"""Collectives as operations of torch: what `torch.compile` sees of them.
+
+A compiler cannot trace what a collective does (process groups, counters, time-outs, algorithms that
+measure). These operations are opaque to it: it knows shapes and gradients, and keeps them in its
+graphs as they are. They take groups and exchanges by key, because operations of torch take tensors,
+numbers and texts alone. Without a compiler nothing of this runs.
+
+Every rank compiles the same graph, so collectives keep their order: those of one layer need each
+other's results. All ranks' inputs need gradients, or none does: a backward exchange whose result
+nobody needs is not in the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Optional
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_plugin.comm.base import Comm, Exchange
+
+_NUMBERS = itertools.count()
+# Keys stand for objects of this process, which keeps none of them alive.
+_BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+def key_of(owner: Comm | Route) -> str:
+    """A new key by which operations find this object for as long as it lives."""
+    key = f"{type(owner).__name__} {next(_NUMBERS)}"
+    _BY_KEY[key] = owner
+    return key
+
+
+def owner_of(key: str) -> Any:
+    """The object of a key."""
+    return _BY_KEY[key]
+
+
+class Route:
+    """A group and the exchange that carries rows in it, by one key. A copy has a key of its own."""
+
+    def __init__(self, comm: Comm, algorithm: Exchange) -> None:
+        self.comm, self.algorithm = comm, algorithm
+        self.key = key_of(self)
+
+    def __reduce__(self) -> tuple[type[Route], tuple[Comm, Exchange]]:
+        return Route, (self.comm, self.algorithm)
+
+
+@torch.library.custom_op("moe_plugin::all_to_all", mutates_args=())
+def all_to_all(x: Tensor, anchor: Optional[Tensor], route: str, send: Optional[Sequence[int]],
+               recv: Optional[Sequence[int]]) -> Tensor:
+    """All-to-all along dimension 0, differentiable; see `comm.functional.all_to_all`.
+
+    x: [sum(send), ...]. route: key of a `Route`. Returns: [sum(recv), ...].
+    """
+    found = owner_of(route)
+    return found.algorithm(found.comm, x.contiguous(), send, recv)
+
+
+@all_to_all.register_fake
+def _(x: Tensor, anchor: Any, route: str, send: Any, recv: Any) -> Tensor:
+    return x.new_empty(x.shape if recv is None else (sum(recv), *x.shape[1:]))
+
+
+def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.route, ctx.send, ctx.recv = inputs
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return all_to_all(grad, None, ctx.route, ctx.recv, ctx.send), None, None, None, None
+
+
+all_to_all.register_autograd(_exchange_back, setup_context=_keep_route)
+
+
+# collectives by name: what runs, and the number of rows that come out of n rows on W ranks
+_COLLECTIVES: dict[str, tuple[Callable[[Comm, Tensor], Tensor], Callable[[int, int], int]]] = {
+    "all_to_all": (lambda comm, x: comm.all_to_all(x), lambda n, size: n),
+    "all_gather": (lambda comm, x: comm.all_gather(x), lambda n, size: n * size),
+    "reduce_scatter": (lambda comm, x: comm.reduce_scatter(x), lambda n, size: n // size),
+    "all_reduce": (lambda comm, x: comm.all_reduce(x), lambda n, size: n),
+    "all_max": (lambda comm, x: comm.all_reduce(x, "max"), lambda n, size: n),
+    "own_part": (lambda comm, x: x.chunk(comm.size)[comm.rank].clone(),
+                 lambda n, size: n // size),
+}
+
+
+@torch.library.custom_op("moe_plugin::collective", mutates_args=())
+def collective(x: Tensor, comm: str, size: int, name: str, backward: str) -> Tensor:
+    """One collective whose gradient is another one.
+
+    Args:
+        x: [n, ...], or 0-dim for `all_reduce` and `all_max`.
+        comm: key of the group. size: its ranks.
+        name: `all_to_all` (of equal pieces), `all_gather`, `reduce_scatter`, `all_reduce`,
+            `all_max` or `own_part`.
+        backward: one of them; `identity`: the gradient itself; `none`: there is no gradient.
+    """
+    return _COLLECTIVES[name][0](owner_of(comm), x.contiguous())
+
+
+@collective.register_fake
+def _(x: Tensor, comm: str, size: int, name: str, backward: str) -> Tensor:
+    if x.dim() == 0:
+        return torch.empty_like(x)
+    return x.new_empty((_COLLECTIVES[name][1](x.shape[0], size), *x.shape[1:]))
+
+
+def _keep_names(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.comm, ctx.size, ctx.name, ctx.backward_name = inputs
+
+
+def _collective_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    if ctx.backward_name == "none":
+        return None, None, None, None, None
+    if ctx.backward_name != "identity":
+        grad = collective(grad, ctx.comm, ctx.size, ctx.backward_name, ctx.name)
+    return grad, None, None, None, None
+
+
+collective.register_autograd(_collective_back, setup_context=_keep_names)
