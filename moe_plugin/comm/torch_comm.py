@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -22,10 +21,10 @@ from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
 from moe_plugin.comm.compiled import collective, key_of
 from moe_plugin.comm.new_group import make_group
 from moe_plugin.comm.nodes import node_key
+from moe_plugin.comm.overdue import Overdue
 from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
 
-log = logging.getLogger(__name__)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 _TRACED_AS = {"sum": "all_reduce", "max": "all_max"}  # in `comm.compiled`
 _KEY_BYTES = 16
@@ -45,10 +44,11 @@ class TorchComm(Comm):
         group: process group; None: the default group.
         timeout_s: seconds that a collective or a point-to-point exchange may take, also where the
             group was made with a longer timeout, and the timeout of groups made by `subgroup`
-            (torch's own default there is 30 minutes, not the world's timeout). Collectives on NCCL
-            keep the timeout that the group was made with; a longer one is warned of. What fails
-            there later than it is called is raised by a later collective, whose error names those
-            before it; where NCCL's own watchdog ends the process, its log names the collective.
+            (torch's own default there is 30 minutes, not the world's timeout). On NCCL, where the
+            host does not wait, a thread watches instead in groups with a longer timeout, see
+            `comm.overdue`. What fails there later than it is called is raised by a later
+            collective, whose error names those before it; where NCCL's own watchdog ends the
+            process, its log names the collective.
     Raises: ValueError: torch.distributed is not initialised.
     """
 
@@ -71,16 +71,22 @@ class TorchComm(Comm):
         self.receive_first = self.threaded = "gloo" in self.backend and "nccl" not in self.backend
         self.fails_later = not self.receive_first
         self.key = key_of(self)
-        if "nccl" in self.backend:
-            self._warn_of_longer_timeout()
+        if "nccl" in self.backend and self.state.overdue is None:
+            self._watch_longer_timeout()
 
-    def _warn_of_longer_timeout(self) -> None:
+    def _watch_longer_timeout(self) -> None:
         own = self.group._get_backend(torch.device("cuda")).options._timeout
         if own > self.timeout:
-            log.warning(
-                "comm.timeout_s=%g does not bound the exchanges in %s: NCCL waits as long as the "
-                "group was made to, %g s; give its maker that timeout",
-                self.timeout.total_seconds(), self.name, own.total_seconds())
+            state = self.state
+            self.state.overdue = Overdue(
+                self.group, self.timeout.total_seconds(),
+                f"rank {self.rank} of {self.size} in group {self.name!r}",
+                lambda: f"; {state.watchdog.report()}" if state.watchdog is not None else "")
+
+    def _passes(self) -> None:
+        """The collective that was described last is on the current stream."""
+        if self.state.overdue is not None:
+            self.state.overdue.add(self.state.started[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm:
         return self  # a copy of a model talks to the same ranks; a process group cannot be copied
@@ -106,6 +112,16 @@ class TorchComm(Comm):
     def by_nodes(self) -> bool:
         """See `Comm`: on gloo, over equal nodes of several ranks."""
         return self.receive_first and two_steps(self.state.topology)
+
+    def prepare(self, topology: Topology | None = None) -> Topology:
+        """See `Comm`. On NCCL all ranks meet in one collective, which makes the communicator: the
+        messages of a hierarchical exchange are not of all ranks, and would wait for those.
+        """
+        topology = super().prepare(topology)
+        if self.fails_later and not self.state.connected:
+            self.all_reduce(torch.zeros(1, device=self.device))
+            self.state.connected = True
+        return topology
 
     def detect_topology(self) -> Topology:
         """Ranks with the same launcher's node index and host name share a node; collective."""
@@ -169,7 +185,7 @@ class TorchComm(Comm):
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] * (self.size - 1))
         with self.error_context(lambda: f"all_gather of {x.dtype} {tuple(x.shape)}"):
-            self._bounded(_gather, out, x.contiguous())
+            self._bounded(_gather, _as_supported(out), _as_supported(x.contiguous()))
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -259,13 +275,14 @@ class TorchComm(Comm):
 
     def _batched(self, sends: Messages, recvs: Messages) -> None:
         """NCCL: one grouped call on the current stream, no host synchronisation."""
-        ops = [
-            dist.P2POp(dist.irecv, buffer, self.ranks[peer], self.group) for peer, buffer in recvs
-        ]
-        ops += [dist.P2POp(dist.isend, x, self.ranks[peer], self.group) for peer, x in sends]
+        ops = [dist.P2POp(dist.irecv, _as_supported(buffer), self.ranks[peer], self.group)
+               for peer, buffer in recvs]
+        ops += [dist.P2POp(dist.isend, _as_supported(x), self.ranks[peer], self.group)
+                for peer, x in sends]
         with self.error_context(lambda: _sizes(sends, recvs)):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
+            self._passes()
 
     def subgroup(self, ranks: Sequence[int]) -> TorchComm | None:
         """See `Comm`; not collective for ranks outside this group or outside `ranks`."""
@@ -295,6 +312,7 @@ class TorchComm(Comm):
         """
         if not self.receive_first:
             collective(*args, group=self.group)
+            self._passes()
             return
         self._wait(collective(*args, group=self.group, async_op=True))
 
@@ -302,6 +320,7 @@ class TorchComm(Comm):
         """Wait for a collective of torch, on gloo for `timeout_s` at most."""
         if not self.receive_first:
             work.wait()
+            self._passes()
             return
         begun = time.monotonic()
         try:
@@ -336,7 +355,7 @@ _WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}
 
 
 def _as_supported(x: Tensor) -> Tensor:
-    """A view in a dtype that every backend's all-to-all takes."""
+    """A view in a dtype that every backend moves."""
     return x.flatten().view(torch.uint8) if x.dtype in _WIDE else x
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import CommError, TorchComm
+from moe_plugin.comm import CommError, Topology, TorchComm
+from moe_plugin.comm.overdue import Overdue
 from moe_plugin.config import from_dict
 from tests.distributed import run_gloo
 
@@ -85,3 +91,102 @@ def test_where_a_collective_fails_when_it_is_called_no_other_is_named() -> None:
     for text in run_gloo(2, _gloo_error):
         assert "all_reduce(sum) of torch.float32 (3,) failed" in text and "before" not in (
             text.replace("before timing out", ""))
+
+
+class Event:
+    """A CUDA event of a device that has stopped after `passed` of them."""
+
+    passed, made = 0, 0
+
+    def record(self) -> None:
+        Event.made += 1
+        self.number = Event.made
+
+    def query(self) -> bool:
+        return self.number <= Event.passed
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _overdue(passed: int) -> tuple[list[str], int]:
+    """(what is logged, groups that were aborted) where a device stops after so many collectives."""
+    comm, log, aborted = _as_on_nccl(), Lines(), []
+    logging.getLogger("moe_plugin.comm.overdue").addHandler(log)
+    c10d._abort_process_group = aborted.append
+    Event.passed = passed
+    comm.state.overdue = Overdue(comm.group, 0.4, f"rank {comm.rank}", lambda: "; rank 7 silent",
+                                 event=Event)
+    comm.all_reduce(torch.zeros(3))
+    comm.all_gather(torch.zeros(2, dtype=torch.int64))
+    comm.start_all_reduce(torch.zeros(4))()
+    comm.send_receive([(1 - comm.rank, torch.zeros(5))], [(1 - comm.rank, torch.zeros(5))])
+    deadline = time.monotonic() + (20 if passed < 4 else 1.5)
+    while time.monotonic() < deadline and not aborted:
+        time.sleep(0.05)
+    return log.lines, len(aborted)
+
+
+def test_what_takes_longer_than_the_layer_allows_is_named_and_aborted() -> None:
+    """In a group whose maker allows more: the host does not wait, a thread asks for events."""
+    for rank, (lines, aborted) in enumerate(run_gloo(2, _overdue, 1)):
+        [line] = lines
+        assert aborted == 1
+        assert line.startswith(f"rank {rank}: all_gather of torch.int64 (2,) has not ended within "
+                               "0.4 s (comm.timeout_s) (behind it: all_reduce(sum) of "
+                               "torch.float32 (4,); send_receive of torch.float32")
+        assert "; rank 7 silent; the group's communicator is aborted" in line
+
+
+def test_what_ends_in_time_is_left_alone() -> None:
+    assert run_gloo(2, _overdue, 4) == [([], 0)] * 2
+
+
+def _freed() -> bool:
+    group = dist.new_group([0, 1])
+    seen = weakref.ref(group)
+    Overdue(group, 1.0, "", str, event=Event).add("a collective")
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return seen() is None
+
+
+def test_a_watched_group_is_freed() -> None:
+    assert all(run_gloo(2, _freed))
+
+
+def _met() -> tuple[list[str], set[torch.dtype]]:
+    """Collectives before the first message of a prepared group; dtypes in which messages travel."""
+    comm, called, sent = _as_on_nccl(), [], set()
+    reduce, batch = dist.all_reduce, dist.batch_isend_irecv
+
+    def counted(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        called.append("all_reduce")
+        return reduce(x, *args, **options)
+
+    def seen(ops: list[Any]) -> Any:
+        called.append("messages")
+        sent.update(op.tensor.dtype for op in ops)
+        return batch(ops)
+
+    dist.all_reduce, dist.batch_isend_irecv = counted, seen
+    for _ in range(2):
+        comm.prepare(Topology.one_node(2))
+    peer, got = 1 - comm.rank, torch.zeros(2, 3, dtype=torch.int16)
+    comm.send_receive([(peer, torch.full((2, 3), 300 + comm.rank, dtype=torch.int16))],
+                      [(peer, got)])
+    assert (got == 300 + peer).all()
+    parts = comm.all_gather(torch.full((2,), 300 + comm.rank, dtype=torch.int16))
+    assert parts.tolist() == [300, 300, 301, 301]
+    return called, sent
+
+
+def test_all_ranks_meet_before_the_first_message_and_messages_have_dtypes_that_travel() -> None:
+    assert run_gloo(2, _met) == [(["all_reduce", "messages"], {torch.uint8})] * 2
