@@ -19,11 +19,23 @@ KINDS: dict[str, "Registry"] = {}
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered implementation. why_not: returns None if it can run here, else the reason."""
+    """One registered implementation.
+
+    Attributes:
+        why_not: returns None if it can run here, else the reason.
+        optional: it needs what may not be installed; where it cannot run, `Registry.names` leaves
+            it out and `Registry.get` gives the reason.
+    """
 
     name: str
     value: T
     why_not: Callable[[], str | None]
+    optional: bool = False
+
+    @property
+    def offered(self) -> bool:
+        """Whether its name may be chosen here."""
+        return not self.optional or self.why_not() is None
 
     @property
     def summary(self) -> str:
@@ -45,9 +57,12 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
         KINDS[kind] = self
 
-    def register(self, name: str, *,
-                 why_not: Callable[[], str | None] = _always) -> Callable[[T], T]:
-        """Decorator: `@routers.register("topk")`; `ValueError` if the name exists already."""
+    def register(self, name: str, *, why_not: Callable[[], str | None] = _always,
+                 optional: bool = False) -> Callable[[T], T]:
+        """Decorator: `@routers.register("topk")`; `ValueError` if the name exists already.
+
+        why_not, optional: see `Entry`.
+        """
 
         def add(value: T) -> T:
             if name in self._entries:
@@ -58,14 +73,19 @@ class Registry(Generic[T]):
                                  f"{self.base.__name__}")
             if self.check is not None:
                 self.check(name, value)
-            self._entries[name] = Entry(name, value, why_not)
+            self._entries[name] = Entry(name, value, why_not, optional)
             return value
 
         return add
 
     def get(self, name: str) -> T:
-        """The implementation called `name`; `ValueError` with the known names if absent."""
-        return self.entry(name).value
+        """The implementation called `name`; `ValueError` with the known names if absent, with the
+        reason if it is optional and cannot run here.
+        """
+        entry = self.entry(name)
+        if not entry.offered:
+            raise ValueError(f"{self.kind} {name!r} cannot run here: {entry.why_not()}")
+        return entry.value
 
     def entry(self, name: str) -> Entry[T]:
         """The whole entry called `name`."""
@@ -75,11 +95,11 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
-        return sorted(self._entries)
+        """The names that may be chosen here, sorted."""
+        return sorted(name for name, entry in self._entries.items() if entry.offered)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        return iter([self._entries[name] for name in self.names()])
+        return iter([self._entries[name] for name in sorted(self._entries)])

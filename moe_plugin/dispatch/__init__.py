@@ -3,6 +3,7 @@
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, check_settings, dispatchers
 from moe_plugin.dispatch.bounded import BoundedDispatcher
+from moe_plugin.dispatch.deepep import DeepEPDispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.index_slice import IndexSliceDispatcher
 from moe_plugin.dispatch.padded import PaddedDispatcher
@@ -12,7 +13,7 @@ from moe_plugin.dispatch.stash import PagedStash
 from moe_plugin.dispatch.token_entry import TokenEntry
 
 __all__ = [
-    "AllGatherDispatcher", "BoundedDispatcher", "DispatchTraits", "Dispatcher",
+    "AllGatherDispatcher", "BoundedDispatcher", "DeepEPDispatcher", "DispatchTraits", "Dispatcher",
     "ExchangeDispatcher", "IndexSliceDispatcher", "PaddedDispatcher", "PagedStash",
     "ParmS2Dispatcher", "RaggedDispatcher", "TokenEntry", "check_settings", "dispatchers",
 ]

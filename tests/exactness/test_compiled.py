@@ -41,8 +41,7 @@ WORLD = 2
 ONE_GRAPH: list[Cell] = all_pairs({
     "dispatch": ["padded"], "experts": [4, 1], "factor": [1.0, 0.5], "d": [1, 2],
     "all_to_all": ["linear", "2dh"], "r": [None, 0],
-}) + [{"dispatch": "bounded", "experts": 4, "factor": None, "d": 2, "all_to_all": "linear",
-       "r": None}]
+})
 BREAKS: list[Cell] = [
     {"dispatch": "padded", "experts": 4, "factor": 0.0, "d": 2, "all_to_all": "native", "r": None},
     {"dispatch": "ragged", "experts": 4, "factor": None, "d": 2, "all_to_all": "linear", "r": None},
@@ -54,11 +53,9 @@ def case_of(cell: Cell) -> Case:
 
 
 def settings_of(cell: Cell) -> MoEConfig:
-    promised = {"bounded": {"dispatch__max_tokens": 6}, "padded": {
-        "dispatch__equal_tokens": cell in ONE_GRAPH}}
     return config_of(case_of(cell), dispatch__name=cell["dispatch"], parallel__d=cell["d"],
                      parallel__r=cell["r"], comm__all_to_all=cell["all_to_all"],
-                     **promised.get(cell["dispatch"], {}))
+                     dispatch__equal_tokens=cell in ONE_GRAPH)
 
 
 def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool) -> RankResult:
@@ -72,10 +69,10 @@ def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool
         return out.output, out.losses
 
     run = torch.compile(call, fullgraph=fullgraph, backend="aot_eager")
-    for again in (False, True):
+    for last in (False, True):
         layer.zero_grad()
         x = make_inputs(case, torch.float64)[0][comm.rank].clone().requires_grad_()
-        with torch._dynamo.config.patch(error_on_recompile=again):
+        with torch._dynamo.config.patch(error_on_recompile=last):
             output, losses = run(x)
             objective(output, losses, comm.rank).backward()
     grads = {"router": layer.router.weight_ED.grad}

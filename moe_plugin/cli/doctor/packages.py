@@ -45,6 +45,8 @@ PACKAGES = (
     Package("apex", "apex", "fused layer norm and Adam of the hosts", gpu=True,
             command=f"APEX_CPP_EXT=1 APEX_CUDA_EXT=1 {PIP} --no-build-isolation "
                     "git+https://github.com/NVIDIA/apex"),
+    Package("deep_ep", "deep_ep", "dispatch.name=deepep", gpu=True,
+            command=f"{PIP} --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1"),
     Package("pytest", "pytest", "the tests"),
 )
 
