@@ -57,7 +57,8 @@ class MoELayer(Replaying, nn.Module):
         self.router = layer_router(config, place.comm, router, host.when_split(sharing), **where)
         self.experts = build_experts(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
-        self.capacity = CapacityLimit(config, self.layouts.load_comm)
+        self.capacity = CapacityLimit(config, self.layouts.load_comm,
+                                      self.layouts.available.traits.fixed_slots)
         self.shared_expert = SharedExpert.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))

@@ -1,4 +1,6 @@
-"""This machine: names of its processors, and a folder for results that outlive a run."""
+"""This machine: names of its processors, how numbers get to a device, and a folder for results that
+outlive a run.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ import functools
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -26,6 +31,15 @@ def cpu_name() -> str:
 def device_name(device: torch.device) -> str:
     """Name of the processor behind a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
+    """int64 tensor of integers of the host, nested as they are; a GPU's host does not wait."""
+    table = torch.as_tensor(numbers, dtype=torch.int64)
+    if device.type == "cpu":
+        return table
+    # from pinned memory the copy does not wait for the device
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 def memory_bytes(device: torch.device) -> int | None:

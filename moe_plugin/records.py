@@ -146,7 +146,7 @@ class KeptRouting:
     Attributes:
         routing: with dropped choices removed. before: the routing before anything was dropped.
         slots_TK: int64 [T, K], slot of each choice in its expert, -1: none; None: no limit.
-        capacity: slots per expert and source rank, equal on all ranks; None: no limit.
+        capacity: slots made per expert and source rank, equal on all ranks; None: no limit.
     """
 
     routing: Routing

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moe_plugin.machine import to_device
+
 
 @dataclass(frozen=True)
 class RowCounts:
@@ -41,12 +43,11 @@ class RowCounts:
 
     def device(self, device: torch.device) -> Tensor:
         """Rows of each expert, filler left out, int64 [L]; the host does not wait for a GPU."""
-        if device.type != "cuda" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return torch.tensor(self.host, dtype=torch.int64, device=device)
-        if len(set(self.host)) == 1:
+        if device.type != "cpu" and len(set(self.host)) == 1:
             return torch.full((len(self.host),), self.host[0], dtype=torch.int64, device=device)
-        # from pinned memory the copy does not wait for the device
-        return torch.tensor(self.host, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        return to_device(self.host, device)
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)

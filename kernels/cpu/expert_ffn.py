@@ -129,8 +129,9 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     x: [R, D] rows or [T, D] tokens; returns the same shape and dtype, see `Strategy`.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
-    # an empty slot is a row of zeros, which `gather_rows` makes
-    if plan is not None and not plan.complete and bool((plan.source_R < 0).any()):
+    # an empty slot is a row of zeros, which `gather_rows` makes; a device is not asked for them
+    if plan is not None and not plan.complete and (x.device.type != "cpu"
+                                                   or bool((plan.source_R < 0).any())):
         return apply_to_rows(lambda rows_RD, counts: fused(rows_RD, counts, p), x, plan)
     counts = rows.host if plan is None else plan.counts.host
     (x, *tensors), redirected = p.operands(x)
@@ -283,7 +284,7 @@ class _Backward:
             return
         self.scale_R1 = self.gates_TK.reshape(-1)[call.source_R].to(dtype)[:, None]
         if need_gates:
-            self.dots_R = torch.zeros(call.total, dtype=dtype)
+            self.dots_R = grad_y.new_zeros(call.total, dtype=dtype)
             self.dot_terms = _RowBuffer(call, "dot", grad_y.shape[1], self.dots_R)
 
     def run(self) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,6 @@ further process groups.
 from __future__ import annotations
 
 import copy
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -178,6 +177,15 @@ class Comm(ABC):
         return torch.device("cpu")
 
     @property
+    def hosts(self) -> Comm:
+        """These ranks for numbers that hosts know: its tensors are in host memory.
+
+        This group, where that takes such tensors; else another one over the same ranks, whose first
+        use is collective. Hosts wait for each other in it, and for no device.
+        """
+        return self
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes this rank has sent to other ranks of the group."""
         return self.counters.bytes
@@ -228,7 +236,7 @@ class Comm(ABC):
 
     def exchange_ints(self, sends: Mapping[int, Sequence[int]],
                       recvs: Mapping[int, int]) -> dict[int, list[int]]:
-        """Exchange host integers. Those for this rank itself are not sent.
+        """Exchange integers between hosts (`hosts`). Those for this rank itself are not sent.
 
         Args:
             sends: by peer, the integers to send.
@@ -238,32 +246,29 @@ class Comm(ABC):
         def others(items: Mapping[int, Any]) -> list[int]:
             return [peer for peer in items if peer != self.rank]
 
-        out = [(p, torch.tensor(list(sends[p]), dtype=torch.int64, device=self.device))
+        out = [(p, torch.tensor(list(sends[p]), dtype=torch.int64))
                for p in others(sends) if len(sends[p])]
-        buffers = [(p, torch.empty(recvs[p], dtype=torch.int64, device=self.device))
+        buffers = [(p, torch.empty(recvs[p], dtype=torch.int64))
                    for p in others(recvs) if recvs[p]]
-        self.send_receive(out, buffers)
-        # one copy to the host for all peers
-        values = torch.cat([b for _, b in buffers]).tolist() if buffers else []
-        ends = list(itertools.accumulate((len(b) for _, b in buffers), initial=0))
-        got = {peer: values[ends[i] : ends[i + 1]] for i, (peer, _) in enumerate(buffers)}
+        self.hosts.send_receive(out, buffers)
+        got = {peer: buffer.tolist() for peer, buffer in buffers}
         got |= {p: [] for p in recvs if not recvs[p]}
         if self.rank in sends:
             got[self.rank] = list(sends[self.rank])
         return got
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over ranks, equal on all of them.
+        """Element-wise maximum over ranks of numbers of the hosts, equal on all of them.
 
-        Uses point-to-point messages only (log2 of size rounds).
+        Uses point-to-point messages between `hosts` only (log2 of size rounds).
         """
         mine = torch.tensor(list(values), dtype=torch.float64)
         step = 1
         while step < self.size:
-            theirs = torch.empty_like(mine, device=self.device)
-            self.send_receive([((self.rank + step) % self.size, mine.to(self.device))],
-                              [((self.rank - step) % self.size, theirs)])
-            mine = torch.maximum(mine, theirs.cpu())
+            theirs = torch.empty_like(mine)
+            self.hosts.send_receive([((self.rank + step) % self.size, mine)],
+                                    [((self.rank - step) % self.size, theirs)])
+            mine = torch.maximum(mine, theirs)
             step *= 2
         return mine.tolist()
 

@@ -2,7 +2,7 @@
 
 gloo: on a tagged view of the group, so that messages do not mix with others'; exchanges that are
 `direct` need no thread, the others share one per group.
-CUDA: a side stream; an exchange of equal pieces needs no host synchronisation.
+CUDA: a side stream; the host waits for no device.
 Elsewhere (simulated ranks, a group of one) the exchange is complete when `start` returns.
 """
 

@@ -22,14 +22,14 @@ if dist.is_available():
 
 
 def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple[int, ...], int],
-               timeout: timedelta) -> dist.ProcessGroup:
-    """A new group with the backend of `parent`. All its ranks call it, in the same order, no other.
+               timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """A new group. All its ranks call it, in the same order, no other.
 
     Args:
         parent: an existing group that has these ranks.
         ranks: of the job, this one among them, in any order; the group has them in rising order.
         made: how many groups were made of which ranks in this job; counted on.
-        timeout: of the group's collectives.
+        timeout: of the group's collectives. backend: None: that of `parent`.
     Raises: RuntimeError: from the backend, which connects gloo's ranks here.
     """
     ranks = sorted(ranks)
@@ -38,7 +38,8 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
     store = c10d._world.pg_map[dist.group.WORLD][1]
     with _not_split():
         group, _ = c10d._new_process_group_helper(
-            len(ranks), ranks.index(dist.get_rank()), ranks, dist.get_backend(parent), store,
+            len(ranks), ranks.index(dist.get_rank()), ranks,
+            backend or dist.get_backend(parent), store,
             f"moe_plugin/{made[key]}/{'_'.join(map(str, ranks))}", timeout=timeout,
             group_desc="moe_plugin")
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}

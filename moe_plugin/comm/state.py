@@ -37,6 +37,7 @@ class GroupState:
     connected: whether all ranks have met in a collective since the group was prepared, on NCCL.
     started: the last collectives in words, where they may fail after they have returned.
     last_tag: of the last exchange in the background; all ranks count alike.
+    hosts: see `Comm.hosts`; None: not used so far, or the group itself.
     subgroups: by size, the subgroup of consecutive ranks that this rank is in. To make one is
         collective and costs connections.
     groups_made: in the state of the default group: by ranks, how many groups of them were made.
@@ -52,6 +53,7 @@ class GroupState:
     connected: bool = False
     started: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     last_tag: int = 0
+    hosts: Comm | None = None
     subgroups: dict[int, Comm] = field(default_factory=dict)
     groups_made: dict[tuple[int, ...], int] = field(default_factory=dict)
     collects_for: dict[int, list[int]] | None = None

@@ -109,6 +109,18 @@ class TorchComm(Comm):
         )) if "nccl" in self.backend and "gloo" not in self.backend else torch.device("cpu")
 
     @property
+    def hosts(self) -> Comm:
+        """See `Comm`: with NCCL alone another group, on gloo."""
+        if self.device.type == "cpu":
+            return self
+        if self.state.hosts is None:
+            made = _state_of(dist.group.WORLD).groups_made
+            with self.error_context(lambda: f"making a group of the hosts of {self.name}"):
+                group = make_group(self.group, self.ranks, made, self.timeout, "gloo")
+            self.state.hosts = TorchComm(group, self.timeout.total_seconds())
+        return self.state.hosts
+
+    @property
     def by_nodes(self) -> bool:
         """See `Comm`: on gloo, over equal nodes of several ranks."""
         return self.receive_first and two_steps(self.state.topology)

@@ -61,7 +61,7 @@ class AllGatherDispatcher(Dispatcher):
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. Numbers of tokens, then ids of all ranks; two copies to the host."""
+        """See `Dispatcher`. Numbers of tokens between hosts, then ids; one copy to the host."""
         comm, routing = self.placement.comm, kept.routing
         tokens = routing.ids_TK.shape[0]
         longest = _longest(comm, routing.ids_TK)
@@ -97,10 +97,12 @@ class AllGatherDispatcher(Dispatcher):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Tokens of the rank that has most; over nodes in fewer rounds than an all-reduce."""
+    """Tokens of the rank that has most, agreed between hosts; over nodes in fewer rounds than an
+    all-reduce.
+    """
     if comm.by_nodes:
         return int(comm.agree_max([len(ids_TK)])[0])
-    return int(comm.all_reduce(torch.tensor([len(ids_TK)], device=ids_TK.device), "max"))
+    return int(comm.hosts.all_reduce(torch.tensor([len(ids_TK)]), "max"))
 
 
 def _all_ids(comm: Comm, ids_TK: Tensor, experts: int) -> Tensor:

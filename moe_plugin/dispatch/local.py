@@ -32,28 +32,34 @@ class LocalDispatcher(Dispatcher):
     Args:
         placement: of a group of one.
         traits: of the configured dispatcher.
+        from_device: whether the experts take the numbers of their rows from a device.
     """
 
-    def __init__(self, placement: Placement, traits: DispatchTraits) -> None:
+    def __init__(self, placement: Placement, traits: DispatchTraits,
+                 from_device: bool = False) -> None:
         super().__init__(placement)
         self.traits = DispatchTraits(fixed_slots=traits.fixed_slots, bounded=traits.bounded)
+        self.from_device = from_device
 
     def plan(self, kept: KeptRouting) -> TokenPlan:
-        """See `Dispatcher`. Exact rows need one copy of counts to the host; fixed slots and bounded
-        rows none.
+        """See `Dispatcher`. The host does not wait for a device, except for the counts of exact
+        rows where experts need them on the host.
         """
-        routing, experts = kept.routing, self.placement.experts
-        if self.traits.bounded:
-            rows = device_rows(routing.ids_TK, routing.weights_TK, experts)
-            return TokenPlan(rows.counts.real, rows)
-        # on a CPU counts are on the host already: empty slots are left out
-        on_host = routing.ids_TK.device.type == "cpu" and not torch.compiler.is_compiling()
+        routing, compiling = kept.routing, torch.compiler.is_compiling()
+        choices = routing.ids_TK, routing.weights_TK
         slots = fixed_slots(kept) if self.traits.fixed_slots else None
-        if slots is None or on_host:
-            rows = exact_rows(routing.ids_TK, routing.weights_TK, experts, *known_load(routing))
+        # on a CPU counts are on the host already: empty slots are left out
+        on_host = routing.ids_TK.device.type == "cpu" and not compiling
+        if slots is not None and not compiling and slots[1] == routing.ids_TK.numel():
+            slots = None  # slots for any load (f = 0 on one rank), far more than the rows
+        if self.traits.bounded or (slots is None and self.from_device
+                                   and not (on_host or compiling)):
+            rows = device_rows(*choices, self.placement.experts)
+        elif slots is None or on_host:
+            rows = exact_rows(*choices, self.placement.experts, *known_load(routing))
         else:
-            rows = slot_rows(routing.ids_TK, routing.weights_TK, *slots, experts)
-        return TokenPlan(rows.counts.total, rows)
+            rows = slot_rows(*choices, *slots, self.placement.experts)
+        return TokenPlan(rows.counts.real, rows)
 
     def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> list[ExpertRows]:
         """See `Dispatcher`."""

@@ -1,4 +1,8 @@
-"""Padded dispatch: C slots per expert and source rank; even all-to-all, no host synchronisation."""
+"""Padded dispatch: C slots per expert and source rank; even all-to-all.
+
+The host waits for no device: all sizes follow from the capacity (`routing.capacity`), which may
+have cost a wait itself. See docs/synchronization.md.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_plugin.dispatch.cuts import Counts, cut_of
 from moe_plugin.dispatch.rows import inverse_permutation, positions, slot_sources
 from moe_plugin.kernels import permute_rows
+from moe_plugin.machine import to_device
 from moe_plugin.records import DispatchPlan, Overlap, Placement, RowCounts
 
 
@@ -168,7 +169,7 @@ def _slot_parts(slots_TK: Tensor, cuts: list[int], capacity: int) -> tuple[Tenso
 def _order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
     """Rows by expert shard to rows by (piece, expert shard), int64 [N]."""
     device = source_N.device
-    lengths_VP = torch.tensor(send_PWL, device=device).flatten(1).t()
+    lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])
     piece_N = piece_VP.repeat_interleave(lengths_VP.reshape(-1), output_size=source_N.numel())
     return torch.argsort(piece_N, stable=True)
@@ -179,7 +180,7 @@ def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device, local:
     send, recv = [sum(row) for row in send_WL], [sum(row) for row in recv_WL]
     if len(recv_WL) == 1 or len(recv_WL[0]) == 1:
         return Piece(send, recv, counts, local=local)
-    lengths_M = torch.tensor(recv_WL, device=device).view(-1)
+    lengths_M = to_device(recv_WL, device).view(-1)
     expert_M = torch.arange(len(recv_WL[0]), device=device).repeat(len(recv_WL))
     expert_R = expert_M.repeat_interleave(lengths_M, output_size=counts.total)
     order_R = torch.argsort(expert_R, stable=True)

@@ -1,4 +1,6 @@
 """Ragged dispatch: exactly the rows that were routed, no padding; sizes are exchanged before data.
+
+The host waits for the device once, for the counts, before any row leaves; in backward never.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.compiled import owner_of
+from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import DispatchConfig, MoEConfig
 from moe_plugin.kernels import expert_load, slot_index
 from moe_plugin.records import KeptRouting, Routing
@@ -34,22 +35,27 @@ class CapacityLimit:
 
     Args:
         config: of the layer. comm: ranks whose loads differ.
+        makes_slots: whether slots are made, empty ones too: then hosts must agree on their number.
     """
 
-    def __init__(self, config: MoEConfig, comm: Comm) -> None:
+    def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True) -> None:
         self.dispatch, self.experts, self.comm = config.dispatch, config.num_experts, comm
+        self.makes_slots, self.alone = makes_slots, LocalComm()
         self.prioritized = config.router.batch_prioritized
         self.normalize = config.router.normalize == "after_drop"
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
-        """The routing after capacity; see `capacity`, `slots` and `drop`."""
-        limit = capacity(self.dispatch, routing, self.experts, self.comm, training)
-        if (limit is not None and self.dispatch.equal_tokens and torch.compiler.is_compiling()
+        """The routing after capacity; see `capacity`, `limit_on_device`, `slots` and `drop`."""
+        asked = self.comm if self.makes_slots or _on_host(routing) else self.alone
+        made = capacity(self.dispatch, routing, self.experts, asked, training)
+        if (made is not None and self.dispatch.equal_tokens and torch.compiler.is_compiling()
                 and self.comm.key is not None):
             routing = replace(routing, ids_TK=with_equal_tokens(routing.ids_TK, self.comm.key))
-        slots_TK = None if limit is None else slots(routing, self.experts, self.prioritized)
-        kept = drop(routing, slots_TK, limit, self.normalize)
-        return KeptRouting(kept, slots_TK, limit, routing)
+        slots_TK = None if made is None else slots(routing, self.experts, self.prioritized)
+        limit = limit_on_device(self.dispatch, routing, self.experts, self.comm, training,
+                                asked.size > 1)
+        kept = drop(routing, slots_TK, made if limit is None else limit, self.normalize)
+        return KeptRouting(kept, slots_TK, made, routing)
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
@@ -57,14 +63,50 @@ def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
     return top_k * int(abs(factor) * math.ceil(tokens / experts))
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """The settings that apply: f, and the fraction of tokens in its place (0: none)."""
+
+    factor: float | None
+    fraction: float
+
+    @classmethod
+    def of(cls, config: DispatchConfig, training: bool) -> _Rule:
+        if training:
+            return cls(config.capacity_factor, 0.0)
+        factor = config.eval_capacity_factor
+        return cls(config.capacity_factor if factor is None else factor,
+                   config.eval_token_fraction)
+
+    @property
+    def follows_load(self) -> bool:
+        return not self.fraction and self.factor is not None and self.factor <= 0
+
+    def slots(self, tokens: int, experts: int, top_k: int) -> int:
+        if self.fraction:
+            return math.ceil(self.fraction * tokens)
+        return fixed_slots(tokens, experts, top_k, self.factor)
+
+    def slots_on_device(self, tokens: Tensor, experts: int, top_k: int) -> Tensor:
+        """`slots` of an int64 scalar, in the same float64 arithmetic."""
+        if self.fraction:
+            return (tokens.double() * self.fraction).ceil().long()
+        each = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")
+        return (each.double() * abs(self.factor)).long() * top_k
+
+
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
     """Slots per expert and source rank, the same on every rank; None: nothing is dropped.
 
-    Unless `equal_tokens` is promised, T is the largest number of real tokens of any rank: one
-    all-reduce of two integers (T and, if f <= 0, the largest load) and one device-to-host copy.
-    With the promise and f > 0 there is neither, except in a call whose T differs from the last
-    call's, where the promise is checked.
+    T is the largest number of real tokens of any rank. On a CPU one all-reduce of two integers says
+    it (T and, if f <= 0, the largest load). A device is not waited for: there T is the largest
+    number of tokens, padding included, on which the hosts agree without it, and `limit_on_device`
+    drops by the real ones. Two cases of f <= 0 remain there. In a group the load decides, and the
+    host waits for it; a rank alone makes slots for any load (f = 0), or for the f of f < 0.
+
+    With `equal_tokens` padding counts, and nothing is asked for f > 0, except in a call whose T
+    differs from the last call's, where the promise is checked.
 
     Args:
         config: settings `dispatch`.
@@ -76,25 +118,44 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         ValueError: the promise is broken. If T changed on some ranks only, these wait for the
             others until the group's timeout: a `CommError`.
     """
-    factor = config.capacity_factor
-    fraction = 0.0 if training else config.eval_token_fraction
-    if not training and config.eval_capacity_factor is not None:
-        factor = config.eval_capacity_factor
-    if factor is None and not fraction:
+    rule = _Rule.of(config, training)
+    if rule.factor is None and not rule.fraction:
         return None
-    top_k = routing.ids_TK.shape[1]
-    if config.equal_tokens and (fraction or factor > 0):
-        tokens, load = routing.ids_TK.shape[0], 0
+    (tokens, top_k), on_host = routing.ids_TK.shape, _on_host(routing)
+    if rule.follows_load:
+        if comm.size == 1 and not on_host and not torch.compiler.is_compiling():
+            return rule.slots(tokens, experts, top_k) if rule.factor else tokens * top_k
+        tokens, load = _agree(routing, experts, comm)
+        return load if rule.factor == 0 else min(load, rule.slots(tokens, experts, top_k))
+    if config.equal_tokens:
         if not torch.compiler.is_compiling():  # in a graph: `with_equal_tokens`
             check_promise(routing.ids_TK, comm)
-    else:
-        tokens, load = _agree(routing, experts, comm)
-    if fraction:
-        return math.ceil(fraction * tokens)
-    slots = fixed_slots(tokens, experts, top_k, factor)
-    if factor > 0:
-        return slots
-    return load if factor == 0 else min(load, slots)
+    elif on_host:
+        tokens, _ = _agree(routing, experts, comm)
+    elif comm.size > 1:
+        tokens = int(comm.hosts.all_reduce(torch.tensor([tokens]), "max"))
+    return rule.slots(tokens, experts, top_k)
+
+
+def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
+                    training: bool, load_known: bool) -> Tensor | None:
+    """The capacity by real tokens where the host knows but a bound, int64 scalar on the device.
+
+    None: it is what `capacity` returns. load_known: whether that asked for the load where f <= 0;
+    the other arguments are those of `capacity`.
+    """
+    rule = _Rule.of(config, training)
+    if _on_host(routing) or (rule.factor is None and not rule.fraction):
+        return None
+    known = load_known or rule.factor == 0 if rule.follows_load else config.equal_tokens
+    if known:
+        return None
+    tokens = comm.all_reduce(routing.tokens, "max") if comm.size > 1 else routing.tokens
+    return rule.slots_on_device(tokens, experts, routing.ids_TK.shape[1])
+
+
+def _on_host(routing: Routing) -> bool:
+    return routing.ids_TK.device.type == "cpu"
 
 
 @dataclass
@@ -113,8 +174,7 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
         return
     found = comm.state.get(_EqualTokens)
     if found.tokens != tokens:
-        seen_2 = torch.tensor([tokens, -tokens], device=ids_TK.device)
-        most, least = comm.all_reduce(seen_2, "max").tolist()
+        most, least = comm.hosts.all_reduce(torch.tensor([tokens, -tokens]), "max").tolist()
         if most != -least:
             raise ValueError(
                 f"dispatch.equal_tokens=True is a promise that was broken: rank {comm.rank} of "
@@ -159,13 +219,14 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
     return torch.empty_like(sorted_TK).index_copy_(0, order_T, sorted_TK)
 
 
-def drop(routing: Routing, slots_TK: Tensor, limit: int | None, normalize_after: bool) -> Routing:
+def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
+         normalize_after: bool) -> Routing:
     """Remove the choices whose slot is beyond the capacity.
 
     Args:
         routing: before dropping.
         slots_TK: int64, see `slots`; not read without a limit.
-        limit: slots per expert and source rank; None: no limit.
+        limit: slots per expert and source rank, a number or an int64 scalar; None: no limit.
         normalize_after: divide the remaining weights by their sum (top_k > 1).
     """
     if limit is None and not normalize_after:

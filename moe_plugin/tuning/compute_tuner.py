@@ -139,6 +139,13 @@ def _usable(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
     return names
 
 
+def takes_counts_of_device(name: str) -> bool:
+    """Whether a strategy computes rows whose numbers a device alone knows without a wait. All
+    others, and `grouped` with what it passes to `loop`, read them.
+    """
+    return name == "grouped" or (name in ("auto", "kernels") and INSTALLED)
+
+
 def _may_measure(device: torch.device) -> bool:
     """Not without gradients (there may be no memory for them), during the capture of a CUDA graph,
     or under a mode that intercepts operations.

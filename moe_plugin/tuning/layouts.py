@@ -41,6 +41,7 @@ from moe_plugin.records import (
     Overlap,
     Placement,
 )
+from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.timer import CallTimer
 
@@ -251,7 +252,8 @@ class Layouts:
         if place.comm.size == 1 or choice.r == 0:
             alone = Placement(LocalComm(), place.experts, place.algorithm)
             gather = place.comm if place.comm.size > 1 else None
-            dispatcher = LocalDispatcher(alone, self.traits)
+            dispatcher = LocalDispatcher(alone, self.traits, self.experts.supports_gather
+                                         and takes_counts_of_device(choice.kernel))
             return Layout(choice, dispatcher, strategy, gather, place.shards)
         if self.traits.single_layout:
             return Layout(choice, self.dispatcher(place), strategy)

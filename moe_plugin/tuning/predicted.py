@@ -86,8 +86,8 @@ class PredictedLayout(Replaying):
         self.current, self.settled = choice, True
 
     def _settle(self, tokens: int) -> None:
-        most = torch.tensor([tokens], dtype=torch.float64, device=self.comm.device)
-        tokens = int(self.comm.all_reduce(most, "max").item())
+        most = torch.tensor([tokens], dtype=torch.float64)
+        tokens = int(self.comm.hosts.all_reduce(most, "max").item())
         if tokens == 0:  # no rank has seen a token: decide on a later call
             return
         self.settled = True

@@ -8,6 +8,7 @@ import os
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +196,30 @@ def _subgroup_after_others() -> tuple[list[float], int | None]:
 def test_a_subgroup_does_not_depend_on_groups_made_before() -> None:
     expected = [([5, 5, 1], 0), ([1], None), ([5, 5], 1), ([5, 5], 2)]
     assert run_gloo(WORLD, _subgroup_after_others, timeout_s=60) == expected
+
+
+class _OnGPU(TorchComm):
+    """A group that takes tensors of a device alone, as NCCL's does."""
+
+    device = torch.device("cuda", 0)
+
+
+def _numbers_of_hosts() -> tuple[Any, ...]:
+    comm = _OnGPU()
+    other = (comm.rank + 1) % WORLD
+    most = comm.agree_max([comm.rank, -comm.rank])
+    got = comm.exchange_ints({other: [comm.rank] * 2, comm.rank: [7]},
+                             {(comm.rank - 1) % WORLD: 2, comm.rank: 1})
+    return most, sorted(got.items()), comm.hosts is _OnGPU().hosts, TorchComm().hosts.ranks
+
+
+def test_numbers_of_hosts_pass_no_device() -> None:
+    results = run_gloo(WORLD, _numbers_of_hosts)
+    for rank, (most, got, once, ranks) in enumerate(results):
+        before = (rank - 1) % WORLD
+        assert most == [WORLD - 1, 0]
+        assert dict(got) == {rank: [7], before: [before] * 2}
+        assert once and ranks == list(range(WORLD))
 
 
 def _subgroup_of_a_bound_group() -> tuple[bool, str]:

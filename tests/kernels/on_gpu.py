@@ -101,16 +101,19 @@ def check_graph() -> None:
 
 
 def check_syncs() -> None:
-    """No host synchronisation in the padded layer; one in the dropless layer."""
-    padded = make_layer(dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
-    x = torch.randn(512, 256, device=GPU, dtype=torch.bfloat16)
-    padded(x).output.sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        padded(x).output.sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    print("padded: no host synchronisation")
+    """No host synchronisation on one rank: dropless, fixed slots, their number promised or not."""
+    for dispatch in ({"name": "ragged"}, {"name": "padded", "capacity_factor": 1.25},
+                     {"name": "padded", "capacity_factor": 0.0},
+                     {"name": "padded", "capacity_factor": 1.25, "equal_tokens": True}):
+        layer, mask = make_layer(dispatch=dispatch), torch.rand(512, device=GPU) < 0.9
+        x = torch.randn(512, 256, device=GPU, dtype=torch.bfloat16)
+        layer(x, mask).output.sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer(x, mask).output.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        print(f"{dispatch}: no host synchronisation")
 
 
 def check_compile() -> None:

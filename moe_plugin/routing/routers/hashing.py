@@ -59,7 +59,8 @@ class HashRouter(Router):
 
     def _check_range(self, ids_T: Tensor) -> None:
         size = self.table_V.numel()
-        if ids_T.is_cuda or not ids_T.numel():  # on GPU, indexing checks without a wait
+        # on a GPU, indexing checks without a wait
+        if ids_T.device.type != "cpu" or not ids_T.numel():
             return
         low, high = int(ids_T.min()), int(ids_T.max())
         if not 0 <= low <= high < size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class PrototypeRouter(Router):
                            first_choice_priority(scores_NP.view(tokens, experts)))
 
     def _first(self, k: int, width: int, like: Tensor) -> Tensor:
-        return like.new_tensor([i * width for i in range(k)]).long()
+        return torch.arange(k, device=like.device) * width
 
     def losses_of(self, inputs: LossInputs) -> dict[str, Tensor]:
         """The mean over prototypes of each loss."""

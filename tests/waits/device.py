@@ -1,0 +1,270 @@
+"""A device that computes on the CPU and notes what a GPU's host would wait for.
+
+`register()` makes a device "counting" of torch's backend for Python. A tensor on it is a wrapper
+around one on the CPU: operations run there, tensors of the two devices do not mix, autograd works.
+Inside `CountingDevice(events)` every step for which the host of a GPU would wait is noted, with the
+lines that led to it. Registering a backend is for the whole process: do it in one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+NAME = "counting"
+# operations after which a GPU's host knows a value, or a size that depends on values
+READS = {
+    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero",
+    "aten::masked_select", "aten::unique_dim", "aten::_unique", "aten::_unique2",
+    "aten::unique_consecutive", "aten::bincount", "aten::histc", "aten::_linalg_check_errors"
+}
+_CREATES = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+_OURS = ("/moe_plugin/", "/kernels/")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened, in the order of the host.
+
+    kind: `read` (device to host), `pageable` (host to device from memory that is not pinned),
+    `exchange` (rows are on their way), `hosts` (the hosts of the ranks wait for each other; no
+    device does). what: the operation. where: the project's lines that led to it.
+    """
+
+    kind: str
+    what: str
+    where: str
+
+
+@dataclass
+class Events:
+    """A list that is written to while `on`."""
+
+    seen: list[Event] = field(default_factory=list)
+    on: bool = False
+
+    def note(self, kind: str, what: str) -> None:
+        """Add one event, if it is wanted."""
+        if self.on:
+            lines = [(code.co_filename, line) for frame, line in traceback.walk_stack(None)
+                     if any(ours in (code := frame.f_code).co_filename for ours in _OURS)
+                     and "/tests/" not in code.co_filename]
+            self.seen.append(Event(kind, what, " < ".join(
+                f"{'/'.join(path.split('/')[-2:])}:{line}" for path, line in lines[:4])))
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[list[Event]]:
+        """The events of what runs inside."""
+        self.seen, self.on = [], True
+        try:
+            yield self.seen
+        finally:
+            self.on = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is noted inside."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+# of this process, as backward runs in a thread of the device
+EVENTS = Events()
+
+
+class _Backend(backend_registration._DummyBackendModule):
+    """What torch asks of a device."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+
+def register() -> torch.device:
+    """Make the device known to torch, once; returns it."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        backend_registration._setup_privateuseone_for_python_backend(
+            NAME, backend_module=_Backend())
+    return torch.device(NAME, 0)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the device; `inner` is where its values are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> OnDevice:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, device=torch.device(NAME, 0), requires_grad=requires_grad)
+        made.inner = inner
+        return made
+
+    def tolist(self) -> Any:
+        EVENTS.note("read", "tolist")
+        return self.inner.tolist()
+
+    def __repr__(self) -> str:
+        return f"OnDevice({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+def inner(value: Any) -> Any:
+    """Tensors of the device in any structure as those on the CPU that they wrap."""
+    return tree_map(lambda x: x.inner if isinstance(x, OnDevice) else x, value)
+
+
+def outer(value: Any) -> Any:
+    """Tensors on the CPU in any structure as tensors of the device."""
+    return tree_map(lambda x: OnDevice(x) if isinstance(x, torch.Tensor) else x, value)
+
+
+def _is_pinned(x: torch.Tensor) -> bool:
+    return getattr(x, "pinned", False)  # set by `_HostCalls`, on torch's own objects
+
+
+def _pinned(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x.pinned = True
+    return x
+
+
+def _note(name: str, args: Any, kwargs: Any, here: list[OnDevice],
+          host: list[torch.Tensor]) -> None:
+    waits = not (kwargs.get("non_blocking") or (name == "aten::copy_" and True in args[2:]))
+    if name in ("aten::copy_", "aten::_to_copy"):
+        source = args[0] if name == "aten::_to_copy" else args[1]
+        to_device = _to(kwargs, NAME) if name == "aten::_to_copy" else isinstance(args[0], OnDevice)
+        if isinstance(source, OnDevice):
+            if not to_device and (name == "aten::copy_" or _to(kwargs, "cpu")):
+                target_pinned = name == "aten::copy_" and _is_pinned(args[0])
+                if waits or not target_pinned:
+                    EVENTS.note("read", name)
+        elif to_device and source.dim() and not (_is_pinned(source) and not waits):
+            EVENTS.note("pageable", name)
+        return
+    if here and name not in ("aten::index", "aten::index_put_", "aten::index_put"):
+        if any(x.dim() > 0 for x in host):
+            raise RuntimeError(f"{name}: tensors on {NAME} and on cpu: "
+                               f"{[tuple(x.shape) for x in host]}")
+    elif here and any(x.dtype in (torch.bool, torch.uint8)
+                      for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)):
+        EVENTS.note("read", f"{name} by a mask")
+    if here and (name in READS or (name == "aten::repeat_interleave"
+                                   and kwargs.get("output_size") is None)):
+        EVENTS.note("read", name)
+
+
+def _to(kwargs: Any, kind: str) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == kind
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    name = func._schema.name
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    here = [x for x in tensors if isinstance(x, OnDevice)]
+    _note(name, args, kwargs, here, [x for x in tensors if not isinstance(x, OnDevice)])
+    to_host = _to(kwargs, "cpu")
+    if "device" in kwargs and kwargs["device"] is not None:
+        on_device, kwargs = _to(kwargs, NAME), {**kwargs, "device": torch.device("cpu")}
+    else:
+        on_device = False
+    out = func(*inner(args), **inner(kwargs))
+    if name == "aten::_local_scalar_dense" or to_host or not (on_device or here):
+        return out
+    if name == "aten::copy_" and not isinstance(args[0], OnDevice):
+        return args[0]
+    # an operation in place returns its argument
+    known = {id(x.inner): x for x in here}
+    return tree_map(lambda x: known.get(id(x), OnDevice(x)) if isinstance(x, torch.Tensor) else x,
+                    out)
+
+
+class _HostCalls(TorchFunctionMode):
+    """What goes past torch's dispatcher: tensors made of Python numbers, and pinned memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _CREATES:
+            return self._create(func, args, kwargs)
+        if func is torch.Tensor.pin_memory:
+            return _pinned(args[0])
+        if kwargs.pop("pin_memory", False):
+            return _pinned(func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _create(self, func: Any, args: Any, kwargs: Any) -> Any:
+        like = args[0] if func is torch.Tensor.new_tensor else None
+        device = kwargs.get("device", None if like is None else like.device)
+        if device is None or torch.device(device).type != NAME:
+            return func(*args, **kwargs)
+        kwargs |= {"device": "cpu"}
+        if like is not None:
+            func, kwargs = torch.tensor, {"dtype": like.dtype, **kwargs}
+            args = args[1:]
+        wanted = kwargs.pop("requires_grad", False)
+        EVENTS.note("pageable", func.__name__)
+        return OnDevice(func(*args, **kwargs), wanted)
+
+
+class CountingDevice(TorchDispatchMode):
+    """Tensors on the device can be made inside; backward inherits it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register()
+        self.calls = _HostCalls()
+
+    def __enter__(self) -> CountingDevice:
+        self.calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.calls.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        body = _body_of(func)
+        if body is None:
+            return _call(func, args, kwargs or {})
+        with self:  # an operation of the project: what it is made of is looked at
+            return body(*args, **(kwargs or {}))
+
+
+def _body_of(func: Any) -> Callable[..., Any] | None:
+    """The Python function of an operation that the project defines; None: another operation."""
+    name = func._schema.name
+    if not name.startswith("moe_plugin::"):
+        return None
+    return torch._library.custom_ops.OPDEFS[name]._init_fn

@@ -1,0 +1,22 @@
+"""Runs the matrix of waits: a process for every rank, forked from one that has imported all."""
+
+from __future__ import annotations
+
+import tempfile
+
+from tests.preloaded import Server
+from tests.waits.cells import WORLDS, Seen, matrix, measure
+
+
+def measured() -> list[list[Seen]]:
+    """For every cell of the matrix what its ranks saw."""
+    server = Server("tests.waits.cells")
+    by_world = {}
+    for world in WORLDS:
+        with tempfile.TemporaryDirectory() as folder:
+            done = server.run(world, measure, world, folder, timeout_s=400)
+        if done.code:
+            raise RuntimeError(done.log)
+        by_world[world] = iter(zip(*done.results, strict=True))
+    return [list(next(by_world[cell["size"].world], [Seen(error="not reached")]))
+            for cell in matrix()]

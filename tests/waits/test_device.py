@@ -1,0 +1,80 @@
+"""The counting device notes what makes a GPU's host wait, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.preloaded import Server
+from tests.waits.device import EVENTS, CountingDevice, inner, register
+
+READ, PAGEABLE = ["read"], ["pageable"]
+
+
+def cases(x: Any, device: torch.device) -> dict[str, tuple[Callable[[], object], list[str]]]:
+    """By name, what to do with x, [3] ones on the device, and what it must note."""
+    host, pinned = torch.ones(3), torch.ones(3).pin_memory()
+    leaf = x.detach().requires_grad_()
+    leaf.register_hook(lambda grad: grad * float(grad.sum()))
+    return {
+        "item": (lambda: x.sum().item(), READ),
+        "list": (lambda: x.tolist(), READ),
+        "branch": (lambda: bool((x > 0).any()), READ),
+        "to the host": (lambda: x.cpu(), READ),
+        "indices": (lambda: x.nonzero(), READ),
+        "mask": (lambda: x[x > 0], READ),
+        "sizes": (lambda: torch.repeat_interleave(x.long()), READ),
+        "in backward": (lambda: (leaf * 2).sum().backward(), READ),
+        "numbers": (lambda: torch.tensor([1, 2], device=device), PAGEABLE),
+        "numbers like it": (lambda: x.new_tensor([1.0]), PAGEABLE),
+        "from the host": (lambda: host.to(device), PAGEABLE),
+        "into it": (lambda: torch.empty_like(x).copy_(host), PAGEABLE),
+        "pinned, and waited for": (lambda: pinned.to(device), PAGEABLE),
+        "pinned": (lambda: pinned.to(device, non_blocking=True), []),
+        "to pinned": (lambda: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True), []),
+        "known sizes": (lambda: torch.repeat_interleave(x.long(), output_size=3), []),
+        "arithmetic": (lambda: (x * 2 + torch.arange(3, device=device)).sum(), []),
+        "choice": (lambda: torch.where(x > 0, x, 0).masked_fill_(x > 0, 1), []),
+    }
+
+
+def notes() -> dict[str, tuple[list[str], list[str]]]:
+    """What each case notes, and what it must."""
+    device, found = register(), {}
+    with CountingDevice():
+        for name, (call, wanted) in cases(torch.ones(3, device=device), device).items():
+            with EVENTS.noted() as seen:
+                call()
+            found[name] = [event.kind for event in seen], wanted
+    return found
+
+
+def mixed() -> str:
+    with CountingDevice():
+        try:
+            torch.ones(3, device=register()) + torch.ones(3)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def computed() -> list[float]:
+    with CountingDevice():
+        x = torch.tensor([1.0, 2.0], device=register(), requires_grad=True)
+        (x.square() * 3).sum().backward()
+        return inner(x.grad).tolist()
+
+
+def everything() -> tuple[Any, ...]:
+    return notes(), mixed(), computed()
+
+
+def test_device() -> None:
+    done = Server("tests.waits.device").run(1, everything)
+    assert done.code == 0, done.log
+    (noted, error, gradient), = done.results
+    assert not {name: kinds for name, (kinds, wanted) in noted.items() if kinds != wanted}
+    assert "counting and on cpu" in error
+    assert gradient == [6.0, 12.0]
