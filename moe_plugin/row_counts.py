@@ -97,8 +97,8 @@ class DeviceCounts(RowCounts):
         return self.lengths_L.sum()
 
     def lengths(self) -> list[int]:
-        """Rows of each expert, filler left out; waits for the device."""
-        return self.lengths_L.tolist()
+        """Rows of each expert, filler left out; waits for the device, unless there is no row."""
+        return self.lengths_L.tolist() if self.rows else [0] * self.number
 
     def device(self, device: torch.device) -> Tensor:
         """Rows of each expert, filler left out, int64 [L]."""

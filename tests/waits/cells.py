@@ -38,7 +38,7 @@ WORLDS = (1, 4)
 ALONE, TOGETHER = (1, 8, None), ((4, 8, None), (4, 2, None))  # ranks, experts, shards
 # how experts are computed where the device alone may know the counts
 FROM_DEVICE = ("auto", "kernels", "grouped")
-BASE_READS = 3  # which tokens are real, twice, and their scores: the host assigns them
+BASE_READS = 2  # which tokens are real; and now and then whether the auction is over
 COMMON: dict[str, Any] = {
     "factor": (None, 1.0, 0.0, -1.0), "tokens": ("even", "uneven", "padding"), "k": (2,),
     "kind": ("gated_ffn",), "bias": (True,), "activation": ("gelu",), "score": ("softmax",),
@@ -127,7 +127,7 @@ def config_of(cell: Cell) -> MoEConfig:
 
 def reads(cell: Cell) -> int:
     """How often the host reads the device in a forward pass, before any row leaves its rank, by
-    what the page promises; BASE has `BASE_READS` more.
+    what the page promises; BASE has at least `BASE_READS` more.
     """
     size, traits, factor = cell["size"], cells.traits_of(cell["dispatch"]), cell["factor"]
     if traits.bounded:

@@ -60,6 +60,8 @@ def text() -> str:
         "## By router", "", "In the router itself, in training.", "",
         *_table("`router.name`", lambda cell: f"`{cell['router']}`", lambda cell: "waits", routers,
                 lambda cell: BASE_READS if cell["router"] == "base" else 0), "",
+        "`base` reads which tokens are real, and now and then whether its auction is over: so many",
+        "waits, and one for each such look.", "",
     ])
 
 

@@ -22,7 +22,7 @@ def wrong_in(cell: Cell, seen: Seen) -> list[str]:
     kinds = [event.kind for event in seen.forward]
     found, wanted = kinds.count("read"), reads(cell)
     if cell.get("router") == "base":
-        return [] if found == wanted + BASE_READS else [f"{found} reads in router base"]
+        return [] if found >= wanted + BASE_READS else [f"{found} reads in router base"]
     started = kinds.index("exchange") if "exchange" in kinds else len(kinds)
     wrong = [f"{found} reads, must be {wanted}"] * (found != wanted)
     wrong += ["a read after rows left"] * ("read" in kinds[started:])

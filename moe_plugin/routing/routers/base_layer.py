@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.kernels import top_k_stable
-from moe_plugin.machine import to_device
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.assignment import balanced_assignment
 from moe_plugin.routing.marks import keep_init
@@ -83,6 +82,6 @@ def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
         for peer, count in enumerate(counts_W)
     ]
     got_NE = comm.all_to_all(scores_TE[order_T].contiguous(), send, recv)
-    assigned_N = to_device(balanced_assignment(got_NE), scores_TE.device)
+    assigned_N = balanced_assignment(got_NE)
     back_T = comm.all_to_all(assigned_N, recv, send)
     return torch.empty_like(back_T).index_copy_(0, order_T, back_T)
