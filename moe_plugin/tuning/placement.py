@@ -5,7 +5,9 @@ the same tokens, which of Parm's schedules shares them out.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,19 +29,34 @@ from moe_plugin.tuning.exchange import OPEN, exchange_name, log_once, prepare, s
 log = logging.getLogger(__name__)
 # settings that each rank may have of its own: nothing that ranks exchange depends on them
 OWN_SETTINGS = ("observe.", "comm.timeout_s", "comm.watchdog_s")
+FILES = ("comm.cluster", "comm.topology", "parallel.device")  # settings that may name a file
 REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule before any token is seen
 
 
 def agree_on_settings(config: MoEConfig, comm: Comm, **more: Any) -> None:
     """Check that all ranks make the same layer with the same versions. Collective, see `agree`.
 
+    Files that settings name count by their contents, too: each node may have its own.
+
     more: what else decides the shapes and dtypes that ranks exchange, by name.
     Raises: ValueError: on every rank; names what differs.
     """
     settings = {name: value for name, value in flatten(to_dict(config)).items()
                 if not name.startswith(OWN_SETTINGS)}
-    agree(comm, {**settings, **more, "version of torch": torch.__version__,
+    files = {f"contents of {name}": _digest(settings[name]) for name in FILES}
+    agree(comm, {**settings, **files, **more, "version of torch": torch.__version__,
                  "version of moe_plugin": moe_plugin.__version__})
+
+
+def _digest(name: str | None) -> str | None:
+    """A hash of a file's contents; None: there is no such file to read."""
+    if not name or not os.path.isfile(name):
+        return None
+    try:
+        with open(name, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:16]
+    except OSError as error:
+        return str(error)
 
 
 def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +56,13 @@ def _all_refusals() -> dict[str, str]:
             "rule": "random", "seed": rank}}})
         build_router(config, TorchComm())
     found["router.selection.seed"] = str(caught.value)
+    # a file of this name on each node, with other contents
+    with tempfile.TemporaryDirectory() as folder:
+        known = os.getcwd()
+        os.chdir(folder)
+        Path("device.yaml").write_text(f"name: rank{rank}\n")
+        found["contents of parallel.device"] = _refusal({"parallel": {"device": "device.yaml"}})
+        os.chdir(known)
     # the group still works, and what each rank may have of its own is not compared
     layer = MoELayer(from_dict(SAME | {"comm": {"timeout_s": 100.0 + rank}}), TorchComm())
     assert layer(torch.randn(3 + rank, 8)).output.shape == (3 + rank, 8)
