@@ -12,7 +12,6 @@ overlap.json and overlap.md; the report contains the load average.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -25,12 +24,13 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.layouts import slowest
-from moe_plugin.bench.report import paragraph, table
+from moe_plugin.bench.report import paragraph, table, write_json
 from moe_plugin.config import from_dict
 from moe_plugin.config.parallel import CUTS
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import ExpertRows
+from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, EXPERTS, WIDTH = 2, 4, 256
@@ -38,6 +38,7 @@ TOKENS, HIDDEN = 1024, 2048
 RATES = (25e6, 50e6, 100e6)  # bit/s of a node's link
 AIM = 1.10  # times the larger of exchange and products
 ROW_S = 100e-6  # forward products of a row, where they only take their time; backward twice that
+FILES = ("overlap.json", "overlap.md")
 PRODUCTS = {"cpu": "Products on the processor", "wait": "Products that take only time"}
 
 
@@ -130,10 +131,13 @@ def run_rank(sizes: dict[str, int], choices: dict[str, LayoutChoice],
         timed("exchange", alone.exchange)
         timed("products forward", alone.products)
         timed("products backward", alone.products_backward)
+        layer.zero_grad(set_to_none=True)
         for name, choice in choices.items():
             # bound, or it would look at the next choice
             y_TD = timed(f"{name} forward", lambda choice=choice: layer(x_TD, choice=choice)).output
             timed(f"{name} backward", lambda y_TD=y_TD: y_TD.backward(grad_TD))
+            layer.zero_grad(set_to_none=True)
+            x_TD.grad = None  # or the next choice would add to it
     return {name: found[1:] for name, found in seconds.items()}
 
 
@@ -231,10 +235,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=HIDDEN,
                         help="inner width of an expert (default: %(default)s)")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        output_folder(args.out, FILES)
+    except ValueError as error:
+        parser.error(str(error))
     report = measure(args)
-    (args.out / "overlap.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    (args.out / "overlap.md").write_text(markdown(report), encoding="utf-8")
+    write_json(args.out / FILES[0], report)
+    write_regular(args.out / FILES[1], markdown(report))
 
 
 if __name__ == "__main__":

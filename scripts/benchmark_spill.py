@@ -9,7 +9,6 @@ report contains the load average.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.bench.report import paragraph, table
+from moe_plugin.bench.report import paragraph, table, write_json
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import POLICIES
+from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, EXPERTS, WIDTH, HIDDEN = 4, 8, 256, 256
@@ -36,6 +36,7 @@ LOADS: dict[str, tuple[int, float]] = {
 }
 HOT = next(iter(LOADS))
 WARM_UP = 2  # rounds that do not count
+FILES = ("spill.json", "spill.md")
 
 
 def make_layer() -> MoELayer:
@@ -70,6 +71,7 @@ def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
     out.output.square().mean().backward()
     seconds = time.perf_counter() - start
     layer.zero_grad(set_to_none=True)
+    x_TD.grad = None  # or the next policy would add to it
     return seconds, out.stats.rows
 
 
@@ -171,7 +173,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200e6,
                         help="bit/s of a node's link (default: %(default)s)")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        output_folder(args.out, FILES)
+    except ValueError as error:
+        parser.error(str(error))
     before = os.getloadavg()[0]
     with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
         ranks = cluster.run(run_times, args.rounds, timeout_s=60 + 30 * args.rounds)
@@ -182,8 +187,8 @@ def main() -> None:
     report = {"rate": args.rate, "rounds": args.rounds,
               "times": {load: summary(ranks, load) for load in LOADS}, "memory": peaks,
               "load": [round(before, 1), round(os.getloadavg()[0], 1)]}
-    (args.out / "spill.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (args.out / "spill.md").write_text(markdown(report), encoding="utf-8")
+    write_json(args.out / FILES[0], report)
+    write_regular(args.out / FILES[1], markdown(report))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@
 The host does not wait for NCCL, and NCCL's own watchdog knows only the timeout that a group was
 made with. Where that is longer, as in groups made by others, each collective of the layer leaves an
 event behind; a thread asks whether the oldest has passed. The host waits for nothing.
+
+CUDA forbids such questions while a graph is captured in mode `global`, torch's default: capture
+with `torch.cuda.graph(..., capture_error_mode="thread_local")`, as torch's own watchdog thread
+does. In another mode watching stops with a warning.
 """
 
 from __future__ import annotations
@@ -38,11 +42,14 @@ class Overdue:
         self._group = weakref.ref(group)
         self._pending: deque[tuple[float, str, Any]] = deque()
         self._thread: threading.Thread | None = None
+        self._stopped = False
 
     def add(self, what: str) -> None:
         """A collective, in words, was put on the current stream just now."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a captured event says nothing of this call
+        if self._stopped:
+            return
         event = self._event()
         event.record()
         self._pending.append((time.monotonic(), what, event))
@@ -53,7 +60,15 @@ class Overdue:
     def _watch(self) -> None:
         while self._group() is not None:
             time.sleep(min(1.0, self.timeout_s / 4))
-            late = self._late()
+            try:
+                late = self._late()
+            except RuntimeError as error:
+                log.warning("%s: comm.timeout_s is no longer watched, because an event cannot be "
+                            "asked (%s); capture graphs with capture_error_mode='thread_local'",
+                            self.who, error)
+                self._stopped = True
+                self._pending.clear()
+                return
             if late:
                 self._end(late)
                 return

@@ -71,14 +71,15 @@ class TorchComm(Comm):
         self.receive_first = self.threaded = "gloo" in self.backend and "nccl" not in self.backend
         self.fails_later = not self.receive_first
         self.key = key_of(self)
-        if "nccl" in self.backend and self.state.overdue is None:
+        if "nccl" in self.backend:
             self._watch_longer_timeout()
 
     def _watch_longer_timeout(self) -> None:
-        own = self.group._get_backend(torch.device("cuda")).options._timeout
-        if own > self.timeout:
-            state = self.state
-            self.state.overdue = Overdue(
+        own, state = self.group._get_backend(torch.device("cuda")).options._timeout, self.state
+        if state.overdue is not None:
+            state.overdue.timeout_s = min(state.overdue.timeout_s, self.timeout.total_seconds())
+        elif own > self.timeout:
+            state.overdue = Overdue(
                 self.group, self.timeout.total_seconds(),
                 f"rank {self.rank} of {self.size} in group {self.name!r}",
                 lambda: f"; {state.watchdog.report()}" if state.watchdog is not None else "")
@@ -262,9 +263,11 @@ class TorchComm(Comm):
         watchdog = self.state.watchdog
         if watchdog is not None:
             watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
-        yield
-        if watchdog is not None:
-            watchdog.end()
+        try:
+            yield
+        finally:
+            if watchdog is not None:
+                watchdog.end()
 
     def _one_by_one(self, works: Sequence[Any], sends: Messages, recvs: Messages) -> None:
         """gloo: wait for each message separately, so that an error can name the peer."""

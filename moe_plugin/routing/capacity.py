@@ -48,6 +48,9 @@ class CapacityLimit:
         """The routing after capacity; see `capacity`, `limit_on_device`, `slots` and `drop`."""
         asked = self.comm if self.makes_slots or _on_host(routing) else self.alone
         made = capacity(self.dispatch, routing, self.experts, asked, training)
+        eager = not torch.compiler.is_compiling()  # in a graph: `with_equal_tokens`
+        if made is not None and self.dispatch.equal_tokens and asked is self.alone and eager:
+            check_promise(routing.ids_TK, self.comm)  # no slots to agree on, but one limit
         if (made is not None and self.dispatch.equal_tokens and torch.compiler.is_compiling()
                 and self.comm.key is not None):
             routing = replace(routing, ids_TK=with_equal_tokens(routing.ids_TK, self.comm.key))

@@ -34,12 +34,12 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     kind = ActivationType.SWIGLU if problem.gated else ActivationType.GELU
     router_ED = nn.Parameter(data.router_ED.clone())
     first_EID, second_EDI = weights(data)
-    stream = torch.cuda.current_stream().cuda_stream if problem.device == "cuda" else 0
     token_N = torch.arange(problem.tokens, dtype=torch.int32,
                            device=problem.device).repeat_interleave(problem.top_k)
 
     def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         weights_TK, ids_TK, loss = route(x, router_ED, problem.top_k)
+        stream = torch.cuda.current_stream().cuda_stream if problem.device == "cuda" else 0
         y, _ = moe_general_routing_inputs(
             x, weights_TK.reshape(-1), token_N, ids_TK.reshape(-1).to(torch.int32),
             first_EID.permute(1, 2, 0), None, second_EDI.permute(1, 2, 0), None, problem.experts,
