@@ -46,7 +46,8 @@ class ExpertsConfig(Section):
     shared_overlap: bool = option(
         False,
         "compute the shared expert while the rows are on their way to their experts, where a "
-        "dispatcher exchanges rows (padded, ragged, parm_s2)", flag="shared-expert-overlap")
+        "dispatcher exchanges rows (padded, ragged, bounded, parm_s2)",
+        flag="shared-expert-overlap")
     dropout: float = option(
         0.0, "training: probability with which a value inside an expert, after the activation, "
         "becomes 0; fused kernels have no dropout, torch's matmuls take their place",
