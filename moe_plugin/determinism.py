@@ -1,8 +1,8 @@
 """Deterministic mode: the same seed, settings and number of ranks give the same bits, on GPU too.
 
-What it takes: no layout chosen by a clock (`parallel: auto` is refused), Triton kernels in the
-first of their configurations rather than the fastest of the day, and torch's own strict mode, in
-which an operator without a deterministic form is an error. Routing, dispatch and our kernels add up
+What it takes: no layout chosen by a clock (`parallel: auto` is refused) and torch's own strict
+mode, in which an operator without a deterministic form is an error. Tiles of Triton kernels follow
+a rule, never a clock. Routing, dispatch and our kernels add up
 in a fixed order anyway.
 """
 
