@@ -13,6 +13,7 @@ import moe_plugin
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels.expert_ffn import drop_out_strategy, drops_out
 from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.router import Rule
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
 from moe_plugin.tuning.compute_times import ChoiceFiles
@@ -143,7 +144,7 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         **dict.fromkeys(("w_LIO", "v_LIO", "w_LDF", "v_LDF", "w_LFD", "into_LIO"), ones_L),
         **dict.fromkeys(("scores_TE", "logits_TE"), torch.rand(4, 2, device=device)),
         **dict.fromkeys(("b_LO", "b_LF", "v_bias_LF", "token_R", "gate_RF", "scale_R", "x_token_R",
-                         "grad_token_R", "chosen_TK")),
+                         "grad_token_R", "chosen_TK", "bias_E")),
         "weights_TK": torch.full((4, 2), 0.5, device=device),
         "grad_weights_TK": torch.ones(4, 2, device=device),
         "ids_TK": ids_TK, "ids_N": ids_TK.flatten(), "source_R": source_R,
@@ -158,7 +159,8 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "lengths_L": torch.tensor([4, 4], device=device), "height": 4, "total": 8, "least": 0,
         "x_N": torch.ones(8, device=device), "record_M": torch.tensor([1, 0], device=device),
         **dict.fromkeys(("pages_SP", "spill_SP"), torch.ones(3, 4, device=device)), "length": 8,
-        "normalize": True, "top_k": 2, "k": 2, "experts": 2, "outer": 2, "inner": 4, "block": 16,
+        "top_k": 2, "k": 2, "experts": 2, "outer": 2, "inner": 4, "block": 16, "complete": False,
+        "rule": Rule(2, normalize=True), "sure": True,
     }
     names = list(inspect.signature(op.implementation("torch")).parameters)
     return [known[name] for name in names] if set(names) <= set(known) else None
