@@ -57,8 +57,8 @@ def test_megatron_with_grouped_gemm(gated: bool, monkeypatch: pytest.MonkeyPatch
     data = make_data(problem)
     with without_refusal(SimpleNamespace(build=megatron.grouped))(problem, data) as peer:
         assert peer.note == "GroupedMLP"
-        errors = layer._agreement({"moe-plugin": ours(problem, data), "megatron_grouped": peer},
-                                  data, problem)
+        errors = layer.agreement({"moe-plugin": ours(problem, data), "megatron_grouped": peer},
+                                 data, problem)
     assert errors["megatron_grouped"] <= layer.TOLERANCE["bfloat16"]
 
 

@@ -165,8 +165,8 @@ def test_in_a_report() -> None:
                       gated=True)
     data = make_data(problem)
     with megablocks.build(problem, data) as peer:
-        error = layer._agreement({"moe-plugin": ours(problem, data), "megablocks": peer}, data,
-                                 problem)["megablocks"]
+        error = layer.agreement({"moe-plugin": ours(problem, data), "megablocks": peer}, data,
+                                problem)["megablocks"]
     assert error <= layer.TOLERANCE["bfloat16"]
 
 

@@ -29,8 +29,8 @@ from moe_plugin.comm import LocalComm
 TINY = "16x16x4x2x256"
 COMMAND = f"bench train --shapes {TINY} --steps 2 --warm-up 1"
 SIDES = {
-    "moe-plugin": "ours", "moe-plugin, auto": "ours", "moe-plugin, native": "ours",
-    "moe-plugin, r=0": "ours", "moe-plugin, all_gather": "ours"
+    "moe-plugin": "ours", "moe-plugin, auto": "ours", "moe-plugin, linear": "ours",
+    "moe-plugin, native": "ours", "moe-plugin, r=0": "ours", "moe-plugin, all_gather": "ours"
 }
 
 
@@ -72,7 +72,7 @@ def test_tables_are_made_from_the_json_alone(tmp_path: Path) -> None:
     row = summary_table(again[:1]).splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["few", SHAPES["few"].label(), "11.5", "23.0", "2.00", "1.90", "15 %", "5.0",
-                     "25% / 25%", "1e-04"]
+                     "4.60", "25% / 25%", "1e-04"]
     assert "Megatron, allgather | 50.0" in sides_table(again[0])
     assert "| 356,174 " in sides_table(again[0])  # 4,096 tokens in 11.5 ms
     page = body(again)
