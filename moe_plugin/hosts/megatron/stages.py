@@ -82,7 +82,7 @@ class Stages:
         x_TD = self._with_losses(call.tokens.x_TD.clone(), call.kept.before.losses,
                                  tokens if real_T is None else real_T.sum())
         call.traffic.hold()
-        return x_TD, _weights(call.plan.dispatch)
+        return x_TD, _weights(call.plan.dispatch).clone()  # the router's backward reads its own
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """(rows [R, h] for this rank's experts, gate weights)."""
