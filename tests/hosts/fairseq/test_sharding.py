@@ -109,6 +109,9 @@ def test_checkpoints_are_whole_and_resume_with_and_without_sharding(
     same_curve(seen, ep2[1].steps)
     mine, theirs = (torch.load(home / "checkpoint_last-rank-1.pt", weights_only=False)
                     for home in (tmp_path, ep2[0]))
+    for state in (mine["model"], theirs["model"]):
+        [extra] = [value for name, value in state.items() if name.endswith("_extra_state")]
+        assert extra.pop("tuner")["predicted"]["algorithm"]  # text is not close to text
     for name, value in theirs["model"].items():
         if not name.endswith("_float_tensor"):  # fairseq leaves it without values
             torch.testing.assert_close(mine["model"][name], value, rtol=1e-4, atol=1e-5)

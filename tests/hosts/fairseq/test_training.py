@@ -124,7 +124,7 @@ def test_bf16_trains(corpus: Corpus, tmp_path: Path) -> None:
     result = run(
         "fairseq-train",
         f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --bf16 --record-a2a-perf-stats --max-update 8 "
-        f"--moe-router-fp32 --ddp-backend legacy_ddp --save-dir {tmp_path} "
+        f"--moe-parallel fixed --moe-router-fp32 --ddp-backend legacy_ddp --save-dir {tmp_path} "
         f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'} --moe-stats-interval 4", ranks=2).ok()
     assert result.losses[-1] < result.losses[0] - 0.3
     assert all(step["all_to_all_cpu_time_ms"] > 0 for step in result.steps)

@@ -21,7 +21,7 @@ WAYS = {
     "rows": ({}, "send_receive", 3), "back": ({}, "send_receive", 4),
     "capacity": ({"dispatch": {"name": "padded", "capacity_factor": 1.0}}, "all_reduce", 2),
     "parameters": ({"parallel": {"r": 0}}, "all_gather", 3),
-    "native": ({"comm": {"all_to_all": "native"}}, "all_to_all", 3),
+    "native": ({"comm": {"all_to_all": "native"}, "parallel": {"r": 1}}, "all_to_all", 3),
 }
 
 
