@@ -36,8 +36,8 @@ def device_name(device: torch.device) -> str:
 def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     """int64 tensor of integers of the host, nested as they are; a GPU's host does not wait."""
     table = torch.as_tensor(numbers, dtype=torch.int64)
-    if device.type == "cpu":
-        return table
+    if device.type in ("cpu", "meta"):
+        return table.to(device)
     # from pinned memory the copy does not wait for the device
     return table.pin_memory().to(device, non_blocking=True)
 
