@@ -33,10 +33,11 @@ class TunerSettings:
     tries: candidates timed in a new bucket, the best predicted first; None: all. within: candidates
     predicted slower than this factor times the best are not tried.
     warm_up, samples: calls per candidate that do not count, and that do. slow_warm_up_s: after a
-    longer warm-up there is one sample per candidate. prune: after one sample of each, candidates
-    slower than this factor times the fastest get no other. statistic: one time from several
-    samples. hysteresis: relative gain below which the current choice stays. ordered: a candidate
-    must gain as much over every earlier one, not over the current choice alone.
+    longer warm-up there is one sample per candidate. prune: once each has a sample that is not of
+    its first call in this process, candidates slower than this factor times the fastest get no
+    other. statistic: one time from several samples. hysteresis: relative gain below which the
+    current choice stays. ordered: a candidate must gain as much over every earlier one, not over
+    the current choice alone.
     drift: relative change of the watched time that counts as drift, `patience` times in a row.
     watch: a settled bucket is timed once per so many calls. allowance, budget: calls that may be
     spent on trials: allowance + budget * calls.
@@ -91,7 +92,8 @@ class Memory(Protocol[Bucket]):
 @dataclass
 class _Entry(Generic[Choice]):
     """What is known of one bucket. trials: still to be issued, one per call. awaited: trials whose
-    time may still arrive. untimed: calls since the last timed one.
+    time may still arrive. unused: those of `tried` that had not run before. pruned: those that got
+    fewer samples, because they are far behind. untimed: calls since the last timed one.
     """
 
     predicted: dict[Choice, float | None]
@@ -102,6 +104,8 @@ class _Entry(Generic[Choice]):
     awaited: int = 0
     idle: int = 0
     times: dict[Choice, list[float]] = field(default_factory=dict)
+    unused: set[Choice] = field(default_factory=set)
+    pruned: set[Choice] = field(default_factory=set)
     measured: dict[Choice, float] = field(default_factory=dict)
     baseline: float | None = None
     recent: list[float] = field(default_factory=list)
@@ -130,6 +134,7 @@ class Tuner(Generic[Bucket, Choice]):
         self.candidates, self.settings, self.memory = candidates, settings, memory
         self.entries: dict[Bucket, _Entry[Choice]] = {}
         self.calls = self.explored = 0
+        self._used: set[Choice] = set()  # in this process; the first call may cost more
         self.log: deque[Decision] = deque(maxlen=LOG_LENGTH)
         self._unread: deque[Decision] = deque(maxlen=LOG_LENGTH)
 
@@ -148,10 +153,10 @@ class Tuner(Generic[Bucket, Choice]):
         entry.timed = entry.exploring or entry.untimed >= self.settings.watch
         if entry.timed:
             entry.untimed = 0
-        if not entry.trials:
-            return entry.settled
-        self.explored += 1
-        return entry.trials.popleft()
+        self.explored += bool(entry.trials)
+        choice = entry.trials.popleft() if entry.trials else entry.settled
+        self._used.add(choice)
+        return choice
 
     def trials(self, bucket: Bucket) -> Iterator[Choice]:
         """All trials of a bucket, for work that is timed apart from the calls."""
@@ -256,6 +261,7 @@ class Tuner(Generic[Bucket, Choice]):
         # round robin: a disturbance does not hit the calls of one candidate alone
         entry.trials = deque(entry.tried * (rules.warm_up + rules.samples))
         entry.awaited, entry.idle, entry.times, entry.recent = len(entry.trials), 0, {}, []
+        entry.unused, entry.pruned = set(entry.tried) - self._used, set()
         self._note(bucket, entry, "explore",
                    f"{why}: timing {len(entry.tried)} of {len(ranked)} candidates")
 
@@ -268,21 +274,34 @@ class Tuner(Generic[Bucket, Choice]):
         if len(taken) == rules.warm_up * len(entry.tried) and sum(
                 s for s in taken if s < math.inf) > rules.slow_warm_up_s:
             left = left[:len(set(left))]
-        if len(taken) == (rules.warm_up + 1) * len(entry.tried):
-            first = {c: self._statistic(times) for c, times in entry.times.items()}
-            bound = rules.prune * min(first.values())
-            left = [c for c in left if first.get(c, 0.0) <= bound]
+        behind = self._behind(entry) & set(left)
+        entry.pruned |= behind
+        left = [c for c in left if c not in behind]
         if entry.times[choice][-1] == math.inf:
             left = [c for c in left if c != choice]
         entry.awaited -= len(entry.trials) - len(left)
         entry.trials = deque(left)
+
+    def _behind(self, entry: _Entry[Choice]) -> set[Choice]:
+        """Candidates far behind the fastest, by samples that are not of their first calls."""
+        best = {}
+        for c in entry.tried:
+            times = entry.times.get(c, [])
+            counted = [s for s in times[max(self.settings.warm_up, c in entry.unused):] if s > 0]
+            if math.inf not in times:  # it can run
+                if not counted:
+                    return set()
+                best[c] = min(counted)
+        bound = self.settings.prune * min(best.values(), default=0.0)
+        return {c for c, seconds in best.items() if seconds > bound}
 
     def _settle(self, bucket: Bucket, entry: _Entry[Choice], agree: Agree | None = None) -> None:
         entry.awaited, entry.known, entry.baseline, entry.recent = 0, True, None, []
         seconds = [self._statistic(entry.times.get(c, [])) for c in entry.tried]
         seconds = seconds if agree is None else agree(seconds)
         fresh = {c: s for c, s in zip(entry.tried, seconds, strict=True) if s < math.inf}
-        entry.measured.update(fresh)
+        # fewer samples say that one is slow, not how slow: they correct no neighbour's predictions
+        entry.measured.update({c: s for c, s in fresh.items() if c not in entry.pruned})
         if fresh:
             entry.settled = self._fastest(entry.settled, fresh)
         listed = ", ".join(f"{c} {fresh[c] * 1e3:.3g} ms" if c in fresh else f"{c} not measured"

@@ -76,6 +76,11 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     agree_on_settings(config, comm, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
     config.prepare()
+    if dispatchers.get(config.dispatch.name).traits.bounded and config.comm.all_to_all is None:
+        # over any nodes: `auto` measures, and its host would wait for the device
+        linear, _ = OPEN["comm.all_to_all"]
+        config = dataclasses.replace(config, comm=dataclasses.replace(
+            config.comm, all_to_all=linear))
     exchange = prepare(comm, config.comm)
     place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
     place.check()
@@ -91,14 +96,15 @@ def decided(config: MoEConfig, comm: Comm) -> MoEConfig:
     Over several nodes ranks measure, and choose all-to-all and layout while they train: there these
     differ most. On one node the layout is predicted once, so that runs repeat bit by bit. It stays
     fixed where one is named, where results must not depend on times, and where the dispatcher has
-    but one.
+    but one. Where rows are bounded, so that the host need not wait, nothing is measured either.
     """
     parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
              or parallel.spill not in (None, "never"))
     free = comm.size > 1 and comm.separate and not (
         named or config.deterministic or traits.single_layout)
-    mode = parallel.mode or (OPEN["parallel.mode"][spans_nodes(comm)] if free else "fixed")
+    measures = spans_nodes(comm) and not traits.bounded
+    mode = parallel.mode or (OPEN["parallel.mode"][measures] if free else "fixed")
     if mode == "auto" and parallel.mode is None:
         log_once(comm, "layouts", f"layouts of layers over {comm.name} are chosen while training, "
                  "because it spans nodes (parallel.mode=fixed keeps one layout)")

@@ -76,13 +76,20 @@ class PredictedLayout(Replaying):
                 "predicted": self.current.as_dict() if self.settled else None}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over the layout of an earlier run, if it was predicted on as many ranks."""
+        """Take over the layout of an earlier run, if it was predicted on as many ranks and fits
+        these settings; else it is predicted again.
+        """
         chosen = state.get("predicted")
         if chosen is None or state.get("ranks") != self.comm.size:
             return
         choice = dataclasses.replace(LayoutChoice.from_dict(chosen),
                                      algorithm=self.current.algorithm, kernel=self.current.kernel)
-        self.layouts.at(choice)
+        try:
+            self.layouts.at(choice)
+        except ValueError as error:
+            if self.comm.rank == 0:
+                log.info("layout %s of the checkpoint is predicted again: %s", choice, error)
+            return
         self.current, self.settled = choice, True
 
     def _settle(self, tokens: int) -> None:
@@ -103,7 +110,8 @@ class PredictedLayout(Replaying):
         """(choice, its predicted seconds, those of the configured choice)."""
         fixed, layouts = self.layouts.fixed, self.layouts
         values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
-                  "d": [fixed.d], "spill": [fixed.spill],
+                  "d": [fixed.d], "d_backward": [fixed.d_backward], "cut": [fixed.cut],
+                  "spill": [fixed.spill],
                   "gather_tokens": [False, True] if layouts.gathers_tokens else [False]}
         device = default_device(self.config, self.probe.device)
         costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens, SKEW),

@@ -215,13 +215,39 @@ def test_a_warm_up_does_not_count_and_a_slow_one_leaves_one_sample() -> None:
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_candidates_far_behind_are_timed_once(delay: int) -> None:
-    """One sample each, then only those within the factor get the others, late times or not."""
+    """One sample each, then only those within the factor get the others, late times or not; before
+    that, one of a first call in the process.
+    """
     slow = {c: 1.0 + i for i, c in enumerate(CHOICES[:4])}
     t = tuner(dict.fromkeys(slow, 1.0), tries=4, samples=4, prune=2.5, allowance=1000)
-    _, chosen = drive(t, lambda c, _: slow[c], 60, delay=delay)
-    trials = [chosen[:48].count(c) for c in list(slow)[2:]]
-    assert all(1 <= n <= 1 + (delay > 0) for n in trials) and chosen[-1] == CHOICES[0]
-    assert chosen.count(CHOICES[1]) == 4  # 2.0 <= 2.5: all samples
+    for first, bucket in ((1, (0,)), (0, (9,))):
+        _, chosen = drive(t, lambda c, _: slow[c], 60, lambda call, b=bucket: b, delay)
+        trials = [chosen[:48].count(c) for c in list(slow)[2:]]
+        assert all(1 <= n - first <= 1 + (delay > 0) for n in trials) and chosen[-1] == CHOICES[0]
+        assert chosen.count(CHOICES[1]) == 4  # 2.0 <= 2.5: all samples
+
+
+def test_what_a_first_call_costs_excludes_nobody() -> None:
+    """The fastest one takes long in its first call of the process."""
+    fast, slow = CHOICES[:2]
+    t, seen = tuner({fast: 1.0, slow: 1.0}, prune=1.5), []
+
+    def truth(choice: LayoutChoice, call: int) -> float:
+        seen.append(choice)
+        return 0.5 if choice == fast and seen.count(fast) > 1 else 1.0 + 9.0 * (choice == fast)
+
+    _, chosen = drive(t, truth, 10)
+    assert chosen.count(slow) == 2 and chosen[-1] == fast
+
+
+def test_times_of_candidates_that_were_left_early_correct_no_prediction() -> None:
+    predicted, (near, far) = {CHOICES[0]: 1.0, CHOICES[1]: 1.0}, CHOICES[:2]
+    t = tuner(predicted, samples=3, prune=1.5, tries=2)
+    drive(t, lambda c, _: 2.0 if c == near else 50.0, 10)
+    measured = t.entries[(0,)].measured
+    assert measured == {near: 2.0} and t.latest((0,)).choice == near
+    t.known((1,))
+    assert t.entries[(1,)].predicted == {near: 2.0, far: 2.0}
 
 
 def test_a_candidate_that_cannot_run_is_not_tried_again() -> None:

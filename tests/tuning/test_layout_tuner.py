@@ -240,6 +240,10 @@ def test_what_settings_leave_open_is_decided_by_the_group() -> None:
         (1, {"comm": {"all_to_all": "auto"}}, "predicted", "auto"),
         (1, {"parallel": {"r": 1}}, "fixed", "linear"),
         (1, {"dispatch": {"name": "all_gather"}}, "fixed", "linear"),
+        # measuring would make the host wait
+        (2, {"dispatch": {"name": "bounded"}}, "predicted", "linear"),
+        (2, {"dispatch": {"name": "bounded"}, "parallel": "auto", "comm": {"all_to_all": "auto"}},
+         "auto", "auto"),
     ]
     wanted = [(mode, exchange) for _, _, mode, exchange in cases] + [("fixed", "deterministic")]
     assert run_gloo(4, _decided, [case[:2] for case in cases]) == [wanted] * 4

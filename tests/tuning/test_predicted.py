@@ -70,6 +70,36 @@ def test_a_layout_that_takes_much_memory_is_left_out(monkeypatch: pytest.MonkeyP
     assert "r=1" in found[0][0] and "r=0" not in found[0][0]
 
 
+def test_configured_pieces_stay_in_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts, each split over two ranks: r=1 gathers one shard, r=2 sends rows twice."""
+    monkeypatch.setattr("moe_plugin.tuning.layouts.Layouts.legal", lambda self: [1, 2])
+
+    def rank(comm: Comm) -> str:
+        made = layer(comm, {**SMALL, "num_experts": 2, "experts": {"hidden_dim": 512},
+                            "router": {"top_k": 1}}, d=2, d_backward=1, cut="peers")
+        return made(torch.randn(2048, 32)).stats.layout
+
+    assert run_simulated(4, rank) == ["r=1 d=2/1 linear auto cut=peers"] * 4
+
+
+@pytest.mark.parametrize("chosen,settings", [
+    (LayoutChoice(r=1, gather_tokens=True), {"dispatch": {"name": "bounded"}}),
+    (LayoutChoice(r=1, cut="experts"), {"dispatch": {"name": "padded", "capacity_factor": 2.0}}),
+    (LayoutChoice(r=2), {}),
+])
+def test_a_layout_that_does_not_fit_any_more_is_predicted_again(chosen: LayoutChoice,
+                                                                settings: dict) -> None:
+    def rank(comm: Comm) -> tuple[bool, str]:
+        made, other = layer(comm, SMALL), layer(comm, {**SMALL, **settings})
+        made(torch.randn(4096, 32))
+        made.layouts.tuner.current = chosen
+        other.load_state_dict(made.state_dict())
+        unsettled = not other.layouts.tuner.settled
+        return unsettled, other(torch.randn(4096, 32)).stats.layout
+
+    assert run_simulated(2, rank) == [(True, "r=0 d=1 linear auto")] * 2
+
+
 def test_the_decision_is_reported_once_with_its_reason() -> None:
     def rank(comm: Comm) -> list[tuple]:
         made = layer(comm, SMALL)
