@@ -62,6 +62,8 @@ def recompiled(layer: MoELayer, first: list[torch.Tensor], fullgraph: bool) -> t
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in TOKENS:
             step(torch.randn(tokens, 16, requires_grad=True))
+    for graph in counter.graphs:  # which one is too many, where a test fails
+        print(graph.print_readable(print_output=False))
     return before, counter.frame_count
 
 
