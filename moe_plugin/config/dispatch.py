@@ -38,29 +38,34 @@ class DispatchConfig(Section):
     max_rows_factor: float | None = option(
         None,
         "bounded: f lets ceil(f*T*k/W) rows through from one rank to one other (T tokens, k "
-        "experts a token, W ranks: f times an even load); none: all there can be, never too few",
+        "experts a token, W ranks: f times an even load); none: T*k, which fits any load of "
+        "max_tokens tokens",
         flag="max-rows-factor")
     max_tokens: int = option(
         0, "bounded: T, the most tokens that a rank has in a call; 0: the most that any has in the "
-        "first call", flag="max-tokens")
+        "first training call decides: set it where later calls, of evaluation too, may have more",
+        flag="max-tokens")
     stash_mib: float = option(
         0.0,
         "bounded: MiB of device memory in pages for the rows that backward needs, shared by all "
-        "layers of a group; 0: each layer keeps its buffers, filler included", flag="stash-mib")
+        "layers of a group; 0: each layer keeps its buffers, filler included. Needs experts.compute "
+        "auto or kernels, no experts.dropout, and parallel.r other than 0",
+        flag="stash-mib")
     stash_host_mib: float = option(
         0.0, "MiB of pinned host memory for rows that find no page of stash_mib",
         flag="stash-host-mib")
     on_overflow: str = option(
         "error",
         "bounded: what follows a step in which rows or pages did not fit, whose results are NaN: "
-        "error, or repeat it with a larger bound", choices=("error", "repeat"), flag="on-overflow")
+        "error, or repeat it (an evaluation, too) with a larger bound",
+        choices=("error", "repeat"), flag="on-overflow")
 
     def check_bounds(self) -> None:
         """Check factors and the fraction."""
         self.require("max_rows_factor", self.max_rows_factor is None or self.max_rows_factor > 0,
                      "> 0 or none", "use 2, or none for no overflow")
         self.within("max_rows_factor", 0, 1e6, "use none for no overflow")
-        self.within("max_tokens", 0, MOST_TOKENS, "use 0 for those of the first call")
+        self.within("max_tokens", 0, MOST_TOKENS, "use 0 for those of the first training call")
         for name in ("stash_mib", "stash_host_mib"):
             self.within(name, 0, MOST_MIB, "use 0 for none")
         self.require("stash_host_mib", self.stash_mib > 0 or not self.stash_host_mib,

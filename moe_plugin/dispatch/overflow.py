@@ -25,7 +25,8 @@ class Limit(ABC):
         remedy: what was too small and what to do, with `{needed}`.
         repeats: a step in which rows did not fit is repeated; False: it is an error.
         needed: int64 scalar on the device: the size that would have been enough, since the last
-            `forget`; 0: it was enough; None: not used yet.
+            `forget`; 0: it was enough; None: not used yet. Calls without gradients count, too: a
+            step or an evaluation forgets first, and asks at its end.
     """
 
     remedy: ClassVar[str]

@@ -24,15 +24,16 @@ class RowsLimit(Limit):
         config: of the layer.
 
     Attributes:
-        choices: T k; None: not agreed yet.
+        choices: T k; None: not agreed yet, which a call with gradients and tokens does.
         least: a bound that an overflow asked for; 0: none has.
         stashes: what backward needs is kept without filler, see `stash`.
         needed: see `Limit`; rows, equal on all ranks of the group.
     """
 
     remedy = ("a rank had {needed} rows for one other, more than dispatch.max_rows_factor lets "
-              "through; raise dispatch.max_rows_factor (none never overflows) or "
-              "dispatch.max_tokens")
+              "through for dispatch.max_tokens tokens (0: those of the first training call); raise "
+              "dispatch.max_rows_factor (none fits any load of so many tokens), or set "
+              "dispatch.max_tokens to the most tokens that a rank ever has in a call")
 
     def __init__(self, config: MoEConfig) -> None:
         dispatch = config.dispatch
@@ -44,17 +45,20 @@ class RowsLimit(Limit):
     def slots(self, ids_TK: Tensor, copies: int, comm: Comm) -> int:
         """The bound, the same on all ranks.
 
-        Unless `dispatch.max_tokens` says T, the first call asks the ranks for it: one all-reduce,
-        for which the host waits.
+        Unless `dispatch.max_tokens` says T, the first call with gradients asks the ranks for it,
+        by one all-reduce for which the host waits. Calls before it, and such without a token on
+        any rank, ask, too, and settle nothing.
 
         Args:
             ids_TK: [T, k], of which the shape is looked at. copies: r.
         Raises:
             CommError: T is unknown under torch.compile or during a capture.
         """
-        if self.choices is None:
-            self.choices = _most_choices(ids_TK, comm)
         bound = self.choices
+        if bound is None:
+            bound = _most_choices(ids_TK, comm)
+            if bound and torch.is_grad_enabled():
+                self.choices = bound
         if self.factor is not None:
             bound = min(bound, math.ceil(self.factor * bound * copies / comm.size))
         return max(1, bound, self.least)
@@ -65,8 +69,8 @@ class RowsLimit(Limit):
         most: int64 scalar, the largest number of rows of any rank for one rank.
         """
         over = most > slots
-        if self.needed is None:
-            self.needed = torch.zeros_like(most)
+        if self.needed is None or self.needed.device != most.device:
+            self.needed = _outside_inference(most, self.needed)
         # in place, so that a replayed graph writes where it is read
         self.needed.copy_(torch.maximum(self.needed, most * over))
         return over
@@ -82,11 +86,20 @@ class RowsLimit(Limit):
             self.needed.zero_()
 
 
+def _outside_inference(like: Tensor, before: Tensor | None) -> Tensor:
+    """A scalar that every mode can write, with the value `before` had; None: 0."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _outside_inference(like, before)
+    made = torch.zeros((), dtype=like.dtype, device=like.device)
+    return made if before is None else made.copy_(before)
+
+
 def _most_choices(ids_TK: Tensor, comm: Comm) -> int:
     captured = ids_TK.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if captured or torch.compiler.is_compiling():
         raise comm.error("the ranks have not agreed on a number of tokens, which they cannot in a "
                          "compiled or captured call; set dispatch.max_tokens, or call the layer "
-                         "once as it is")
+                         "once as it is, with gradients")
     choices = torch.tensor([ids_TK.numel()], device=ids_TK.device)
     return int(comm.all_reduce(choices, "max"))

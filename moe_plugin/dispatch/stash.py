@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -131,6 +132,9 @@ class Kept:
 class PagedStash(Limit):
     """The pages of all layers of a group on this rank, by dtype, made when first used.
 
+    Its settings are those of the layers that exist: the largest sizes, and to repeat a step where
+    any does.
+
     Attributes: `bytes`, `host_bytes`: memory for each dtype, on the device and of the host.
     """
 
@@ -138,15 +142,31 @@ class PagedStash(Limit):
               "dispatch.stash_host_mib hold; raise one of them")
 
     def __init__(self) -> None:
-        self.bytes = self.host_bytes = 0
-        self.repeats = False
+        self._asked: WeakKeyDictionary[object, DispatchConfig] = WeakKeyDictionary()
+        self._grown = 0  # bytes that an overflow asked for
         self._pages: dict[tuple[torch.dtype, torch.device], Pages] = {}
 
-    def ask(self, config: DispatchConfig) -> None:
-        """A layer's settings; the largest of all layers count."""
-        self.bytes = max(self.bytes, int(config.stash_mib * MIB))
-        self.host_bytes = max(self.host_bytes, int(config.stash_host_mib * MIB))
-        self.repeats = self.repeats or config.on_overflow == "repeat"
+    def ask(self, layer: object, config: DispatchConfig) -> None:
+        """The settings of something that lives as long as a layer."""
+        if not self._asked:  # those before it are gone, with what they needed
+            self._grown = 0
+            self._pages.clear()
+        self._asked[layer] = config
+
+    @property
+    def bytes(self) -> int:
+        """See the class."""
+        return max([self._grown, *(int(c.stash_mib * MIB) for c in self._asked.values())])
+
+    @property
+    def host_bytes(self) -> int:
+        """See the class."""
+        return max([0, *(int(c.stash_host_mib * MIB) for c in self._asked.values())])
+
+    @property
+    def repeats(self) -> bool:  # type: ignore[override]
+        """See `Limit`."""
+        return any(c.on_overflow == "repeat" for c in self._asked.values())
 
     @property
     def needed(self) -> Tensor | None:  # type: ignore[override]
@@ -157,7 +177,7 @@ class PagedStash(Limit):
 
     def grow(self, needed: int) -> None:
         """See `Limit`. Tensors that are still in pages stay there."""
-        self.bytes = math.ceil(needed * ROOM)
+        self._grown = max(self._grown, math.ceil(needed * ROOM))
         self._pages.clear()
 
     def forget(self) -> None:
@@ -167,18 +187,27 @@ class PagedStash(Limit):
             pages.most.copy_(pages.in_use)
 
     def pages(self, like: Tensor) -> Pages:
-        """The pages for tensors like this one."""
-        key = like.dtype, like.device
-        if key not in self._pages:
-            page = PAGE * like.element_size()
-            self._pages[key] = Pages(self.bytes // page, self.host_bytes // page, like)
+        """The pages for tensors like this one, more where a later layer asked for more."""
+        key, page = (like.dtype, like.device), PAGE * like.element_size()
+        wanted = self.bytes // page, self.host_bytes // page
+        known = self._pages.get(key)
+        slots = (0, 0) if known is None else tuple(ring.slots for ring in known.rings)
+        if known is None or wanted[0] > slots[0] or wanted[1] > slots[1]:
+            made = self._pages[key] = Pages(*map(max, wanted, slots), like)
+            if known is not None:  # what is in the others stays there, and what they lost counts
+                made.lost.copy_(known.lost)
+                made.most.copy_(known.most)
         return self._pages[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedStash:
         return self  # a copy of a model has the same group
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_pages": {}}
+        return {"_grown": self._grown}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._grown = state["_grown"]
 
     def keep(self, x_RD: Tensor, lengths_L: Tensor) -> Kept:
         """Copy the rows of all experts into pages.

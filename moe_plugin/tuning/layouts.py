@@ -212,7 +212,7 @@ class Layouts:
         self.stash = None
         if config.dispatch.stash_mib and place.comm.size > 1:
             self.stash = place.comm.state.get(PagedStash)
-            self.stash.ask(config.dispatch)
+            self.stash.ask(self, config.dispatch)
         # fixed slots and bounded rows do not follow the load; Parm's schedule S2 shares slots out
         self.exact_rows = self.traits.cuts and not self.traits.fixed_slots and not (
             self.traits.bounded)
@@ -220,6 +220,12 @@ class Layouts:
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy asks for pages, too."""
+        vars(self).update(state)
+        if self.stash is not None:
+            self.stash.ask(self, self.config.dispatch)
 
     def from_config(self) -> LayoutChoice:
         """The choice that the settings name."""
@@ -237,7 +243,9 @@ class Layouts:
         place = self.place
         if not self.supports_gather:
             return [place.shards]
-        return legal_r(place.experts, place.comm.size, place.shards)
+        legal = legal_r(place.experts, place.comm.size, place.shards)
+        # gathered parameters compute this rank's own rows, of which none are bounded
+        return legal if self.stash is None else [r for r in legal if r]
 
     def at(self, choice: LayoutChoice) -> Layout:
         """The layout of a choice. `ValueError`: it does not fit this layer; it names what does."""
@@ -272,8 +280,23 @@ class Layouts:
         return Layout(choice, dispatcher, strategy, gather, size, place.shard // size * size,
                       self.stash)
 
+    def _check_stash(self, choice: LayoutChoice) -> None:
+        dropout = self.config.experts.dropout
+        for what, instead, ok in (
+                ("custom experts", "experts of a registered kind", self.experts.supports_gather),
+                (f"experts.compute={choice.kernel!r}", "'kernels' or 'auto'",
+                 choice.kernel in ("kernels", "auto")),
+                (f"experts.dropout={dropout}", "0", not dropout),
+                ("parallel.r=0", self.place.shards, choice.r != 0)):
+            if not ok:
+                raise ValueError(
+                    f"dispatch.stash_mib={self.config.dispatch.stash_mib} does not fit {what}, "
+                    f"whose rows do not go to pages: use {instead}, or dispatch.stash_mib=0")
+
     def _check(self, choice: LayoutChoice) -> None:
         place, size, legal = self.place, self.place.comm.size, self.legal()
+        if self.stash is not None:
+            self._check_stash(choice)
         if choice.r not in legal and not (size == 1 and choice.r == 0):
             raise ValueError(
                 f"parallel.r={choice.r} does not fit {place.experts} experts on {size} "

@@ -12,6 +12,7 @@ from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.comm.simulated import Traffic
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.dispatch.overflow import RowsOverflow, overflowed
+from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.hosts.plain.overflow import limits_of, until_rows_fit
 from moe_plugin.layer import MoELayer
 from moe_plugin.row_counts import DeviceCounts
@@ -219,3 +220,90 @@ def test_counts_on_a_device_read_as_counts_of_the_whole_buffer() -> None:
     assert counts.host == [3, 0, 5] and counts.lengths() == [3, 0, 2]
     assert (counts.total, counts.number, counts.even, int(counts.real)) == (8, 3, False, 5)
     assert "DeviceCounts" in repr(counts) and dataclasses.is_dataclass(counts)
+
+
+def balanced(xs: list[Tensor]) -> list[Tensor]:
+    """The tokens of both ranks go to both experts evenly."""
+    return [x.abs() * 0 + sign[:, None] * xs[1][:1] for x, sign in (
+        (x, torch.tensor([1.0, -1.0]).repeat(len(x) // 2).double()) for x in xs)]
+
+
+def test_evaluation_reports_its_own_overflow() -> None:
+    """As an error; what nobody asked for is not blamed on the step that follows."""
+    def rank(comm: Comm) -> None:
+        case, layer, xs = heavy_layer(comm, "error")
+        x = xs[comm.rank]
+        with torch.no_grad():
+            with pytest.raises(RowsOverflow, match="a rank had 8 rows"):
+                until_rows_fit(layer, lambda: layer(x).output, comm)
+            assert layer(x).output.isnan().all()
+        result = until_rows_fit(layer, lambda: run_layer(case, layer, xs=balanced(xs)), comm)
+        assert result.output.isfinite().all()
+
+    run_simulated(2, rank)
+
+
+def test_evaluation_is_repeated_and_keeps_gradients() -> None:
+    def rank(comm: Comm) -> None:
+        _, layer, xs = heavy_layer(comm, "repeat")
+        layer.router.weight_ED.grad = torch.ones_like(layer.router.weight_ED)
+        with torch.no_grad():
+            y = until_rows_fit(layer, lambda: layer(xs[comm.rank]).output, comm)
+        assert y.isfinite().all() and layer.router.weight_ED.grad is not None
+
+    run_simulated(2, rank)
+
+
+def test_a_call_without_tokens_or_gradients_settles_no_bound() -> None:
+    config = from_dict({"model_dim": 8, "num_experts": 2, "router": {"top_k": 1},
+                        "dispatch": {"name": "bounded"}, "parallel": "fixed"})
+
+    def rank(comm: Comm) -> tuple[int | None, ...]:
+        torch.manual_seed(0)
+        layer, settled = MoELayer(config, comm), []
+        for tokens, grad in ((0, True), (3, False), (5, False), (7, True), (4, False)):
+            with torch.set_grad_enabled(grad):
+                assert layer(torch.randn(tokens, 8)).output.isfinite().all()
+            assert not overflowed(limits_of([layer]), comm)
+            settled.append(layer.layouts.available.limit.choices)
+        return tuple(settled)
+
+    assert run_simulated(2, rank) == [(None, None, None, 7, 7)] * 2
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_rank_without_bounded_layers_takes_part(repeats: bool) -> None:
+    config = from_dict({"model_dim": 8, "num_experts": 2, "dispatch": {
+        "name": "bounded", "on_overflow": "repeat" if repeats else "error"}})
+
+    def rank(comm: Comm) -> int:
+        model = MoELayer(config, LocalComm()) if comm.rank else torch.nn.Linear(2, 2)
+        steps = []
+
+        def step() -> None:
+            steps.append(len(steps))
+            if repeats and len(steps) == 1:  # rows of one rank did not fit
+                for limit in limits_of([model]):
+                    limit.record(torch.tensor(9), 4)
+
+        until_rows_fit(model, step, comm)
+        return len(steps)
+
+    assert run_simulated(2, rank) == [1 + repeats] * 2
+
+
+def test_inference_mode_first_and_another_device() -> None:
+    def rank(comm: Comm) -> None:
+        _, layer, xs = heavy_layer(comm, "repeat")
+        with torch.inference_mode():
+            layer(xs[comm.rank])
+        assert overflowed(limits_of([layer]), comm)
+        layer(xs[comm.rank]).output.sum().backward()
+        assert not overflowed(limits_of([layer]), comm)
+
+    run_simulated(2, rank)
+    limit = RowsLimit(from_dict({"model_dim": 8, "num_experts": 2,
+                                 "dispatch": {"name": "bounded"}}))
+    for device in ("cpu", "meta"):
+        limit.record(torch.zeros((), dtype=torch.int64, device=device), 4)
+        assert limit.needed.device.type == device

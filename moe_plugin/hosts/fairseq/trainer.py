@@ -51,7 +51,7 @@ class MoETrainer(Trainer):
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
         self._skipped, self._warn_of_drops = 0, DropWarning()
-        self._limits = limits_of([model])
+        self._limits, self._validating = limits_of([model]), False
         self._reducer: ReplicaReducer | None = None  # made with the first optimizer
         if self.has_experts:
             _refuse_unsupported(cfg)
@@ -79,8 +79,7 @@ class MoETrainer(Trainer):
         return logged
 
     def _until_rows_fit(self, samples: Any, raise_oom: bool) -> Any:
-        repeats = any(limit.repeats for limit in self._limits)
-        start = StepStart([self._model]) if repeats else None
+        start = self._forget_rows()
         while True:
             if self._reducer is not None:
                 self._reducer.passes = len(samples)
@@ -88,6 +87,29 @@ class MoETrainer(Trainer):
                 return super().train_step(samples, raise_oom)
             except StepRepeat:
                 start.rewind()
+
+    def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
+        """fairseq's; where rows did not fit, an error on all ranks or the same batch again."""
+        start = self._forget_rows()
+        while True:
+            self._validating = True
+            try:
+                return super().valid_step(sample, raise_oom)
+            except StepRepeat:
+                start.rewind()
+            finally:
+                self._validating = False
+
+    def _reduce_and_log_stats(self, *args: Any, **kwargs: Any) -> Any:
+        if self._validating:
+            self._check_rows()  # before anything of this batch is part of a mean
+        return super()._reduce_and_log_stats(*args, **kwargs)
+
+    def _forget_rows(self) -> StepStart | None:
+        for limit in self._limits:
+            limit.forget()
+        repeats = any(limit.repeats for limit in self._limits)
+        return StepStart([self._model]) if repeats else None
 
     def _check_rows(self) -> None:
         several = self.data_parallel_world_size > 1

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from moe_plugin.dispatch.overflow import overflowed
-from moe_plugin.hosts.megatron.compat.finite import any_rank
 from moe_plugin.hosts.megatron.groups import comm_of
-from moe_plugin.hosts.plain.overflow import StepStart, limits_of
+from moe_plugin.hosts.plain.overflow import RowsCheck, StepStart
 
 
-class FittingSteps:
-    """Runs forward and backward passes until all rows fit. Made by all ranks; collective.
+class FittingSteps(RowsCheck):
+    """Runs the passes of a step or of an evaluation until all rows fit. Made by all ranks;
+    collective.
 
     Args:
         chunks: this rank's parts of the model. A pipeline stage may have no MoE layer.
@@ -23,22 +22,21 @@ class FittingSteps:
 
     def __init__(self, chunks: Iterable[Any]) -> None:
         self.chunks = list(chunks)
-        self.limits = limits_of(self.chunks)
-        self.world = comm_of()
-        self.active = any_rank(bool(self.limits), self.world)
-        self.repeats = any_rank(any(limit.repeats for limit in self.limits), self.world)
+        super().__init__(self.chunks, comm_of())
 
     def __call__(self, passes: Callable[[list[Any]], torch.Tensor], batches: list[Iterator[Any]],
                  microbatches: int, undo: Callable[[], None]) -> torch.Tensor:
         """What `passes(batches)` returns, repeated where rows did not fit.
 
         Args:
-            passes: all forward and backward passes of a step; it clears the gradients first.
+            passes: all forward and backward passes of a step, which clear the gradients first; or
+                all forward passes of an evaluation.
             batches: by chunk; a step takes `microbatches` of each.
             undo: called before a repetition.
         Raises:
             RowsOverflow: on all ranks, where `--moe-on-overflow` is error.
         """
+        self.forget()
         if not self.repeats:
             done = passes(batches)
             self.overflowed()
@@ -51,10 +49,6 @@ class FittingSteps:
                 return done
             undo()
             start.rewind()
-
-    def overflowed(self) -> bool:
-        """See `dispatch.overflow.overflowed`; of all ranks."""
-        return self.active and overflowed(self.limits, self.world)
 
 
 class _Start(StepStart):

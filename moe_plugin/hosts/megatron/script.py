@@ -22,6 +22,7 @@ def observe_script() -> None:
     script = _Script()
     wrap_training("setup_model_and_optimizer", script.around_setup)
     wrap_training("train_step", script.around_step)
+    wrap_training("evaluate", script.around_evaluation)
 
 
 class _Script:
@@ -61,6 +62,8 @@ class _Script:
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self.rows is not None:
+                self.rows.forget()
             if self.observer is None:
                 done = step(*args, **kwargs)
             else:
@@ -72,6 +75,20 @@ class _Script:
             if self.rows is not None and self.rows.overflowed():
                 logger.warning("rows of the step did not fit: it was skipped, and the bound is "
                                "larger now")
+            return done
+
+        return call
+
+    def around_evaluation(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+
+        @functools.wraps(evaluate)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.rows is not None:
+                self.rows.forget()
+            done = evaluate(*args, **kwargs)
+            if self.rows is not None and self.rows.overflowed():
+                logger.warning("rows of an evaluation did not fit: its loss is NaN, and the bound "
+                               "is larger now")
             return done
 
         return call

@@ -244,7 +244,7 @@ class Loop:
 
         for chunk in self.training.chunks:
             chunk.train()
-        kept = {name: entry.values.clone() for name, entry in core.logged_losses().items()}
+        kept = _logged_losses()
         loss_2 = self.until_rows_fit(self._gradients, batches, self.microbatches,
                                      lambda: core.set_logged_losses(kept))
         self.finite.loss_is_finite = bool(loss_2.isfinite().all())
@@ -321,17 +321,31 @@ class Loop:
         return record
 
     def _evaluate(self, iteration: int) -> None:
+        from moe_plugin.hosts.megatron.compat import core
+
         if self.valid_set is None:
             return
         self.training.gather_parameters()
         for chunk in self.training.chunks:
             chunk.eval()
         batches = [self._batches(self.valid_set, 0) for _ in self.training.chunks]
+        kept = _logged_losses()
         with torch.no_grad():
-            total, tokens = self._loss_sums(
-                self._forward_backward(batches, self.args.eval_iters, forward_only=True)).tolist()
+            total, tokens = self.until_rows_fit(
+                self._losses, batches, self.args.eval_iters,
+                lambda: core.set_logged_losses(kept)).tolist()
         self.log.write({"iteration": iteration, "valid_loss": total / max(1.0, tokens)})
         logger.info("iteration %d | validation loss %.4f", iteration, total / max(1.0, tokens))
+
+    def _losses(self, batches: list[Any]) -> torch.Tensor:
+        return self._loss_sums(
+            self._forward_backward(batches, self.args.eval_iters, forward_only=True))
+
+
+def _logged_losses() -> dict[str, torch.Tensor]:
+    from moe_plugin.hosts.megatron.compat import core
+
+    return {name: entry.values.clone() for name, entry in core.logged_losses().items()}
 
 
 if __name__ == "__main__":

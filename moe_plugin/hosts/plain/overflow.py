@@ -1,10 +1,13 @@
-"""Steps in which rows did not fit (`dispatch.name: bounded`): an error, or the step once more."""
+"""Steps and evaluations in which rows did not fit (`dispatch.name: bounded`): an error, or the
+same once more.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,46 @@ from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+
+class RowsCheck:
+    """Whether rows of models fit, asked by all ranks. Making it is collective.
+
+    Args:
+        models: this rank's; they may have no such layer, where those of other ranks have.
+        world: all ranks of the models, replicas and pipeline stages included.
+
+    Attributes:
+        active: whether any rank has something to ask for. repeats: whether any rank's limit does.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], world: Comm) -> None:
+        self.limits, self.world = limits_of(models), world
+        here = [bool(self.limits), any(limit.repeats for limit in self.limits)]
+        flags_2 = torch.tensor(here, dtype=torch.int64, device=world.device)
+        self.active, self.repeats = map(bool, world.all_reduce(flags_2, "max").tolist())
+
+    def forget(self) -> None:
+        """What follows is a step or an evaluation of its own."""
+        for limit in self.limits:
+            limit.forget()
+
+    def overflowed(self) -> bool:
+        """See `dispatch.overflow.overflowed`."""
+        return self.active and overflowed(self.limits, self.world)
+
+
+_checks: WeakKeyDictionary[nn.Module, RowsCheck] = WeakKeyDictionary()
+
+
+def _check_of(model: nn.Module, world: Comm | None) -> RowsCheck:
+    """Made at the first use; again where the ranks are others."""
+    if world is None:
+        world = default_comm()
+    known = _checks.get(model)
+    if known is None or (known.world.name, known.world.size) != (world.name, world.size):
+        known = _checks[model] = RowsCheck([model], world)
+    return known
 
 
 class StepRepeat(Exception):  # noqa: N818 - no error: it leaves a host's step, to begin it again
@@ -35,28 +78,33 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     """What `step()` returns; where rows did not fit, discard its gradients and repeat it.
 
     A repetition starts with the same state of torch's random generators and the same buffers, and
-    with a larger bound on all ranks. For layers with `dispatch.name=bounded`; without such layers
-    it is `step()`. Put what updates parameters after it:
+    with a larger bound on all ranks. For layers with `dispatch.name=bounded`; where no rank has
+    such a layer it is `step()`. Put what updates parameters after it:
 
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
 
+    An evaluation is a step without gradients; call this inside `torch.no_grad()`.
+
     Args:
+        model: of this rank. The first call with it is collective, and all ranks make it.
         step: forward and backward passes, which set or add to the parameters' gradients. These are
-            set to None first.
+            set to None first, unless gradients are disabled.
         world: all ranks that train the model, replicas included; None: the default group.
     Raises:
         RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
     """
-    limits = limits_of([model])
-    if not limits:
+    check = _check_of(model, world)
+    if not check.active:
         return step()
-    world = default_comm() if world is None else world
-    start = StepStart([model]) if any(limit.repeats for limit in limits) else None
+    start = StepStart([model]) if check.repeats else None
+    check.limits = limits_of([model])
+    check.forget()
     while True:
-        model.zero_grad()
+        if torch.is_grad_enabled():
+            model.zero_grad()
         result = step()
-        if not overflowed(limits, world):
+        if not check.overflowed():
             return result
         start.rewind()
 

@@ -80,6 +80,22 @@ def test_rows_that_do_not_fit_repeat_the_step(one_rank: Result, corpus: Corpus,
 
 
 @pytest.mark.distributed
+def test_validation_asks_whether_rows_fit(corpus: Corpus, tmp_path: Path) -> None:
+    """Batches of more tokens than the first in training."""
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-parallel fixed --batch-size 1 "
+             f"--batch-size-valid 8 --max-update 2 --no-save --save-dir {tmp_path}")
+
+    def loss(more: str) -> float:
+        log = run("fairseq-train", f"{flags} {more}", ranks=2).ok().log
+        return float(re.findall(r'"valid_inner_loss": "([\d.]+|nan)"', log)[-1])
+
+    repeated = loss("--moe-dispatch bounded --moe-on-overflow repeat")
+    assert repeated == pytest.approx(loss(""), abs=2.1e-3)
+    run("fairseq-train", f"{flags} --moe-dispatch bounded", ranks=2).failed_with(
+        "raise dispatch.max_rows_factor")
+
+
+@pytest.mark.distributed
 def test_two_copies_of_experts_over_two_ranks_each(corpus: Corpus, tmp_path: Path) -> None:
     """4 ranks, expert-parallel groups of 2: gradients are summed over both copies, and each expert
     counts once in the norm.

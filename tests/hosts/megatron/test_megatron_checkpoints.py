@@ -171,6 +171,60 @@ def test_rows_that_do_not_fit_repeat_the_step(data: str, whole_run: Any, tmp_pat
         assert "raise dispatch.max_rows_factor" in said
 
 
+def _evaluated(argv: list[str], log: str) -> str:
+    """Write the validation loss of the initial model; what was said in place of it."""
+    from types import SimpleNamespace
+
+    from moe_plugin.dispatch.overflow import RowsOverflow
+    from moe_plugin.hosts.megatron import arguments, model, train
+    from moe_plugin.hosts.megatron.report import RunLog
+
+    args = arguments.parser().parse_args(argv)
+    train.start(args)
+    tokenizer, train_set, valid_set = train._datasets(args)
+    built = model.build(args, arguments.transformer_config(args, cpu=True),
+                        arguments.our_settings(args), tokenizer.vocab_size)
+    loop = train.Loop(args, built, SimpleNamespace(layers=[]), RunLog(log), train_set,
+                      valid_set)
+    try:
+        loop._evaluate(0)
+    except RowsOverflow as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", [EP2, PP2], ids=["EP2", "PP2"])
+def test_evaluation_asks_whether_rows_fit(sizes: list[str], data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "2", "--split", "80,20,0", "--eval-iters",
+            "2", "--moe-parallel", "fixed", *sizes]
+    bounded = ["--moe-dispatch", "bounded", "--moe-max-rows-factor", "0.4"]
+    losses = []
+    for name, more in (("exact", []), ("repeat", [*bounded, "--moe-on-overflow", "repeat"])):
+        assert on_ranks(2, _evaluated, [*argv, *more], str(tmp_path / name)) == ["", ""]
+        losses.append(json.loads((tmp_path / name).read_text())["valid_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+    if sizes == EP2:  # one rank of experts has nothing to bound
+        for said in on_ranks(2, _evaluated, [*argv, *bounded], str(tmp_path / "error")):
+            assert "raise dispatch.max_rows_factor" in said
+
+
+def test_a_launched_evaluation_says_that_rows_did_not_fit(
+        caplog: pytest.LogCaptureFixture) -> None:
+    from types import SimpleNamespace
+
+    from moe_plugin.hosts.megatron.script import _Script
+
+    done: list[str] = []
+    script = _Script()
+    script.rows = SimpleNamespace(forget=lambda: done.append("forget"),
+                                  overflowed=lambda: done.append("ask") or True)
+    script.around_evaluation(lambda: done.append("evaluate"))()
+    script.around_step(lambda: done.append("step"))()
+    assert done == ["forget", "evaluate", "ask", "forget", "step", "ask"]
+    assert "rows of an evaluation did not fit: its loss is NaN" in caplog.text
+
+
 @pytest.mark.distributed
 def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whole_run: Any,
                                                                  tmp_path: Path) -> None:

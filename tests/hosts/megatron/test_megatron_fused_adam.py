@@ -112,6 +112,7 @@ def test_a_launched_script_fuses_its_adam(monkeypatch: pytest.MonkeyPatch) -> No
     parser = launch.extra_args_provider(argparse.ArgumentParser())
     optimizer, _ = _adam((2,))
     training = SimpleNamespace(setup_model_and_optimizer=lambda: ([], optimizer, None),
+                               evaluate=lambda: None,
                                train_step=lambda: None)
     for name, module in (("", SimpleNamespace()), (".training", training),
                          (".global_vars", SimpleNamespace(_GLOBAL_ARGS=None))):

@@ -74,6 +74,7 @@ def _launched(argv: list[str], steps: int) -> None:
     batches = [loop._batches(train_set, 0) for _ in built.chunks]
     training_module.setup_model_and_optimizer = lambda: (built.chunks, built.optimizer, None)
     training_module.train_step = lambda: loop.step(batches, args.lr)
+    training_module.evaluate = lambda: None
     script.observe_script()
     training_module.setup_model_and_optimizer()
     for state.curr_iteration in range(steps):
