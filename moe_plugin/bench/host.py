@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_plugin.bench.layer import agreement
+from moe_plugin.bench.layer import agreement, enter_candidates
 from moe_plugin.bench.measure import training_step, versions
-from moe_plugin.bench.peers import Candidate, UnsupportedProblem, ours, peers
+from moe_plugin.bench.peers import Candidate
 from moe_plugin.bench.problem import Data, Problem, make_data
 from moe_plugin.bench.processes import on_processes
 
@@ -109,14 +109,8 @@ def measure(problem: Problem, ranks: int, rounds: int, names: Sequence[str],
     """The report of this rank; all ranks of the default group call it."""
     torch.set_num_threads(threads)
     data, before = make_data(problem), os.getloadavg()[0]
-    refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
     with contextlib.ExitStack() as stack:
-        candidates = {"moe-plugin": ours(problem, data)}
-        for name in [n for n in names if n not in refused]:
-            try:
-                candidates[name] = stack.enter_context(peers.get(name)(problem, data))
-            except UnsupportedProblem as reason:
-                refused[name] = str(reason)
+        candidates, refused = enter_candidates(stack, problem, data, names)
         # Megatron-core on a CPU needs a mode that looks at every call of torch: it is off here, for
         # all candidates
         with torch._C.DisableTorchFunction():

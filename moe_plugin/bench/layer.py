@@ -72,6 +72,19 @@ class LayerReport:
         }
 
 
+def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
+                     names: Sequence[str]) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """(our layer and the peers by name, why others cannot run). stack: ends what peers began."""
+    refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
+    candidates = {"moe-plugin": ours(problem, data)}
+    for name in [n for n in names if n not in refused]:
+        try:
+            candidates[name] = stack.enter_context(peers.get(name)(problem, data))
+        except UnsupportedProblem as reason:
+            refused[name] = str(reason)
+    return candidates, refused
+
+
 def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport:
     """Measure our layer and the named peers.
 
@@ -80,14 +93,8 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
     """
     data = make_data(problem)
     device = torch.device(problem.device)
-    refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
     with contextlib.ExitStack() as stack:
-        candidates = {"moe-plugin": ours(problem, data)}
-        for name in [n for n in names if n not in refused]:
-            try:
-                candidates[name] = stack.enter_context(peers.get(name)(problem, data))
-            except UnsupportedProblem as reason:
-                refused[name] = str(reason)
+        candidates, refused = enter_candidates(stack, problem, data, names)
         errors = agreement(candidates, data, problem)
         steps = {
             n: training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),

@@ -240,6 +240,9 @@ class Loop:
                        replica=self.replica, replicas=self.replicas, device=self.device)
 
     def step(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
+        """One step: (sum of losses and number of tokens, float [2], gradient norm; None: it is not
+        known). batches: by chunk of the model. rate: learning rate.
+        """
         from moe_plugin.hosts.megatron.compat import core
 
         for chunk in self.training.chunks:
