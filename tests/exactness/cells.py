@@ -87,7 +87,16 @@ def cells_of(dispatch: str, sizes: Sequence[tuple[int, int, int | None]] = tuple
     """
     traits = traits_of(dispatch)
     more = {"replicas": ["all"]} if traits.shares_tokens else {}
-    return _pairs(_settings(dispatch, layouts(dispatch, sizes)) | more, fewer)
+    cells = _pairs(_settings(dispatch, layouts(dispatch, sizes)) | more, fewer)
+    return cells + _paged_cells(dispatch, sizes, fewer) if traits.bounded else cells
+
+
+def _paged_cells(dispatch: str, sizes: Sequence[tuple[int, int, int | None]],
+                 fewer: dict[str, Sequence[Any]]) -> list[Cell]:
+    """All pairs of the settings that go with pages, in every other layout."""
+    some = [size for size in layouts(dispatch, sizes) if size.r != 0][::2]
+    paged = {"compute": ["auto", "kernels"], "dropout": [0.0], "stash_mib": [8.0]}
+    return _pairs(_settings(dispatch, some) | paged, fewer)
 
 
 def parm_cells(dispatch: str,
@@ -135,7 +144,6 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
         "prioritized": [False, True],
         "weights_first": [False, True],
         "dropout": [0.0, 0.3],
-        **({"stash_mib": [0.0, 8.0]} if traits.bounded else {}),
     }
 
 
