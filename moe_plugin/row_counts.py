@@ -97,7 +97,7 @@ class DeviceCounts(RowCounts):
         return self.lengths_L.sum()
 
     def lengths(self) -> list[int]:
-        """Rows of each expert, filler left out; waits for the device, unless there is no row."""
+        """Rows of each expert, filler left out; waits for the device if there are rows."""
         return self.lengths_L.tolist() if self.rows else [0] * self.number
 
     def device(self, device: torch.device) -> Tensor:

@@ -37,7 +37,7 @@ NODES, EXPERTS, WIDTH = 2, 4, 256
 TOKENS, HIDDEN = 1024, 2048
 RATES = (25e6, 50e6, 100e6)  # bit/s of a node's link
 AIM = 1.10  # times the larger of exchange and products
-ROW_S = 100e-6  # forward products of a row, where they only take their time; backward twice that
+ROW_S = 100e-6  # forward matmuls of a row, where they only take their time; backward twice that
 FILES = ("overlap.json", "overlap.md")
 PRODUCTS = {"cpu": "Products on the processor", "wait": "Products that take only time"}
 
@@ -55,7 +55,7 @@ class _Wait(torch.autograd.Function):
 
 
 class WaitingExpert(nn.Module):
-    """An expert whose products take `ROW_S` a row, and no processor."""
+    """An expert whose matmuls take `ROW_S` per row, and no processor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def layouts(degrees: list[int], cuts: list[str]) -> dict[str, LayoutChoice]:
 
 
 class Alone:
-    """Exchange and products of one call of a layer, each by itself.
+    """Exchange and matmuls of one call of a layer, each alone.
 
     Args:
         layer: runs with r = 1 and exact rows. x_TD: [T, D] tokens of this rank.
@@ -177,13 +177,13 @@ def markdown(report: dict[str, Any]) -> str:
         "# Overlap on two emulated nodes", "",
         paragraph(
             "Made by `python scripts/benchmark_overlap.py`. Milliseconds of the slowest rank, "
-            f"medians of {report['rounds']} rounds; all columns are measured in turn in the same "
-            "processes. In brackets: over the larger of exchange and products, below which no "
+            f"medians of {report['rounds']} rounds; all columns are measured alternately in the "
+            "same processes. In brackets: over the larger of exchange and products, below which no "
             "overlap can go. Totals are of whole layer calls, with routing and copies."), "",
         paragraph(
-            f"{NODES} nodes of one rank and one thread, {report['sizes']['tokens']} tokens a rank, "
-            f"width {WIDTH}, inner width {report['sizes']['hidden']}, {EXPERTS} experts, k = 1, "
-            f"fp32; load average before and after: {report['load']}."), ""
+            f"{NODES} nodes of one rank and one thread, {report['sizes']['tokens']} tokens per "
+            f"rank, width {WIDTH}, inner width {report['sizes']['hidden']}, {EXPERTS} experts, "
+            f"k = 1, fp32; load average before and after: {report['load']}."), ""
     ]
     for products, cells in report["cells"].items():
         lines += [f"## {PRODUCTS[products]}", "", *_table(cells), ""]

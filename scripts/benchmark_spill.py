@@ -76,7 +76,7 @@ def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
 
 
 def run_times(rounds: int) -> dict[str, dict[str, list[tuple[float, int]]]]:
-    """One rank: all policies in turn in every round, by load; (seconds, rows) of each step."""
+    """One rank: all policies alternately in every round, by load; (seconds, rows) of each step."""
     torch.set_num_threads(1)
     layer = make_layer()
     found: dict[str, dict[str, list[tuple[float, int]]]] = {
@@ -136,8 +136,8 @@ def markdown(report: dict[str, Any]) -> str:
         "# Overloaded experts on an emulated cluster", "",
         paragraph(
             "Made by `python scripts/benchmark_spill.py`. One layer runs forward and backward with "
-            "each value of `parallel.spill` in turn, in the same processes and on the same tokens, "
-            "so that all see the same machine; times are of the slowest rank. See "
+            "each value of `parallel.spill` alternately, in the same processes and on the same "
+            "tokens, so that all see the same machine; times are of the slowest rank. See "
             "[adaptive](../adaptive.md#overloaded-experts) for what the values mean."), "",
         paragraph(
             f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s; {EXPERTS} "

@@ -18,6 +18,16 @@ def _one_thread() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_mode_is_left() -> Iterator[None]:
+    """What makes Megatron run on CPU changes every torch call of a process for good, and
+    compiled graphs with them: tests do it in processes of their own.
+    """
+    before = torch._C._len_torch_function_stack()
+    yield
+    assert torch._C._len_torch_function_stack() == before
+
+
 @pytest.fixture
 def apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """apex is installed and a CUDA device is there, as far as anybody can see: its stand-in

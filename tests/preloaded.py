@@ -166,7 +166,8 @@ def _become_rank(job: dict[str, Any], rank: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    sys.stdout.reconfigure(line_buffering=True)
+    # whole lines: ranks write into one file, and PYTHONUNBUFFERED would write them in pieces
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     os.environ.clear()
     os.environ.update(job["environment"])
     if job["world"] > 1:

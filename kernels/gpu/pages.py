@@ -18,7 +18,7 @@ def write_kernel(x, record, pages, spill, length, size, slots, BLOCK: tl.constex
     """Block j of run i of x to its slot."""
     run = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # a vector: some versions refuse a scalar condition beside a vector of them
+    # a vector: some versions refuse a scalar condition with a vector of them
     slot = tl.load(record + run) + at * 0
     source = run.to(tl.int64) * size + at
     inside = at < size
@@ -33,7 +33,7 @@ def read_kernel(out, record, pages, spill, length, size, slots, BLOCK: tl.conste
     """Block j of run i of out from its slot, zeros without one."""
     run = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # a vector: some versions refuse a scalar condition beside a vector of them
+    # a vector: some versions refuse a scalar condition with a vector of them
     slot = tl.load(record + run) + at * 0
     target = run.to(tl.int64) * size + at
     inside = ((at < size) & (target < length)) != 0

@@ -4,6 +4,7 @@ more memory and the step once more.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
+
+ROOM = 1.25  # what was too small becomes what was needed, and this much more
 
 
 class RowsOverflow(RuntimeError):
@@ -40,6 +43,11 @@ class Limit(ABC):
     @abstractmethod
     def forget(self) -> None:
         """From now on, `needed` is of later calls."""
+
+
+def with_room(needed: int) -> int:
+    """The size that follows one which was too small for `needed`."""
+    return math.ceil(needed * ROOM)
 
 
 def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch.overflow import Limit
-
-ROOM = 1.25  # a bound that was too low grows to what was needed, and this much more
+from moe_plugin.dispatch.overflow import Limit, with_room
 
 
 class RowsLimit(Limit):
@@ -77,7 +75,7 @@ class RowsLimit(Limit):
 
     def grow(self, needed: int) -> None:
         """See `Limit`."""
-        self.least = max(self.least, math.ceil(needed * ROOM))
+        self.least = max(self.least, with_room(needed))
         self.forget()
 
     def forget(self) -> None:

@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
-from moe_plugin.dispatch.overflow import Limit
+from moe_plugin.dispatch.overflow import Limit, with_room
 from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.kernels.triton_ops import INSTALLED
 
 PAGE = 1 << 12  # elements; at most one page of a saved tensor is partly empty
-ROOM = 1.25  # pages that ran out become as many as were needed, and this much more
 MIB = 1 << 20
 
 
 class Ring:
-    """Free slots of one buffer, given out and taken back in turn, all on the device.
+    """Free slots of one buffer, given out and taken back in a circle, all on the device.
 
     slots: how many. Attributes: `free_S`, int64 [slots + 1], the ring, and one for what is none of
     it; `head`, `tail`, int64 scalars: slots given out and taken back since the beginning.
@@ -177,7 +176,7 @@ class PagedStash(Limit):
 
     def grow(self, needed: int) -> None:
         """See `Limit`. Tensors that are still in pages stay there."""
-        self._grown = max(self._grown, math.ceil(needed * ROOM))
+        self._grown = max(self._grown, with_room(needed))
         self._pages.clear()
 
     def forget(self) -> None:

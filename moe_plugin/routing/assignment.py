@@ -4,7 +4,7 @@ Every token without an expert bids for the one with the largest v(t, e) - p_e, a
 by taking its second best, plus epsilon; an expert with n slots keeps its n highest bids, and its
 price is the lowest of them (Bertsekas and Castanon 1989: auction for similar objects). All tokens
 bid at once, on the scores' device. When every slot is taken, the sum of the chosen scores is at
-most epsilon a token below the largest possible one, whatever the prices were at the start; so the
+most epsilon a token below the largest possible one, for any prices at the start; so the
 auction starts at prices of equal soft demand. Pure functions without gradient, in float32 (float64
 for float64 scores).
 

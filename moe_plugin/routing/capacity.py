@@ -48,17 +48,23 @@ class CapacityLimit:
         """The routing after capacity; see `capacity`, `limit_on_device`, `slots` and `drop`."""
         asked = self.comm if self.makes_slots or _on_host(routing) else self.alone
         made = capacity(self.dispatch, routing, self.experts, asked, training)
-        eager = not torch.compiler.is_compiling()  # in a graph: `with_equal_tokens`
-        if made is not None and self.dispatch.equal_tokens and asked is self.alone and eager:
-            check_promise(routing.ids_TK, self.comm)  # no slots to agree on, but one limit
-        if (made is not None and self.dispatch.equal_tokens and torch.compiler.is_compiling()
-                and self.comm.key is not None):
-            routing = replace(routing, ids_TK=with_equal_tokens(routing.ids_TK, self.comm.key))
+        if made is not None and self.dispatch.equal_tokens:
+            routing = self._checked(routing, training)
         slots_TK = None if made is None else slots(routing, self.experts, self.prioritized)
         limit = limit_on_device(self.dispatch, routing, self.experts, self.comm, training,
                                 asked.size > 1)
         kept = drop(routing, slots_TK, made if limit is None else limit, self.normalize)
         return KeptRouting(kept, slots_TK, made, routing)
+
+    def _checked(self, routing: Routing, training: bool) -> Routing:
+        """The routing after `check_promise`, by an operation where a compiler makes a graph."""
+        if torch.compiler.is_compiling():
+            if self.comm.key is None:
+                return routing
+            return replace(routing, ids_TK=with_equal_tokens(routing.ids_TK, self.comm.key))
+        if not _Rule.of(self.dispatch, training).follows_load:
+            check_promise(routing.ids_TK, self.comm)
+        return routing
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
@@ -108,8 +114,7 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     drops by the real ones. Two cases of f <= 0 remain there. In a group the load decides, and the
     host waits for it; a rank alone makes slots for any load (f = 0), or for the f of f < 0.
 
-    With `equal_tokens` padding counts, and nothing is asked for f > 0, except in a call whose T
-    differs from the last call's, where the promise is checked.
+    With `equal_tokens` padding counts, and nothing is asked for f > 0; see `check_promise`.
 
     Args:
         config: settings `dispatch`.
@@ -117,9 +122,6 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         experts: E.
         comm: ranks whose loads differ.
         training: whether the evaluation settings apply.
-    Raises:
-        ValueError: the promise is broken. If T changed on some ranks only, these wait for the
-            others until the group's timeout: a `CommError`.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -130,12 +132,9 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
             return rule.slots(tokens, experts, top_k) if rule.factor else tokens * top_k
         tokens, load = _agree(routing, experts, comm)
         return load if rule.factor == 0 else min(load, rule.slots(tokens, experts, top_k))
-    if config.equal_tokens:
-        if not torch.compiler.is_compiling():  # in a graph: `with_equal_tokens`
-            check_promise(routing.ids_TK, comm)
-    elif on_host:
+    if not config.equal_tokens and on_host:
         tokens, _ = _agree(routing, experts, comm)
-    elif comm.size > 1:
+    elif not config.equal_tokens and comm.size > 1:
         tokens = int(comm.hosts.all_reduce(torch.tensor([tokens]), "max"))
     return rule.slots(tokens, experts, top_k)
 
@@ -169,8 +168,12 @@ class _EqualTokens:
 
 
 def check_promise(ids_TK: Tensor, comm: Comm) -> None:
-    """`ValueError` unless all ranks have as many tokens; collective where the number is another one
-    than in the last call.
+    """Check the promise `dispatch.equal_tokens`. Collective where T is another than in the last
+    call.
+
+    Raises:
+        ValueError: it is broken. If T changed on some ranks only, these wait for the others until
+            the group's timeout: a `CommError`.
     """
     tokens = ids_TK.shape[0]
     if comm.size == 1:

@@ -49,7 +49,7 @@ def agree_on_settings(config: MoEConfig, comm: Comm, **more: Any) -> None:
 
 
 def _digest(name: str | None) -> str | None:
-    """A hash of a file's contents; None: there is no such file to read."""
+    """A hash of a file's contents; None: no file has this name."""
     if not name or not os.path.isfile(name):
         return None
     try:

@@ -105,7 +105,7 @@ def _error_on_all(comm: Comm) -> str:
     assert run_layer(case, layer, xs=xs).output.isnan().all()
     with pytest.raises(RowsOverflow, match="a rank had 8 rows.*max_rows_factor") as raised:
         overflowed(limits_of([layer]), comm)
-    # reported once: the next step begins anew
+    # reported once: the next step starts again
     assert not overflowed(limits_of([layer]), comm)
     return str(raised.value)
 
@@ -229,7 +229,7 @@ def balanced(xs: list[Tensor]) -> list[Tensor]:
 
 
 def test_evaluation_reports_its_own_overflow() -> None:
-    """As an error; what nobody asked for is not blamed on the step that follows."""
+    """As an error; what was not asked for is not blamed on the step that follows."""
     def rank(comm: Comm) -> None:
         case, layer, xs = heavy_layer(comm, "error")
         x = xs[comm.rank]

@@ -67,7 +67,7 @@ def test_overlap_lies_between_its_bounds(d: int, out: float, compute: float) -> 
 
 
 def test_rows_that_stay_hide_the_first_and_the_last_exchange() -> None:
-    """On two ranks half of the rows stay: where products take longest they fill the time in which
+    """On two ranks half of the rows stay: where matmuls take longest they fill the time in which
     the first piece arrives and the last one returns.
     """
     here, slow = cluster(2, 1), dataclasses.replace(A100, flops=1e11, half_rows=0.0, launch_s=0.0)

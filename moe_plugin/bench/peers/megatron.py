@@ -59,13 +59,10 @@ def engine(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[Candidate]:
-    from moe_plugin.hosts.megatron.compat import cpu
-
-    if problem.device == "cpu":
-        cpu.enable(force=True)
     with _groups(problem.device):
         group = expert_group()
-        layer = _layer(problem, experts, group.size)
+        with _building(problem.device):
+            layer = _layer(problem, experts, group.size)
         # what the layer spec gives decides, not what was asked of it
         if type(layer.experts).__name__ != experts:
             raise UnsupportedProblem(
@@ -76,6 +73,12 @@ def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[Candidate
             return layer(x[:, None, :])[0][:, 0, :], []
 
         yield Candidate(forward, list(layer.parameters()), experts)
+
+
+def _building(device: str) -> contextlib.AbstractContextManager[None]:
+    from moe_plugin.hosts.megatron.compat import cpu
+
+    return cpu.building() if device == "cpu" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -91,8 +94,10 @@ def _groups(device: str) -> Iterator[None]:
     with one_rank(device):
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_group().size)
-        model_parallel_cuda_manual_seed(1)
+        with _building(device):
+            parallel_state.initialize_model_parallel(
+                expert_model_parallel_size=expert_group().size)
+            model_parallel_cuda_manual_seed(1)
         try:
             yield
         finally:

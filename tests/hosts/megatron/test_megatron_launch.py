@@ -78,7 +78,7 @@ def test_configs_are_valid() -> None:
 def test_every_cpu_patch_states_versions_and_reason() -> None:
     from moe_plugin.hosts.megatron.compat import cpu, script_cpu
 
-    assert len(cpu.PATCHES) >= 8 and len(script_cpu.PATCHES) >= 4
+    assert len(cpu.PATCHES) >= 7 and len(script_cpu.PATCHES) >= 4
     for patch in (*cpu.PATCHES, *script_cpu.PATCHES):
         assert patch.versions and len(patch.reason) > 20
 

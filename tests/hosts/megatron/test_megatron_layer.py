@@ -291,7 +291,7 @@ def _shared(case: Case, overlap: bool) -> tuple[float, list[str]]:
     case = replace(case, native={**case.native, "moe_shared_expert_intermediate_size": 8})
     overlapped = replace(case, native={**case.native, "moe_shared_expert_overlap": overlap})
     initialise_parallel(case)
-    settings = {"parallel.mode": "fixed"}  # with exchanges to run beside
+    settings = {"parallel.mode": "fixed"}  # with exchanges that work can overlap
     layers, log = [build(case, False), build(overlapped, True, settings)], []
     layers[1].shared_experts.load_state_dict(layers[0].shared_experts.state_dict())
     native = run(layers[0], case)

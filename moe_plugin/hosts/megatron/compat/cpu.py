@@ -63,11 +63,30 @@ def enable(force: bool = False) -> bool:
     """
     if torch.cuda.is_available() and not force:
         return False
+    _replace()
+    if not getattr(torch.cuda, "_moe_plugin_literals", False):
+        _CudaMeansCpu().__enter__()
+        torch.cuda._moe_plugin_literals = True  # type: ignore[attr-defined]
+    return True
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Megatron-core's objects are built on CPU in this block, in a process that others share.
+
+    `enable` reads "cuda" as "cpu" in every torch call for good, which costs each of them time and
+    changes what torch.compile makes; a layer that is built needs it no more.
+    """
+    _replace()
+    with _CudaMeansCpu():
+        yield
+
+
+def _replace() -> None:
     if not getattr(torch.cuda, "_moe_plugin_cpu", False):
         for patch in PATCHES:
             patch.apply()
         torch.cuda._moe_plugin_cpu = True  # type: ignore[attr-defined]
-    return True
 
 
 class _Stream:
@@ -157,7 +176,11 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Reads "cuda" as "cpu" in every torch call made from Python."""
+    """Reads "cuda" as "cpu" in every torch call made from Python.
+
+    Megatron-core 0.12 to 0.19 name device and tensor type literally in schedules, optimizer,
+    clip_grads and moe_utils: device='cuda', Tensor.cuda(), Tensor.type().
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -178,13 +201,6 @@ def _tensor_type(kind: str, caller: str) -> str:
     # the optimizer compares with 'torch.cuda.FloatTensor'; everyone else sees the truth
     return kind.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller.replace(
         "\\", "/") else kind
-
-
-@_patch(
-    "device='cuda' literals, Tensor.cuda(), Tensor.type() in the optimizer", "0.12 to 0.19",
-    "schedules, optimizer, clip_grads, moe_utils name the device and the tensor type literally")
-def _literals() -> None:
-    _CudaMeansCpu().__enter__()
 
 
 @_patch(
