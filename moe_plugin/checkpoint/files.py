@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.reshard import merge, moe_layers, split
+from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.messages import short
@@ -35,13 +36,6 @@ VERSION = 1
 # what torch.load raises for a damaged file
 _UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
                AttributeError, AssertionError, TypeError, ImportError, ArithmeticError)
-
-
-class CheckpointError(ValueError):
-    """A checkpoint is missing, truncated or of another model.
-
-    The message names the file and the remedy.
-    """
 
 
 def save(directory: str | os.PathLike[str], model: nn.Module,

@@ -1,0 +1,176 @@
+"""Formats of checkpoints by name: what `moe-plugin reshard` and `inspect` read and write.
+
+A host registers its formats in a module of its own, so that this room needs no host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from moe_plugin.checkpoint.source import CheckpointError, Source
+from moe_plugin.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How many ranks a written checkpoint is for; None: the format's own choice.
+
+    Attributes:
+        world: ranks in total (data-parallel ranks for fairseq).
+        ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism.
+        shards: ranks over which each expert is cut.
+        dtype: data type of floating-point model tensors.
+    """
+
+    world: int | None = None
+    ep: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    etp: int | None = None
+    shards: int | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.given():
+            value = getattr(self, name)  # a field of this dataclass
+            if name != "dtype" and (type(value) is not int or value < 1):
+                raise ValueError(f"layout {name}={value!r}: must be at least 1")
+
+    def given(self) -> tuple[str, ...]:
+        """Names of the fields that are set."""
+        return tuple(one.name for one in fields(self) if getattr(self, one.name) is not None)
+
+
+class Progress:
+    """What a writer tells its caller; this one ignores it and keeps nothing.
+
+    A writer asks `keeps(name)` for each file (a path within the folder that it writes), skips the
+    file where that is True, calls `advance` as bytes are written, and `wrote(name)` when the file
+    is complete, closed and flushed to disk.
+    """
+
+    def keeps(self, name: str) -> bool:
+        """Whether an interrupted conversion completed this file and it is what it wrote."""
+        return False
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more are done, written or kept."""
+
+    def wrote(self, name: str) -> None:
+        """The file is complete."""
+
+
+class Format(ABC):
+    """One format of checkpoints. Its docstring's first sentence says what it is.
+
+    Attributes:
+        name: as registered.
+        sizes: fields of `Layout` that it knows; "dtype" where it can change the data type.
+        writes: whether `write` exists.
+    """
+
+    name: ClassVar[str]
+    sizes: ClassVar[frozenset[str]] = frozenset()
+    writes: ClassVar[bool] = True
+
+    @abstractmethod
+    def detect(self, path: Path) -> bool:
+        """Whether a file or folder is a checkpoint of this format, from names and headers alone."""
+
+    @abstractmethod
+    def open(self, path: Path, trust: bool = False) -> Source:
+        """Open for reading; tensors stay on disk.
+
+        Args:
+            trust: unpickle classes that are not listed, which can run code in the files.
+        Raises:
+            CheckpointError: a file is missing or damaged.
+            UntrustedFile: it holds other classes and `trust` is off.
+        """
+
+    def write(self, source: Source, path: Path, layout: Layout,
+              progress: Progress = Progress()) -> None:
+        """Write a source that has this format's names into the folder `path`, slice by slice.
+
+        The folder exists, has another name than the checkpoint will have, and may have files of an
+        interrupted conversion (`Progress.keeps`).
+
+        Raises:
+            CheckpointError: the source has something that the format cannot hold; by name.
+        """
+        raise CheckpointError(f"format {self.name!r} is read only; choose another --to")
+
+    def to_neutral(self, source: Source) -> Source:
+        """A view of a source of this format with neutral names (`moe_plugin.checkpoint.neutral`).
+
+        Raises:
+            CheckpointError: it has tensors or settings without a neutral name; by name.
+        """
+        raise CheckpointError(f"format {self.name!r} converts to itself alone")
+
+    def from_neutral(self, source: Source) -> Source:
+        """A view of a neutral source with this format's names.
+
+        Raises:
+            CheckpointError: the format cannot hold a tensor or setting; by name.
+        """
+        raise CheckpointError(f"format {self.name!r} converts from itself alone")
+
+    def check(self, layout: Layout) -> None:
+        """`ValueError` where the layout has a size that the format does not know."""
+        unknown = [name for name in layout.given() if name not in self.sizes]
+        if unknown:
+            flags = ", ".join(f"--{name}" for name in sorted(self.sizes)) or "none"
+            raise ValueError(f"format {self.name!r} has no --{unknown[0]}; it knows: {flags}")
+
+
+def _named(name: str, value: type[Format]) -> None:
+    given = value.__dict__.get("name")
+    if given != name:
+        raise ValueError(f"checkpoint format {name!r} has name={given!r}; must be the same")
+
+
+formats: Registry[type[Format]] = Registry("checkpoint format", base=Format, check=_named)
+
+
+def detect(path: Path) -> str:
+    """Name of the format of a checkpoint.
+
+    Raises:
+        CheckpointError: nothing is there, or no format or more than one knows it.
+    """
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {str(path)!r}; give its folder or file")
+    found = [name for name in formats.names() if formats.get(name)().detect(path)]
+    if len(found) != 1:
+        what = f"could be {' or '.join(found)}" if found else "is of no known format"
+        raise CheckpointError(f"checkpoint {str(path)!r} {what}; name its format with --from, one "
+                              f"of {', '.join(formats.names())}")
+    return found[0]
+
+
+def open_source(path: Path, format: str | None = None, trust: bool = False) -> Source:
+    """Open a checkpoint for reading.
+
+    Args:
+        format: its name; None: detected.
+        trust: see `Format.open`.
+    """
+    return formats.get(format or detect(path))().open(path, trust)
+
+
+def convert(source: Source, to: str) -> Source:
+    """A view of a source with the names of another format.
+
+    Raises:
+        CheckpointError: see `Format.to_neutral` and `Format.from_neutral`.
+    """
+    if source.format == to:
+        return source
+    neutral = formats.get(source.format)().to_neutral(source)
+    return formats.get(to)().from_neutral(neutral)

@@ -1,0 +1,112 @@
+"""Names, shapes and settings of a decoder model that belong to no framework.
+
+Formats convert to these names and from them, so that n formats need 2n views. D is the width, V the
+vocabulary, A the attention heads, K the heads of keys and values, H the width of a head, P the
+positions, E the experts, F the width inside an expert or MLP, G the shared expert's.
+
+    embed.weight                         [V, D]
+    position.weight                      [P, D]         learned positions alone
+    layers.N.norm1.weight, bias          [D]            before attention
+    layers.N.attention.q.weight          [A*H, D]       rows: heads in order; bias [A*H]
+    layers.N.attention.k.weight, v       [K*H, D]       bias [K*H]
+    layers.N.attention.o.weight          [D, A*H]       bias [D]
+    layers.N.attention.q_norm.weight, k_norm            where queries and keys are normalized
+    layers.N.norm2.weight, bias          [D]            before the MoE layer or MLP
+    layers.N.mlp.w_in.weight, w_gate     [F, D]         bias [F]; dense layers
+    layers.N.mlp.w_out.weight            [D, F]         bias [D]
+    layers.N.moe.router.weight           [E, D]         bias [E]
+    layers.N.moe.router.expert_bias      [E]            added to scores for the choice alone
+    layers.N.moe.experts.w_in_LDF, w_gate_LDF           [E, D, F]; y = x w
+    layers.N.moe.experts.w_out_LFD       [E, F, D]
+    layers.N.moe.experts.b_in_LF, b_gate_LF, b_out_LD   [E, F], [E, F], [E, D]
+    layers.N.moe.shared.w_in.weight, w_gate             [G, D]
+    layers.N.moe.shared.w_out.weight     [D, G]
+    layers.N.moe.shared.gate.weight      [1, D]         scales the shared expert's output
+    final_norm.weight, bias              [D]
+    output.weight                        [V, D]         absent where it is the embedding
+
+Rotary positions pair element i of a head with i + H/2 (as Hugging Face and Megatron do). Optimizer
+fields have the same names and shapes. A source's `layers` has the prefixes `layers.N.moe.`, its
+`values["model"]` is `DecoderSettings.to_dict()`, `values["step"]` the number of updates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from moe_plugin.checkpoint.source import CheckpointError
+
+_NORM = r"(?:weight|bias)"
+NAMES = re.compile("|".join((
+    r"embed\.weight", r"position\.weight", r"output\.weight", rf"final_norm\.{_NORM}",
+    rf"layers\.\d+\.norm[12]\.{_NORM}",
+    r"layers\.\d+\.attention\.(?:q|k|v|o)\.(?:weight|bias)",
+    rf"layers\.\d+\.attention\.(?:q_norm|k_norm)\.{_NORM}",
+    r"layers\.\d+\.mlp\.(?:w_in|w_gate|w_out)\.(?:weight|bias)",
+    r"layers\.\d+\.moe\.router\.(?:weight|bias|expert_bias)",
+    r"layers\.\d+\.moe\.experts\.(?:w_in_LDF|w_gate_LDF|w_out_LFD|b_in_LF|b_gate_LF|b_out_LD)",
+    r"layers\.\d+\.moe\.shared\.(?:w_in|w_gate|w_out|gate)\.(?:weight|bias)",
+)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSettings:
+    """What a decoder model computes, as far as its tensors' shapes do not say it.
+
+    Attributes:
+        heads, kv_heads: attention heads; those of keys and values.
+        norm: "layernorm" or "rmsnorm", with `norm_eps`.
+        pre_norm: norms come before attention and MLP, not after their residual.
+        activation: of MLP and experts: "relu", "gelu", "gelu_tanh", "silu".
+        gated: MLP and experts are act(x w_gate) * (x w_in).
+        positions: "rotary" (with `rotary_base`), "learned", "sinusoidal" or "none".
+        tied: the output matrix is the embedding.
+        top_k: experts per token; 0 without MoE layers.
+        router: "softmax" or "sigmoid" scores; `normalize_top_k`: the chosen ones sum to 1, then
+            times `router_scale`.
+        extra: settings that a format knows and this list does not, by the format's own names; a
+            format refuses by name what it does not hold.
+    """
+
+    heads: int
+    kv_heads: int
+    norm: str
+    norm_eps: float
+    activation: str
+    gated: bool
+    positions: str
+    tied: bool
+    pre_norm: bool = True
+    rotary_base: float = 10000.0
+    max_positions: int = 0
+    top_k: int = 0
+    router: str = "softmax"
+    normalize_top_k: bool = False
+    router_scale: float = 1.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
+        """From `to_dict`; `CheckpointError` where an entry is missing or unknown."""
+        known = {one.name for one in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise CheckpointError(f"unknown model setting {unknown[0]!r}; known: {sorted(known)}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise CheckpointError(f"incomplete model settings: {error}") from error
+
+
+def check_names(names: Any) -> None:
+    """`CheckpointError` for the first name that is not a neutral one."""
+    for name in names:
+        if not NAMES.fullmatch(name):
+            raise CheckpointError(f"tensor {name!r} has no neutral name, so that it cannot become "
+                                  "another format's; convert to the checkpoint's own format")

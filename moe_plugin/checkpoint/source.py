@@ -1,0 +1,285 @@
+"""Checkpoints as lazy sources of tensors.
+
+Everything that reads a checkpoint is a `Source`: it knows names, shapes and data types of all
+tensors and reads any slice of one of them. Everything that converts is a `View` of another source.
+Everything that writes takes a source. So a conversion holds one slice in memory at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# (field, name): field "model", or an optimizer field such as "exp_avg", "exp_avg_sq", "master"
+Key = tuple[str, str]
+Window = tuple[slice, ...]
+MODEL = "model"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, truncated or of another model.
+
+    The message names the file and the remedy.
+    """
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor without its values.
+
+    Attributes:
+        shape: of the whole tensor; experts have all E on axis 0, whatever the files hold.
+        dtype: as stored.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values."""
+        return self.numel * self.dtype.itemsize
+
+
+def full_window(shape: Sequence[int]) -> Window:
+    """The slices that are the whole tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def check_window(window: Window | None, shape: Sequence[int]) -> Window:
+    """The window with a start and a stop on every axis; None: the whole tensor.
+
+    Axes that are missing at the end are whole.
+
+    Raises:
+        ValueError: it has more axes than the tensor, a step, or leaves the tensor.
+    """
+    given = window or ()
+    if len(given) > len(shape):
+        raise ValueError(f"a window of {len(given)} axes does not fit shape {tuple(shape)}")
+    full = []
+    for axis, size in enumerate(shape):
+        part = given[axis] if axis < len(given) else slice(None)
+        start = 0 if part.start is None else part.start
+        stop = size if part.stop is None else part.stop
+        if part.step not in (None, 1) or not 0 <= start <= stop <= size:
+            raise ValueError(f"window {part} does not fit axis {axis} of shape {tuple(shape)}: "
+                             "must be within it, in steps of 1")
+        full.append(slice(start, stop))
+    return tuple(full)
+
+
+def window_shape(window: Window) -> tuple[int, ...]:
+    """The shape of what a window with starts and stops selects."""
+    return tuple(part.stop - part.start for part in window)
+
+
+class Source(ABC):
+    """A checkpoint that is open for reading.
+
+    Attributes:
+        format: name of its format, as registered in `moe_plugin.checkpoint.formats`.
+        entries: all tensors by key, as whole tensors.
+        values: what is no tensor, JSON-like where possible: "step", "settings", schedules, random
+            states, optimizer groups.
+        layers: prefix of the name of each MoE layer -> {"num_experts": E, ...}, as
+            `reshard.moe_layers`; the experts' names start with the prefix and "experts.".
+    """
+
+    format: str
+    entries: Mapping[Key, Entry]
+    values: Mapping[str, Any]
+    layers: Mapping[str, Mapping[str, int]]
+
+    def read(self, key: Key, window: tuple[slice, ...] | None = None) -> Tensor:
+        """The values of a tensor, or of a window of it; only they are read from the files.
+
+        Args:
+            window: one slice per axis; missing ones at the end, and None, are whole axes.
+        Raises:
+            CheckpointError: there is no such tensor, or its file is damaged.
+            ValueError: the window does not fit.
+        """
+        if key not in self.entries:
+            raise CheckpointError(f"the {self.format} checkpoint has no tensor {key[1]!r} in "
+                                  f"{key[0]!r}")
+        entry = self.entries[key]
+        checked = check_window(window, entry.shape)
+        value = self._read(key, checked)
+        if tuple(value.shape) != window_shape(checked) or value.dtype != entry.dtype:
+            raise CheckpointError(
+                f"{key[1]!r} in {key[0]!r} of the {self.format} checkpoint is {value.dtype} of "
+                f"shape {tuple(value.shape)}, not {entry.dtype} of {window_shape(checked)}: the "
+                "files are not of one checkpoint")
+        return value
+
+    @abstractmethod
+    def _read(self, key: Key, window: Window) -> Tensor:
+        """`read` of a known key and a checked window."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """For `moe-plugin inspect`: layout of the files (ranks, EP, TP, shards), step, settings."""
+        return {}
+
+    def close(self) -> None:
+        """Give the files back."""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor of a view: what it is called, what it is, and how a window of it is read.
+
+    Attributes:
+        read: takes a window with a start and a stop on every axis, returns the values.
+    """
+
+    key: Key
+    entry: Entry
+    read: Callable[[Window], Tensor]
+
+    def renamed(self, name: str) -> Derived:
+        """The same tensor under another name of the same field."""
+        return replace(self, key=(self.key[0], name))
+
+
+class View(Source):
+    """A source whose tensors are derived from another one's; a read asks its origin only for what
+    it needs.
+
+    Args:
+        origin: closed with the view.
+        derived: all tensors of the view.
+        format, values, layers: None: the origin's.
+    Raises:
+        CheckpointError: two tensors have the same key.
+    """
+
+    def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,
+                 values: Mapping[str, Any] | None = None,
+                 layers: Mapping[str, Mapping[str, int]] | None = None) -> None:
+        self.origin = origin
+        self.format = origin.format if format is None else format
+        self.values = origin.values if values is None else values
+        self.layers = origin.layers if layers is None else layers
+        self._derived: dict[Key, Derived] = {}
+        for one in derived:
+            if one.key in self._derived:
+                raise CheckpointError(f"two tensors of the {origin.format} checkpoint become "
+                                      f"{one.key[1]!r} in {one.key[0]!r}")
+            self._derived[one.key] = one
+        self.entries = {key: one.entry for key, one in self._derived.items()}
+
+    def _read(self, key: Key, window: Window) -> Tensor:
+        return self._derived[key].read(window)
+
+    def describe(self) -> Mapping[str, Any]:
+        """The origin's."""
+        return self.origin.describe()
+
+    def close(self) -> None:
+        """Close the origin."""
+        self.origin.close()
+
+
+def derive(source: Source, key: Key, name: str | None = None) -> Derived:
+    """A tensor of a source as it is, under another name where one is given."""
+    return Derived((key[0], key[1] if name is None else name), source.entries[key],
+                   lambda window: source.read(key, window))
+
+
+def transposed(one: Derived, order: Sequence[int]) -> Derived:
+    """The tensor with its axes in another order, as `Tensor.permute`."""
+    inverse = sorted(range(len(order)), key=lambda axis: order[axis])
+    shape = tuple(one.entry.shape[axis] for axis in order)
+
+    def read(window: Window) -> Tensor:
+        return one.read(tuple(window[axis] for axis in inverse)).permute(*order)
+
+    return Derived(one.key, Entry(shape, one.entry.dtype), read)
+
+
+def part_of(one: Derived, window: Window) -> Derived:
+    """A window of the tensor as a tensor of its own."""
+    outer = check_window(window, one.entry.shape)
+
+    def read(inner: Window) -> Tensor:
+        return one.read(tuple(slice(at.start + part.start, at.start + part.stop)
+                              for at, part in zip(outer, inner, strict=True)))
+
+    return Derived(one.key, Entry(window_shape(outer), one.entry.dtype), read)
+
+
+def joined(parts: Sequence[Derived], axis: int) -> Derived:
+    """Tensors joined along an axis, as `torch.cat`; named as the first.
+
+    Raises:
+        CheckpointError: their other axes or data types differ.
+    """
+    first, start, starts = parts[0], 0, []
+    for one in parts:
+        shapes = [part.entry.shape[:axis] + part.entry.shape[axis + 1:] for part in (first, one)]
+        if shapes[0] != shapes[1] or one.entry.dtype != first.entry.dtype:
+            raise CheckpointError(
+                f"{one.key[1]!r} ({one.entry.dtype}, shape {one.entry.shape}) does not join "
+                f"{first.key[1]!r} ({first.entry.dtype}, shape {first.entry.shape}) along axis "
+                f"{axis}")
+        starts.append(start)
+        start += one.entry.shape[axis]
+    shape = (*first.entry.shape[:axis], start, *first.entry.shape[axis + 1:])
+
+    def read(window: Window) -> Tensor:
+        want, found = window[axis], []
+        for one, at in zip(parts, starts, strict=True):
+            here = slice(max(want.start - at, 0), min(want.stop - at, one.entry.shape[axis]))
+            if here.start < here.stop:
+                found.append(one.read((*window[:axis], here, *window[axis + 1:])))
+        if not found:
+            return torch.empty(window_shape(window), dtype=first.entry.dtype)
+        return found[0] if len(found) == 1 else torch.cat(found, axis)
+
+    return Derived(first.key, Entry(shape, first.entry.dtype), read)
+
+
+def stacked(parts: Sequence[Derived]) -> Derived:
+    """Tensors of one shape on a new axis 0, as `torch.stack`; named as the first."""
+    return joined([_with_axis(one) for one in parts], 0)
+
+
+def _with_axis(one: Derived) -> Derived:
+    entry = Entry((1, *one.entry.shape), one.entry.dtype)
+
+    def read(window: Window) -> Tensor:
+        value = one.read(window[1:])
+        return value[None] if window[0].stop > window[0].start else value[None][:0]
+
+    return Derived(one.key, entry, read)
+
+
+def item_of(one: Derived, index: int) -> Derived:
+    """Element `index` of axis 0 as a tensor without that axis."""
+    shape = one.entry.shape[1:]
+    return Derived(one.key, Entry(shape, one.entry.dtype),
+                   lambda window: one.read((slice(index, index + 1), *window))[0])
+
+
+def cast(one: Derived, dtype: torch.dtype) -> Derived:
+    """The tensor in another data type."""
+    entry = Entry(one.entry.shape, dtype)
+    return Derived(one.key, entry, lambda window: one.read(window).to(dtype))

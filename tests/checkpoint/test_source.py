@@ -1,0 +1,99 @@
+"""Lazy sources: windows, views and what they read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_plugin.checkpoint.formats import Format, Layout
+from moe_plugin.checkpoint.neutral import check_names
+from moe_plugin.checkpoint.source import (
+    CheckpointError,
+    Entry,
+    Source,
+    View,
+    Window,
+    cast,
+    derive,
+    item_of,
+    joined,
+    part_of,
+    stacked,
+    transposed,
+)
+
+
+class InMemory(Source):
+    """Tensors in memory; counts the elements that were read."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.format, self.values, self.layers, self.elements = "plain", {}, {}, 0
+        self.tensors = {("model", name): value for name, value in tensors.items()}
+        self.entries = {key: Entry(tuple(value.shape), value.dtype)
+                        for key, value in self.tensors.items()}
+
+    def _read(self, key: tuple[str, str], window: Window) -> Tensor:
+        value = self.tensors[key][window]
+        self.elements += value.numel()
+        return value
+
+
+def test_derived_tensors_equal_torch_on_every_window_and_read_it_alone():
+    a, b = torch.randn(4, 3, 5), torch.randn(4, 3, 5)
+    source = InMemory(a=a, b=b)
+    first, second = derive(source, ("model", "a")), derive(source, ("model", "b"))
+    cases = {
+        "same": (first, a),
+        "transposed": (transposed(first, (2, 0, 1)), a.permute(2, 0, 1)),
+        "part": (part_of(first, (slice(1, 3), slice(0, 2), slice(2, 5))), a[1:3, :2, 2:]),
+        "joined": (joined([first, second], 1), torch.cat([a, b], 1)),
+        "stacked": (stacked([first, second]), torch.stack([a, b])),
+        "item": (item_of(first, 2), a[2]),
+        "cast": (cast(first, torch.bfloat16), a.bfloat16()),
+    }
+    view = View(source, [one.renamed(name) for name, (one, _) in cases.items()])
+    for name, (_, expected) in cases.items():
+        key = ("model", name)
+        assert view.entries[key] == Entry(tuple(expected.shape), expected.dtype)
+        for axis, size in enumerate(expected.shape):
+            for start in range(size + 1):
+                for stop in range(start, size + 1):
+                    window = (slice(None),) * axis + (slice(start, stop),)
+                    source.elements = 0
+                    assert torch.equal(view.read(key, window), expected[window])
+                    assert source.elements == expected[window].numel()
+
+
+def test_windows_and_names_that_do_not_fit_are_refused():
+    source = InMemory(a=torch.zeros(2, 3))
+    for window in ((slice(0, 3),), (slice(0, 2, 2),), (slice(None),) * 3, (slice(-1, 2),)):
+        with pytest.raises(ValueError, match="window"):
+            source.read(("model", "a"), window)
+    with pytest.raises(CheckpointError, match="no tensor 'c'"):
+        source.read(("model", "c"))
+    one = derive(source, ("model", "a"))
+    with pytest.raises(CheckpointError, match="two tensors"):
+        View(source, [one, one])
+    with pytest.raises(CheckpointError, match="does not join"):
+        joined([one, transposed(one, (1, 0))], 0)
+    with pytest.raises(CheckpointError, match="'a' has no neutral name"):
+        check_names(["embed.weight", "a"])
+
+
+def test_a_layout_that_a_format_does_not_know_is_refused_by_name():
+
+    class Two(Format):
+        name, sizes = "two", frozenset({"world", "ep"})
+
+        def detect(self, path):
+            return False
+
+        def open(self, path, trust=False):
+            raise NotImplementedError
+
+    Two().check(Layout(world=2, ep=1))
+    with pytest.raises(ValueError, match="'two' has no --tp; it knows: --ep, --world"):
+        Two().check(Layout(tp=2))
+    with pytest.raises(ValueError, match="layout tp=0: must be at least 1"):
+        Layout(tp=0)
