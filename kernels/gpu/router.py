@@ -17,6 +17,12 @@ EPS = torch.finfo(torch.float32).eps
 
 
 @triton.jit
+def at_least(x, EPS: tl.constexpr):
+    """max(x, EPS); NaN stays NaN, as in torch.clamp."""
+    return tl.where(x < EPS, EPS, x)
+
+
+@triton.jit
 def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr,
                    BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
     """The scores of each token's best groups of experts; -inf elsewhere."""
@@ -68,7 +74,7 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, importance, 
     lse = top + tl.log(total)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
-        p = score / tl.maximum(tl.sum(score, 1), EPS)[:, None]
+        p = score / at_least(tl.sum(score, 1), EPS)[:, None]
     else:
         score = grown / total[:, None]
         p = score
@@ -84,6 +90,8 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, importance, 
     left = score
     if BIASED:
         left += tl.load(bias + e, mask=e < experts, other=0.0).to(tl.float32)[None, :]
+    # NaN equals nothing, so that no expert would be found: it is the largest, as in torch.argmax
+    left = tl.where(left != left, float("inf"), left)
     left = tl.where((e < experts)[None, :], left, -float("inf"))
     if GROUPS > 0:
         left = in_best_groups(left, e, experts, GROUPS, TAKE, BEST, BT, BE, BG)
@@ -107,7 +115,7 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, importance, 
     if NORMALIZE:
         for j in range(K):
             value = tl.sum(tl.where(order == j, score, 0.0), 1)
-            tl.store(weights + t * K + j, value / tl.maximum(chosen_sum, EPS), mask=t < tokens)
+            tl.store(weights + t * K + j, value / at_least(chosen_sum, EPS), mask=t < tokens)
 
 
 @triton.jit
@@ -134,7 +142,7 @@ def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad
     if OF_IMPORTANCE:
         p = score
         if SIGMOID:
-            p = score / tl.maximum(tl.sum(score, 1), EPS)[:, None]
+            p = score / at_least(tl.sum(score, 1), EPS)[:, None]
         pull = p * tl.load(grad_importance + e, mask=e < experts, other=0.0)[None, :]
         g += real[:, None] * (pull - p * tl.sum(pull, 1)[:, None])
         if SIGMOID:

@@ -137,16 +137,21 @@ def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
     mask_T = torch.rand(s.tokens, generator=g) < 0.8
     logits_TE = torch.randn(s.tokens, s.experts, generator=g) * 2
     bias_E = torch.randn(s.experts, generator=g)
+    spoiled_TE = logits_TE.clone()
+    spoiled_TE[::3], spoiled_TE[1::3, 0] = float("nan"), float("nan")  # still experts, and others
     for normalize, sigmoid in itertools.product((False, True), repeat=2):
         rule = Rule(s.top_k, normalize, sigmoid)
         yield logits_TE, mask_T, None, None, rule
         yield logits_TE.round(), None, None, None, rule  # many ties
         yield logits_TE, None, None, bias_E, rule
+        yield spoiled_TE, None, None, None, rule
+        yield spoiled_TE, mask_T, None, bias_E, rule
         size = next((n for n in range(max(2, s.top_k), s.experts) if s.experts % n == 0), None)
         if size is not None:
             for best in (1, size):
                 grouped = dataclasses.replace(rule, groups=s.experts // size, best=best)
                 yield logits_TE, mask_T, None, bias_E, grouped
+                yield spoiled_TE, mask_T, None, bias_E, grouped
     if s.tokens:
         given = torch.stack(
             [torch.randperm(s.experts, generator=g)[:s.top_k] for _ in range(s.tokens)])
