@@ -50,7 +50,8 @@ def compare(name: str, got: Any, want: Any, dtype: torch.dtype, what: str) -> No
     else:
         scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
         torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype],
-                                   atol=TOLERANCE[dtype] * scale, equal_nan=True, msg=lambda m: f"{what}: {m}")
+                                   atol=TOLERANCE[dtype] * scale, equal_nan=True,
+                                   msg=lambda m: f"{what}: {m}")
 
 
 def check(name: str) -> int:
