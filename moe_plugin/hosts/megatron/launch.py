@@ -24,6 +24,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     Provider,
     extend_parse_args,
     keep_compiled_helpers,
+    mend_config_warning,
 )
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         script_cpu.enable()
         extend_parse_args(script_cpu.with_defaults)
     keep_compiled_helpers()
+    mend_config_warning()
     extend_parse_args(chained)
     skip_steps_of_all_optimizers()
     mend_loading_of_all_optimizers()

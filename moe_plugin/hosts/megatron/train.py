@@ -90,8 +90,10 @@ def start(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state as ps
 
     from moe_plugin.hosts.megatron.compat.core import quiet_unknown_mlp
+    from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
 
     quiet_unknown_mlp()
+    mend_config_warning()
 
     try:
         ps.initialize_model_parallel(

@@ -13,8 +13,10 @@ warnings.filterwarnings("ignore")
 
 def _preload() -> None:
     from moe_plugin.hosts.megatron.compat import cpu
+    from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
 
     cpu.enable()
+    mend_config_warning()
     import moe_plugin.hosts.megatron as host
 
     for module in pkgutil.iter_modules(host.__path__, f"{host.__name__}."):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,14 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.experts.exchange_events import logged
-from tests.hosts.megatron.layers import Case, build, compare, initialise_parallel, run
+from tests.hosts.megatron.layers import (
+    Case,
+    build,
+    compare,
+    initialise_parallel,
+    needs_padding_mask,
+    run,
+)
 from tests.hosts.megatron.ranks import on_ranks
 
 pytestmark = pytest.mark.megatron
@@ -90,10 +96,7 @@ def test_equals_native_on_one_rank(case: Case) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("world", "case"), SEVERAL.values(), ids=SEVERAL.keys())
 def test_equals_native_on_several_ranks(world: int, case: Case) -> None:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    if case.padding and "padding_mask" not in inspect.signature(MoELayer.forward).parameters:
-        pytest.skip("this megatron-core's own layer takes no padding mask: needs >= 0.16")
+    needs_padding_mask(case)
     _assert_close(on_ranks(world, compare, case))
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.exactness.spills import planned, random_planner
-from tests.hosts.megatron.layers import Case, build, initialise_parallel, run
+from tests.hosts.megatron.layers import Case, build, initialise_parallel, needs_padding_mask, run
 from tests.hosts.megatron.ranks import on_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
@@ -192,12 +192,14 @@ APART = {
 
 @pytest.mark.parametrize(("world", "case", "every"), APART.values(), ids=APART.keys())
 def test_tokens_gathered_equal_native(world: int, case: Case, every: list[dict[str, Any]]) -> None:
+    needs_padding_mask(case)
     _assert_equal(on_ranks(world, _against_native, case, every), every)
 
 
 @pytest.mark.parametrize(("world", "case", "every"), SHARED.values(), ids=SHARED.keys())
 def test_ranks_with_the_same_tokens_equal_native(world: int, case: Case,
                                                  every: list[dict[str, Any]]) -> None:
+    needs_padding_mask(case)
     results = on_ranks(world, _whole_tokens, case, every)
     for rank, (_, ours) in enumerate(results):
         first = rank // case.tp * case.tp
@@ -224,7 +226,7 @@ def _counted(case: Case, settings: dict[str, Any] | None) -> list[dict[str, int]
     """Forward and backward of our layer; without settings: of Megatron's dense feed-forward layer.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.mlp import MLP
 
     initialise_parallel(case)
     if settings is None:
@@ -232,7 +234,10 @@ def _counted(case: Case, settings: dict[str, Any] | None) -> list[dict[str, int]
             case,
             native={"num_moe_experts": None, "moe_ffn_hidden_size": None,
                     "ffn_hidden_size": 24}).config()
-        layer = build_module(get_gpt_layer_local_spec().submodules.mlp, config=dense)
+        spec = get_gpt_layer_local_spec()  # from 0.18 on partials
+        spec = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
+        parts = spec.mlp.keywords if hasattr(spec.mlp, "keywords") else vars(spec.mlp)
+        layer = MLP(dense, parts["submodules"])
     else:
         layer = build(case, True, settings)
     x = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)

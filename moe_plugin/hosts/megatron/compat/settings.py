@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -84,6 +85,16 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
         for module in modules:
             if vars(module).get(name) is original:
                 setattr(module, name, ours)
+
+
+def mend_config_warning() -> None:
+    """Let Megatron warn of tensor and expert parallelism without sequence parallelism.
+
+    0.15: `model_parallel_config` calls `warnings.warn` there and does not import `warnings`, so
+    that no such config can be built.
+    """
+    module = importlib.import_module("megatron.core.model_parallel_config")
+    vars(module).setdefault("warnings", warnings)
 
 
 def keep_compiled_helpers() -> None:
