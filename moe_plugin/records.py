@@ -109,7 +109,8 @@ class Routing:
     """What a router decided.
 
     Attributes:
-        ids_TK: int64, expert of each choice; -1: no expert (padding token, choice not taken).
+        ids_TK: int64, expert of each choice; -1: no expert (padding token, choice not taken). A
+            token's experts differ.
         weights_TK: float32 (float64 for a float64 layer), gate weight of each choice,
             differentiable; 0 where ids_TK = -1.
         priority_T: float, larger keeps its slot longer under batch-prioritised capacity, if any is.
@@ -147,12 +148,14 @@ class KeptRouting:
         routing: with dropped choices removed. before: the routing before anything was dropped.
         slots_TK: int64 [T, K], slot of each choice in its expert, -1: none; None: no limit.
         capacity: slots made per expert and source rank, equal on all ranks; None: no limit.
+        any_load: the capacity fits any load, which the host does not know: nothing is dropped.
     """
 
     routing: Routing
     slots_TK: Tensor | None
     capacity: int | None
     before: Routing
+    any_load: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_plugin.bench.layer import agreement, enter_candidates
+from moe_plugin.bench.layer import agreement, check_losses, enter_candidates
 from moe_plugin.bench.measure import training_step, versions
 from moe_plugin.bench.peers import Candidate
 from moe_plugin.bench.problem import Data, Problem, make_data
@@ -93,7 +93,8 @@ def run(problem: Problem, ranks: int, rounds: int, names: Sequence[str] = PEERS)
     """Measure on `ranks` new processes, with as many threads each as this one has.
 
     Raises:
-        ValueError: a peer whose output is not ours; sizes that do not divide over the ranks.
+        ValueError: a peer whose output is not ours, or without balance loss; sizes that do not
+            divide over the ranks.
     """
     if problem.device != "cpu":
         raise ValueError(f"device={problem.device!r} does not fit bench host: must be cpu, where "
@@ -115,6 +116,7 @@ def measure(problem: Problem, ranks: int, rounds: int, names: Sequence[str],
         # all candidates
         with torch._C.DisableTorchFunction():
             agreement(candidates, data, problem)
+            check_losses(candidates, data, problem)
             results = _measured(candidates, data, rounds)
     load = (round(before, 2), round(os.getloadavg()[0], 2))
     found = {name: value for name, value in versions("cpu").items() if name != "triton"}

@@ -89,13 +89,14 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
     """Measure our layer and the named peers.
 
     Raises:
-        ValueError: unknown peer, or a peer whose output is not ours.
+        ValueError: unknown peer, a peer whose output is not ours, or one without balance loss.
     """
     data = make_data(problem)
     device = torch.device(problem.device)
     with contextlib.ExitStack() as stack:
         candidates, refused = enter_candidates(stack, problem, data, names)
         errors = agreement(candidates, data, problem)
+        check_losses(candidates, data, problem)
         steps = {
             n: training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
                              data.grad_TD) for n, c in candidates.items()
@@ -153,6 +154,28 @@ def agreement(candidates: dict[str, Candidate], data: Data,
                 f"{TOLERANCE[problem.dtype]}; leave it out with --peers and report this for "
                 f"{problem.label()}")
     return errors
+
+
+def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem) -> None:
+    """Check that every candidate with experts pays for its balance loss: without a gradient of
+    its output it alone reaches a parameter.
+
+    Raises: ValueError: a candidate without one.
+    """
+    if problem.top_k == problem.experts:  # nothing to balance
+        return
+    for name, candidate in candidates.items():
+        if name == "dense":
+            continue
+        x_TD = data.x_TD.clone().requires_grad_()
+        nothing_TD = torch.zeros_like(data.grad_TD)
+        training_step(candidate.forward, candidate.parameters, x_TD, nothing_TD)()
+        reached = any(p.grad is not None and bool(p.grad.any()) for p in candidate.parameters)
+        for parameter in candidate.parameters:
+            parameter.grad = None
+        if not reached:
+            raise ValueError(f"{name} computes no balance loss, as the other layers do: its time "
+                             "is not comparable; leave it out with --peers")
 
 
 def _result(problem: Problem, name: str, note: str, mine: Times, bound: Times, memory: float | None,

@@ -50,8 +50,8 @@ class LocalDispatcher(Dispatcher):
         slots = fixed_slots(kept) if self.traits.fixed_slots else None
         # on a CPU counts are on the host already: empty slots are left out
         on_host = routing.ids_TK.device.type == "cpu" and not compiling
-        if slots is not None and not compiling and slots[1] == routing.ids_TK.numel():
-            slots = None  # slots for any load (f = 0 on one rank), far more than the rows
+        if kept.any_load:
+            slots = None  # T for every expert: more than the rows
         if self.traits.bounded or (slots is None and self.from_device
                                    and not (on_host or compiling)):
             rows = device_rows(*choices, self.placement.experts)

@@ -54,7 +54,9 @@ class CapacityLimit:
         limit = limit_on_device(self.dispatch, routing, self.experts, self.comm, training,
                                 asked.size > 1)
         kept = drop(routing, slots_TK, made if limit is None else limit, self.normalize)
-        return KeptRouting(kept, slots_TK, made, routing)
+        rule = _Rule.of(self.dispatch, training)
+        any_load = rule.factor == 0 and _load_unknown(rule, routing, asked)
+        return KeptRouting(kept, slots_TK, made, routing, any_load)
 
     def _checked(self, routing: Routing, training: bool) -> Routing:
         """The routing after `check_promise`, by an operation where a compiler makes a graph."""
@@ -112,7 +114,7 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     it (T and, if f <= 0, the largest load). A device is not waited for: there T is the largest
     number of tokens, padding included, on which the hosts agree without it, and `limit_on_device`
     drops by the real ones. Two cases of f <= 0 remain there. In a group the load decides, and the
-    host waits for it; a rank alone makes slots for any load (f = 0), or for the f of f < 0.
+    host waits for it; a rank alone takes what fits any load, T (f = 0), or the f of f < 0.
 
     With `equal_tokens` padding counts, and nothing is asked for f > 0; see `check_promise`.
 
@@ -128,8 +130,9 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         return None
     (tokens, top_k), on_host = routing.ids_TK.shape, _on_host(routing)
     if rule.follows_load:
-        if comm.size == 1 and not on_host and not torch.compiler.is_compiling():
-            return rule.slots(tokens, experts, top_k) if rule.factor else tokens * top_k
+        if _load_unknown(rule, routing, comm):
+            # a token chooses an expert once
+            return rule.slots(tokens, experts, top_k) if rule.factor else tokens
         tokens, load = _agree(routing, experts, comm)
         return load if rule.factor == 0 else min(load, rule.slots(tokens, experts, top_k))
     if not config.equal_tokens and on_host:
@@ -154,6 +157,12 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
         return None
     tokens = comm.all_reduce(routing.tokens, "max") if comm.size > 1 else routing.tokens
     return rule.slots_on_device(tokens, experts, routing.ids_TK.shape[1])
+
+
+def _load_unknown(rule: _Rule, routing: Routing, comm: Comm) -> bool:
+    """Whether slots follow a load that the host of a lone rank would have to wait for."""
+    return (rule.follows_load and comm.size == 1 and not _on_host(routing)
+            and not torch.compiler.is_compiling())
 
 
 def _on_host(routing: Routing) -> bool:

@@ -31,28 +31,30 @@ class _Announced:
     names: set[str] = field(default_factory=set)
 
 
-def prepare(comm: Comm, config: CommConfig) -> Exchange:
+def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
     """Prepare a group by its settings and return the configured all-to-all.
 
     Collective: all ranks call it with the same settings. The topology is agreed here and nowhere
     else.
+
+    measures: see `exchange_name`.
     Raises: ValueError: an unknown name, a file that cannot be read, a topology that does not fit
     the group.
     """
     if config.all_to_all is not None:
         algorithms.get(config.all_to_all)  # an unknown name, before anything is sent
     if comm.size == 1:
-        return _exchange(comm, config)
+        return _exchange(comm, config, measures)
     cluster = load_cluster(config.cluster) if config.cluster else None
     nics = cluster.nics if cluster else 1
     comm.prepare(None if config.topology == "detect" else read_topology(
         config.topology, comm.size, nics))
     if cluster is not None:
         comm.state.get(Calibration).cluster = cluster
-    _announce(comm, exchange_name(comm, config))
+    _announce(comm, exchange_name(comm, config, measures))
     if config.watchdog_s > 0 and comm.state.watchdog is None:
         comm.state.watchdog = _watchdog(comm, config.watchdog_s)
-    return _exchange(comm, config)
+    return _exchange(comm, config, measures)
 
 
 def spans_nodes(comm: Comm) -> bool:
@@ -60,15 +62,17 @@ def spans_nodes(comm: Comm) -> bool:
     return comm.size > 1 and comm.separate and len(comm.topology.nodes) > 1
 
 
-def exchange_name(comm: Comm, config: CommConfig) -> str:
+def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
     """The all-to-all of the settings; where they name none, auto for a group that spans nodes, else
     linear. The group is prepared.
+
+    measures: whether what settings leave open may be measured while training; False: linear.
     """
-    return config.all_to_all or OPEN["comm.all_to_all"][spans_nodes(comm)]
+    return config.all_to_all or OPEN["comm.all_to_all"][measures and spans_nodes(comm)]
 
 
-def _exchange(comm: Comm, config: CommConfig) -> Exchange:
-    return with_wire(algorithms.get(exchange_name(comm, config)), config.wire)
+def _exchange(comm: Comm, config: CommConfig, measures: bool) -> Exchange:
+    return with_wire(algorithms.get(exchange_name(comm, config, measures)), config.wire)
 
 
 def _announce(comm: Comm, name: str) -> None:

@@ -76,12 +76,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     agree_on_settings(config, comm, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
     config.prepare()
-    if dispatchers.get(config.dispatch.name).traits.bounded and config.comm.all_to_all is None:
-        # over any nodes: `auto` measures, and its host would wait for the device
-        linear, _ = OPEN["comm.all_to_all"]
-        config = dataclasses.replace(config, comm=dataclasses.replace(
-            config.comm, all_to_all=linear))
-    exchange = prepare(comm, config.comm)
+    exchange = prepare(comm, config.comm, may_measure(config))
     place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
     place.check()
     config, place, sharing = with_schedule(config, place)
@@ -90,27 +85,35 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     return decided(config, comm), place, sharing
 
 
+def may_measure(config: MoEConfig) -> bool:
+    """Whether what settings leave open may be measured while training: not where rows are bounded,
+    so that the host need not wait for the device.
+    """
+    return not dispatchers.get(config.dispatch.name).traits.bounded
+
+
 def decided(config: MoEConfig, comm: Comm) -> MoEConfig:
     """Settings with what they leave open decided for a prepared group.
 
     Over several nodes ranks measure, and choose all-to-all and layout while they train: there these
     differ most. On one node the layout is predicted once, so that runs repeat bit by bit. It stays
     fixed where one is named, where results must not depend on times, and where the dispatcher has
-    but one. Where rows are bounded, so that the host need not wait, nothing is measured either.
+    but one. See also `may_measure`.
     """
     parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
              or parallel.spill not in (None, "never"))
     free = comm.size > 1 and comm.separate and not (
         named or config.deterministic or traits.single_layout)
-    measures = spans_nodes(comm) and not traits.bounded
-    mode = parallel.mode or (OPEN["parallel.mode"][measures] if free else "fixed")
+    measures = may_measure(config)
+    mode = parallel.mode or (
+        OPEN["parallel.mode"][measures and spans_nodes(comm)] if free else "fixed")
     if mode == "auto" and parallel.mode is None:
         log_once(comm, "layouts", f"layouts of layers over {comm.name} are chosen while training, "
                  "because it spans nodes (parallel.mode=fixed keeps one layout)")
     return dataclasses.replace(
         config, parallel=dataclasses.replace(parallel, mode=mode), comm=dataclasses.replace(
-            config.comm, all_to_all=exchange_name(comm, config.comm)))
+            config.comm, all_to_all=exchange_name(comm, config.comm, measures)))
 
 
 def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Placement, Comm | None]:

@@ -64,6 +64,18 @@ def test_a_peer_that_computes_something_else_is_an_error(monkeypatch: pytest.Mon
         layer.run(SMALL, ["off"], rounds=1)
 
 
+def test_a_peer_without_balance_loss_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def unbalanced(problem, data):  # noqa: ANN001, ANN202
+        with einsum(problem, data) as candidate:
+            yield type(candidate)(lambda x: (candidate.forward(x)[0], []), candidate.parameters)
+
+    monkeypatch.setitem(peers._entries, "unbalanced",
+                        type(peers.entry("einsum"))("unbalanced", unbalanced, lambda: None))
+    with pytest.raises(ValueError, match="unbalanced computes no balance loss"):
+        layer.run(SMALL, ["unbalanced"], rounds=1)
+
+
 def test_slow_candidates_are_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_cpu_seconds", lambda candidate: candidate())
     device, candidates = torch.device("cpu"), [lambda: 1.0, lambda: 2.9, lambda: 3.1]

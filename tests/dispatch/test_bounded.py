@@ -292,6 +292,25 @@ def test_a_rank_without_bounded_layers_takes_part(repeats: bool) -> None:
     assert run_simulated(2, rank) == [1 + repeats] * 2
 
 
+def test_ranks_agree_on_a_model_once_in_each_group() -> None:
+    """The group keeps what they agreed on: one of equal name and size later on asks again."""
+    config = from_dict({"model_dim": 8, "num_experts": 2, "dispatch": {"name": "bounded"}})
+    models = [MoELayer(config, LocalComm()) for _ in range(2)]
+
+    def rank(comm: Comm) -> list[int]:
+        asked = []
+        all_reduce, model = comm.all_reduce, models[comm.rank]
+        comm.all_reduce = lambda *args: asked.append(1) or all_reduce(*args)
+        numbers = []
+        for _ in range(2):
+            until_rows_fit(model, lambda: None, comm)
+            numbers.append(len(asked))
+        return numbers
+
+    for _ in range(2):
+        assert run_simulated(2, rank) == [[2, 3]] * 2  # once whether, and each time after a step
+
+
 def test_inference_mode_first_and_another_device() -> None:
     def rank(comm: Comm) -> None:
         _, layer, xs = heavy_layer(comm, "repeat")

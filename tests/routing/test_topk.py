@@ -217,6 +217,14 @@ def test_capacity_table(factor: float | None, want: int | None) -> None:
     assert capacity(DispatchConfig(capacity_factor=factor), routing, 4, LocalComm(), True) == want
 
 
+def test_a_lone_rank_whose_host_must_not_wait_has_as_many_slots_as_tokens() -> None:
+    """No expert gets more: a token chooses an expert once."""
+    ids_TK = torch.empty(10, 2, dtype=torch.int64, device="meta")
+    routing = Routing(ids_TK, torch.empty(10, 2, device="meta"), None, {}, torch.zeros(()),
+                      torch.zeros((), dtype=torch.int64))
+    assert capacity(DispatchConfig(capacity_factor=0.0), routing, 4, LocalComm(), True) == 10
+
+
 def test_eval_capacity() -> None:
     routing = routing_of(torch.zeros(10, 1, dtype=torch.int64))
     config = DispatchConfig(capacity_factor=1.0, eval_capacity_factor=2.0)

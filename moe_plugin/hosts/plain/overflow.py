@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,22 +22,53 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Whether any rank has something to ask for, and whether any rank's limit repeats."""
+
+    active: bool
+    repeats: bool
+
+    @classmethod
+    def by(cls, limits: list[Limit], world: Comm) -> _Asked:
+        """Collective."""
+        here = [bool(limits), any(limit.repeats for limit in limits)]
+        flags_2 = torch.tensor(here, dtype=torch.int64, device=world.device)
+        return cls(*map(bool, world.all_reduce(flags_2, "max").tolist()))
+
+
+@dataclass
+class _AskedBefore:
+    """Kept with a group (`comm.state`): what its ranks agreed on, by model. Both may go."""
+
+    models: WeakKeyDictionary[nn.Module, _Asked] = field(default_factory=WeakKeyDictionary)
+
+
 class RowsCheck:
     """Whether rows of models fit, asked by all ranks. Making it is collective.
 
     Args:
         models: this rank's; they may have no such layer, where those of other ranks have.
         world: all ranks of the models, replicas and pipeline stages included.
+        asked: agreed on before; then making it is not collective.
 
     Attributes:
         active: whether any rank has something to ask for. repeats: whether any rank's limit does.
     """
 
-    def __init__(self, models: Iterable[nn.Module], world: Comm) -> None:
+    def __init__(self, models: Iterable[nn.Module], world: Comm,
+                 asked: _Asked | None = None) -> None:
         self.limits, self.world = limits_of(models), world
-        here = [bool(self.limits), any(limit.repeats for limit in self.limits)]
-        flags_2 = torch.tensor(here, dtype=torch.int64, device=world.device)
-        self.active, self.repeats = map(bool, world.all_reduce(flags_2, "max").tolist())
+        self.asked = _Asked.by(self.limits, world) if asked is None else asked
+        self.active, self.repeats = self.asked.active, self.asked.repeats
+
+    @classmethod
+    def of(cls, model: nn.Module, world: Comm) -> RowsCheck:
+        """As it is now; collective at the first use in this group."""
+        known = world.state.get(_AskedBefore).models
+        check = cls([model], world, known.get(model))
+        known[model] = check.asked
+        return check
 
     def forget(self) -> None:
         """What follows is a step or an evaluation of its own."""
@@ -46,19 +78,6 @@ class RowsCheck:
     def overflowed(self) -> bool:
         """See `dispatch.overflow.overflowed`."""
         return self.active and overflowed(self.limits, self.world)
-
-
-_checks: WeakKeyDictionary[nn.Module, RowsCheck] = WeakKeyDictionary()
-
-
-def _check_of(model: nn.Module, world: Comm | None) -> RowsCheck:
-    """Made at the first use; again where the ranks are others."""
-    if world is None:
-        world = default_comm()
-    known = _checks.get(model)
-    if known is None or (known.world.name, known.world.size) != (world.name, world.size):
-        known = _checks[model] = RowsCheck([model], world)
-    return known
 
 
 class StepRepeat(Exception):  # noqa: N818 - no error: it leaves a host's step, to begin it again
@@ -87,18 +106,17 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     An evaluation is a step without gradients; call this inside `torch.no_grad()`.
 
     Args:
-        model: of this rank. The first call with it is collective, and all ranks make it.
+        model: of this rank. The first call with it in a group is collective, and all ranks make it.
         step: forward and backward passes, which set or add to the parameters' gradients. These are
             set to None first, unless gradients are disabled.
         world: all ranks that train the model, replicas included; None: the default group.
     Raises:
         RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
     """
-    check = _check_of(model, world)
+    check = RowsCheck.of(model, default_comm() if world is None else world)
     if not check.active:
         return step()
     start = StepStart([model]) if check.repeats else None
-    check.limits = limits_of([model])
     check.forget()
     while True:
         if torch.is_grad_enabled():
