@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.comm import LocalComm
 from moe_plugin.hosts.fairseq.layers import moe_layers
+from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.timeline import Timeline
 from moe_plugin.records import LayerStats
@@ -30,7 +31,7 @@ class Observer:
         layers = moe_layers(model)
         self.config = layers[0].moe_layer.moe.config.observe
         self.recorder = StatsRecorder(self.config,
-                                      LocalComm() if group is None else TorchComm(group))
+                                      LocalComm() if group is None else comm_of(group))
         names = {id(module): name for name, module in model.named_modules()}
         self.timeline = Timeline(self.config,
                                  {names[id(layer)]: layer.moe_layer for layer in layers},

@@ -28,9 +28,9 @@ from moe_plugin.hosts.megatron import checkpoint_trust
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
-from moe_plugin.hosts.megatron.groups import comm_of
 from moe_plugin.hosts.megatron.model import Training
 from moe_plugin.hosts.megatron.state import without_missing
+from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 

@@ -16,7 +16,6 @@ from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
-from moe_plugin.hosts.megatron.groups import comm_of
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
@@ -26,6 +25,7 @@ from moe_plugin.hosts.megatron.translate import (
     settings_from_flags,
     translate,
 )
+from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext, LayerStats, MoEOutput, TokenInfo

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.groups import comm_of
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.plain.named_errors import gather_objects
+from moe_plugin.hosts.plain.named_errors import comm_of, gather_objects
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.observe.timeline import Timeline

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.hosts.megatron.groups import comm_of
+from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.hosts.plain.overflow import RowsCheck, StepStart
 
 

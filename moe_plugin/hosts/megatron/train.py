@@ -28,8 +28,9 @@ from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.dispatch.overflow import RowsOverflow
 from moe_plugin.hosts.megatron import arguments
-from moe_plugin.hosts.megatron.groups import comm_of, timeout_of
+from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.plain.drops import DropWarning
+from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.routing import finish_step
 
 logger = logging.getLogger("moe_plugin.megatron")

@@ -1,4 +1,6 @@
-"""A host's own collectives, named where they fail, as the layer's are."""
+"""A host's own collectives, named where they fail: they go through a `Comm`, as the layer's do, or
+run inside its `error_context`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_plugin.comm.torch_comm import TorchComm
+from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.comm.base import Comm
+
+
+def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
+    """The `Comm` of a host's process group; None: of all ranks.
+
+    timeout_s: how long a collective may take, where the group itself allows as much.
+    """
+    size = dist.get_world_size(group)
+    return LocalComm() if size == 1 else TorchComm(group, timeout_s)
 
 
 @contextmanager
@@ -24,7 +36,7 @@ def named(what: str, group: Any = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        with TorchComm(group).error_context(lambda: what):
+        with comm_of(group).error_context(lambda: what):
             raise error
 
 

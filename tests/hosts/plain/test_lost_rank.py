@@ -12,7 +12,7 @@ import torch.distributed as dist
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, TorchComm
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.plain.named_errors import gather_objects, named
+from moe_plugin.hosts.plain.named_errors import comm_of, gather_objects, named
 from tests.distributed import run_gloo
 from tests.hosts.lost_rank import lose
 
@@ -59,6 +59,7 @@ def _a_hosts_own(folder: Path, how: str) -> None:
     rank = dist.get_rank()
     with named("all_reduce of nothing"):
         dist.all_reduce(torch.zeros(1))
+    assert comm_of().all_reduce(torch.ones(1)) == 2
     assert gather_objects({"rank": rank}, "ranks") == [{"rank": 0}, {"rank": 1}]
     if rank == 1:
         os._exit(7)
@@ -66,6 +67,8 @@ def _a_hosts_own(folder: Path, how: str) -> None:
         if how == "tensors":
             with named("all_reduce of the loss"):
                 dist.all_reduce(torch.zeros(2))
+        elif how == "comm":
+            comm_of().all_reduce(torch.zeros(2))
         else:
             gather_objects(rank, "losses")
     except CommError as error:
@@ -74,6 +77,7 @@ def _a_hosts_own(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "what"), [("tensors", "all_reduce of the loss"),
+                                           ("comm", "all_reduce(sum) of torch.float32 (2,)"),
                                            ("objects", "all_gather of losses")])
 def test_a_hosts_own_collective_is_named(tmp_path: Path, how: str, what: str) -> None:
     with pytest.raises(AssertionError, match="died"):

@@ -22,11 +22,12 @@ from typing import Any, Optional
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.comm import Comm, LocalComm, TorchComm
+from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.config.flags import add_arguments, flag_specs
 from moe_plugin.hosts.fairseq.compat.fields import add_field, flag_metadata
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
 from moe_plugin.hosts.fairseq.translate import layer_config
+from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import weighted_loss
 
@@ -164,4 +165,4 @@ def _comm(group: Any, args: Any) -> Comm:
         from fairseq.distributed import utils
 
         group = utils.get_all2all_group(args.moe_expert_count)
-    return TorchComm(group) if dist.get_world_size(group) > 1 else LocalComm()
+    return comm_of(group)
