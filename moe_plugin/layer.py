@@ -100,6 +100,11 @@ class MoELayer(Replaying, nn.Module):
         outputs = (self.experts(work) for work in call.dispatch(x_TD, plan, meanwhile))
         return call.combine(outputs, plan), plan.rows
 
+    def _apply(self, *args: Any, **kwargs: Any) -> MoELayer:
+        super()._apply(*args, **kwargs)
+        self.layouts.follow_parameters()
+        return self
+
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""
         self.layouts.forget_recordings()

@@ -19,7 +19,7 @@ class RowsLimit(Limit):
     goes: min(T k, ceil(f T k r / W)) rows, at least one. Nothing exceeds f = W / r.
 
     Args:
-        config: of the layer.
+        config: of the layer. device: of its parameters.
 
     Attributes:
         choices: T k; None: not agreed yet, which a call with gradients and tokens does.
@@ -33,12 +33,18 @@ class RowsLimit(Limit):
               "dispatch.max_rows_factor (none fits any load of so many tokens), or set "
               "dispatch.max_tokens to the most tokens that a rank ever has in a call")
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: MoEConfig, device: torch.device | None = None) -> None:
         dispatch = config.dispatch
         self.factor, self.repeats = dispatch.max_rows_factor, dispatch.on_overflow == "repeat"
         self.choices: int | None = dispatch.max_tokens * config.router.top_k or None
         self.least, self.stashes = 0, dispatch.stash_mib > 0
-        self.needed: Tensor | None = None
+        # made before any call: one that is compiled would be compiled again for another object
+        self.needed = _zero(device)
+
+    def to(self, device: torch.device) -> None:
+        """Follow the layer's parameters; what was recorded is forgotten."""
+        if self.needed.device != device:
+            self.needed = _zero(device)
 
     def slots(self, ids_TK: Tensor, copies: int, comm: Comm) -> int:
         """The bound, the same on all ranks.
@@ -67,8 +73,7 @@ class RowsLimit(Limit):
         most: int64 scalar, the largest number of rows of any rank for one rank.
         """
         over = most > slots
-        if self.needed is None or self.needed.device != most.device:
-            self.needed = _outside_inference(most, self.needed)
+        self.to(most.device)
         # in place, so that a replayed graph writes where it is read
         self.needed.copy_(torch.maximum(self.needed, most * over))
         return over
@@ -80,17 +85,15 @@ class RowsLimit(Limit):
 
     def forget(self) -> None:
         """See `Limit`."""
-        if self.needed is not None:
-            self.needed.zero_()
+        self.needed.zero_()
 
 
-def _outside_inference(like: Tensor, before: Tensor | None) -> Tensor:
-    """A scalar that every mode can write, with the value `before` had; None: 0."""
+def _zero(device: torch.device | None) -> Tensor:
+    """An int64 scalar that every mode can write."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            return _outside_inference(like, before)
-    made = torch.zeros((), dtype=like.dtype, device=like.device)
-    return made if before is None else made.copy_(before)
+            return _zero(device)
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _most_choices(ids_TK: Tensor, comm: Comm) -> int:

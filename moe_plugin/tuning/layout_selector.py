@@ -49,6 +49,12 @@ class LayoutSelector:
             layout, timer = self.tuner.layout(kept.routing, training)
         return LayoutCall(layout, self.experts, timer, self.config.experts.weights_first)
 
+    def follow_parameters(self) -> None:
+        """After they moved to another device: what is none of them, but lies where they do."""
+        limit, anchor = self.available.limit, self.experts.anchor
+        if limit is not None and anchor is not None:
+            limit.to(anchor.device)
+
     @property
     def current(self) -> LayoutChoice:
         """The layout of the latest call that was not given one, or of the next if there is none."""

@@ -208,7 +208,8 @@ class Layouts:
         # every rank must have tokens of its own, and the rows that a rank computes must be whole
         self.gathers_tokens = (place.comm.size > 1 and place.replicas is None
                                and not self.traits.single_layout and not self.traits.bounded)
-        self.limit = RowsLimit(config) if self.traits.bounded else None
+        device = None if experts.anchor is None else experts.anchor.device
+        self.limit = RowsLimit(config, device) if self.traits.bounded else None
         self.stash = None
         if config.dispatch.stash_mib and place.comm.size > 1:
             self.stash = place.comm.state.get(PagedStash)

@@ -326,3 +326,12 @@ def test_inference_mode_first_and_another_device() -> None:
     for device in ("cpu", "meta"):
         limit.record(torch.zeros((), dtype=torch.int64, device=device), 4)
         assert limit.needed.device.type == device
+
+
+def test_what_a_bound_records_follows_the_parameters() -> None:
+    """Before a call: one that is compiled would be compiled again for another object."""
+    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 2,
+                                "dispatch": {"name": "bounded"}}), LocalComm())
+    limit = layer.layouts.available.limit
+    assert limit.needed.device.type == "cpu"
+    assert layer.to("meta").layouts.available.limit.needed.device.type == "meta"

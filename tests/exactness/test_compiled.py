@@ -42,6 +42,10 @@ ONE_GRAPH: list[Cell] = all_pairs({
     "dispatch": ["padded"], "experts": [4, 1], "factor": [1.0, 0.5], "d": [1, 2],
     "all_to_all": ["linear", "2dh"], "r": [None, 0],
 })
+ONE_GRAPH += [
+    {"dispatch": "bounded", "experts": 4, "factor": None, "d": d, "all_to_all": "linear", "r": r}
+    for d, r in ((1, None), (2, None), (1, 0))
+]
 BREAKS: list[Cell] = [
     {"dispatch": "padded", "experts": 4, "factor": 0.0, "d": 2, "all_to_all": "native", "r": None},
     {"dispatch": "ragged", "experts": 4, "factor": None, "d": 2, "all_to_all": "linear", "r": None},
@@ -55,7 +59,7 @@ def case_of(cell: Cell) -> Case:
 def settings_of(cell: Cell) -> MoEConfig:
     return config_of(case_of(cell), dispatch__name=cell["dispatch"], parallel__d=cell["d"],
                      parallel__r=cell["r"], comm__all_to_all=cell["all_to_all"],
-                     dispatch__equal_tokens=cell in ONE_GRAPH)
+                     dispatch__equal_tokens=cell in ONE_GRAPH, dispatch__max_tokens=6)
 
 
 def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool) -> RankResult:
