@@ -247,12 +247,14 @@ def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: 
     return _Weigh.apply(x_TD, weights_TK, source_R, position_TK)
 
 
-def combine_rows(rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor,
-                 complete: bool = False) -> Tensor:
+def combine_rows(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor,
+                 position_TK: Tensor, complete: bool = False) -> Tensor:
     """Differentiable: weighted sums of rows [R, D] into tokens [T, D] (Tutel's decode).
 
-    The weights' gradient is a row dot.
+    weights_TK: None: all are 1. Their gradient is a row dot.
     """
+    if weights_TK is None:
+        return _Sum.apply(rows_RD, source_R, position_TK, complete)
     return _Combine.apply(rows_RD, weights_TK, source_R, position_TK, complete)
 
 

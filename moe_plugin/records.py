@@ -255,18 +255,20 @@ class Placement:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows that one rank takes out of its own tokens, computes and puts back, without an exchange.
+    """Rows that experts take out of tokens, and where their results belong.
+
+    Without an exchange the tokens are this rank's own; after one they are the rows as they arrived.
 
     Attributes:
         source_R, position_TK: see `kernels.rows`; rows lie expert after expert.
-        weights_TK: [T, K] gate weights, differentiable.
+        weights_TK: [T, K] gate weights, differentiable; None: all are 1.
         counts: rows by expert; with fixed slots also the empty ones. complete: every choice has a
             row and no slot is empty; False: perhaps not.
     """
 
     source_R: Tensor
     position_TK: Tensor
-    weights_TK: Tensor
+    weights_TK: Tensor | None
     counts: RowCounts
     complete: bool = False
 
@@ -274,7 +276,8 @@ class RowPlan:
     def token_R(self) -> Tensor:
         """Token of each row, int64 [R]; 0 for an empty slot."""
         choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
-        return choice_R // max(1, self.position_TK.shape[1])
+        choices = self.position_TK.shape[1]
+        return choice_R if choices == 1 else choice_R // max(1, choices)
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,7 @@ class _Backward:
     def _make_gates(self, need_gates: bool, grad_y: Tensor) -> None:
         call, dtype = self.call, accumulate_dtype(grad_y.dtype)
         self.scale_R1 = self.dots_R = self.dot_terms = None
-        if call.token_R is None:
+        if self.gates_TK is None:
             return
         self.scale_R1 = self.gates_TK.reshape(-1)[call.source_R].to(dtype)[:, None]
         if need_gates:

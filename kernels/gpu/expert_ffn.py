@@ -94,7 +94,7 @@ def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor]
                lengths_L: Optional[Tensor], activation: str, precision: str) -> List[Tensor]:
     """[y, h, gate] of feed-forward experts, differentiable.
 
-    x: [T, D] tokens with gates_TK (float32 or float64), source_R and position_TK (see
+    x: [T, D] tokens with gates_TK (float32 or float64; None: all 1), source_R and position_TK (see
     `kernels.rows`); [R, D] rows where these are None. w_in, w_gate: [L, D, F], b_in, b_gate:
     [L, F], w_out: [L, F, D], b_out: [L, D], in x's dtype. counts: rows of each expert; lengths_L:
     int64 [L], in their place where the device alone knows them (`DeviceCounts`). y: x's shape. h,
@@ -133,7 +133,10 @@ def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | Non
     """Token of each row, -1 for an empty slot."""
     if source_R is None:
         return None
-    return torch.div(source_R, max(1, position_TK.shape[1]), rounding_mode="floor")
+    choices = position_TK.shape[1]
+    if choices == 1:
+        return source_R
+    return torch.div(source_R, max(1, choices), rounding_mode="floor")
 
 
 @expert_ffn.register_fake

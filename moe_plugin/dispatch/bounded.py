@@ -40,6 +40,11 @@ class BoundedDispatcher(ExchangeDispatcher):
         super().__init__(placement, overlap)
         self.limit = limit
 
+    @property
+    def maps_rows(self) -> bool:
+        """See `ExchangeDispatcher`. Pages take rows without the filler behind the experts'."""
+        return not self.limit.stashes
+
     def plan(self, kept: KeptRouting) -> ExchangePlan:
         """See `Dispatcher`. One even exchange of counts; nothing is read on the host."""
         place, comm = self.placement, self.placement.comm

@@ -45,16 +45,17 @@ class ExchangeDispatcher(Dispatcher):
             piece = plan.pieces[0]
             rows_RD = self._exchange(self.own_part(rows_ND), piece.send, piece.recv, plan.even,
                                      anchor)
-            return [ExpertRows(piece.expert_major(rows_RD), piece.counts)]
+            return [piece.work(rows_RD, self.maps_rows)]
         pieces = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan, self.overlap, reverse=False)
         arriving = zip(plan.pieces, out.travel(map(self.own_part, pieces), anchor), strict=True)
-        return (ExpertRows(piece.expert_major(rows), piece.counts) for piece, rows in arriving)
+        return (piece.work(rows, self.maps_rows) for piece, rows in arriving)
 
     def combine(self, outputs: Iterable[Tensor], plan: ExchangePlan,
                 anchor: Tensor | None) -> Tensor:
         """See `Dispatcher`."""
-        done = (piece.rank_major(rows) for piece, rows in zip(plan.pieces, outputs, strict=True))
+        done = (piece.results(rows, self.maps_rows)
+                for piece, rows in zip(plan.pieces, outputs, strict=True))
         if len(plan.pieces) == 1:
             piece = plan.pieces[0]
             rows_ND = self.all_parts(
@@ -68,6 +69,11 @@ class ExchangeDispatcher(Dispatcher):
         """Each token's rows weighted and summed, [T, D]."""
         return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK,
                             plan.complete)
+
+    @property
+    def maps_rows(self) -> bool:
+        """Whether experts take rows as they arrived, see `Piece.work`."""
+        return True
 
     @property
     def sharers(self) -> int:

@@ -16,7 +16,14 @@ from moe_plugin.dispatch.cuts import Counts, cut_of
 from moe_plugin.dispatch.rows import inverse_permutation, positions, slot_sources
 from moe_plugin.kernels import permute_rows
 from moe_plugin.machine import to_device
-from moe_plugin.records import DispatchPlan, Overlap, Placement, RowCounts
+from moe_plugin.records import (
+    DispatchPlan,
+    ExpertRows,
+    Overlap,
+    Placement,
+    RowCounts,
+    RowPlan,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,21 @@ class Piece:
     inverse_R: Tensor | None = None
     slots: int | None = None
     local: bool = False
+
+    def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
+        """Rows [R, D] as they arrived, by (source rank, expert), as work for the experts.
+
+        mapped: where rows have another order, experts take them out and put results back
+            themselves, without a copy here.
+        """
+        if mapped and self.order_R is not None:
+            return ExpertRows(rows_RD, RowPlan(self.order_R, self.inverse_R[:, None], None,
+                                               self.counts, complete=True))
+        return ExpertRows(self.expert_major(rows_RD), self.counts)
+
+    def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
+        """Results of `work` by (source rank, expert), [R, D]."""
+        return rows_RD if mapped and self.order_R is not None else self.rank_major(rows_RD)
 
     def expert_major(self, rows_RD: Tensor) -> Tensor:
         """[R, D] rows by (source rank, expert) to rows by (expert, source rank)."""

@@ -52,6 +52,11 @@ class SpillingDispatcher(ExchangeDispatcher):
         super().__init__(placement, overlap)
         self.planner = planner
 
+    @property
+    def maps_rows(self) -> bool:
+        """See `ExchangeDispatcher`. Rows of borrowed experts lie apart."""
+        return False
+
     def plan(self, kept: KeptRouting) -> SpillingPlan:
         """See `Dispatcher`. One exchange of counts, and one copy of them from device to host."""
         place = self.placement

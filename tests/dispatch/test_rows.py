@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_plugin.comm import LocalComm, algorithms, run_simulated
+from moe_plugin.comm import Comm, LocalComm, algorithms, run_simulated
+from moe_plugin.config import from_dict
 from moe_plugin.dispatch.base import expand, expand_slots
 from moe_plugin.dispatch.rows import (
     exact_rows,
@@ -17,6 +22,7 @@ from moe_plugin.dispatch.rows import (
     sort_by_expert,
 )
 from moe_plugin.kernels import slot_index, weigh_rows
+from moe_plugin.layer import MoELayer
 from moe_plugin.records import Placement, Routing
 
 EXPERTS = 4
@@ -120,3 +126,39 @@ def test_whole_experts_are_not_expanded() -> None:
     routing = routing_of(torch.tensor([[0, 1]]))
     ids_TK, weights_TK = expand(Placement(LocalComm(), 2, algorithms.get("linear")), routing, None)
     assert ids_TK is routing.ids_TK and weights_TK is routing.weights_TK
+
+
+class _Copies(TorchDispatchMode):
+    """Names of the operations that give rows [R, D] by an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.index_select, torch.ops.aten.index,
+                                   torch.ops.aten.gather) and made.dim() == 2:
+            if func is not torch.ops.aten.index_select.out:  # into a buffer that stays in the cache
+                self.found.append((str(func), made.shape[0]))
+        return made
+
+
+@pytest.mark.parametrize("name", ["ragged", "bounded"])
+def test_rows_that_arrived_are_not_copied_into_the_order_of_experts(name: str) -> None:
+    """Neither forward nor backward, of inputs or results: the experts' own operation does it."""
+    def rank(comm: Comm) -> tuple[list[tuple[str, int]], int]:
+        torch.manual_seed(comm.rank)
+        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "dispatch": {"name": name},
+                                    "experts": {"compute": "fused"}, "parallel": "fixed"}), comm)
+        x_TD = torch.randn(30 + comm.rank, 8, requires_grad=True)
+        y_TD = layer(x_TD).output
+        with _Copies() as copies:
+            out = layer(x_TD)
+            out.output.sum().backward()
+        assert torch.equal(out.output, y_TD)
+        rows = int(out.stats.rows) if name == "ragged" else 2 * 31 * 2
+        return copies.found, rows
+
+    for found, rows in run_simulated(2, rank):
+        assert not [each for each in found if each[1] == rows], found

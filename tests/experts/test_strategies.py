@@ -14,6 +14,7 @@ from moe_plugin.config import from_dict
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.layer import MoELayer
+from moe_plugin.records import RowPlan
 from moe_plugin.routing.replay import checkpoint
 from tests.combinations import Cell, all_pairs, name_of
 from tests.experts.problems import SMALL, Largest, make_layer, parameters, problem, with_gates
@@ -54,6 +55,25 @@ def test_shapes(name: str, shape: str) -> None:
                 mine, theirs, rtol=1e-10,
                 atol=1e-10 * max(1.0,
                                  float(theirs.detach().abs().max()) if theirs.numel() else 1.0))
+
+
+@pytest.mark.parametrize("name", strategies.names())
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_in_another_order_are_taken_and_put_back(name: str, gated: bool) -> None:
+    """As they arrive from other ranks: the same as copies into the experts' order and back."""
+    _, _, p, plan = problem(SHAPES["plain"], gated, True, False)
+    counts, width = plan.counts, SHAPES["plain"].width
+    rows = torch.randn(counts.total, width, dtype=torch.float64, requires_grad=True)
+    order_R = torch.randperm(counts.total)
+    inverse_R = torch.argsort(order_R)
+    wanted = [rows, *(t for t in p.values() if t is not None)]
+    mapped = RowPlan(order_R, inverse_R[:, None], None, counts, complete=True)
+    results = []
+    for y in (strategies.get(name)(rows, mapped, parameters(p, "silu")),
+              strategies.get(name)(rows[order_R], counts, parameters(p, "silu"))[inverse_R]):
+        results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name", strategies.names())

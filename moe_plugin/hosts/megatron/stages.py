@@ -104,7 +104,8 @@ class Stages:
         call.plan = dataclasses.replace(call.plan,
                                         dispatch=_with_weights(call.plan.dispatch, probs))
         rows = call.work.rows
-        rows = with_weights(rows, probs) if isinstance(rows, RowPlan) else rows
+        if isinstance(rows, RowPlan) and rows.weights_TK is not None:
+            rows = with_weights(rows, probs)
         work = dataclasses.replace(call.work, x=hidden_states.clone(), rows=rows)
         return self.experts(work), None
 
