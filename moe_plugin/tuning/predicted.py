@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner.choice import LayoutChoice, combinations
-from moe_plugin.planner.layer_cost import rank_choices
+from moe_plugin.planner.layer_cost import LayerCost, rank_choices
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
@@ -117,10 +117,19 @@ class PredictedLayout(Replaying):
         costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens, SKEW),
                              default_cluster(self.comm, self.probe.device), device,
                              [fixed, *combinations(values, self.comm.size)])
-        mine = next(cost for cost in costs if cost.choice == fixed)
-        for cost in costs:
-            more = cost.memory_bytes - mine.memory_bytes
-            if (more <= MEMORY_SHARE * device.memory_bytes
-                    and cost.seconds <= (1 - GAIN) * mine.seconds):
-                return cost.choice, cost.seconds, mine.seconds
-        return fixed, mine.seconds, mine.seconds
+        mine, best = worth_taking(costs, fixed, device.memory_bytes)
+        return best.choice, best.seconds, mine.seconds
+
+
+def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
+                 memory_bytes: float) -> tuple[LayerCost, LayerCost]:
+    """(the configured layout, the one to take: the fastest that saves enough time and fits).
+
+    costs: of all layouts, fastest first. fixed: the configured one. memory_bytes: of the device.
+    """
+    mine = next(cost for cost in costs if cost.choice == fixed)
+    for cost in costs:
+        more = cost.memory_bytes - mine.memory_bytes
+        if more <= MEMORY_SHARE * memory_bytes and cost.seconds <= (1 - GAIN) * mine.seconds:
+            return mine, cost
+    return mine, mine
