@@ -59,7 +59,8 @@ def case_of(cell: Cell) -> Case:
 def settings_of(cell: Cell) -> MoEConfig:
     return config_of(case_of(cell), dispatch__name=cell["dispatch"], parallel__d=cell["d"],
                      parallel__r=cell["r"], comm__all_to_all=cell["all_to_all"],
-                     dispatch__equal_tokens=cell in ONE_GRAPH, dispatch__max_tokens=6)
+                     dispatch__equal_tokens=cell in ONE_GRAPH,
+                     dispatch__max_tokens=6 * (cell["dispatch"] == "bounded"))
 
 
 def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool) -> RankResult:
