@@ -107,7 +107,7 @@ def _names() -> list[str]:
         "Settings that say \"by registered name\" take these, or one that you register yourself.",
         ""
     ]
-    for kind in sorted(set(KINDS) - {"kernel", "bench_peer"}):
+    for kind in sorted(set(KINDS) - {"kernel", "bench_peer", "checkpoint format"}):
         names = [_prose(f"- `{e.name}`: {e.summary}", "  ") for e in KINDS[kind]]
         lines += [f"**{kind}**", "", *names, ""]
     return lines[:-1]

@@ -64,9 +64,22 @@ def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> 
             if summing.error is not None:
                 raise summing.error from None
             raise
-        stream.write(b"\nmoe-plugin crc32 %08x\n" % summing.crc)
+        stream.write(trailer(summing.crc))
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def trailer(crc: int) -> bytes:
+    """The end of a sealed file whose content has this sum."""
+    return b"\nmoe-plugin crc32 %08x\n" % crc
+
+
+def seal_of(path: str | os.PathLike[str]) -> int | None:
+    """The checksum that a sealed binary file was written with; None: it is not sealed."""
+    with open(path, "rb") as stream:
+        stream.seek(max(0, os.path.getsize(path) - _TRAILER_BYTES))
+        found = _TRAILER.fullmatch(stream.read())
+    return None if found is None else int(found[1], 16)
 
 
 def crc_of(path: str | os.PathLike[str], size: int | None = None) -> int:

@@ -24,7 +24,7 @@ class Layout:
         world: ranks in total (data-parallel ranks for fairseq).
         ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism.
         shards: ranks over which each expert is cut.
-        dtype: data type of floating-point model tensors.
+        dtype: of floating-point model tensors; `conversion` changes it for every format.
     """
 
     world: int | None = None
@@ -70,7 +70,7 @@ class Format(ABC):
 
     Attributes:
         name: as registered.
-        sizes: fields of `Layout` that it knows; "dtype" where it can change the data type.
+        sizes: fields of `Layout` that it knows, without "dtype".
         writes: whether `write` exists.
     """
 
@@ -104,6 +104,10 @@ class Format(ABC):
             CheckpointError: the source has something that the format cannot hold; by name.
         """
         raise CheckpointError(f"format {self.name!r} is read only; choose another --to")
+
+    def nbytes(self, source: Source, layout: Layout) -> int:
+        """About how many bytes of tensors `write` writes, for a progress bar."""
+        return sum(entry.nbytes for entry in source.entries.values())
 
     def to_neutral(self, source: Source) -> Source:
         """A view of a source of this format with neutral names (`moe_plugin.checkpoint.neutral`).
@@ -144,9 +148,9 @@ def detect(path: Path) -> str:
     Raises:
         CheckpointError: nothing is there, or no format or more than one knows it.
     """
-    if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {str(path)!r}; give its folder or file")
     found = [name for name in formats.names() if formats.get(name)().detect(path)]
+    if not found and not path.exists():
+        raise CheckpointError(f"there is no checkpoint {str(path)!r}; give its folder or file")
     if len(found) != 1:
         what = f"could be {' or '.join(found)}" if found else "is of no known format"
         raise CheckpointError(f"checkpoint {str(path)!r} {what}; name its format with --from, one "

@@ -2,7 +2,8 @@
 
 A rank's state has its own experts; a *full* state has all of them, as a single rank would: expert
 tensors start with the axis of all E experts. `merge` and `split` are inverse for every number of
-ranks that the experts fit.
+ranks that the experts fit. Both also take tensors that are still on disk (`source.Derived`) and
+give such tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.checkpoint.source import Derived, joined, part_of
 from moe_plugin.experts.ffn import SHARD_AXIS
 
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
@@ -130,17 +132,17 @@ def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key:
             whole[f"{prefix}experts.local_experts.{index}.{custom[2]}"] = state[key]
         return
     pieces = [state[key] for state in states]
-    if not isinstance(pieces[0], Tensor) or pieces[0].dim() == 0:
+    if not _shape(pieces[0]):
         whole[key] = pieces[0]
         return
     shards = shards or max(1, len(states) // experts)
     if shards > 1:  # consecutive ranks have the shards of the same experts
         axis = _axis(key, name)
         pieces = [
-            torch.cat(pieces[first:first + shards], axis)
+            _join(pieces[first:first + shards], axis)
             for first in range(0, len(states), shards)
         ]
-    whole[key] = torch.cat(pieces)
+    whole[key] = _join(pieces, 0)
 
 
 def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size: int,
@@ -151,13 +153,37 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
         owner, local = divmod(int(custom[1]), max(1, experts // size))
         return {f"{prefix}experts.local_experts.{local}.{custom[2]}": value
                 } if owner == rank else {}
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    shape = _shape(value)
+    if not shape:
         return {key: value}
     shards = shards or max(1, size // experts)
     local = experts * shards // size
     run, shard = divmod(rank, shards)
-    here = value[run * local : (run + 1) * local]
-    return {key: here if shards == 1 else here.chunk(shards, _axis(key, name))[shard]}
+    window = [slice(0, length) for length in shape]
+    window[0] = slice(run * local, (run + 1) * local)
+    if shards > 1:
+        axis = _axis(key, name)
+        width, rest = divmod(shape[axis], shards)
+        if rest:
+            raise ValueError(f"{key!r} of shape {shape} does not fit {shards} shards: axis {axis} "
+                             "must be a multiple; choose another number")
+        window[axis] = slice(shard * width, (shard + 1) * width)
+    if isinstance(value, Derived):
+        return {key: value if rank == 0 and size == 1 else part_of(value, tuple(window))}
+    return {key: value[tuple(window)]}
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Empty for what has no axes: numbers, tensors of one, what is no tensor."""
+    if isinstance(value, Derived):
+        return value.entry.shape
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _join(pieces: Sequence[Any], axis: int) -> Any:
+    if isinstance(pieces[0], Derived):
+        return pieces[0] if len(pieces) == 1 else joined(pieces, axis)
+    return torch.cat(pieces, axis)
 
 
 def _axis(key: str, name: str) -> int:

@@ -7,10 +7,12 @@ Everything that writes takes a source. So a conversion holds one slice in memory
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor
 Key = tuple[str, str]
 Window = tuple[slice, ...]
 MODEL = "model"
+WEIGHTS = (MODEL, "criterion", "ema", "ema_fp32")  # fields that are no optimizer state
+MODEL_ONLY = "model_only"  # of `Source.values`: optimizer state is left out on purpose
 
 
 class CheckpointError(ValueError):
@@ -80,6 +84,25 @@ def check_window(window: Window | None, shape: Sequence[int]) -> Window:
     return tuple(full)
 
 
+def blocks(entry: Entry, limit: int) -> Iterator[Window]:
+    """Windows of at most `limit` bytes (one element at least) that give the whole tensor in the
+    order of memory.
+    """
+    row, axis = entry.dtype.itemsize, len(entry.shape)
+    while axis > 0 and row * entry.shape[axis - 1] <= limit:
+        axis -= 1
+        row *= entry.shape[axis]
+    if axis == 0 or entry.numel == 0:
+        yield full_window(entry.shape)
+        return
+    step, inner = max(1, limit // row), full_window(entry.shape[axis:])
+    length = entry.shape[axis - 1]
+    for outer in itertools.product(*map(range, entry.shape[:axis - 1])):
+        ahead = tuple(slice(index, index + 1) for index in outer)
+        for start in range(0, length, step):
+            yield (*ahead, slice(start, min(start + step, length)), *inner)
+
+
 def window_shape(window: Window) -> tuple[int, ...]:
     """The shape of what a window with starts and stops selects."""
     return tuple(part.stop - part.start for part in window)
@@ -128,9 +151,17 @@ class Source(ABC):
     def _read(self, key: Key, window: Window) -> Tensor:
         """`read` of a known key and a checked window."""
 
+    def tensor(self, key: Key) -> Derived:
+        """A tensor that is not read yet."""
+        return Derived(key, self.entries[key], lambda window: self.read(key, window))
+
     def describe(self) -> Mapping[str, Any]:
         """For `moe-plugin inspect`: layout of the files (ranks, EP, TP, shards), step, settings."""
         return {}
+
+    def files(self) -> Sequence[Path]:
+        """The files of tensors; sealed ones are verified before a conversion."""
+        return ()
 
     def close(self) -> None:
         """Give the files back."""
@@ -159,29 +190,22 @@ class Derived:
         return replace(self, key=(self.key[0], name))
 
 
-class View(Source):
-    """A source whose tensors are derived from another one's; a read asks its origin only for what
-    it needs.
+class DerivedSource(Source):
+    """A source made of tensors that can each be read by themselves.
 
     Args:
-        origin: closed with the view.
-        derived: all tensors of the view.
-        format, values, layers: None: the origin's.
+        derived: all tensors. format, values, layers: see `Source`.
     Raises:
         CheckpointError: two tensors have the same key.
     """
 
-    def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,
-                 values: Mapping[str, Any] | None = None,
-                 layers: Mapping[str, Mapping[str, int]] | None = None) -> None:
-        self.origin = origin
-        self.format = origin.format if format is None else format
-        self.values = origin.values if values is None else values
-        self.layers = origin.layers if layers is None else layers
+    def __init__(self, derived: Iterable[Derived], format: str, values: Mapping[str, Any],
+                 layers: Mapping[str, Mapping[str, int]]) -> None:
+        self.format, self.values, self.layers = format, values, layers
         self._derived: dict[Key, Derived] = {}
         for one in derived:
             if one.key in self._derived:
-                raise CheckpointError(f"two tensors of the {origin.format} checkpoint become "
+                raise CheckpointError(f"two tensors of the {format} checkpoint become "
                                       f"{one.key[1]!r} in {one.key[0]!r}")
             self._derived[one.key] = one
         self.entries = {key: one.entry for key, one in self._derived.items()}
@@ -189,9 +213,36 @@ class View(Source):
     def _read(self, key: Key, window: Window) -> Tensor:
         return self._derived[key].read(window)
 
+    def tensor(self, key: Key) -> Derived:
+        """See `Source`."""
+        return self._derived[key]
+
+
+class View(DerivedSource):
+    """A source whose tensors are derived from another one's; a read asks its origin only for what
+    it needs.
+
+    Args:
+        origin: closed with the view.
+        derived: all tensors of the view.
+        format, values, layers: None: the origin's.
+    """
+
+    def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,
+                 values: Mapping[str, Any] | None = None,
+                 layers: Mapping[str, Mapping[str, int]] | None = None) -> None:
+        super().__init__(derived, origin.format if format is None else format,
+                         origin.values if values is None else values,
+                         origin.layers if layers is None else layers)
+        self.origin = origin
+
     def describe(self) -> Mapping[str, Any]:
         """The origin's."""
         return self.origin.describe()
+
+    def files(self) -> Sequence[Path]:
+        """The origin's."""
+        return self.origin.files()
 
     def close(self) -> None:
         """Close the origin."""
@@ -200,8 +251,8 @@ class View(Source):
 
 def derive(source: Source, key: Key, name: str | None = None) -> Derived:
     """A tensor of a source as it is, under another name where one is given."""
-    return Derived((key[0], key[1] if name is None else name), source.entries[key],
-                   lambda window: source.read(key, window))
+    one = source.tensor(key)
+    return one if name is None else one.renamed(name)
 
 
 def transposed(one: Derived, order: Sequence[int]) -> Derived:

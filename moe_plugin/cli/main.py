@@ -58,6 +58,10 @@ COMMANDS = {
     "profile-device": Command(
         "measure matmuls and copies of this processor into a YAML file for `plan`",
         "profile_device"),
+    "inspect": Command("show what a checkpoint holds: layers, experts, layout, data types, sizes",
+                       "inspect"),
+    "reshard": Command("convert a checkpoint to another format or other numbers of ranks",
+                       "reshard"),
     "emulate": Command("run any training command on an emulated cluster", "emulate"),
 }
 

@@ -131,6 +131,7 @@ OUTPUTS = {
     "benchmark_adaptive.py": ("adaptive_overlap.png", []),
     "benchmark_all_to_all.py": ("all_to_all.md", []), "benchmark_gates.py": ("gates.md", []),
     "benchmark_plan.py": ("plan.json", []), "benchmark_resources.py": ("resources.md", []),
+    "benchmark_reshard.py": ("reshard.md", []),
 }
 
 

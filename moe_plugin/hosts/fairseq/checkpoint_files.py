@@ -41,7 +41,7 @@ _RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
 # parameters by the names of fairseq's `moe` branch
 _OF_BRANCH = re.compile(r"\.moe_layer\.(experts\.\d+|gate\.wg)\.")
 # what torch.load raises for a damaged file
-_UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
+UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
                AttributeError, AssertionError, TypeError, ImportError, ArithmeticError)
 
 
@@ -83,7 +83,7 @@ def save(filename: str, write: Callable[[str], None], group: Any) -> None:
         write(filename + PENDING)
     except Exception as caught:  # noqa: BLE001 - of any kind: the other ranks must know
         error = caught
-    texts = [text for text in _gather(error and short(error, 1000), group) if text]
+    texts = [text for text in gather(error and short(error, 1000), group) if text]
     if error is not None:
         raise error
     if texts:
@@ -150,7 +150,7 @@ def read(path: str) -> dict[str, Any]:
         return _load(path)
     except (FileNotFoundError, trust.UntrustedFile):
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         size = os.path.getsize(path) if os.path.exists(path) else 0
         raise CheckpointError(
             f"checkpoint {path!r} ({size} bytes) is truncated or damaged: {short(error)}; give "
@@ -162,11 +162,16 @@ def _load(path: str) -> dict[str, Any]:
     state = load(path, map_location="cpu", mmap=True)
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}, not a mapping")
+    check_manifest(state)
+    return state
+
+
+def check_manifest(state: Mapping[str, Any]) -> None:
+    """`ValueError` where a file says in another way than a save who wrote it."""
     manifest = state.get(MANIFEST)
     if manifest is not None and (not isinstance(manifest, dict) or not all(
             type(manifest.get(key)) is int for key in _MANIFEST_KEYS)):
         raise ValueError(f"its entry {MANIFEST} is {short(manifest)}, not what a save writes")
-    return state
 
 
 def load(file: Any, **options: Any) -> Any:
@@ -210,7 +215,7 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
         ValueError: on every rank, with the reason of the first rank that has one.
     """
     mine = _survey(filename, wanted)
-    everyone: list[_Survey] = _gather(mine, group)
+    everyone: list[_Survey] = gather(mine, group)
     for survey in everyone:
         if survey.refusal:
             raise ValueError(survey.refusal)
@@ -223,7 +228,7 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
     return filename
 
 
-def _gather(value: Any, group: Any) -> list[Any]:
+def gather(value: Any, group: Any) -> list[Any]:
     """The values of all ranks of the group; None: this rank alone."""
     return [value] if group is None else gather_objects(value, "checkpoints found", group)
 
@@ -231,10 +236,10 @@ def _gather(value: Any, group: Any) -> list[Any]:
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
     """The newest step of which every rank has a whole file of any name, verified newest first."""
     paths = _older(filename, wanted)
-    everyone = _gather(set(paths), group)
+    everyone = gather(set(paths), group)
     for step in sorted(set.intersection(*everyone), reverse=True):
         whole = _first_whole(paths[step])
-        if all(_gather(whole is not None, group)):
+        if all(gather(whole is not None, group)):
             logger.warning("%s. Training resumes from the older checkpoint %s (step %d)",
                            "; ".join(damaged), whole, step)
             return whole  # type: ignore[return-value]
@@ -252,7 +257,7 @@ def _older(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
             continue
         try:
             found.setdefault(_step_of(path, _load(path), wanted), []).append(path)
-        except _UNREADABLE:
+        except UNREADABLE:
             pass
     return found
 
@@ -305,9 +310,14 @@ def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
     return survey
 
 
+def of_branch(state: Mapping[str, Any]) -> list[str]:
+    """The parameters that have names of fairseq's `moe` branch."""
+    return [name for name in state.get("model") or {} if _OF_BRANCH.search(name)]
+
+
 def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
     """`ValueError` for a checkpoint of fairseq's `moe` branch, that says what to do with it."""
-    names = [name for name in state.get("model") or {} if _OF_BRANCH.search(name)]
+    names = of_branch(state)
     if names and MANIFEST not in state:
         raise ValueError(
             f"checkpoint {path!r} was written by fairseq's moe branch (it has {names[0]!r}), whose "
@@ -337,7 +347,8 @@ def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> 
 def _remedy(key: str, value: int) -> str:
     remedies = {
         "num_experts": f"use --moe-expert-count {value}",
-        "world_size": f"start it with {value} data-parallel ranks, or use another --save-dir",
+        "world_size": f"another number reads it where the files of all {value} data-parallel "
+                      "ranks are whole: restore them, or use another --save-dir",
         "expert_parallel_size": f"use --moe-expert-parallel-size {value}",
         "rank": f"the file belongs to rank {value}: do not rename files",
     }

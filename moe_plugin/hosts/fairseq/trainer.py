@@ -16,17 +16,21 @@ from fairseq.trainer import Trainer
 from omegaconf import open_dict
 from torch import Tensor
 
+from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.dispatch.overflow import overflowed
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import checkpoint_files as files
 from moe_plugin.hosts.fairseq import sharding
+from moe_plugin.hosts.fairseq.checkpoint_format import PARAMETERS
+from moe_plugin.hosts.fairseq.compat.checkpoints import giving
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.gradients import norm_squared
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.observe import observer
+from moe_plugin.hosts.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.hosts.plain.drops import DropWarning
 from moe_plugin.hosts.plain.overflow import StepRepeat, StepStart, limits_of
 from moe_plugin.hosts.plain.parts import Part, count_once, shards, slices
@@ -239,9 +243,18 @@ class MoETrainer(Trainer):
         state = super().state_dict()
         if self.has_experts:
             state[files.MANIFEST] = {
-                "version": files.VERSION, **self._manifest(), "num_updates": self.get_num_updates()
+                "version": files.VERSION, **self._manifest(),
+                "num_updates": self.get_num_updates(), PARAMETERS: self._parameter_names()
             }
         return state
+
+    def _parameter_names(self) -> list[str]:
+        """In the optimizer's order; none where it stores them in another form."""
+        named = [*self._model.named_parameters(),
+                 *((f"criterion.{name}", p) for name, p in self.criterion.named_parameters())]
+        names = [name for name, parameter in named if parameter.requires_grad]
+        stored = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        return names if len(names) == stored else []
 
     def _manifest(self) -> dict[str, int]:
         moe = moe_layers(self._model)[0].moe_layer.moe
@@ -266,18 +279,27 @@ class MoETrainer(Trainer):
                    self.data_parallel_process_group)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
-        """fairseq's, after all ranks agreed on files of one step that fit this model and world.
+        """fairseq's, after all ranks agreed on files of one step that fit this model; any number of
+        ranks may have written them.
 
         Raises:
             ValueError: damaged files and no older whole checkpoint, missing files, another expert
-                count, another world size; on every rank.
+                count; on every rank.
         """
-        if self.has_experts:
-            group = self.data_parallel_process_group if self.saves_every_rank else None
-            if self.saves_every_rank:
-                filename = files.with_rank(filename, self.data_parallel_rank)
+        if not self.has_experts:
+            return super().load_checkpoint(filename, *args, **kwargs)
+        group = self.data_parallel_process_group if self.saves_every_rank else None
+        if self.saves_every_rank:
+            filename = files.with_rank(filename, self.data_parallel_rank)
+        written = newest_of_other_size(filename, self._manifest(), group)
+        if written is None:
             filename = files.agree(filename, self._manifest(), group)
-        return super().load_checkpoint(filename, *args, **kwargs)
+            return super().load_checkpoint(filename, *args, **kwargs)
+        origins = named_layers(self.model.state_dict())
+        shards = {prefix: at["shards"] for prefix, at in origins.items() if "shards" in at}
+        reset = bool(args[0] if args else kwargs.get("reset_optimizer"))
+        with giving(read_part(written, self._manifest(), shards, group, model_only=reset)):
+            return super().load_checkpoint(written.paths[0], *args, **kwargs)
 
 
 def _dropped(logged: Mapping[str, Any]) -> float:

@@ -251,16 +251,12 @@ def test_validate_eval_lm_and_generate_read_the_rank_files(corpus: Corpus,
 
 
 @pytest.mark.distributed
-def test_resume_with_another_world_or_a_damaged_file_is_refused(corpus: Corpus, ep2: tuple[Path,
-                                                                                           Result],
-                                                                tmp_path: Path) -> None:
+def test_resume_from_damaged_files_takes_older_ones_or_is_refused(
+        corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
     shutil.copytree(ep2[0], tmp_path, dirs_exist_ok=True)
     arguments = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 14 --save-dir "
                  f"{tmp_path}")
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    run("fairseq-train", arguments).failed_with("world_size=2", "world_size=1")
     damaged = tmp_path / "checkpoint_last-rank-1.pt"
-    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     damaged.write_bytes(damaged.read_bytes()[:-1000])
     resumed = run("fairseq-train", arguments, ranks=2).ok()
     assert "checkpoint_last-rank-1.pt" in resumed.log and "truncated or damaged" in resumed.log

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 
 
 def checksums() -> None:
@@ -84,6 +87,20 @@ def evaluation_from_rank_files() -> None:
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
     checkpoint_utils.get_maybe_sharded_checkpoint_filename = get_maybe_sharded_checkpoint_filename
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
+
+
+@contextmanager
+def giving(state: dict[str, Any]) -> Iterator[None]:
+    """fairseq <= 0.12.3 gives `Trainer.load_checkpoint` what is in a file; inside, this state."""
+    import torch
+    from fairseq import checkpoint_utils
+
+    before = checkpoint_utils.torch
+    checkpoint_utils.torch = Overlay(torch, load=lambda *_, **__: state)
+    try:
+        yield
+    finally:
+        checkpoint_utils.torch = before
 
 
 def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

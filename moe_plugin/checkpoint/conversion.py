@@ -1,0 +1,214 @@
+"""Conversion of a checkpoint to another format or layout: streaming, resumable, complete or not at
+all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_plugin.checkpoint import checksums
+from moe_plugin.checkpoint.formats import Layout, Progress, convert, formats
+from moe_plugin.checkpoint.ranks import COLUMNS
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    MODEL_ONLY,
+    WEIGHTS,
+    CheckpointError,
+    Derived,
+    Source,
+    View,
+    cast,
+)
+from moe_plugin.regular_files import write_remedy
+
+logger = logging.getLogger(__name__)
+PLAN = "conversion.json"  # in the written folder
+
+
+@dataclass
+class Conversion:
+    """What is converted, and how far it is.
+
+    Attributes:
+        source: open.
+        target: folder of the result.
+        to: name of its format.
+        layout: its sizes.
+        model_only: leave optimizer state out.
+        force: replace another folder at `target`.
+        advance: called with the number of bytes that are verified, kept or written.
+        kept: files that an interrupted conversion had completed.
+    """
+
+    source: Source
+    target: Path
+    to: str
+    layout: Layout = Layout()
+    model_only: bool = False
+    force: bool = False
+    advance: Callable[[int], None] = lambda _: None
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def scratch(self) -> Path:
+        """Where files are written before the result is complete."""
+        return self.target.with_name(self.target.name + ".converting")
+
+    def run(self) -> bool:
+        """Convert; whether anything was written: False where the result is there already.
+
+        Raises:
+            CheckpointError: a file of the source is damaged, the format cannot hold something, the
+                disk is full, or something else is at the target.
+            ValueError: the layout does not fit.
+        """
+        formats.get(self.to)().check(replace(self.layout, dtype=None))
+        plan = self._plan()
+        if self._is_there(plan):
+            return False
+        view = self._view()
+        self._verify()
+        try:
+            self._write(view, plan)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {str(self.target)!r} cannot be written ({error.strerror}); what is "
+                f"complete stays in {str(self.scratch)!r} and is used again; "
+                f"{write_remedy(error, self.target.parent)}") from error
+        return True
+
+    def _plan(self) -> dict[str, Any]:
+        """What makes two conversions the same: the source's files, and what is asked for."""
+        files = {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns]
+                 for path in self.source.files()}
+        layout = {name: str(value) for name, value in asdict(self.layout).items()
+                  if value is not None}
+        return {"from": self.source.format, "to": self.to, "files": files, "layout": layout,
+                "model_only": self.model_only}
+
+    def _is_there(self, plan: Mapping[str, Any]) -> bool:
+        if not self.target.exists():
+            return False
+        if _read_plan(self.target).get("plan") == json.loads(json.dumps(plan)):
+            return True
+        if not self.force:
+            raise CheckpointError(f"{str(self.target)!r} is there and is not this conversion's "
+                                  "result; give another folder, or --force to replace it")
+        return False
+
+    def _view(self) -> Source:
+        view = convert(without_optimizer(self.source) if self.model_only else self.source, self.to)
+        dtype = self.layout.dtype
+        if dtype is None:
+            return view
+        return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))
+
+    def _verify(self) -> None:
+        for path in self.source.files():
+            try:
+                checksums.verify(path)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"checkpoint file {str(path)!r} is damaged: {error}; use "
+                                      "another checkpoint") from error
+            self.advance(path.stat().st_size)
+
+    def _write(self, view: Source, plan: Mapping[str, Any]) -> None:
+        scratch, progress = self.scratch, _Progress(self, plan)
+        if not progress.finished:
+            shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True, exist_ok=True)
+        for path in sorted(scratch.rglob("*")):  # of an interrupted file
+            if path.is_file() and str(path.relative_to(scratch)) not in {*progress.finished, PLAN}:
+                path.unlink()
+        formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None), progress)
+        move_into_place(scratch, self.target)
+
+
+class _Progress(Progress):
+    """Keeps the list of finished files next to them."""
+
+    def __init__(self, conversion: Conversion, plan: Mapping[str, Any]) -> None:
+        self._conversion, self._folder = conversion, conversion.scratch
+        self._plan = json.loads(json.dumps(plan))
+        found = _read_plan(self._folder)
+        same = found.get("plan") == self._plan
+        self.finished: dict[str, list[int]] = dict(found.get("finished", {})) if same else {}
+
+    def keeps(self, name: str) -> bool:
+        """See `Progress`: its size and checksum are as they were."""
+        path = self._folder / name
+        size, crc = self.finished.get(name, (-1, 0))
+        if not path.is_file() or path.stat().st_size != size or not _is_as_written(path, crc):
+            self.finished.pop(name, None)
+            return False
+        self._conversion.kept.append(name)
+        self.advance(size)
+        return True
+
+    def advance(self, nbytes: int) -> None:
+        """See `Progress`."""
+        self._conversion.advance(nbytes)
+
+    def wrote(self, name: str) -> None:
+        """See `Progress`."""
+        path = self._folder / name
+        crc = checksums.seal_of(path)
+        self.finished[name] = [path.stat().st_size,
+                               checksums.crc_of(path) if crc is None else crc]
+        half = self._folder / (PLAN + ".new")
+        with open(half, "w", encoding="utf-8") as stream:
+            stream.write(checksums.seal_json({"plan": self._plan, "finished": self.finished}))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(half, self._folder / PLAN)
+
+
+def _is_as_written(path: Path, crc: int) -> bool:
+    if checksums.seal_of(path) is None:
+        return checksums.crc_of(path) == crc
+    try:
+        return checksums.verify(path) and checksums.seal_of(path) == crc
+    except checksums.DamagedFile:
+        return False
+
+
+def _read_plan(folder: Path) -> dict[str, Any]:
+    try:
+        values, sealed = checksums.open_json((folder / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if sealed and isinstance(values, dict) else {}
+
+
+def without_optimizer(source: Source) -> Source:
+    """The source without optimizer state."""
+    keys = [key for key in source.entries if key[0] in WEIGHTS]
+    columns = {field: column for field, column in source.values.get(COLUMNS, {}).items()
+               if field in WEIGHTS}
+    return View(source, map(source.tensor, keys),
+                values={**source.values, COLUMNS: columns, MODEL_ONLY: True})
+
+
+def _cast_model(one: Derived, dtype: torch.dtype) -> Derived:
+    return cast(one, dtype) if one.key[0] == MODEL and one.entry.dtype.is_floating_point else one
+
+
+def move_into_place(scratch: Path, target: Path) -> None:
+    """Give a complete folder its name; a killed process leaves the old folder or the new one
+    complete, the old one perhaps as `NAME.old`.
+    """
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(scratch, target)
+    shutil.rmtree(old, ignore_errors=True)

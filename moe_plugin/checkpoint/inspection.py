@@ -1,0 +1,61 @@
+"""What a checkpoint holds, as JSON values; no tensor is read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from moe_plugin.checkpoint.source import Source
+
+
+def summary(source: Source) -> dict[str, Any]:
+    """Format, step, layout, files, fields, layers, tensors and settings of a checkpoint."""
+    return {
+        "format": source.format, "step": source.values.get("step"),
+        "layout": dict(source.describe()), "files": len(source.files()),
+        "file_bytes": sum(path.stat().st_size for path in source.files()),
+        "fields": _fields(source), "layers": _layers(source),
+        "settings": plain(source.values.get("settings") or source.values.get("model")),
+        "tensors": {f"{field}/{name}": {"shape": list(entry.shape), "dtype": _name(entry.dtype)}
+                    for (field, name), entry in source.entries.items()},
+    }
+
+
+def _fields(source: Source) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for (field, _), entry in source.entries.items():
+        row = fields.setdefault(field, {"tensors": 0, "elements": 0, "dtypes": {}})
+        row["tensors"] += 1
+        row["elements"] += entry.numel
+        name = _name(entry.dtype)
+        row["dtypes"][name] = row["dtypes"].get(name, 0) + entry.nbytes
+    return fields
+
+
+def _layers(source: Source) -> dict[str, Any]:
+    layers = {}
+    for prefix, origin in source.layers.items():
+        ahead = prefix + "experts."
+        layers[prefix] = {
+            "num_experts": origin["num_experts"],
+            "experts": {name.removeprefix(ahead): list(entry.shape)
+                        for (field, name), entry in source.entries.items()
+                        if field == "model" and name.startswith(ahead)},
+        }
+    return layers
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def plain(value: Any) -> Any:
+    """Settings as JSON values: namespaces become mappings, other objects their text."""
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -1,0 +1,245 @@
+"""The folder of a checkpoint of plain PyTorch training: its index, its parts, and the format.
+
+    part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
+    index.json                   format version, number of parts, their sizes in bytes, the caller's
+    `extra` values
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_plugin.checkpoint import checksums, torch_files, trust
+from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.neutral import check_names
+from moe_plugin.checkpoint.ranks import (
+    GROUPS,
+    RankedSource,
+    bytes_of_ranks,
+    columns_of_rank,
+    sizes_of,
+)
+from moe_plugin.checkpoint.reshard import moe_layers
+from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Source, View
+from moe_plugin.messages import short
+from moe_plugin.regular_files import check_input
+
+VERSION = 1
+INDEX = "index.json"
+# what torch.load raises for a damaged file
+UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
+              AttributeError, AssertionError, TypeError, ImportError, ArithmeticError)
+
+
+def part_name(rank: int, size: int) -> str:
+    """File of a rank."""
+    return f"part-{rank:05d}-of-{size:05d}.pt"
+
+
+def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
+    """Write the index of parts that are complete."""
+    sizes = [(folder / part_name(rank, parts)).stat().st_size for rank in range(parts)]
+    text = checksums.seal_json({"version": VERSION, "parts": parts, "bytes": sizes,
+                                "extra": dict(extra)})
+    with open(folder / INDEX, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_index(source: Path) -> tuple[dict[str, Any], bool]:
+    """The index, and whether it is sealed.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of another version.
+    """
+    try:
+        check_input(source / INDEX)
+        index, sealed = checksums.open_json((source / INDEX).read_text(encoding="utf-8"))
+        if not isinstance(index, dict):
+            raise ValueError(f"a {type(index).__name__}, not a mapping")
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint at {str(source)!r}: index.json cannot be read ({error.strerror}); give "
+            "the directory that save() wrote"
+        ) from error
+    except ValueError as error:  # not JSON, or not text
+        raise CheckpointError(
+            f"checkpoint {str(source)!r}: index.json is damaged ({short(error)}); use an older "
+            "checkpoint") from error
+    if index.get("version") != VERSION:
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} has version {short(index.get('version'))}, this release "
+            f"reads {VERSION}"
+        )
+    return _checked_index(source, index), sealed
+
+
+def _checked_index(source: Path, index: dict[str, Any]) -> dict[str, Any]:
+    parts, sizes = index.get("parts"), index.get("bytes")
+    if type(parts) is not int or not isinstance(sizes, list) or len(sizes) != parts or parts < 1 \
+            or not all(type(size) is int and size >= 0 for size in sizes) or "extra" not in index:
+        raise CheckpointError(
+            f"checkpoint {str(source)!r}: index.json is damaged (parts={short(parts)}, "
+            f"bytes={short(sizes)} and extra must be there, with one size for each part); use an "
+            "older checkpoint")
+    return index
+
+
+def check_part(path: Path, size: int) -> bool:
+    """Verify a part's size and checksum; whether it is sealed.
+
+    Raises:
+        CheckpointError: it is missing, truncated or damaged.
+    """
+    found = path.stat().st_size if path.exists() else None
+    if found != size:
+        raise CheckpointError(
+            f"checkpoint file {str(path)!r} has {'no' if found is None else found} bytes, its "
+            f"index says {size}: it is truncated or "
+            "missing; use an older checkpoint")
+    try:
+        return checksums.verify(path)
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"checkpoint file {str(path)!r} cannot be read: {short(error)}; use an "
+                           "older checkpoint")
+
+
+def open_folder(folder: Path, trusted: bool = False) -> RankedSource:
+    """The checkpoint in a folder; its parts' checksums are not verified.
+
+    Args:
+        trusted: unpickle classes of any kind.
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    index, _ = read_index(folder)
+    paths = [folder / part_name(rank, index["parts"]) for rank in range(index["parts"])]
+    parts = [_open_part(path, trusted) for path in paths]
+    try:
+        layers, optimizer = moe_layers(parts[0]["model"]), parts[0]["optimizer"]
+        values = {"extra": index["extra"], "step": _step(index["extra"]),
+                  GROUPS: None if optimizer is None else optimizer["groups"]}
+        description = {"ranks": index["parts"], **sizes_of(layers)}
+        return RankedSource("plain", [_columns(part) for part in parts], values, description, paths)
+    except UNREADABLE as error:
+        raise CheckpointError(f"checkpoint {str(folder)!r}: its parts are not what save() writes, "
+                              f"or not of one checkpoint ({short(error, 500)})") from error
+
+
+def _step(extra: Any) -> Any:
+    return extra.get("step") if isinstance(extra, Mapping) else None
+
+
+def _open_part(path: Path, trusted: bool) -> dict[str, Any]:
+    def load(path: Path) -> Any:
+        if trusted:
+            return torch.load(path, weights_only=False)
+        return trust.load(path, (), f"checkpoint file {str(path)!r}")
+
+    try:
+        part = torch_files.read_lazily(path, load)
+        if not isinstance(part, dict) or not {"model", "optimizer"} <= set(part):
+            raise ValueError("it has no model and optimizer")
+    except trust.UntrustedFile:
+        raise
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from error
+    return part
+
+
+def _columns(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    columns: dict[str, dict[str, Any]] = {MODEL: part["model"]}
+    for name, state in (part["optimizer"] or {}).get("by_name", {}).items():
+        for field, value in state.items():
+            columns.setdefault(field, {})[name] = value
+    return columns
+
+
+def part_of_rank(source: Source, rank: int, size: int,
+                 shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The content of a part: what rank `rank` of `size` stores of a source."""
+    columns, by_name = columns_of_rank(source, rank, size, shards), {}
+    for field, column in columns.items():
+        if field != MODEL:
+            for name, value in column.items():
+                by_name.setdefault(name, {})[field] = value
+    groups = None if source.values.get(MODEL_ONLY) else source.values.get(GROUPS)
+    if groups is None and by_name:
+        raise CheckpointError(
+            f"the {source.format} checkpoint has optimizer state without the optimizer's groups; "
+            "give --model-only")
+    optimizer = None if groups is None else {"by_name": by_name, "groups": groups}
+    return {"model": columns[MODEL], "optimizer": optimizer}
+
+
+@formats.register("plain")
+class PlainFormat(Format):
+    """Folders of `moe_plugin.checkpoint.save`: one part for each expert-parallel rank."""
+
+    name = "plain"
+    sizes = frozenset({"world", "ep", "shards"})
+
+    def detect(self, path: Path) -> bool:
+        """See `Format`."""
+        try:
+            return path.is_dir() and "parts" in read_index(path)[0]
+        except CheckpointError:
+            return False
+
+    def open(self, path: Path, trust: bool = False) -> Source:
+        """See `Format`."""
+        return open_folder(path, trust)
+
+    def write(self, source: Source, path: Path, layout: Layout,
+              progress: Progress = Progress()) -> None:
+        """See `Format`."""
+        size = self._size(source, layout)
+        for rank in range(size):
+            name = part_name(rank, size)
+            if not progress.keeps(name):
+                part = part_of_rank(source, rank, size, layout.shards)
+                torch_files.write_sealed(path / name, part, progress.advance)
+                progress.wrote(name)
+        write_index(path, size, source.values.get("extra") or {"step": source.values.get("step")})
+        progress.wrote(INDEX)
+
+    def nbytes(self, source: Source, layout: Layout) -> int:
+        """See `Format`."""
+        size = self._size(source, layout)
+        return bytes_of_ranks(source, size, size)
+
+    def _size(self, source: Source, layout: Layout) -> int:
+        if None not in (layout.world, layout.ep) and layout.world != layout.ep:
+            raise ValueError(f"--world {layout.world} and --ep {layout.ep} differ: a plain "
+                             "checkpoint has one part for each expert-parallel rank")
+        same = source.describe().get("ranks", 1) if source.format == self.name else 1
+        return layout.ep or layout.world or same
+
+    def to_neutral(self, source: Source) -> Source:
+        """The source, where its names are neutral ones."""
+        check_names(name for _, name in source.entries)
+        extra = source.values.get("extra")
+        settings = {"model": extra["model"]} if isinstance(extra, Mapping) and "model" in extra \
+            else {}
+        return View(source, map(source.tensor, source.entries),
+                    values={**source.values, **settings})
+
+    def from_neutral(self, source: Source) -> Source:
+        """The source: a plain checkpoint has any names."""
+        return View(source, map(source.tensor, source.entries), format=self.name,
+                    values={**source.values, "extra": _extra(source)})
+
+
+def _extra(source: Source) -> dict[str, Any]:
+    return {name: source.values[name] for name in ("step", "model") if name in source.values}

@@ -1,0 +1,298 @@
+"""Our fairseq checkpoints as a format: one file, or one for each data-parallel rank.
+
+`checkpoint_last.pt` of one process, `checkpoint_last-rank-N.pt` of several. Tensors are the model's
+and the criterion's, optimizer state by parameter name, and averaged weights; everything else in the
+files (settings, histories, iterator, meters) is rank 0's.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_plugin.checkpoint import torch_files, trust
+from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.ranks import (
+    GROUPS,
+    RankedSource,
+    bytes_of_ranks,
+    columns_of_rank,
+    sizes_of,
+)
+from moe_plugin.checkpoint.reshard import moe_layers
+from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Source
+from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.messages import short
+
+# of the manifest: names of the optimizer's parameters, in its order
+PARAMETERS = "parameters"
+_STATE = "fairseq"  # of `Source.values`: the rest of the file
+_CRITERION, _OPTIMIZER = "criterion", "last_optimizer_state"
+# averaged weights in "extra_state": key -> field
+_AVERAGES = {"ema": "ema", "ema_fp32_params": "ema_fp32"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of one step.
+
+    Attributes:
+        world, ep: ranks that wrote it; those that share one copy of the experts.
+        experts: in each MoE layer; 0 in a dense model.
+        step: number of updates; -1 where the files do not say it.
+        paths: files of ranks 0 to ep - 1.
+    """
+
+    world: int
+    ep: int
+    experts: int
+    step: int
+    paths: tuple[str, ...]
+
+
+def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
+    """A file whose tensors stay on disk; its checksum is not verified.
+
+    Raises:
+        CheckpointError: it is truncated, damaged or no checkpoint of fairseq.
+    """
+    def load(_: Path) -> Any:
+        if trusted:
+            return torch.load(path, weights_only=False)
+        return trust.load(path, files.ALLOWED, f"checkpoint {path!r}")
+
+    try:
+        state = torch_files.read_lazily(Path(path), load)
+        if not isinstance(state, dict) or not isinstance(state.get(MODEL), dict):
+            raise ValueError("it has no model")
+        files.check_manifest(state)
+        return state
+    except trust.UntrustedFile:
+        raise
+    except files.UNREADABLE as error:
+        raise CheckpointError(f"checkpoint {path!r} is truncated or damaged: {short(error)}; give "
+                              "another one") from error
+
+
+def survey(name: str, trusted: bool = False) -> list[Written]:
+    """The complete steps in the files of `NAME.pt` and `NAME-rank-N.pt`, newest first; also those
+    whose last phase of saving was interrupted. Files that cannot be read are left out.
+    """
+    whole = files.without_rank(name)
+    ranks = glob.glob(glob.escape(whole.removesuffix(".pt")) + "-rank-*.pt")
+    found: dict[tuple[int, int, int, int], dict[int, str]] = {}
+    for path in (path for base in {whole, *ranks, *_pending(whole)}
+                 for path in (base, base + files.PENDING) if os.path.isfile(path)):
+        try:
+            manifest = _manifest(read_file(path, trusted))
+        except CheckpointError:
+            continue
+        key = tuple(manifest[name] for name in ("num_updates", "world_size",
+                                                "expert_parallel_size", "num_experts"))
+        of_step = found.setdefault(key, {})
+        if manifest["rank"] not in of_step or not path.endswith(files.PENDING):
+            of_step[manifest["rank"]] = path
+    return [Written(world, ep, experts, step, tuple(paths[rank] for rank in range(ep)))
+            for (step, world, ep, experts), paths in sorted(found.items(), reverse=True)
+            if all(rank in paths for rank in range(ep))]
+
+
+def _pending(whole: str) -> list[str]:
+    """Names without a file whose pending file is there."""
+    pattern = glob.escape(whole.removesuffix(".pt")) + "-rank-*.pt" + files.PENDING
+    return [path.removesuffix(files.PENDING) for path in glob.glob(pattern)]
+
+
+def _manifest(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    dense = {"num_experts": 0, "world_size": 1, "expert_parallel_size": 1, "rank": 0,
+             "num_updates": -1}
+    return state.get(files.MANIFEST) or dense
+
+
+def open_written(written: Written, trusted: bool = False) -> RankedSource:
+    """The files of one step as a source.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    states = [read_file(path, trusted) for path in written.paths]
+    first = states[0]
+    rest = torch_files.read_all(_without_columns(first))
+    optimizer = first.get(_OPTIMIZER) or {}
+    values = {"step": _step(first), "settings": first.get("cfg") or first.get("args"),
+              _STATE: rest, GROUPS: optimizer.get("param_groups")}
+    description = {"ranks": written.world, **sizes_of(moe_layers(first[MODEL])), "ep": written.ep}
+    if not _names(first) and optimizer.get("state"):
+        description["optimizer_state"] = "without names: it loads at its own number of ranks alone"
+        values[GROUPS] = None
+    try:
+        return RankedSource("fairseq", [_columns(state) for state in states], values, description,
+                            [Path(path) for path in written.paths])
+    except CheckpointError:
+        raise
+    except files.UNREADABLE as error:
+        raise CheckpointError(f"checkpoint {written.paths[0]!r}: its ranks' files do not fit "
+                              f"together ({short(error)}); give another one") from error
+
+
+def _step(state: Mapping[str, Any]) -> int | None:
+    manifest, history = state.get(files.MANIFEST), state.get("optimizer_history") or [{}]
+    return manifest["num_updates"] if manifest else history[-1].get("num_updates")
+
+
+def _names(state: Mapping[str, Any]) -> list[str]:
+    return list((state.get(files.MANIFEST) or {}).get(PARAMETERS) or [])
+
+
+def _columns(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    columns: dict[str, dict[str, Any]] = {MODEL: state[MODEL]}
+    if state.get(_CRITERION):
+        columns[_CRITERION] = state[_CRITERION]
+    extra, names = state.get("extra_state") or {}, _names(state)
+    columns |= {field: extra[key] for key, field in _AVERAGES.items() if key in extra}
+    if names:
+        for index, values in ((state.get(_OPTIMIZER) or {}).get("state") or {}).items():
+            for field, value in values.items():
+                columns.setdefault(field, {})[names[index]] = value
+    return columns
+
+
+def _without_columns(state: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in state.items()
+            if key != MODEL and not (key == _CRITERION and value)}
+    rest["extra_state"] = {key: value for key, value in (state.get("extra_state") or {}).items()
+                           if key not in _AVERAGES}
+    if rest.get(_OPTIMIZER):
+        rest[_OPTIMIZER] = {key: value for key, value in rest[_OPTIMIZER].items() if key != "state"}
+    return rest
+
+
+def state_of_rank(source: Source, rank: int, world: int, ep: int,
+                  shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
+    """What rank `rank` of `world` data-parallel ranks stores of a source of this format, tensors
+    on disk.
+
+    The position in the epoch is that of the same number of batches in total, rounded down.
+
+    Args:
+        ep: expert-parallel ranks; `world` is a multiple.
+        shards: see `columns_of_rank`.
+    Raises:
+        CheckpointError: the source has optimizer state without the parameters' names.
+        ValueError: the experts do not fit.
+    """
+    if _STATE not in source.values:
+        raise CheckpointError(
+            f"the {source.format} checkpoint has no settings and histories of fairseq: only "
+            "checkpoints of fairseq become ones")
+    columns = columns_of_rank(source, rank % ep, ep, shards)
+    rest, old = source.values[_STATE], source.describe().get("ranks", 1)
+    if source.values.get(MODEL_ONLY):
+        rest = {key: value for key, value in rest.items() if key != _OPTIMIZER}
+    order = list(_manifest(rest).get(PARAMETERS) or [])
+    if rest.get(_OPTIMIZER) and not order:
+        raise CheckpointError(
+            "the checkpoint has optimizer state without the names of its parameters, so that it "
+            "is kept for no other file; give --model-only, or resume with --reset-optimizer")
+    state = {**rest, MODEL: columns.pop(MODEL)}
+    if _CRITERION in columns:
+        state[_CRITERION] = columns.pop(_CRITERION)
+    averages = {key: columns.pop(field) for key, field in _AVERAGES.items() if field in columns}
+    state["extra_state"] = _moved(rest["extra_state"], old, world) | averages
+    if rest.get(_OPTIMIZER) is not None:
+        state[_OPTIMIZER] = {**rest[_OPTIMIZER], "state": _by_index(columns, order)}
+    if source.layers:
+        state[files.MANIFEST] = {
+            **_manifest(rest), "version": files.VERSION, "world_size": world, "rank": rank,
+            "expert_parallel_size": ep, "num_updates": source.values["step"]}
+    elif world > 1:
+        raise ValueError(f"a model without experts has one file; --world {world} must be 1")
+    return state
+
+
+def _by_index(columns: Mapping[str, Mapping[str, Any]],
+              order: Sequence[str]) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(order):
+        found = {field: column[name] for field, column in columns.items() if name in column}
+        if found:
+            state[index] = found
+    return state
+
+
+def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
+    """fairseq's `extra_state` with the position in the epoch of another number of ranks."""
+    iterator = extra.get("train_iterator")
+    if not isinstance(iterator, Mapping) or "iterations_in_epoch" not in iterator:
+        return dict(extra)
+    position = iterator["iterations_in_epoch"] * old // new
+    return {**extra, "train_iterator": {**iterator, "iterations_in_epoch": position}}
+
+
+@formats.register("fairseq")
+class FairseqFormat(Format):
+    """Checkpoints of fairseq with our layers, of one process or of every rank, and dense ones."""
+
+    name = "fairseq"
+    sizes = frozenset({"world", "ep", "shards"})
+
+    def detect(self, path: Path) -> bool:
+        """See `Format`."""
+        try:
+            return bool(_written(path))
+        except (CheckpointError, trust.UntrustedFile):
+            return False
+
+    def open(self, path: Path, trust: bool = False) -> Source:
+        """See `Format`."""
+        written = _written(path, trust)
+        if written is None:
+            raise CheckpointError(f"there is no complete checkpoint of fairseq at {str(path)!r}: "
+                                  "give its folder, or NAME.pt for NAME-rank-N.pt")
+        return open_written(written, trust)
+
+    def write(self, source: Source, path: Path, layout: Layout,
+              progress: Progress = Progress()) -> None:
+        """See `Format`."""
+        world, ep = _sizes(source, layout)
+        for rank in range(world):
+            name = "checkpoint_last.pt" if world == 1 else f"checkpoint_last-rank-{rank}.pt"
+            if progress.keeps(name):
+                continue
+            state = state_of_rank(source, rank, world, ep, layout.shards)
+            torch_files.write_sealed(path / name, state, progress.advance)
+            progress.wrote(name)
+
+
+    def nbytes(self, source: Source, layout: Layout) -> int:
+        """See `Format`."""
+        return bytes_of_ranks(source, *_sizes(source, layout))
+
+
+def _sizes(source: Source, layout: Layout) -> tuple[int, int]:
+    """Ranks in total and expert-parallel ranks of a layout."""
+    ranks, groups = (source.describe().get(name, 1) for name in ("ranks", "ep"))
+    world = layout.world or layout.ep or ranks
+    ep = layout.ep or (groups if world == ranks else world)
+    if world % ep:
+        raise ValueError(f"--ep {ep} does not divide --world {world}; must be a divisor")
+    return world, ep
+
+
+def _written(path: Path, trusted: bool = False) -> Written | None:
+    """The checkpoint at a path: in a folder, `checkpoint_last.pt`; the newest step of it."""
+    name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
+    if not name.endswith(".pt"):
+        return None
+    for written in survey(name, trusted):
+        state = read_file(written.paths[0], trusted)
+        branch = files.MANIFEST not in state and files.of_branch(state)
+        if not branch and ("args" in state or "cfg" in state):
+            return written
+    return None

@@ -1,0 +1,76 @@
+"""A run resumes from the checkpoint of another number of ranks: every rank reads the slices that it
+stores, optimizer state included.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from moe_plugin.checkpoint import CheckpointError, checksums, torch_files, trust
+from moe_plugin.checkpoint.conversion import without_optimizer
+from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.hosts.fairseq.checkpoint_format import (
+    Written,
+    open_written,
+    state_of_rank,
+    survey,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -> Written | None:
+    """The newest complete checkpoint of this name, where another number of ranks wrote it; the same
+    on all ranks.
+
+    Args:
+        filename: this rank's file.
+        wanted: manifest entries of this run.
+        group: data-parallel ranks; None: this rank alone.
+    """
+    found: Written | None = None
+    if wanted["rank"] == 0:
+        mine = wanted["world_size"], wanted["expert_parallel_size"]
+        steps = survey(filename, trust.FLAG in sys.argv)
+        newest = max((one.step for one in steps), default=0)
+        sizes = {(one.world, one.ep): one for one in steps if one.step == newest}
+        if mine not in sizes:
+            found = next((one for one in sizes.values()
+                          if one.experts == wanted["num_experts"]), None)
+    return files.gather(found, group)[0]
+
+
+def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, int],
+              group: Any, model_only: bool = False) -> dict[str, Any]:
+    """This rank's state from the files of other ranks.
+
+    Args:
+        wanted, group: see `newest_of_other_size`.
+        shards: see `columns_of_rank`.
+        model_only: leave optimizer state out.
+    Raises:
+        CheckpointError: a file is damaged; on every rank.
+    """
+    rank, world, ep = (wanted[key] for key in ("rank", "world_size", "expert_parallel_size"))
+    errors = files.gather(_damage(written.paths[rank::world]), group)
+    for error in filter(None, errors):
+        raise CheckpointError(error)
+    if rank == 0:
+        logger.info("the checkpoint %s of %d ranks is read by %d", written.paths[0], written.world,
+                    world)
+    with open_written(written, trust.FLAG in sys.argv) as whole:
+        source = without_optimizer(whole) if model_only else whole
+        return torch_files.read_all(state_of_rank(source, rank, world, ep, shards))
+
+
+def _damage(paths: tuple[str, ...]) -> str | None:
+    for path in paths:
+        try:
+            checksums.verify(path)
+        except (OSError, ValueError) as error:
+            return (f"checkpoint {path!r} is damaged: {error}; give another one with "
+                    "--restore-file")
+    return None

@@ -1,0 +1,143 @@
+"""Memory and speed of `moe-plugin reshard` on a synthetic checkpoint, next to `cp` of its files.
+
+    python scripts/benchmark_reshard.py [--out docs/benchmarks] [--gib 4] [--rounds 3]
+
+Needs four times the checkpoint's size on the disk, and about 5 minutes. Writes reshard.json and
+reshard.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_plugin.bench.report import paragraph, table, write_json
+from moe_plugin.checkpoint import torch_files
+from moe_plugin.checkpoint.plain import part_name, write_index
+from moe_plugin.checkpoint.source import Derived, Entry, window_shape
+from moe_plugin.regular_files import output_folder, write_regular
+
+FILES = ("reshard.json", "reshard.md")
+PARTS, EXPERTS, WIDTH, HIDDEN = 4, 16, 512, 2048
+TARGETS = (2, 8, 32)  # 32: experts of two shards
+FIELDS = ("exp_avg", "exp_avg_sq")
+
+
+def noise(*shape: int) -> Derived:
+    """Random values, drawn where they are read: compression or sparse files would flatter."""
+    generator = torch.Generator().manual_seed(0)
+    return Derived(("model", ""), Entry(shape, torch.float32),
+                   lambda window: torch.randn(window_shape(window), generator=generator))
+
+
+def write_checkpoint(folder: Path, gib: float) -> int:
+    """A checkpoint of four ranks with Adam's state; returns its size."""
+    folder.mkdir()
+    experts = {"w_in_LDF": (EXPERTS // PARTS, WIDTH, HIDDEN),
+               "w_out_LFD": (EXPERTS // PARTS, HIDDEN, WIDTH)}
+    layer_bytes = 3 * PARTS * sum(4 * torch.Size(shape).numel() for shape in experts.values())
+    layers = max(1, round(gib * 2**30 / layer_bytes))
+    for rank in range(PARTS):
+        model: dict[str, Any] = {}
+        for layer in range(layers):
+            prefix = f"layers.{layer}."
+            model[prefix + "_extra_state"] = {"version": 1, "num_experts": EXPERTS,
+                                              "ep_rank": rank, "ep_size": PARTS}
+            model |= {f"{prefix}experts.{name}": noise(*shape) for name, shape in experts.items()}
+            model[prefix + "norm.weight"] = noise(WIDTH)
+        state = {name: {field: noise(*value.entry.shape) for field in FIELDS}
+                 for name, value in model.items() if isinstance(value, Derived)}
+        torch_files.write_sealed(folder / part_name(rank, PARTS), {
+            "model": model, "optimizer": {"by_name": state, "groups": [{"lr": 0.1}]}})
+    write_index(folder, PARTS, {"step": 1})
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def timed(command: list[str]) -> tuple[float, str]:
+    """Seconds until a command ended and its data is on the disk; what it printed."""
+    os.sync()
+    start = time.perf_counter()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    os.sync()
+    return time.perf_counter() - start, done.stdout
+
+
+def measure(home: Path, size: int, rounds: int) -> list[dict[str, Any]]:
+    """Copies and conversions in turn."""
+    source, target = home / "source", home / "target"
+    seconds: dict[int, list[float]] = {parts: [] for parts in (0, *TARGETS)}
+    peaks = dict.fromkeys(TARGETS, 0.0)
+    for _ in range(rounds):
+        for parts in seconds:
+            shutil.rmtree(target, ignore_errors=True)
+            command = (["cp", "-r", str(source), str(target)] if parts == 0 else
+                       [sys.executable, "-m", "moe_plugin.cli.main", "reshard", str(source),
+                        str(target), "--ep", str(parts)])
+            took, said = timed(command)
+            seconds[parts].append(took)
+            if parts:
+                peak, unit = re.findall(r"peak memory ([\d.]+) ([MG])iB", said)[0]
+                peaks[parts] = max(peaks[parts], float(peak) * (1024 if unit == "G" else 1))
+    copy = statistics.median(seconds[0])
+    rows = [{"what": "`cp -r`", "seconds": copy, "mib_s": size / copy / 2**20, "ratio": 1.0,
+             "peak_mib": None}]
+    for parts in TARGETS:
+        took = statistics.median(seconds[parts])
+        rows.append({"what": f"`reshard --ep {parts}`", "seconds": took,
+                     "mib_s": size / took / 2**20, "ratio": took / copy,
+                     "peak_mib": peaks[parts]})
+    return rows
+
+
+def report(size: int, rounds: int, rows: list[dict[str, Any]]) -> str:
+    """The page."""
+    cells = [[row["what"], f"{row['seconds']:.1f}", f"{row['mib_s']:.0f}", f"{row['ratio']:.2f}",
+              "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"] for row in rows]
+    return "\n".join([
+        "# Resharding a checkpoint", "",
+        paragraph(
+            "Made by `python scripts/benchmark_reshard.py`. A plain checkpoint of "
+            f"{PARTS} ranks, {size / 2**30:.2f} GiB with Adam's state ({EXPERTS} experts of width "
+            f"{WIDTH} x {HIDDEN} in each layer, random float32), becomes one of other numbers of "
+            "ranks; 32 ranks cut each expert in two. `cp -r` copies the same files in the same "
+            f"run, in turn; median of {rounds} rounds, each until the data is on the disk "
+            "(`sync`). The time of `reshard` includes the start of Python, the verification of all "
+            "checksums of the source and the sums of what it writes. Peak memory is the largest "
+            "resident set of the process, mapped pages of files and Python with torch included "
+            "(about 400 MiB before it begins). Load average: "
+            f"{', '.join(f'{x:.1f}' for x in os.getloadavg())}."),
+        "", table(["what", "seconds", "MiB/s", "time / cp", "peak memory MiB"], cells), ""])
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder to write")
+    parser.add_argument("--gib", type=float, default=4.0, help="size (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--scratch", type=Path, help="where the checkpoints are (default: here)")
+    args = parser.parse_args()
+    try:
+        folder = output_folder(args.out, FILES)
+    except ValueError as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as home:
+        size = write_checkpoint(Path(home) / "source", args.gib)
+        rows = measure(Path(home), size, args.rounds)
+    write_json(folder / FILES[0], {"bytes": size, "rounds": args.rounds, "rows": rows})
+    write_regular(folder / FILES[1], report(size, args.rounds, rows))
+
+
+if __name__ == "__main__":
+    main()

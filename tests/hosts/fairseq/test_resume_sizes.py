@@ -1,0 +1,160 @@
+"""A run of some ranks resumes at any other number, optimizer state included; the same offline."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_plugin import MoELayer
+from moe_plugin.checkpoint import split
+from moe_plugin.checkpoint.conversion import Conversion
+from moe_plugin.checkpoint.formats import Layout, detect, open_source
+from moe_plugin.checkpoint.reshard import moe_layers
+from moe_plugin.checkpoint.source import CheckpointError
+from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.config import from_dict
+from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.hosts.fairseq.checkpoint_format import PARAMETERS, survey
+from tests.checkpoint.test_conversion import same
+from tests.hosts.fairseq.conftest import (
+    DROPLESS,
+    LANGUAGE_MODEL,
+    MOE,
+    Corpus,
+    Result,
+    run,
+)
+
+SIZES = (1, 2, 3, 4, 8)
+
+
+def states(world: int, ep: int, iterations: int = 24) -> list[dict[str, Any]]:
+    """What each rank writes of a tiny model, cut in memory."""
+    torch.manual_seed(0)
+    layer = MoELayer(from_dict({"model_dim": 24, "num_experts": 24,
+                                "experts": {"hidden_dim": 48}}))
+    model = {f"decoder.layers.0.moe.{name}": value for name, value in layer.state_dict().items()}
+    embedding = torch.randn(10, 24)
+    model |= {"decoder.embed.weight": embedding, "decoder.output.weight": embedding,
+              "decoder.version": torch.tensor([3.0])}
+    layers = moe_layers(model)
+    names = [f"decoder.layers.0.moe.{name}" for name, _ in layer.named_parameters()]
+    names = [*names, "decoder.embed.weight"]
+    fields = {field: {name: torch.randn(model[name].shape) for name in names}
+              for field in ("exp_avg", "exp_avg_sq")}
+    return [_state(rank, world, ep, split(model, rank % ep, ep, layers),
+                   {field: split(column, rank % ep, ep, layers)
+                    for field, column in fields.items()}, names, iterations)
+            for rank in range(world)]
+
+
+def _state(rank: int, world: int, ep: int, model: dict[str, Any],
+           fields: dict[str, dict[str, Any]], names: list[str], iterations: int) -> dict[str, Any]:
+    by_index = {index: {"step": 6, **{field: column[name] for field, column in fields.items()}}
+                for index, name in enumerate(names)}
+    return {
+        "args": None, "cfg": {"model": {"_name": "transformer_lm"}}, "model": model,
+        "criterion": None, "optimizer_history": [{"num_updates": 6, "optimizer_name": "Adam"}],
+        "task_state": {}, "extra_state": {"train_iterator": {
+            "version": 2, "epoch": 1, "iterations_in_epoch": iterations, "shuffle": True}},
+        "last_optimizer_state": {"state": by_index, "loss_scale": 128.0, "param_groups": [
+            {"lr": 0.1, "betas": (0.9, 0.98), "params": list(range(len(names)))}]},
+        files.MANIFEST: {"version": 1, "num_experts": 24, "world_size": world, "rank": rank,
+                         "expert_parallel_size": ep, "num_updates": 6, PARAMETERS: names},
+    }
+
+
+def name_of(rank: int, world: int) -> str:
+    return "checkpoint_last.pt" if world == 1 else f"checkpoint_last-rank-{rank}.pt"
+
+
+def write(folder: Path, world: int, ep: int) -> Path:
+    folder.mkdir()
+    for rank, state in enumerate(states(world, ep)):
+        files.write(state, str(folder / name_of(rank, world)))
+    return folder
+
+
+def convert(source: Path, target: Path, **layout: Any) -> None:
+    with open_source(source) as opened:
+        Conversion(opened, target, "fairseq", Layout(**layout)).run()
+
+
+def check(folder: Path, world: int, ep: int, iterations: int) -> None:
+    for rank, state in enumerate(states(world, ep, iterations)):
+        path = str(folder / name_of(rank, world))
+        found = files.read(path)
+        same(found, state)
+        shared = [found["model"][f"decoder.{name}.weight"] for name in ("embed", "output")]
+        assert shared[0].data_ptr() == shared[1].data_ptr()
+
+
+@pytest.mark.parametrize("old", SIZES)
+def test_any_number_of_ranks_to_any_other_bit_for_bit(tmp_path: Path, old: int) -> None:
+    source = write(tmp_path / "source", old, old)
+    assert detect(source) == detect(source / "checkpoint_last.pt") == "fairseq"
+    for new in SIZES:
+        convert(source, tmp_path / str(new), world=new)
+        check(tmp_path / str(new), new, new, 24 * old // new)
+    convert(tmp_path / "8", tmp_path / "back", world=old)
+    check(tmp_path / "back", old, old, 24)
+
+
+def test_replicas_of_experts(tmp_path: Path) -> None:
+    convert(write(tmp_path / "source", 4, 2), tmp_path / "copies", world=6, ep=3)
+    check(tmp_path / "copies", 6, 3, 16)
+    with pytest.raises(ValueError, match="--ep 4 does not divide --world 6"):
+        convert(tmp_path / "source", tmp_path / "x", world=6, ep=4)
+
+
+def test_the_newest_complete_step_of_any_number_of_ranks_is_found(tmp_path: Path) -> None:
+    home = write(tmp_path / "home", 4, 4)
+    for rank, state in enumerate(states(2, 2)):
+        state[files.MANIFEST]["num_updates"] = 9
+        files.write(state, str(home / name_of(rank, 2)) + (files.PENDING if rank else ""))
+    found = survey(str(home / "checkpoint_last-rank-3.pt"))
+    assert [(one.step, one.world) for one in found] == [(9, 2)]  # rank 0 of the four is gone
+    assert found[0].paths[1].endswith("-rank-1.pt.new")
+    (home / "checkpoint_last-rank-0.pt").write_bytes(b"damaged")
+    assert survey(str(home / "checkpoint_last.pt")) == []
+
+
+def test_optimizer_state_without_names_is_not_dropped_silently(tmp_path: Path) -> None:
+    home = write(tmp_path / "home", 1, 1)
+    state = files.read(str(home / "checkpoint_last.pt"))
+    del state[files.MANIFEST][PARAMETERS]
+    files.write(state, str(home / "checkpoint_last.pt"))
+    with pytest.raises(CheckpointError, match="without the names.*--model-only"):
+        convert(home, tmp_path / "x", world=2)
+    with open_source(home) as opened:
+        Conversion(opened, tmp_path / "bare", "fairseq", Layout(world=2), model_only=True).run()
+    bare = files.read(str(tmp_path / "bare" / "checkpoint_last-rank-1.pt"))
+    assert "last_optimizer_state" not in bare and bare["model"]
+
+
+@pytest.mark.distributed
+def test_a_run_resumes_at_other_numbers_of_ranks_to_the_same_losses(
+        corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
+    """From the same checkpoint of two ranks, 16 sentences a step each time."""
+    curves: dict[int, list[float]] = {}
+    for ranks in (2, 1, 4):
+        home = tmp_path / str(ranks)
+        shutil.copytree(ep2[0], home)
+        result = run(
+            "fairseq-train",
+            f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 16 --save-dir {home} "
+            f"--update-freq {4 // ranks} --disable-validation", ranks=ranks).ok()
+        assert re.findall(r"Loaded checkpoint .*@ (\d+) updates", result.log)[0] == "12"
+        curves[ranks] = result.losses
+    assert len(curves[2]) == 4
+    for ranks in (1, 4):
+        assert curves[ranks] == pytest.approx(curves[2], abs=2e-3)  # the log's last digits
+    # and its checkpoint, of four ranks, is read by one
+    last = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 17 "
+               f"--save-dir {tmp_path / '4'} --update-freq 4 --disable-validation --no-save").ok()
+    assert re.findall(r"Loaded checkpoint .*@ (\d+) updates", last.log)[0] == "16"
