@@ -29,7 +29,6 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.model import Training
-from moe_plugin.hosts.megatron.state import without_missing
 from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
@@ -189,7 +188,6 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         if not trust:
             checkpoint_trust.check(path)
         state = _state(training, loading=True, same_layout=same)
-        without_missing((state[f"model{i}"] for i in range(len(training.chunks))), path)
         found = dist_checkpointing.load(state, path)
     except UntrustedFile:
         raise

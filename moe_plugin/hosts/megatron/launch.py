@@ -74,6 +74,10 @@ def main(argv: list[str] | None = None) -> None:
     extend_parse_args(chained)
     skip_steps_of_all_optimizers()
     mend_loading_of_all_optimizers()
+    # imported here: it imports Megatron, which may lie next to the script
+    from moe_plugin.hosts.megatron.state import load_without_missing
+
+    load_without_missing()
     observe_script()
     runpy.run_path(script, run_name="__main__")
 

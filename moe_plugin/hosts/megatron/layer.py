@@ -285,11 +285,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             found.update(
                 self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets,
                                                        metadata))
-        tuner = state.tuner_state(self.moe)
-        # a predicted layout is left out: Megatron refuses checkpoints without an object that is
-        # asked for, and the first batch predicts the same again
-        if tuner is not None and self.moe.config.parallel.mode == "auto":
-            found.update(state.tuner_shard(tuner, groups, prefix + state.TUNER, sharded_offsets))
+        found.update(state.tuner_shards(self.moe, groups, prefix + state.TUNER, sharded_offsets))
         return found
 
 

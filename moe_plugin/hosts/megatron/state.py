@@ -9,15 +9,21 @@ checkpoint loads at any expert-parallel size.
 Tuner state is one object per layer, under the layer's global number, and optional. Every pipeline
 stage saves its own layers' objects; replicas of the experts may have learned different things, the
 first one's are kept. What was learned on another number of ranks is left out.
+
+So it is with a predicted layout, where checkpoints are loaded through `LenientLoad`. Megatron alone
+refuses a checkpoint without an object that is asked for, and no checkpoint of another layer or of
+fixed layouts has one.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import nn
@@ -61,6 +67,42 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
     state[f"{prefix}moe._extra_state"] = {**own, TUNER: saved}
 
 
+class LenientLoad:
+    """`dist_checkpointing.load` that asks for no tuner which the checkpoint does not have."""
+
+    def __init__(self, load: Callable[..., Any]) -> None:
+        self.load = load
+        functools.update_wrapper(self, load)
+
+    def __call__(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str, *args: Any,
+                 **kwargs: Any) -> Any:
+        """As Megatron's; the models are under `model`, or `model0`, `model1`, ..."""
+        without_missing((part for key, part in sharded_state_dict.items()
+                         if key.startswith("model") and isinstance(part, dict)), checkpoint_dir)
+        return self.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
+def load_without_missing() -> None:
+    """Load distributed checkpoints by `LenientLoad`, also in Megatron's own script; stays for the
+    life of the process.
+    """
+    if not _lenient():
+        dist_checkpointing.load = LenientLoad(dist_checkpointing.load)
+
+
+def _lenient() -> bool:
+    return isinstance(dist_checkpointing.load, LenientLoad)
+
+
+def tuner_shards(moe: MoELayer, groups: Groups, key: str,
+                 offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
+    """The tuner's entry of a distributed checkpoint, where there is one; see `tuner_shard`."""
+    tuner = tuner_state(moe)
+    if tuner is None or not (moe.config.parallel.mode == "auto" or _lenient()):
+        return {}
+    return tuner_shard(tuner, groups, key, offsets)
+
+
 def tuner_shard(state: dict[str, Any], groups: Groups, key: str,
                 offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
     """The tuner's entry of a distributed checkpoint.
@@ -73,13 +115,11 @@ def tuner_shard(state: dict[str, Any], groups: Groups, key: str,
 
 def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
     """Take tuners that the checkpoint at `path` does not have out of the state dicts to load."""
-    from megatron.core import dist_checkpointing
-
     wanted = [(model, key, entry) for model in models for key, entry in model.items()
               if isinstance(entry, ShardedObject) and key.endswith(f".{TUNER}")]
     known = dist_checkpointing.serialization.load_sharded_metadata(path) if wanted else {}
     for model, key, entry in wanted:
         if entry.unique_key not in known:
             del model[key]
-            logger.info("the checkpoint has no layout choices for %s: they are measured again",
+            logger.info("the checkpoint has no layout choices for %s: they are found again",
                         key.removesuffix(f".{TUNER}"))

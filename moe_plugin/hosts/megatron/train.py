@@ -92,9 +92,11 @@ def start(args: argparse.Namespace) -> None:
 
     from moe_plugin.hosts.megatron.compat.core import quiet_unknown_mlp
     from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
+    from moe_plugin.hosts.megatron.state import load_without_missing
 
     quiet_unknown_mlp()
     mend_config_warning()
+    load_without_missing()
 
     try:
         ps.initialize_model_parallel(

@@ -145,3 +145,36 @@ def _megatrons_own_load(folder: str) -> int:
 
 def test_megatron_loads_a_checkpoint_without_it_where_it_is_told_to(tmp_path: Path) -> None:
     assert on_ranks(2, _megatrons_own_load, str(tmp_path)) == [0, 0]
+
+
+def _predicted(folder: str) -> tuple[list[str], list[bool]]:
+    """(layouts of a layer that has predicted its own, and of one that loads it; whether a layer has
+    a layout after it loaded a checkpoint that holds it, and one that does not).
+    """
+    from megatron.core import dist_checkpointing
+
+    from moe_plugin.hosts.megatron.state import load_without_missing
+
+    load_without_missing()
+    load_without_missing()  # once is enough
+    initialise_parallel(Case(ep=2))
+    first, again, other = (build(Case(ep=2), True, {"parallel.mode": "predicted"})
+                           for _ in range(3))
+    fixed = build(Case(ep=2), True, {"parallel.mode": "fixed"})
+    first(torch.randn(2048, 4, 16))[0].sum().backward()
+    layers = ((first, again, "predicted"), (fixed, other, "fixed"))
+    for source, target, name in layers:
+        Path(folder, name).mkdir(exist_ok=True)
+        dist_checkpointing.save({"model": source.sharded_state_dict("mlp.")}, f"{folder}/{name}")
+        found = dist_checkpointing.load({"model": target.sharded_state_dict("mlp.")},
+                                        f"{folder}/{name}")["model"]
+        target.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})
+    return ([layer.moe.layouts.current.label for layer in (first, again)],
+            [layer.moe.layouts.tuner.settled for layer in (again, other)])
+
+
+def test_a_distributed_checkpoint_keeps_a_predicted_layout(tmp_path: Path) -> None:
+    """One without it loads, too."""
+    for layouts, settled in on_ranks(2, _predicted, str(tmp_path)):
+        assert layouts[0] == layouts[1] and layouts[0].startswith("r=0"), layouts
+        assert settled == [True, False]
