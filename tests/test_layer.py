@@ -171,6 +171,22 @@ def test_shared_expert_adds_a_dense_ffn() -> None:
     torch.testing.assert_close(with_it, layer(x, mask).output + dense)
 
 
+def test_a_gate_scales_the_shared_expert() -> None:
+    experts = {"hidden_dim": 16, "shared_hidden_dim": 12, "shared_gate": True}
+    layer = MoELayer(config(experts=experts))
+    x, mask = torch.randn(6, 8, requires_grad=True), torch.arange(6) < 4
+    shared = layer.shared_expert
+    dense = shared.fc_out(nn.functional.gelu(shared.fc_in(x))) * torch.sigmoid(
+        x @ shared.gate.weight.T) * mask[:, None]
+    with_it = layer(x, mask).output
+    layer.shared_expert = None
+    torch.testing.assert_close(with_it, layer(x, mask).output + dense)
+    with_it.sum().backward()
+    assert float(shared.gate.weight.grad.abs().sum()) > 0
+    with pytest.raises(ValueError, match="experts.shared_gate=True is out of bounds"):
+        config(experts={"shared_gate": True})
+
+
 class Affine(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()

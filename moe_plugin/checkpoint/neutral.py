@@ -10,7 +10,10 @@ positions, E the experts, F the width inside an expert or MLP, G the shared expe
     layers.N.attention.q.weight          [A*H, D]       rows: heads in order; bias [A*H]
     layers.N.attention.k.weight, v       [K*H, D]       bias [K*H]
     layers.N.attention.o.weight          [D, A*H]       bias [D]
-    layers.N.attention.q_norm.weight, k_norm            where queries and keys are normalized
+    layers.N.attention.q_norm.weight, k_norm            where queries and keys are normalized: each
+                                         head [H], or all heads at once [A*H], [K*H]
+    layers.N.attention.q_a.weight, q_a_norm, q_b        latent attention, see `LATENT`: D to the
+    layers.N.attention.kv_a.weight, kv_a_norm, kv_b     latent width, its norm, to the heads
     layers.N.norm2.weight, bias          [D]            before the MoE layer or MLP
     layers.N.mlp.w_in.weight, w_gate     [F, D]         bias [F]; dense layers
     layers.N.mlp.w_out.weight            [D, F]         bias [D]
@@ -33,23 +36,30 @@ fields have the same names and shapes. A source's `layers` has the prefixes `lay
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any
 
 from moe_plugin.checkpoint.source import CheckpointError
+from moe_plugin.messages import short
 
 _NORM = r"(?:weight|bias)"
 NAMES = re.compile("|".join((
     r"embed\.weight", r"position\.weight", r"output\.weight", rf"final_norm\.{_NORM}",
     rf"layers\.\d+\.norm[12]\.{_NORM}",
     r"layers\.\d+\.attention\.(?:q|k|v|o)\.(?:weight|bias)",
-    rf"layers\.\d+\.attention\.(?:q_norm|k_norm)\.{_NORM}",
+    rf"layers\.\d+\.attention\.(?:q_norm|k_norm|q_a_norm|kv_a_norm)\.{_NORM}",
+    r"layers\.\d+\.attention\.(?:q_a|q_b|kv_a|kv_b)\.(?:weight|bias)",
     r"layers\.\d+\.mlp\.(?:w_in|w_gate|w_out)\.(?:weight|bias)",
     r"layers\.\d+\.moe\.router\.(?:weight|bias|expert_bias)",
     r"layers\.\d+\.moe\.experts\.(?:w_in_LDF|w_gate_LDF|w_out_LFD|b_in_LF|b_gate_LF|b_out_LD)",
     r"layers\.\d+\.moe\.shared\.(?:w_in|w_gate|w_out|gate)\.(?:weight|bias)",
 )))
+
+# DeepSeek's latent attention: ranks of the latents of queries (None: none) and of keys and values;
+# widths of a head's part without and with rotary positions, and of its values; whether rotary
+# positions pair neighbours (2i, 2i + 1).
+LATENT = ("q_rank", "kv_rank", "plain_dim", "rotary_dim", "value_dim", "interleaved")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +77,11 @@ class DecoderSettings:
         top_k: experts per token; 0 without MoE layers.
         router: "softmax" or "sigmoid" scores; `normalize_top_k`: the chosen ones sum to 1, then
             times `router_scale`.
+        groups, group_top_k, group_scores: as `router.groups`, ... of our settings; 0 groups: none.
+        rotary_scaling: how rotary positions are stretched, as `rope_scaling` of Hugging Face with
+            "rope_type"; empty: not at all.
+        window: tokens that attention looks back; 0: all.
+        latent: `LATENT` by name, where attention is latent.
         extra: settings that a format knows and this list does not, by the format's own names; a
             format refuses by name what it does not hold.
     """
@@ -86,11 +101,31 @@ class DecoderSettings:
     router: str = "softmax"
     normalize_top_k: bool = False
     router_scale: float = 1.0
+    groups: int = 0
+    group_top_k: int = 1
+    group_scores: int = 0
+    rotary_scaling: Mapping[str, Any] = field(default_factory=dict)
+    window: int = 0
+    latent: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)
+
+    def check_held(self, held: Collection[str], what: str) -> None:
+        """Check that nothing but the settings in `held`, and those that every model has, differs
+        from its default.
+
+        Args:
+            held: fields that a format can hold. what: what errors call it.
+        Raises:
+            CheckpointError: others differ; all of them by name.
+        """
+        lost = [f"{one.name}={short(getattr(self, one.name))}" for one in fields(self)
+                if one.name not in held and not _is_default(one, getattr(self, one.name))]
+        if lost:
+            raise CheckpointError(f"{what} cannot hold {', '.join(lost)}; choose another format")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
@@ -102,6 +137,13 @@ class DecoderSettings:
             return cls(**values)
         except TypeError as error:
             raise CheckpointError(f"incomplete model settings: {error}") from error
+
+
+def _is_default(one: Field[Any], value: Any) -> bool:
+    """Whether a field without a default, or with the value that is its default."""
+    if one.default is MISSING and one.default_factory is MISSING:
+        return True
+    return value == (one.default_factory() if one.default is MISSING else one.default)
 
 
 def check_names(names: Any) -> None:

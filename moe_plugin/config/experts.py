@@ -43,6 +43,10 @@ class ExpertsConfig(Section):
         flag="expert-precision")
     shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none",
                                     flag="shared-expert-hidden-dim")
+    shared_gate: bool = option(
+        False,
+        "multiply the shared expert's output by sigmoid(x w), w one learned row (Qwen2-MoE)",
+        flag="shared-expert-gate")
     shared_overlap: bool = option(
         False,
         "compute the shared expert while the rows are on their way to their experts, where a "
@@ -64,6 +68,8 @@ class ExpertsConfig(Section):
         for name in ("hidden_dim", "shared_hidden_dim"):
             self.within(name, 0, MOST_WIDTH, "use 0 for the default")
         self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")
+        self.require("shared_gate", not self.shared_gate or self.shared_hidden_dim > 0,
+                     "False without a shared expert", "set experts.shared_hidden_dim")
         self.require("precision", not (self.precision == "fp8" and self.dropout),
                      "ieee or tf32 where experts.dropout > 0", "fp8 products have no dropout")
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",

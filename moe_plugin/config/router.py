@@ -174,6 +174,11 @@ class RouterConfig(Section):
         flag="router-groups")
     group_top_k: int = option(1, "group_limited, sigmoid_bias: groups a token may choose from",
                               flag="router-group-top-k")
+    group_scores: int = option(
+        0,
+        "group_limited, sigmoid_bias: how many of a group's best scores add up to the group's; 0: "
+        "top_k // group_top_k, at least 1",
+        flag="router-group-scores")
     bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves per step",
                               flag="router-bias-rate")
     cosine_dim: int = option(256, "cosine: width in which tokens and experts are compared",
@@ -199,6 +204,7 @@ class RouterConfig(Section):
         self.within("groups", 0, MOST_EXPERTS, "use 0 for none")
         self.require("group_top_k", 1 <= self.group_top_k <= max(1, self.groups),
                      f"in 1..router.groups={self.groups}", "use 1")
+        self.within("group_scores", 0, MOST_EXPERTS, "use 0")
         self.require("bias_rate", self.bias_rate >= 0, ">= 0", "use 0.001")
         several, selection = len(self.names), self.selection
         self.require("selection.rule", selection.rule == "first" or several > 1,

@@ -28,6 +28,9 @@ class SharedExpert(nn.Module):
         gated = config.experts.kind == "gated_ffn"
         self.fc_gate = nn.Linear(width, inner, **options) if gated else None
         self.fc_out = nn.Linear(inner, width, **options)
+        self.gate = None
+        if config.experts.shared_gate:
+            self.gate = nn.Linear(width, 1, bias=False, dtype=dtype, device=device)
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
@@ -45,7 +48,10 @@ class SharedExpert(nn.Module):
         else:
             inner_TF = self.activation(self.fc_gate(x_TD)) * inner_TF
         inner_TF = F.dropout(inner_TF, self.dropout, self.training)
-        y_TD = self.fc_out(inner_TF).to(x_TD.dtype)
+        y_TD = self.fc_out(inner_TF)
+        if self.gate is not None:
+            y_TD = torch.sigmoid(self.gate(x_TD)) * y_TD
+        y_TD = y_TD.to(x_TD.dtype)
         return y_TD if mask_T is None else y_TD.masked_fill(~mask_T[:, None], 0)
 
 

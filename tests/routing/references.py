@@ -118,17 +118,20 @@ def sam_choice(call: Call) -> list[list[int]]:
     ]
 
 
+def counted(c: Any) -> int:
+    """How many scores make the score of a group."""
+    return c.group_scores or max(1, c.top_k // c.group_top_k)
+
+
 def limited_choice(call: Call) -> list[list[int]]:
     c = call.c
-    return [
-        group_choice(row, c.groups, c.group_top_k, max(1, c.top_k // c.group_top_k), c.top_k)
-        for row in logits(call).softmax(1)
-    ]
+    return [group_choice(row, c.groups, c.group_top_k, counted(c), c.top_k)
+            for row in logits(call).softmax(1)]
 
 
 def bias_choice(call: Call) -> list[list[int]]:
     c = call.c
-    return [group_choice(row, c.groups, c.group_top_k, max(1, c.top_k // c.group_top_k), c.top_k)
+    return [group_choice(row, c.groups, c.group_top_k, counted(c), c.top_k)
             for row in logits(call).sigmoid() + call.p["bias_E"].double()]
 
 

@@ -57,7 +57,22 @@ def test_all_experts_of_a_token_lie_in_its_groups(groups: int, k: int, seed: int
     assert all(len(set(row)) <= 2 for row in limited.tolist())
 
 
+@pytest.mark.parametrize("name", ["group_limited", "sigmoid_bias"])
+@pytest.mark.parametrize("counted", [1, 2, 3])
+def test_a_groups_score_is_the_sum_of_its_best(name: str, counted: int) -> None:
+    router = make(name, experts=12, k=6, groups=4, group_top_k=2, group_scores=counted)
+    x = torch.randn(50, 6, dtype=torch.float64)
+    logits = x @ router.weight_ED.T
+    scores = logits.softmax(1) if name == "group_limited" else logits.sigmoid()
+    group = scores.view(50, 4, 3).sort(2, descending=True).values[:, :, :counted].sum(2)
+    want = [sorted(row) for row in group.topk(2).indices.tolist()]
+    got = [sorted(set(row)) for row in (router(x).ids_TK // 3).tolist()]
+    assert got == want
+
+
 def test_groups_are_checked() -> None:
+    with pytest.raises(ValueError, match="router.group_scores=4 is out of bounds: must be <= 2"):
+        make("group_limited", groups=4, group_scores=4)
     with pytest.raises(ValueError, match="router.groups=0 does not fit router sam"):
         make("sam")
     with pytest.raises(ValueError, match="router.groups=3 does not fit"):

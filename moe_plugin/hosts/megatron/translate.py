@@ -43,6 +43,7 @@ NATIVE_ARGUMENTS: dict[str, str] = {
     "experts.recompute_activation": "--recompute-modules",
     "experts.shared_overlap": "--moe-shared-expert-overlap",
     "experts.shared_hidden_dim": "--moe-shared-expert-intermediate-size",
+    "experts.shared_gate": "--moe-shared-expert-gate",
     "experts.init_std": "--init-method-std",
     "experts.weights_first": "--moe-apply-probs-on-input",
 }
@@ -117,6 +118,7 @@ def _native_values(native: Any) -> dict[str, Any]:
         "experts.activation": _activation(native),
         "experts.bias": bool(native.add_bias_linear),
         "experts.shared_hidden_dim": 0,  # Megatron's own shared expert is used
+        "experts.shared_gate": False,  # with its own gate
         "experts.shared_overlap": bool(setting(native, "moe_shared_expert_overlap", False)),
         "experts.recompute_activation": native.recompute_granularity == "selective" and "moe_act" in
                                         (setting(native, "recompute_modules") or []),

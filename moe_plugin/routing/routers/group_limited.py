@@ -20,8 +20,9 @@ from moe_plugin.routing.routers.topk import TopKRouter
 class GroupLimitedRouter(TopKRouter):
     """The `group_top_k` best of `groups` groups of consecutive experts, then their k best experts.
 
-    The score of a group is the sum of its best max(1, k // group_top_k) scores. Source: DeepSeek-V2
-    and V3 (2024), node-limited routing; for V3's form use router sigmoid_bias with groups.
+    The score of a group is the sum of its best `group_scores` scores (0: max(1, k // group_top_k)).
+    Source: DeepSeek-V2 (1 score) and V3 (2 scores; 2024), node-limited routing; for V3's form use
+    router sigmoid_bias with groups.
 
     Attributes:
         groups_needed: whether `router.groups` must be set.
@@ -43,12 +44,17 @@ class GroupLimitedRouter(TopKRouter):
 
     def counted_scores(self, k: int) -> int:
         """How many of a group's best scores make up the score of the group."""
-        return max(1, k // self.chosen_groups)
+        return self.config.group_scores or max(1, k // self.chosen_groups)
 
     def _check(self, k: int) -> None:
         if self.groups_needed or self.config.groups:
             check_groups(self.config.groups, self.num_experts, k, self.chosen_groups,
                          self.config.name)
+            size = self.num_experts // self.config.groups
+            if self.config.group_scores > size:
+                raise ValueError(
+                    f"router.group_scores={self.config.group_scores} is out of bounds: must be <= "
+                    f"{size}, the experts of a group; use 0 for k // group_top_k")
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """See `TopKRouter.route`."""
