@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint import checksums, torch_files, trust
+from moe_plugin.checkpoint import checksums, huggingface, torch_files, trust
 from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
 from moe_plugin.checkpoint.neutral import check_names
 from moe_plugin.checkpoint.ranks import (
@@ -227,9 +227,14 @@ class PlainFormat(Format):
         return layout.ep or layout.world or same
 
     def to_neutral(self, source: Source) -> Source:
-        """The source, where its names are neutral ones."""
-        check_names(name for _, name in source.entries)
+        """The source, where its names are neutral ones; a view of it, where `extra` has the
+        "hf_config" of a model of `transformers`.
+        """
         extra = source.values.get("extra")
+        if isinstance(extra, Mapping) and "hf_config" in extra:
+            return huggingface.to_neutral(View(source, map(source.tensor, source.entries), values={
+                **source.values, "config": extra["hf_config"]}))
+        check_names(name for _, name in source.entries)
         settings = {"model": extra["model"]} if isinstance(extra, Mapping) and "model" in extra \
             else {}
         return View(source, map(source.tensor, source.entries),

@@ -1,5 +1,6 @@
 """All formats of checkpoints: importing this registers them. Their modules import no framework."""
 
+from moe_plugin.checkpoint import huggingface as _huggingface  # noqa: F401 - registers
 from moe_plugin.checkpoint import plain as _plain  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats import formats
 from moe_plugin.hosts.fairseq import checkpoint_format as _fairseq  # noqa: F401 - registers

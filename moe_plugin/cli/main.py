@@ -62,6 +62,10 @@ COMMANDS = {
                        "inspect"),
     "reshard": Command("convert a checkpoint to another format or other numbers of ranks",
                        "reshard"),
+    "upcycle": Command("turn a dense checkpoint into a Mixture of Experts that computes the same "
+                       "at first", "upcycle"),
+    "check-hf": Command("run a Hugging Face MoE model with our layer in place of its blocks, and "
+                        "compare its logits", "check_hf"),
     "emulate": Command("run any training command on an emulated cluster", "emulate"),
 }
 

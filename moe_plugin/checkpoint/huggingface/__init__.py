@@ -1,0 +1,7 @@
+"""Checkpoints of Hugging Face's `transformers`: Mixtral, Qwen-MoE, DeepSeek, OLMoE, and dense
+models of their kind.
+"""
+
+from moe_plugin.checkpoint.huggingface.format import HuggingFaceFormat, StateSource, to_neutral
+
+__all__ = ["HuggingFaceFormat", "StateSource", "to_neutral"]

@@ -1,0 +1,228 @@
+"""Families of decoder models in Hugging Face's `transformers`: what each holds, and its settings as
+neutral ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_plugin.checkpoint.neutral import DecoderSettings
+from moe_plugin.checkpoint.source import CheckpointError
+from moe_plugin.messages import short
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
+               "gelu_new": "gelu_tanh", "relu": "relu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the models of one `model_type` can hold.
+
+    Attributes:
+        architecture: class of the model with a language-model head.
+        moe: has MoE layers.
+        block: name of the MoE block in files, and `expert_parts` of gate, input and output matrix.
+        shared_name: module of the shared expert; shared: "none", "plain" or "gated".
+        experts_key, width_key: settings for the number of experts and their inner width.
+        scores: "softmax" or "sigmoid", with `expert_bias`. normalize: `normalize_top_k` that it can
+            have; None: setting `norm_topk_prob` says which. scales: has `routed_scaling_factor`.
+        group_scores: with groups, how many scores make a group's; None: no groups.
+        dense: which layers may be dense: "none", "any", "first".
+        biases: of attention: "none", "qkv" or "all", which of them; mlp_bias: of dense layers.
+        qk_norm: "none", "head" or "all". latent: attention has latents. window: may look back
+            a number of tokens.
+        defaults: settings that `config.json` may leave out. extras: more settings that it holds.
+    """
+
+    model_type: str
+    architecture: str
+    moe: bool = True
+    block: str = "mlp"
+    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_name: str = "shared_expert"
+    shared: str = "none"
+    experts_key: str = "num_experts"
+    width_key: str = "moe_intermediate_size"
+    scores: str = "softmax"
+    expert_bias: bool = False
+    normalize: bool | None = None
+    scales: bool = False
+    group_scores: int | None = None
+    dense: str = "none"
+    biases: tuple[str, ...] = ("none",)
+    mlp_bias: bool = False
+    qk_norm: str = "none"
+    latent: bool = False
+    window: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+
+
+_DEEPSEEK = {"shared_name": "shared_experts", "shared": "plain", "experts_key": "n_routed_experts",
+             "scales": True, "dense": "first", "biases": ("none", "all"), "latent": True}
+_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+           "qk_rope_head_dim": 64, "v_head_dim": 128}
+FAMILIES = {family.model_type: family for family in (
+    Family(model_type="mixtral", architecture="MixtralForCausalLM", block="block_sparse_moe",
+           expert_parts=("w1", "w3", "w2"), experts_key="num_local_experts",
+           width_key="intermediate_size", normalize=True, window=True,
+           defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+                     "rope_theta": 1e6}, extras=("router_jitter_noise",)),
+    Family(model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", dense="any",
+           biases=("none", "all"), qk_norm="head",
+           defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8}),
+    Family(model_type="olmoe", architecture="OlmoeForCausalLM", width_key="intermediate_size",
+           biases=("none", "all"), qk_norm="all",
+           defaults={"num_experts_per_tok": 8, "rms_norm_eps": 1e-5}, extras=("clip_qkv",)),
+    Family(model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", shared="gated", dense="any",
+           biases=("none", "qkv"), defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4}),
+    Family(model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", normalize=False,
+           group_scores=1, mlp_bias=True, defaults={**_LATENT, "routed_scaling_factor": 1.0},
+           **_DEEPSEEK),
+    Family(model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM", scores="sigmoid",
+           expert_bias=True, group_scores=2,
+           defaults={**_LATENT, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8,
+                     "topk_group": 4, "num_experts_per_tok": 8, "rope_interleave": True},
+           **_DEEPSEEK),
+    Family(model_type="llama", architecture="LlamaForCausalLM", moe=False, dense="any",
+           biases=("none", "all"), mlp_bias=True),
+    Family(model_type="mistral", architecture="MistralForCausalLM", moe=False, dense="any",
+           window=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    Family(model_type="qwen2", architecture="Qwen2ForCausalLM", moe=False, dense="any",
+           biases=("qkv",), defaults={"num_key_value_heads": 32}),
+    Family(model_type="qwen3", architecture="Qwen3ForCausalLM", moe=False, dense="any",
+           biases=("none", "all"), qk_norm="head", defaults={"num_key_value_heads": 32}),
+)}
+_COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+           "max_position_embeddings": 2048, "rope_theta": 10000.0}
+# settings that do not change what the model computes
+INERT = frozenset((
+    "_name_or_path", "architectures", "auto_map", "aux_loss_alpha", "bos_token_id", "dtype",
+    "ep_size", "eos_token_id", "initializer_range", "model_type", "num_mtp_layers",
+    "num_nextn_predict_layers", "output_router_logits", "pad_token_id", "router_aux_loss_coef",
+    "seq_aux", "torch_dtype", "transformers_version", "use_cache", "max_window_layers",
+    "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward",
+    "is_encoder_decoder", "id2label", "label2id", "problem_type", "unsloth_version",
+    "original_max_position_embeddings"))
+# settings that are read, or that shapes say again
+_READ = frozenset((
+    "attention_bias", "decoder_sparse_step", "first_k_dense_replace", "head_dim", "hidden_act",
+    "hidden_size", "intermediate_size", "kv_lora_rank", "max_position_embeddings", "mlp_bias",
+    "mlp_only_layers", "moe_intermediate_size", "n_group", "n_routed_experts", "n_shared_experts",
+    "norm_topk_prob", "num_attention_heads", "num_experts", "num_experts_per_tok",
+    "num_hidden_layers", "num_key_value_heads", "num_local_experts", "q_lora_rank", "qk_head_dim",
+    "qk_nope_head_dim", "qk_rope_head_dim", "qkv_bias", "rms_norm_eps", "rope_interleave",
+    "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor",
+    "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "topk_group",
+    "v_head_dim", "vocab_size", "use_sliding_window"))
+# other settings in their usual form, in which they change nothing
+_USUAL = {"attention_dropout": 0.0, "router_jitter_noise": 0.0, "pretraining_tp": 1,
+          "moe_layer_freq": 1, "partial_rotary_factor": 1.0, "scoring_func": None,
+          "topk_method": None, "layer_types": None}
+_METHODS = {"deepseek_v2": ("softmax", ("greedy", "group_limited_greedy")),
+            "deepseek_v3": ("sigmoid", ("noaux_tc",))}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a configuration; `CheckpointError` where it is of none that is known."""
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise CheckpointError(f"config.json: model_type={short(name)} is not known; known: "
+                              f"{', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def decoder_settings(config: Mapping[str, Any]) -> DecoderSettings:
+    """The neutral settings of a `config.json`; what they have no place for goes to `extra`.
+
+    Raises:
+        CheckpointError: a setting has a type or value that no model of the family has.
+    """
+    family = family_of(config)
+
+    def get(key: str) -> Any:
+        value = config.get(key)
+        return value if value is not None else {**_COMMON, **family.defaults}.get(key)
+
+    if get("hidden_act") not in ACTIVATIONS:
+        raise CheckpointError(f"config.json: hidden_act={short(get('hidden_act'))} is not known; "
+                              f"known: {', '.join(ACTIVATIONS)}")
+    if type(get("num_attention_heads")) is not int:
+        raise CheckpointError("config.json: num_attention_heads="
+                              f"{short(get('num_attention_heads'))} must be a number")
+    base, scaling = _rotary(config, get("rope_theta"))
+    looks_back = family.window or bool(config.get("use_sliding_window"))
+    heads = get("num_attention_heads")
+    return DecoderSettings(
+        heads=heads, kv_heads=heads if family.latent else get("num_key_value_heads") or heads,
+        norm="rmsnorm", norm_eps=float(get("rms_norm_eps")),
+        activation=ACTIVATIONS[get("hidden_act")], gated=True, positions="rotary",
+        tied=bool(get("tie_word_embeddings")), rotary_base=base, rotary_scaling=scaling,
+        max_positions=get("max_position_embeddings"),
+        window=(config.get("sliding_window") or 0) if looks_back else 0,
+        latent=_latent(get) if family.latent else {}, extra=_extra(config, family),
+        **_routing(family, config, get))
+
+
+def _routing(family: Family, config: Mapping[str, Any], get: Any) -> dict[str, Any]:
+    if not family.moe:
+        return {}
+    normalize = bool(get("norm_topk_prob")) if family.normalize is None else family.normalize
+    if family.normalize is not None and config.get("norm_topk_prob") not in (None, normalize):
+        raise CheckpointError(
+            f"config.json: norm_topk_prob={short(config['norm_topk_prob'])} has no effect in "
+            f"transformers' {family.model_type} and had one in other code; set it to "
+            f"{str(normalize).lower()} if that is what the model was trained with")
+    scores, methods = _METHODS.get(family.model_type, ("softmax", (None,)))
+    method = config.get("topk_method") or methods[0]
+    for name, value, known in (("scoring_func", config.get("scoring_func") or scores, (scores,)),
+                               ("topk_method", method, methods)):
+        if value not in known:
+            raise CheckpointError(f"config.json: {name}={short(value)} is not one of "
+                                  f"{family.model_type}'s: {', '.join(map(str, known))}")
+    limited = family.group_scores is not None and method != "greedy" and (get("n_group") or 1) > 1
+    groups = {"groups": get("n_group"), "group_top_k": get("topk_group") or 1,
+              "group_scores": family.group_scores} if limited else {}
+    scale = float(get("routed_scaling_factor")) if family.scales else 1.0
+    return {"top_k": get("num_experts_per_tok"), "router": family.scores,
+            "normalize_top_k": normalize, "router_scale": scale, **groups}
+
+
+def _rotary(config: Mapping[str, Any], default: float) -> tuple[float, dict[str, Any]]:
+    """Base and scaling; files of transformers 5 have both in `rope_parameters`."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(found.pop("rope_theta", None) or config.get("rope_theta") or default)
+    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
+    found.pop("type", None)
+    if found.get("partial_rotary_factor") == 1.0:
+        del found["partial_rotary_factor"]
+    if kind == "default" and not found:
+        return base, {}
+    return base, {"rope_type": kind, **found}
+
+
+def _latent(get: Any) -> dict[str, Any]:
+    interleaved = get("rope_interleave")
+    return {"q_rank": get("q_lora_rank"), "kv_rank": get("kv_lora_rank"),
+            "plain_dim": get("qk_nope_head_dim"), "rotary_dim": get("qk_rope_head_dim"),
+            "value_dim": get("v_head_dim"),
+            "interleaved": True if interleaved is None else bool(interleaved)}
+
+
+def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Settings that are not at their usual value and have no neutral name."""
+    found = {}
+    for key, value in config.items():
+        if key in INERT or key in _READ or value in (None, False):
+            continue
+        if key in ("scoring_func", "topk_method") and family.model_type in _METHODS:
+            continue  # read
+        if key == "layer_types" and set(value) == {"full_attention"}:
+            continue
+        if key not in _USUAL or value != _USUAL[key]:
+            found[key] = value
+    if config.get("use_sliding_window"):
+        found["use_sliding_window"] = True
+    return found

@@ -1,0 +1,251 @@
+"""Reading and writing folders of safetensors: `config.json`, `model-00001-of-0000N.safetensors`,
+`model.safetensors.index.json`. Nothing in them is code, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.checkpoint.formats import Progress
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    CheckpointError,
+    Entry,
+    Key,
+    Source,
+    Window,
+    blocks,
+)
+from moe_plugin.messages import short
+from moe_plugin.regular_files import check_input
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
+BLOCK_BYTES = 32 << 20  # most that a writer holds at a time
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class HuggingFaceSource(Source):
+    """A folder of safetensors with its `config.json`; names are those of the files.
+
+    `values["config"]` is the configuration.
+
+    Args:
+        path: the folder.
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+
+    format = "hf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: Mapping[str, Any] = {"config": read_json(path / CONFIG)}
+        self.layers: Mapping[str, Mapping[str, int]] = {}
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[Key, str] = {}
+        self.entries: Mapping[Key, Entry] = self._find()
+
+    def _find(self) -> dict[Key, Entry]:
+        weights, entries = weight_map(self.path), {}
+        for file in dict.fromkeys(weights.values()):
+            handle = self._open(file)
+            held = set(handle.keys())
+            for name in sorted(held):
+                if weights.get(name, file) != file:
+                    continue
+                part = handle.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise CheckpointError(
+                        f"tensor {name!r} in {str(self.path / file)!r} has data type "
+                        f"{part.get_dtype()}, which is not known; known: {', '.join(DTYPES)}")
+                entries[MODEL, name] = Entry(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                self._file_of[MODEL, name] = file
+            lost = [name for name, at in weights.items()
+                    if name and at == file and name not in held]
+            if lost:
+                raise CheckpointError(f"{str(self.path / file)!r} has no tensor {lost[0]!r}, which "
+                                      f"{INDEX} says is there; get the file again")
+        return entries
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            safetensors = _safetensors()
+            path = self.path / file
+            try:
+                check_input(path)
+                self._files[file] = safetensors.safe_open(str(path), framework="pt")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
+                                      f"({short(error)}); get the file again") from error
+        return self._files[file]
+
+    def _read(self, key: Key, window: Window) -> Tensor:
+        safetensors = _safetensors()
+        try:
+            part = self._open(self._file_of[key]).get_slice(key[1])
+            if not window:
+                return self._open(self._file_of[key]).get_tensor(key[1])
+            return part[window]
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"tensor {key[1]!r} in {str(self.path)!r} cannot be read "
+                                  f"({short(error)}); get the file again") from error
+
+    def describe(self) -> Mapping[str, Any]:
+        """Files, model type and settings."""
+        return {"files": len(self._files), "model_type": self.values["config"].get("model_type"),
+                "config": self.values["config"]}
+
+    def files(self) -> Sequence[Path]:
+        """See `Source`."""
+        return [self.path / file for file in self._files]
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._files.clear()
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise CheckpointError("format 'hf' needs the package safetensors; install "
+                              "'moe-plugin[hf]'") from error
+    return safetensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a file; `CheckpointError` where it is missing or something else."""
+    try:
+        check_input(path)
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read ({short(error)}); give the folder of "
+                              "a Hugging Face model") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{str(path)!r} is not JSON ({short(error)}); get the file again"
+                              ) from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{str(path)!r} holds a {type(values).__name__}, not an object; get "
+                              "the file again")
+    return values
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """File of each tensor; {"": file} for a single file, all of whose tensors count.
+
+    Raises:
+        CheckpointError: there are no safetensors, or the index names files elsewhere.
+    """
+    if not (path / INDEX).is_file():
+        if (path / SINGLE).is_file():
+            return {"": SINGLE}
+        pickled = sorted(one.name for one in path.glob("pytorch_model*.bin"))
+        why = (f"{pickled[0]} is a pickle, which can hold code and is not read: save the model "
+               "with save_pretrained(..., safe_serialization=True)" if pickled
+               else f"there is no {SINGLE} and no {INDEX}")
+        raise CheckpointError(f"{str(path)!r} has no safetensors; {why}")
+    found = read_json(path / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(
+            isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors")
+            for file in found.values()):
+        raise CheckpointError(f"{str(path / INDEX)!r} has no weight_map from tensors to "
+                              ".safetensors files of its folder; get the file again")
+    return found
+
+
+def shards_of(entries: Mapping[str, Entry], most: int) -> dict[str, list[str]]:
+    """Names of the tensors of each file; a tensor larger than `most` bytes has its own."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, entry in entries.items():
+        if groups[-1] and size + entry.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += entry.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{at:05d}-of-{len(groups):05d}.safetensors": names
+            for at, names in enumerate(groups, 1)}
+
+
+def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: int = SHARD_BYTES,
+                 progress: Progress = Progress()) -> None:
+    """Write the "model" tensors of a source and a configuration, a piece of a tensor at a time.
+
+    Args:
+        most: bytes of a file, unless one tensor has more.
+    """
+    entries = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
+    files = shards_of(entries, most)
+    for file, names in files.items():
+        held = {name: entries[name] for name in names}
+        if progress.keeps(file):
+            progress.advance(sum(entry.nbytes for entry in held.values()))
+            continue
+        write_safetensors(path / file, held, lambda name, at: source.read((MODEL, name), at),
+                          progress.advance)
+        progress.wrote(file)
+    if len(files) > 1:
+        total = sum(entry.nbytes for entry in entries.values())
+        write_json(path / INDEX, {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for file, names in files.items() for name in names}})
+        progress.wrote(INDEX)
+    write_json(path / CONFIG, config)
+    progress.wrote(CONFIG)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write JSON, flushed to disk."""
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(json.dumps(values, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_safetensors(path: Path, entries: Mapping[str, Entry],
+                      read: Callable[[str, Window], Tensor],
+                      advance: Callable[[int], None]) -> None:
+    """Write one file piece by piece; the library's own writer needs all tensors in memory.
+
+    Layout: 8 bytes with the length of a JSON header, the header, the values in its order. Source:
+    the format's description at github.com/huggingface/safetensors.
+
+    Args:
+        read: values of a window of a tensor. advance: called with bytes as they are written.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, entry in entries.items():
+        if entry.dtype not in _NAMES:
+            raise CheckpointError(f"tensor {name!r} is {entry.dtype}, which safetensors cannot "
+                                  f"hold; it can: {', '.join(DTYPES)}")
+        header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape),
+                        "data_offsets": [start, start + entry.nbytes]}
+        start += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, entry in entries.items():
+            for window in blocks(entry, BLOCK_BYTES):
+                value = read(name, window).contiguous()
+                stream.write(value.reshape(-1).view(torch.uint8).numpy().data)
+                advance(value.nbytes)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,106 @@
+"""Format "hf": a folder of safetensors that Hugging Face's `transformers` loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.huggingface.config import Model, config_of, family_for
+from moe_plugin.checkpoint.huggingface.families import decoder_settings
+from moe_plugin.checkpoint.huggingface.files import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    HuggingFaceSource,
+    write_folder,
+)
+from moe_plugin.checkpoint.huggingface.names import family_tensors, neutral_tensors
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    CheckpointError,
+    Entry,
+    Source,
+    View,
+    Window,
+)
+
+
+@formats.register("hf")
+class HuggingFaceFormat(Format):
+    """Hugging Face: `config.json` and safetensors, as `from_pretrained` loads them."""
+
+    name = "hf"
+
+    def detect(self, path: Path) -> bool:
+        """A folder with a configuration and safetensors."""
+        return (path / CONFIG).is_file() and (
+            (path / INDEX).is_file() or (path / SINGLE).is_file())
+
+    def open(self, path: Path, trust: bool = False) -> Source:
+        """See `Format.open`; nothing is ever unpickled."""
+        return HuggingFaceSource(path)
+
+    def write(self, source: Source, path: Path, layout: Layout,
+              progress: Progress = Progress()) -> None:
+        """See `Format.write`. Optimizer state has no place in the format."""
+        self.check(layout)
+        if others := sorted({field for field, _ in source.entries if field != MODEL}):
+            raise CheckpointError(f"format 'hf' holds no optimizer state, the checkpoint has "
+                                  f"{', '.join(others)}; convert the model alone (--model-only)")
+        dtype = max((entry.dtype for entry in source.entries.values()), key=lambda dtype: sum(
+            entry.nbytes for entry in source.entries.values() if entry.dtype == dtype))
+        config = {**source.values["config"], "torch_dtype": str(dtype).removeprefix("torch.")}
+        config.pop("dtype", None)  # the same under a newer name
+        write_folder(path, config, source, progress=progress)
+
+    def to_neutral(self, source: Source) -> Source:
+        """See `Format.to_neutral`."""
+        return to_neutral(source)
+
+    def from_neutral(self, source: Source) -> Source:
+        """See `Format.from_neutral`."""
+        model, original = Model.of(source), source.values.get("config", {})
+        family = family_for(model, original.get("model_type"))
+        config = config_of(family, model, original)
+        return View(source, family_tensors(source, family), format="hf", layers={},
+                    values={**source.values, "config": config})
+
+
+def to_neutral(source: Source) -> View:
+    """A view of a source with Hugging Face names and `values["config"]`, by neutral names.
+
+    Raises:
+        CheckpointError: the model has a part without a neutral name.
+    """
+    settings = decoder_settings(source.values["config"])
+    view = View(source, neutral_tensors(source, settings.tied), format="neutral",
+                values={**source.values, "model": settings.to_dict()})
+    view.layers = {
+        name.removesuffix("experts.w_in_LDF"): {"num_experts": entry.shape[0]}
+        for (_, name), entry in view.entries.items() if name.endswith("moe.experts.w_in_LDF")}
+    return view
+
+
+class StateSource(Source):
+    """A state dict in memory as a source of format "hf".
+
+    Args:
+        state: tensors by Hugging Face's names. config: `config.json`'s values.
+    """
+
+    format = "hf"
+
+    def __init__(self, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        self._state = {name: value for name, value in state.items()
+                       if isinstance(value, torch.Tensor)}
+        self.entries = {(MODEL, name): Entry(tuple(value.shape), value.dtype)
+                        for name, value in self._state.items()}
+        self.values, self.layers = {"config": dict(config)}, {}
+
+    def _read(self, key: tuple[str, str], window: Window) -> Tensor:
+        return self._state[key[1]].detach()[window]

@@ -1,0 +1,155 @@
+"""Our layer and the MoE layers of a neutral source: settings, names, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.checkpoint.neutral import DecoderSettings
+from moe_plugin.checkpoint.reshard import merge
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, derive
+from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.layer import MoELayer
+from moe_plugin.records import Placement
+
+# below a layer: neutral name -> name in `MoELayer.state_dict()`; biases of the shared expert too
+LAYER_NAMES = {
+    "router.weight": "router.weight_ED", "router.expert_bias": "router.bias_E",
+    **{f"experts.{name}": f"experts.{name}" for name in SHARD_AXIS},
+    **{f"shared.{theirs}.{kind}": f"shared_expert.{ours}.{kind}" for kind in ("weight", "bias")
+       for theirs, ours in (("w_in", "fc_in"), ("w_gate", "fc_gate"), ("w_out", "fc_out"))},
+    "shared.gate.weight": "shared_expert.gate.weight",
+}
+NEUTRAL_NAMES = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
+
+
+def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
+    """Settings, as `moe_plugin.config.from_dict` takes them, of the `MoELayer` that computes what
+    an MoE layer of a neutral source does. Without balance losses.
+
+    Args:
+        prefix: `layers.N.moe.`, as in `source.layers`.
+    Raises:
+        CheckpointError: our layer cannot compute it; it names the setting.
+    """
+    s = DecoderSettings.from_dict(source.values["model"])
+    shapes = {name.removeprefix(prefix): entry.shape for (kind, name), entry
+              in source.entries.items() if kind == MODEL and name.startswith(prefix)}
+    if unknown := sorted(set(shapes) - set(LAYER_NAMES)):
+        raise CheckpointError(f"our layer has no {prefix + unknown[0]!r}; it has: "
+                              f"{', '.join(LAYER_NAMES)}")
+    experts, width, inner = shapes["experts.w_in_LDF"]
+    if s.top_k == 1 and s.normalize_top_k:
+        raise CheckpointError("top_k=1 with normalize_top_k=True: the weight is always 1 there, "
+                              "and the router's score in our layer; choose more experts a token")
+    bias = "experts.b_in_LF" in shapes
+    shared = shapes.get("shared.w_in.weight", (0,))[0]
+    if shared and bias != ("shared.w_in.bias" in shapes):
+        raise CheckpointError(f"{prefix}shared and experts: one has biases, the other has none; "
+                              "our layer has them in both or in none")
+    return {
+        "model_dim": width, "num_experts": experts, "losses": {},
+        "router": _router(s, "router.expert_bias" in shapes),
+        "experts": {
+            "kind": "gated_ffn" if s.gated else "ffn", "hidden_dim": inner,
+            "activation": s.activation, "bias": bias, "shared_hidden_dim": shared,
+            "shared_gate": "shared.gate.weight" in shapes,
+        },
+    }
+
+
+def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
+    if biased and s.router != "sigmoid":
+        raise CheckpointError("router.expert_bias with softmax scores: our router sigmoid_bias has "
+                              "sigmoid scores")
+    if s.groups and s.router == "sigmoid" and not biased:
+        raise CheckpointError("groups with sigmoid scores and no expert_bias: our router "
+                              "group_limited has softmax scores")
+    name = "sigmoid_bias" if biased else "group_limited" if s.groups else "topk"
+    groups = {"groups": s.groups, "group_top_k": s.group_top_k, "group_scores": s.group_scores}
+    return {"name": name, "top_k": s.top_k, "score": s.router, "scaling": s.router_scale,
+            "normalize": "before_drop" if s.normalize_top_k else "none",
+            **(groups if s.groups else {})}
+
+
+def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[slice, ...]:
+    """The window of a whole expert tensor that a rank stores.
+
+    Args:
+        name: below `experts.`, one of `SHARD_AXIS`. shape: of the whole tensor.
+    """
+    window = [slice(0, size) for size in shape]
+    window[0] = slice(place.first_expert, place.first_expert + place.local)
+    axis = SHARD_AXIS[name]
+    size = shape[axis] // place.shards
+    window[axis] = slice(place.shard * size, (place.shard + 1) * size)
+    return tuple(window)
+
+
+@torch.no_grad()
+def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
+    """Copy an MoE layer of a neutral source into a layer; a rank reads its own experts alone.
+
+    Args:
+        prefix: see `layer_settings`.
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    theirs = {name.removeprefix(prefix): entry for (kind, name), entry in source.entries.items()
+              if kind == MODEL and name.startswith(prefix)}
+    mine: dict[str, Tensor] = {name: value for name, value in layer.state_dict().items()
+                               if isinstance(value, torch.Tensor)}
+    wanted = {LAYER_NAMES[name]: name for name in theirs}
+    if odd := sorted(set(wanted) ^ set(mine)):
+        raise CheckpointError(f"{prefix}: {odd[0]!r} is not in both the source and the layer; "
+                              "build the layer with layer_settings()")
+    for ours, name in wanted.items():
+        window = None
+        if name.startswith("experts."):
+            window = local_window(name.removeprefix("experts."), theirs[name].shape,
+                                  layer.placement)
+        value = source.read((MODEL, prefix + name), window)
+        if value.shape != mine[ours].shape:
+            raise CheckpointError(f"{prefix + name!r} has shape {tuple(value.shape)}, the layer "
+                                  f"has {tuple(mine[ours].shape)}")
+        mine[ours].copy_(value)
+
+
+def layer_tensors(source: Source, prefix: str, neutral_prefix: str) -> Iterator[Derived]:
+    """The tensors of a `MoELayer` in a source, by neutral names.
+
+    Args:
+        prefix: of the layer's names in the source. neutral_prefix: `layers.N.moe.`.
+    Raises:
+        CheckpointError: a tensor has no neutral name.
+    """
+    for key in source.entries:
+        if not key[1].startswith(prefix):
+            continue
+        name = key[1].removeprefix(prefix)
+        if name not in NEUTRAL_NAMES:
+            raise CheckpointError(f"tensor {key[1]!r} of a router or expert has no neutral name; "
+                                  "convert to the checkpoint's own format")
+        yield derive(source, key, neutral_prefix + NEUTRAL_NAMES[name])
+
+
+def full_state(layer: MoELayer) -> Mapping[str, Tensor]:
+    """The state of a layer with all experts, as a single rank would have it. Collective where
+    experts are on several ranks.
+    """
+    state = {name: value.detach() for name, value in layer.state_dict().items()
+             if isinstance(value, torch.Tensor)}
+    place = layer.placement
+    if place.comm.size == 1:
+        return state
+    parts: list[dict[str, Tensor]] = [{} for _ in range(place.comm.size)]
+    for name, value in state.items():
+        if name.startswith("experts."):
+            gathered = place.comm.all_gather(value.contiguous())
+            for rank, part in enumerate(gathered.chunk(place.comm.size)):
+                parts[rank][name] = part
+    origin = {"num_experts": place.experts, "shards": place.shards}
+    return {**state, **merge(parts, {"": origin})}

@@ -1,0 +1,233 @@
+"""Upcycling: a dense model becomes a Mixture of Experts that computes the same at first.
+
+Copy: every expert is a copy of the layer's MLP, routers are random, and the weights of the chosen
+experts sum to 1, so that any choice gives the MLP's output. Source: Komatsuzaki et al. 2023,
+Sparse Upcycling.
+
+Granular: the MLP is cut along its inner width into G pieces, and the experts are E / G copies of
+the G pieces: expert c * G + g has piece g of copy c. The output is the MLP's only if every piece
+is chosen equally often with equal weights. So the router starts with one random row per copy,
+which the copy's G experts share (a virtual group): they have equal scores, and for a top_k that is
+a multiple of G the choice is always of whole groups. Each piece then has weight 1 / G in sum,
+which a factor G on the output matrices makes up for. Source: He et al. 2024, Upcycling Large
+Language Models into Mixture of Experts, section "virtual group initialization"; the factor stands
+on the output matrix alone, where it is exact for every activation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_plugin.checkpoint.formats import Format, Layout
+from moe_plugin.checkpoint.neutral import DecoderSettings
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    CheckpointError,
+    Derived,
+    Entry,
+    Source,
+    View,
+    Window,
+    derive,
+    part_of,
+    stacked,
+    transposed,
+    window_shape,
+)
+from moe_plugin.messages import short
+from moe_plugin.regular_files import write_remedy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycling:
+    """What becomes of a dense model.
+
+    Attributes:
+        experts: E, of each MoE layer. top_k: experts per token.
+        granularity: G, pieces into which an MLP is cut; 1: experts are copies.
+        shared: share of the MLP's output that a shared expert gives, itself a copy of the MLP, 0
+            to 1; the routed experts give the rest. shared_gate: with Qwen2-MoE's gate.
+        every: every so many layers become MoE layers, the last of each run; 1: all.
+        router_std: standard deviation of the routers' random rows. seed: of them.
+    """
+
+    experts: int
+    top_k: int
+    granularity: int = 1
+    shared: float = 0.0
+    shared_gate: bool = False
+    every: int = 1
+    router_std: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        g = self.granularity
+        for name, fits, must, remedy in (
+                ("granularity", g >= 1, "at least 1", "use 1 for copies"),
+                ("experts", self.experts >= 2 and self.experts % max(g, 1) == 0,
+                 f"at least 2, and a multiple of granularity={g}", f"use {8 * max(g, 1)}"),
+                ("top_k", 2 <= self.top_k <= self.experts and self.top_k % max(g, 1) == 0,
+                 f"from 2 to experts={self.experts}, and a multiple of granularity={g}: then the "
+                 "weights sum to 1 and groups are complete", f"use {max(2, g)}"),
+                ("shared", 0 <= self.shared < 1, "from 0 to below 1", "use 0 for none"),
+                ("shared_gate", not self.shared_gate or self.shared > 0,
+                 "false without a shared expert", "set shared, e.g. 0.5"),
+                ("every", self.every >= 1, "at least 1", "use 1 for all layers"),
+                ("router_std", self.router_std > 0, "above 0", "use 0.02")):
+            if not fits:
+                value = getattr(self, name)  # a field of this dataclass
+                raise ValueError(f"upcycling {name}={value}: must be {must}; {remedy}")
+
+
+def upcycle(source: Source, plan: Upcycling) -> View:
+    """A neutral dense model as a neutral Mixture of Experts, lazily.
+
+    Optimizer state does not fit the new model and is left out, with a line in the log.
+
+    Raises:
+        CheckpointError: it has MoE layers already, or no MLP that can become experts.
+    """
+    settings = DecoderSettings.from_dict(source.values["model"])
+    if source.layers or settings.top_k:
+        raise CheckpointError(f"{next(iter(source.layers), 'the model')!r} already has experts; "
+                              "give a dense model")
+    mlps = _mlps(source)
+    last = max(mlps, default=-1)
+    chosen = {layer for layer in mlps if (layer + 1) % plan.every == 0}
+    if not chosen:
+        raise CheckpointError(f"no layer becomes an MoE layer: every={plan.every}, and the model "
+                              f"has MLPs in layers up to {last}; use a smaller --every")
+    if left_out := sorted({field for field, _ in source.entries if field != MODEL}):
+        logger.info("left out: %s of the optimizer, which a model of experts starts anew",
+                    ", ".join(left_out))
+    values = {**source.values, "model": replace(
+        settings, top_k=plan.top_k, router="softmax", normalize_top_k=True,
+        router_scale=1.0).to_dict()}
+    layers = {f"layers.{layer}.moe.": {"num_experts": plan.experts} for layer in sorted(chosen)}
+    return View(source, _tensors(source, plan, mlps, chosen), values=values, layers=layers)
+
+
+def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
+    """Tensors of each layer's MLP by their name below it."""
+    found: dict[int, dict[str, Derived]] = {}
+    for key in source.entries:
+        parts = key[1].split(".")
+        if key[0] == MODEL and parts[0] == "layers" and parts[2] == "mlp":
+            found.setdefault(int(parts[1]), {})[".".join(parts[3:])] = derive(source, key)
+    return found
+
+
+def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, Derived]],
+             chosen: set[int]) -> Iterator[Derived]:
+    for key in source.entries:
+        if key[0] != MODEL:
+            continue
+        parts = key[1].split(".")
+        if parts[0] == "layers" and parts[2] == "mlp" and int(parts[1]) in chosen:
+            continue
+        yield derive(source, key)
+    for layer in sorted(chosen):
+        yield from _moe(mlps[layer], plan, layer)
+
+
+def _moe(mlp: Mapping[str, Derived], plan: Upcycling, layer: int) -> Iterator[Derived]:
+    prefix, inner = f"layers.{layer}.moe.", mlp["w_in.weight"].entry.shape[0]
+    if inner % plan.granularity:
+        raise CheckpointError(f"layer {layer}: inner width {inner} is no multiple of "
+                              f"granularity={plan.granularity}; choose a divisor")
+    yield _router(mlp["w_in.weight"], plan, layer).renamed(prefix + "router.weight")
+    for part in ("w_in", "w_gate", "w_out"):
+        if part + ".weight" in mlp:
+            yield from _experts(mlp, part, plan, prefix)
+            if plan.shared:
+                yield from _shared(mlp, part, plan, prefix)
+    if plan.shared_gate:
+        like = mlp["w_in.weight"].entry
+        entry = Entry((1, like.shape[1]), like.dtype)
+        yield Derived((MODEL, prefix + "shared.gate.weight"), entry, lambda window: torch.zeros(
+            window_shape(window), dtype=entry.dtype))
+
+
+def _experts(mlp: Mapping[str, Derived], part: str, plan: Upcycling,
+             prefix: str) -> Iterator[Derived]:
+    g, out, copies = plan.granularity, part == "w_out", plan.experts // plan.granularity
+    whole = transposed(mlp[part + ".weight"], (1, 0))  # [D, F], of w_out [F, D]
+    axis = 0 if out else 1
+    factor = (1 - plan.shared) * g if out else 1.0
+    pieces = [_scaled(one, factor) for one in _cut(whole, axis, g)] * copies
+    yield stacked(pieces).renamed(f"{prefix}experts.{part}_{'LFD' if out else 'LDF'}")
+    if part + ".bias" in mlp:
+        bias = mlp[part + ".bias"]
+        # gate weights sum to 1, so that each piece adds the whole output bias
+        parts = [_scaled(bias, 1 - plan.shared)] * g if out else _cut(bias, 0, g)
+        name = f"b{part[1:]}_{'LD' if out else 'LF'}"
+        yield stacked([*parts] * copies).renamed(f"{prefix}experts.{name}")
+
+
+def _shared(mlp: Mapping[str, Derived], part: str, plan: Upcycling,
+            prefix: str) -> Iterator[Derived]:
+    # the gate starts at sigmoid(0) = 1/2
+    factor = 1.0 if part != "w_out" else plan.shared * (2 if plan.shared_gate else 1)
+    for kind in ("weight", "bias"):
+        if f"{part}.{kind}" in mlp:
+            yield _scaled(mlp[f"{part}.{kind}"], factor).renamed(f"{prefix}shared.{part}.{kind}")
+
+
+def _cut(one: Derived, axis: int, pieces: int) -> list[Derived]:
+    size = one.entry.shape[axis] // pieces
+    before = (slice(None),) * axis
+    return [part_of(one, (*before, slice(at * size, (at + 1) * size))) for at in range(pieces)]
+
+
+def _scaled(one: Derived, factor: float) -> Derived:
+    if factor == 1.0:
+        return one
+    return replace(one, read=lambda window: (one.read(window).float() * factor).to(
+        one.entry.dtype) if one.entry.dtype != torch.float64 else one.read(window) * factor)
+
+
+def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
+    """Random rows, each for the experts of one copy."""
+    entry = Entry((plan.experts, like.entry.shape[1]), like.entry.dtype)
+
+    def read(window: Window) -> Tensor:
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + layer)
+        rows = torch.empty(plan.experts // plan.granularity, entry.shape[1])
+        rows.normal_(0.0, plan.router_std, generator=generator)
+        return rows.repeat_interleave(plan.granularity, 0)[window].to(entry.dtype)
+
+    return Derived(like.key, entry, read)
+
+
+def write_new(source: Source, to: Format, target: Path) -> None:
+    """Write a source of a format's names as a new checkpoint, complete or not at all.
+
+    Raises:
+        CheckpointError: something is there already, the format cannot hold the source, or the disk
+            is full.
+    """
+    if target.exists():
+        raise CheckpointError(f"{str(target)!r} is there already; give another folder")
+    scratch = target.with_name(target.name + ".writing")
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        to.write(source, scratch, Layout())
+        os.rename(scratch, target)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise CheckpointError(f"{str(target)!r} cannot be written ({short(error)}); "
+                              f"{write_remedy(error, target.parent)}") from error
+    except Exception:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise

@@ -1,0 +1,161 @@
+"""Our layer in place of the MoE blocks of a model of Hugging Face's `transformers`.
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    swap_moe_blocks(model, settings={"losses": {"switch": 0.01}})
+    loss = model(ids, labels=ids).loss + router_loss(model)     # train
+    restore_moe_blocks(model)
+    model.save_pretrained(out)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.checkpoint.huggingface import StateSource, to_neutral
+from moe_plugin.checkpoint.huggingface.families import FAMILIES, family_of
+from moe_plugin.checkpoint.huggingface.names import family_tensors
+from moe_plugin.checkpoint.layers import full_state, layer_settings, layer_tensors, load_layer
+from moe_plugin.checkpoint.source import CheckpointError, Source, View
+from moe_plugin.comm import Comm, default_comm
+from moe_plugin.config import from_dict, with_overrides
+from moe_plugin.layer import MoELayer
+from moe_plugin.records import MoEOutput, weighted_loss
+
+# settings with which a block computes more than its weights and our settings say
+_BLOCK_SETTINGS = {"router_jitter_noise": "router.input_jitter is close to it, but leaves the "
+                                          "experts' input alone"}
+
+
+class SwappedBlock(nn.Module):
+    """A `MoELayer` that is called as the MoE block of a `transformers` model.
+
+    Attributes:
+        moe: the layer. last: its last output, for losses and statistics; None before the first
+            call. original: the model's own block, without memory, for `restore_moe_blocks`.
+    """
+
+    def __init__(self, moe: MoELayer, block: nn.Module) -> None:
+        super().__init__()
+        self.moe = moe
+        self.last: MoEOutput | None = None
+        # in a tuple, so that it is not a part of this module
+        self.original: tuple[nn.Module] = (block.to_empty(device="meta"),)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[batch, sequence, D] to the same shape."""
+        self.last = self.moe(hidden_states)
+        return self.last.output
+
+
+def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
+                    settings: Mapping[str, Any] | None = None) -> list[str]:
+    """Put our layer, with the same weights, in place of every MoE block of a model.
+
+    What the model computes stays the same up to rounding. Each rank of `comm` keeps its share of
+    the experts. Collective.
+
+    Args:
+        model: a decoder of `transformers`: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 or -V3,
+            OLMoE, with or without a head. Every rank has the same weights.
+        comm: the expert-parallel group; None: the default group, or this rank alone without one.
+        settings: of our layers, dotted paths, beyond what the model's configuration says:
+            losses, dispatch, parallel.
+    Returns: names of the new modules.
+    Raises:
+        ValueError: the model is of another kind, or has a setting that our layer cannot have; it
+            names it.
+    """
+    config = _checked(model)
+    comm = default_comm() if comm is None else comm
+    root = model.base_model  # of `transformers`: the decoder under a head
+    names = {id(module): name for name, module in model.named_modules()}
+    swapped = []
+    for index, layer in enumerate(root.layers):
+        state = {f"model.layers.{index}.mlp.{name}": value
+                 for name, value in layer.mlp.state_dict().items()}
+        prefix = f"layers.{index}.moe."
+        source = to_neutral(StateSource(state, config))
+        if prefix not in source.layers:
+            continue
+        name, block = names[id(layer.mlp)], layer.mlp
+        weight = next(block.parameters())
+        chosen = with_overrides(from_dict(layer_settings(source, prefix)), settings or {})
+        moe = MoELayer(chosen, comm, dtype=weight.dtype, device=weight.device)
+        load_layer(moe, source, prefix)
+        layer.mlp = SwappedBlock(moe, block).train(block.training)
+        swapped.append(name)
+    if not swapped:
+        raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
+    return swapped
+
+
+def _checked(model: nn.Module) -> dict[str, Any]:
+    try:
+        config = model.config.to_dict()
+        model.base_model.layers  # noqa: B018 - whether it is there
+    except AttributeError as error:  # a foreign object: nothing declares what it is
+        raise ValueError(f"{type(model).__name__} is not a decoder of transformers; its blocks "
+                         f"known here are those of {', '.join(_kinds())}") from error
+    family = family_of(config)
+    if not family.moe:
+        raise ValueError(f"model_type={family.model_type!r} has no MoE blocks; known: "
+                         f"{', '.join(_kinds())}")
+    for name, why in _BLOCK_SETTINGS.items():
+        if config.get(name):
+            raise ValueError(f"{name}={config[name]} is not supported: {why}; set it to 0")
+    if config.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits=True asks for logits of transformers' own routers; set it to "
+            "False, give losses in `settings` and add router_loss(model) to the loss")
+    return config
+
+
+def _kinds() -> list[str]:
+    return [name for name, family in FAMILIES.items() if family.moe]
+
+
+def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
+    """Names and modules that `swap_moe_blocks` has put into a model."""
+    return ((name, module) for name, module in model.named_modules()
+            if isinstance(module, SwappedBlock))
+
+
+def router_loss(model: nn.Module) -> Tensor:
+    """The routers' losses of the last forward pass, weighted by `losses` and summed over layers.
+
+    A float32 scalar, differentiable; 0 where no loss is configured.
+    """
+    terms = [weighted_loss(block.last.losses, block.moe.config.losses)
+             for _, block in swapped_blocks(model) if block.last is not None]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def restore_moe_blocks(model: nn.Module) -> None:
+    """Put the model's own MoE blocks back, with the weights that our layers have now: `model` is
+    one of `transformers` again, for `save_pretrained` and `generate`.
+
+    Collective; every rank gets all experts.
+    """
+    config = model.config.to_dict()
+    family = family_of(config)
+    for name, swapped in list(swapped_blocks(model)):
+        state = StateSource(full_state(swapped.moe), config)
+        neutral = View(state, layer_tensors(state, "", "layers.0.moe."))
+        view = View(neutral, family_tensors(neutral, family, fused=True))
+        block = swapped.original[0].to_empty(device=swapped.moe.router.weight_ED.device)
+        _load(block, view)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, block.train(swapped.training))
+
+
+def _load(block: nn.Module, view: Source) -> None:
+    values = {key[1].removeprefix("model.layers.0.mlp."): view.read(key) for key in view.entries}
+    missing, unexpected = block.load_state_dict(values, strict=False)
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{type(block).__name__} has other weights than our layer: {[*missing, *unexpected]}; "
+            "use a version of transformers that the extra `hf` names")

@@ -1,0 +1,156 @@
+"""Our layer in place of the MoE blocks of `transformers` models computes what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_plugin import MoELayer
+from moe_plugin.checkpoint import CheckpointError, save
+from moe_plugin.checkpoint.huggingface import StateSource, to_neutral
+from moe_plugin.checkpoint.layers import LAYER_NAMES
+from moe_plugin.checkpoint.source import MODEL
+from moe_plugin.cli.main import main
+from moe_plugin.comm import TorchComm
+from moe_plugin.hosts.plain.gradients import sync_gradients
+from moe_plugin.hosts.plain.huggingface import (
+    restore_moe_blocks,
+    router_loss,
+    swap_moe_blocks,
+    swapped_blocks,
+)
+from tests.checkpoint.hf_models import MODELS, logits, tiny, tokens
+from tests.distributed import run_gloo
+
+transformers = pytest.importorskip("transformers")
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal within rounding: `transformers` computes norms and scores in float32 in any dtype."""
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_stay_and_weights_come_back(kind: str, dtype: torch.dtype) -> None:
+    model = tiny(kind, dtype)
+    ids, before = tokens(model), {name: v.clone() for name, v in model.state_dict().items()}
+    want = logits(model, ids)
+    names = swap_moe_blocks(model)
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    assert len(layers) == len(names) == (2 if kind.startswith(("qwen2", "deep")) else 3)
+    close(logits(model, ids), want)
+    restore_moe_blocks(model)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+    assert torch.equal(logits(model, ids), want)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_trained_with_our_layer_goes_back(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    first = logits(model, tokens(model))
+    swap_moe_blocks(model, settings={"losses": {"switch": 0.1}})
+    train(model, steps=3)
+    ids = tokens(model, seed=9)
+    want = logits(model, ids)
+    restore_moe_blocks(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    close(logits(again, ids), want)
+    assert not torch.allclose(logits(again, tokens(model)), first, rtol=1e-2)
+
+
+def test_check_hf_says_how_far_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny("deepseek_v3").save_pretrained(tmp_path)
+    assert main(["check-hf", str(tmp_path), "--tokens", "9"]) == 0
+    assert "2 MoE blocks, 9 tokens, float32: logits differ by" in capsys.readouterr().out
+    assert main(["check-hf", str(tmp_path), "--tokens", "9", "--tolerance", "1e-30"]) == 1
+    assert main(["check-hf", str(tmp_path / "none")]) == 2
+
+
+def train(model: Any, steps: int, comm: TorchComm | None = None) -> None:
+    """SGD on random tokens, of this rank's share where there are ranks."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        ids = tokens(model, seed=step, batch=4)
+        if comm is not None:
+            ids = ids.chunk(comm.size)[comm.rank]
+        optimizer.zero_grad()
+        (model(ids, labels=ids).loss + router_loss(model)).backward()
+        if comm is not None:
+            sync_gradients(model, comm)
+        optimizer.step()
+    model.eval()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v3"])
+def test_gradients_are_those_of_transformers(kind: str) -> None:
+    ours, theirs = tiny(kind, torch.float64), tiny(kind, torch.float64)
+    swap_moe_blocks(ours)
+    ids = tokens(ours)
+    for model in (ours, theirs):
+        model(ids, labels=ids).loss.backward()
+    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    neutral = to_neutral(StateSource(grads, theirs.config.to_dict()))
+    for name, block in swapped_blocks(ours):
+        prefix = f"layers.{name.split('.')[2]}.moe."
+        mine = dict(block.moe.named_parameters())
+        checked = [part for (_, part) in neutral.entries if part.startswith(prefix)]
+        assert len(checked) == len(mine)
+        for part in checked:
+            close(mine[LAYER_NAMES[part.removeprefix(prefix)]].grad, neutral.read((MODEL, part)))
+    close(ours.model.embed_tokens.weight.grad, theirs.model.embed_tokens.weight.grad)
+
+
+def _on_a_rank(kind: str, want: torch.Tensor, trained: dict[str, torch.Tensor],
+               folder: Path) -> int:
+    comm = TorchComm()
+    model = tiny(kind)
+    swap_moe_blocks(model, comm, {"losses": {}})
+    block = next(block for _, block in swapped_blocks(model))
+    close(logits(model, tokens(model)).chunk(comm.size)[comm.rank],
+          want.chunk(comm.size)[comm.rank])
+    train(model, steps=2, comm=comm)
+    save(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), comm,
+         extra={"hf_config": model.config.to_dict()})
+    restore_moe_blocks(model)
+    for name, value in model.state_dict().items():
+        close(value, trained[name])
+    return block.moe.placement.local
+
+
+@pytest.mark.distributed
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    """Logits and training as on one rank; the ranks' checkpoint becomes a folder of transformers.
+    """
+    model, folder = tiny("qwen2_moe"), tmp_path / "plain"
+    want = logits(model, tokens(model))
+    train(model, steps=2)
+    assert run_gloo(2, _on_a_rank, "qwen2_moe", want, model.state_dict(), folder) == [3, 3]
+    assert main(["reshard", str(folder), str(tmp_path / "hf"), "--to", "hf", "--model-only"]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    close(logits(again, tokens(model)), logits(model, tokens(model)))
+
+
+def test_what_cannot_be_swapped_is_named() -> None:
+    with pytest.raises(ValueError, match="Linear is not a decoder of transformers"):
+        swap_moe_blocks(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model_type='llama' has no MoE blocks; known: mixtral"):
+        swap_moe_blocks(tiny("llama"))
+    with pytest.raises(ValueError, match="router_jitter_noise=0.1 is not supported"):
+        swap_moe_blocks(tiny("mixtral", router_jitter_noise=0.1))
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        swap_moe_blocks(tiny("olmoe", output_router_logits=True))
+    with pytest.raises(CheckpointError, match="top_k=1 with normalize_top_k=True"):
+        swap_moe_blocks(tiny("mixtral", num_experts_per_tok=1))
+    with pytest.raises(CheckpointError, match="norm_topk_prob=True has no effect"):
+        swap_moe_blocks(tiny("deepseek_v2", norm_topk_prob=True))
+    with pytest.raises(ValueError, match="no MoE block to swap"):
+        swap_moe_blocks(tiny("qwen3_moe", mlp_only_layers=[0, 1, 2]))

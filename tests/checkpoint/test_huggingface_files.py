@@ -1,0 +1,177 @@
+"""Folders of `transformers` models through neutral names and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_plugin.checkpoint import CheckpointError
+from moe_plugin.checkpoint.formats import Layout, detect, formats, open_source
+from moe_plugin.checkpoint.huggingface.files import HuggingFaceSource, write_folder
+from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
+from moe_plugin.checkpoint.source import MODEL, Source, View, cast, derive
+from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers all formats
+from tests.checkpoint.hf_models import DENSE, MODELS, logits, tiny, tokens
+
+transformers = pytest.importorskip("transformers")
+
+
+def values(source: Source) -> dict[str, torch.Tensor]:
+    """All tensors by name."""
+    return {key[1]: source.read(key) for key in source.entries}
+
+
+def equal(got: Source, want: Source) -> None:
+    """The same names and bits."""
+    left, right = values(got), values(want)
+    assert sorted(left) == sorted(right)
+    for name, value in right.items():
+        assert torch.equal(left[name], value), name
+
+
+def there_and_back(source: Source) -> Source:
+    form = formats.get("hf")()
+    neutral = form.to_neutral(source)
+    check_names(name for _, name in neutral.entries)
+    # what another format would make of it: nothing is left of Hugging Face's own settings
+    bare = View(neutral, [derive(neutral, key) for key in neutral.entries],
+                values={"model": neutral.values["model"]})
+    return form.from_neutral(bare)
+
+
+@pytest.mark.parametrize("kind", [*MODELS, *DENSE])
+def test_a_released_folder_goes_there_and_back(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    model.save_pretrained(tmp_path / "theirs")
+    assert detect(tmp_path / "theirs") == "hf"
+    source = open_source(tmp_path / "theirs")
+    made = there_and_back(source)
+    equal(made, source)
+    (tmp_path / "ours").mkdir()
+    write_folder(tmp_path / "ours", made.values["config"], made, most=30_000)
+    assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 1
+    equal(open_source(tmp_path / "ours"), source)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(again) is type(model)
+    ids = tokens(model)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_fused_experts_are_read(kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = tiny(kind)
+    model.save_pretrained(tmp_path / "separate")
+    model.config.save_pretrained(tmp_path / "fused")
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()},
+              tmp_path / "fused" / "model.safetensors")
+    form = formats.get("hf")()
+    fused, separate = (form.to_neutral(open_source(tmp_path / name))
+                       for name in ("fused", "separate"))
+    equal(fused, separate)
+    assert fused.layers == separate.layers
+    key = MODEL, "layers.2.moe.experts.w_gate_LDF"
+    window = slice(1, 5), slice(3, 9), slice(2, 11)
+    for source in (fused, separate):
+        assert torch.equal(source.read(key, window), source.read(key)[window])
+
+
+def test_the_data_type_can_change(tmp_path: Path) -> None:
+    model = tiny("olmoe")
+    model.save_pretrained(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    source = open_source(tmp_path / "in")
+    lower = View(source, [cast(derive(source, key), torch.bfloat16) for key in source.entries])
+    formats.get("hf")().write(lower, tmp_path / "out", Layout())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight.bfloat16())
+    with pytest.raises(ValueError, match="format 'hf' has no --ep"):
+        formats.get("hf")().write(open_source(tmp_path / "in"), tmp_path / "out", Layout(ep=2))
+
+
+def folder(tmp_path: Path, change: Callable[[Path, dict[str, Any]], None]) -> Path:
+    """A saved model with its files or configuration changed."""
+    tiny("mixtral").save_pretrained(tmp_path, max_shard_size="20KB")
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(tmp_path, config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def _truncate(path: Path, config: dict[str, Any]) -> None:
+    file = sorted(path.glob("model-*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _point_elsewhere(path: Path, config: dict[str, Any]) -> None:
+    index = path / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["lm_head.weight"] = "../lm_head.safetensors"
+    index.write_text(json.dumps(values))
+
+
+def _name_a_lost_tensor(path: Path, config: dict[str, Any]) -> None:
+    index = path / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    file = values["weight_map"]["lm_head.weight"]
+    values["weight_map"]["lm_head.bias"] = file
+    index.write_text(json.dumps(values))
+
+
+def _pickle(path: Path, config: dict[str, Any]) -> None:
+    for file in path.glob("model*"):
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (_truncate, "cannot be read"), (_point_elsewhere, "files of its folder"),
+    (_name_a_lost_tensor, "has no tensor 'lm_head.bias'"),
+    (_pickle, "pytorch_model.bin is a pickle"),
+])
+def test_damaged_folders_are_errors(change: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceSource(folder(tmp_path, change))
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"model_type": "gpt2"}, "model_type='gpt2' is not known; known: mixtral"),
+    ({"hidden_act": "tanh"}, "hidden_act='tanh' is not known"),
+    ({"num_attention_heads": None}, "num_attention_heads=None must be a number"),
+])
+def test_settings_that_nothing_holds_are_named(settings: dict[str, Any], message: str,
+                                               tmp_path: Path) -> None:
+    path = folder(tmp_path, lambda _, config: config.update(settings))
+    with pytest.raises(CheckpointError, match=message):
+        formats.get("hf")().to_neutral(open_source(path))
+
+
+def test_what_no_family_holds_is_named_for_each(tmp_path: Path) -> None:
+    tiny("mixtral").save_pretrained(tmp_path)
+    neutral = formats.get("hf")().to_neutral(open_source(tmp_path))
+
+    def changed(**settings: Any) -> Source:
+        model = {**neutral.values["model"], **settings}
+        DecoderSettings.from_dict(model)
+        return View(neutral, [derive(neutral, key) for key in neutral.entries],
+                    values={"model": model})
+
+    form = formats.get("hf")()
+    with pytest.raises(CheckpointError, match="mixtral: router_scale=2.0, it has 1"):
+        form.from_neutral(changed(router_scale=2.0))
+    with pytest.raises(CheckpointError, match="mixtral: odd=1, it does not know it"):
+        form.from_neutral(changed(extra={"odd": 1}))
+    with pytest.raises(CheckpointError, match="norm, pre_norm"):
+        form.from_neutral(changed(norm="layernorm"))
+    moment = replace(derive(neutral, (MODEL, "embed.weight")), key=("exp_avg", "embed.weight"))
+    trained = View(neutral, [*(derive(neutral, key) for key in neutral.entries), moment])
+    with pytest.raises(CheckpointError, match="holds no optimizer state, .* has exp_avg"):
+        form.write(form.from_neutral(trained), tmp_path, Layout())
