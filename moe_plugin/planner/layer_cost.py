@@ -233,10 +233,14 @@ def _staying(work: _Work, share: float, name: str, after: tuple[str, ...]) -> li
     return [Task(f"experts_{name}", COMPUTE, seconds, after, "experts")] if share else []
 
 
-def _copies_s(shape: LayerShape, sizes: _Sizes, device: Device, r: int) -> float:
-    """Seconds to permute a rank's rows."""
+def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device,
+              r: int) -> float:
+    """Seconds to permute a rank's rows; where they travel by all-to-all also those of the buffers
+    that are sent and received: written and read, both.
+    """
     rows = shape.rows * r if sizes.out else sizes.rows_here
-    return device.copy_s(max(rows, 1) * shape.row_bytes)
+    buffers = 0.0 if sizes.tokens else 4 * sizes.out * cluster.copy_s
+    return device.copy_s(max(rows, 1) * shape.row_bytes) + buffers
 
 
 def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
@@ -249,7 +253,7 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
     d = choice.d if sizes.out else 1
     gate = device.matmul_s(shape.tokens, 2.0 * shape.tokens * shape.model_dim * shape.experts,
                            shape.tokens * (shape.row_bytes + 8 * shape.experts))
-    copies = _copies_s(shape, sizes, device, choice.r)
+    copies = _copies_s(shape, sizes, cluster, device, choice.r)
     tasks = [
         Task("gate", COMPUTE, gate, phase="gate"),
         Task("dispatch", COMPUTE, copies, ("gate",), "dispatch")
@@ -269,7 +273,7 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
                     sizes: _Sizes) -> list[Task]:
     """Tasks of the backward pass: the mirror, with its own pieces and a reduce-scatter."""
     d = choice.backward_d if sizes.out else 1
-    copies = _copies_s(shape, sizes, device, choice.r)
+    copies = _copies_s(shape, sizes, cluster, device, choice.r)
     tasks = [Task("combine", COMPUTE, copies, phase="combine")]
     tasks += _through_experts(cluster, _Work(shape, sizes, device, 2), choice, d, ("back", "out"),
                               "combine")

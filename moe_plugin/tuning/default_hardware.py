@@ -23,6 +23,9 @@ _CPU_LINKS = {
     # gloo between two processes of one machine, as `moe-plugin calibrate` finds it
     "intra": Link(alpha_s=200e-6, beta_s=1 / 1e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)
 }
+# Ranks of one machine without a GPU: what it costs them to meet, and a byte in and out of a buffer
+# for rows on their way. Fitted to whole training steps by `scripts/calibrate_predicted.py`
+_CPU_MEETING_S, _CPU_COPY_S = 1.5e-3, 1.5e-10
 _GPU = Device(name="default", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
               memory_bytes=40e9)
 _CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, launch_s=3e-5,
@@ -47,8 +50,11 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
         return known.resized(nodes, comm.size // nodes)
     gpu = device.type == "cuda"
     links = _GPU_LINKS if gpu else _CPU_LINKS
+    together = not gpu and nodes == 1  # between nodes the links' own times are longer
     return Cluster(name="default", nodes=nodes, ranks_per_node=comm.size // nodes,
-                   nics=comm.size // nodes if gpu else 1, **links)
+                   nics=comm.size // nodes if gpu else 1, **links,
+                   phase_s=_CPU_MEETING_S if together else 0.0,
+                   copy_s=_CPU_COPY_S if together else 0.0)
 
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
