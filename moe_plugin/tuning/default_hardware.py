@@ -25,7 +25,7 @@ _CPU_LINKS = {
 }
 # Ranks of one machine without a GPU: what it costs them to meet, and a byte in and out of a buffer
 # for rows on their way. Fitted to whole training steps by `scripts/calibrate_predicted.py`
-_CPU_MEETING_S, _CPU_COPY_S = 1.5e-3, 1.5e-10
+_CPU_MEETING_S, _CPU_COPY_S = 0.4e-3, 2e-10
 _GPU = Device(name="default", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
               memory_bytes=40e9)
 _CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, launch_s=3e-5,

@@ -133,6 +133,15 @@ def test_page_is_made_from_its_numbers(script: ModuleType) -> None:
     assert script.markdown(report) == (BENCHMARKS / f"{name}.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("script", ["calibrate_predicted"], indirect=True)
+def test_predicted_layouts_are_close_to_the_best_measured_ones(script: ModuleType) -> None:
+    """In every shape of both hosts; the page shows today's predictions."""
+    found = script.compare(script.cells())
+    assert len({cell["shape"] for cell in found["cells"]}) == 6
+    assert [cell for cell in found["cells"] if round(cell["behind"], 2) > script.MOST_BEHIND] == []
+    assert script.page(found) == (BENCHMARKS / "predicted.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("script", ["benchmark_overlap"], indirect=True)
 def test_overlap_page_is_made_from_its_numbers(script: ModuleType) -> None:
     report = json.loads((BENCHMARKS / "overlap.json").read_text(encoding="utf-8"))

@@ -130,6 +130,7 @@ OUTPUTS = {
     "benchmark_adam.py": ("adam.json", ["--host", "megatron"]),
     "benchmark_adaptive.py": ("adaptive_overlap.png", []),
     "benchmark_all_to_all.py": ("all_to_all.md", []), "benchmark_gates.py": ("gates.md", []),
+    "calibrate_predicted.py": ("predicted.md", []),
     "benchmark_plan.py": ("plan.json", []), "benchmark_resources.py": ("resources.md", []),
     "benchmark_reshard.py": ("reshard.md", []),
 }
