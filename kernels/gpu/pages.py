@@ -1,6 +1,6 @@
 """write_pages and read_pages in Triton: only runs that have a slot are read or written.
 
-A spill lies in pinned memory of the host, which the kernels reach over the bus: the device decides
+The pages of the host lie in pinned memory, which the kernels reach over the bus: the device decides
 what goes there, and no host waits.
 """
 
@@ -14,7 +14,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def write_kernel(x, record, pages, spill, length, size, slots, BLOCK: tl.constexpr):
+def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexpr):
     """Block j of run i of x to its slot."""
     run = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -25,11 +25,11 @@ def write_kernel(x, record, pages, spill, length, size, slots, BLOCK: tl.constex
     value = tl.load(x + source, mask=(inside & (source < length) & (slot >= 0)) != 0, other=0.0)
     here = (inside & (slot >= 0) & (slot < slots)) != 0
     tl.store(pages + slot * size + at, value, mask=here)
-    tl.store(spill + (slot - slots) * size + at, value, mask=(inside & (slot >= slots)) != 0)
+    tl.store(host + (slot - slots) * size + at, value, mask=(inside & (slot >= slots)) != 0)
 
 
 @triton.jit
-def read_kernel(out, record, pages, spill, length, size, slots, BLOCK: tl.constexpr):
+def read_kernel(out, record, pages, host, length, size, slots, BLOCK: tl.constexpr):
     """Block j of run i of out from its slot, zeros without one."""
     run = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -40,25 +40,25 @@ def read_kernel(out, record, pages, spill, length, size, slots, BLOCK: tl.conste
     here = (inside & (slot >= 0) & (slot < slots)) != 0
     there = (inside & (slot >= slots)) != 0
     value = tl.load(pages + slot * size + at, mask=here, other=0.0)
-    spilled = tl.load(spill + (slot - slots) * size + at, mask=there, other=0.0)
-    value = tl.where(there, spilled, value)
+    on_host = tl.load(host + (slot - slots) * size + at, mask=there, other=0.0)
+    value = tl.where(there, on_host, value)
     tl.store(out + target, value, mask=inside)
 
 
-def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, spill_SP: Tensor) -> Tensor:
+def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
     """See `moe_plugin.kernels.pages.write_pages`."""
     size = pages_SP.shape[1]
     if x_N.shape[0]:
         write_kernel[record_M.shape[0], triton.cdiv(size, BLOCK)](
-            x_N.contiguous(), record_M, pages_SP, spill_SP, x_N.shape[0], size,
+            x_N.contiguous(), record_M, pages_SP, host_SP, x_N.shape[0], size,
             pages_SP.shape[0] - 1, BLOCK)
     return pages_SP[:-1]
 
 
-def read_pages(record_M: Tensor, pages_SP: Tensor, spill_SP: Tensor, length: int) -> Tensor:
+def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int) -> Tensor:
     """See `moe_plugin.kernels.pages.read_pages`."""
     size, x_N = pages_SP.shape[1], pages_SP.new_empty(length)
     if length:
         read_kernel[record_M.shape[0], triton.cdiv(size, BLOCK)](
-            x_N, record_M, pages_SP, spill_SP, length, size, pages_SP.shape[0] - 1, BLOCK)
+            x_N, record_M, pages_SP, host_SP, length, size, pages_SP.shape[0] - 1, BLOCK)
     return x_N

@@ -67,17 +67,17 @@ class Pages:
     found missing, the most of them at once, and tensors that found none.
     """
 
-    def __init__(self, slots: int, spill: int, like: Tensor) -> None:
-        device, pinned = like.device, spill > 0 and like.device.type == "cuda"
+    def __init__(self, slots: int, host: int, like: Tensor) -> None:
+        device, pinned = like.device, host > 0 and like.device.type == "cuda"
         if pinned and not INSTALLED:
             raise ValueError("dispatch.stash_host_mib > 0 needs Triton on a GPU: its kernels alone "
                              "reach memory of the host; install triton, or use 0")
         self.pages_SP = torch.empty(slots + 1, PAGE, dtype=like.dtype, device=device)
         if pinned:
-            self.spill_SP = torch.empty(spill + 1, PAGE, dtype=like.dtype, pin_memory=True)
+            self.host_SP = torch.empty(host + 1, PAGE, dtype=like.dtype, pin_memory=True)
         else:
-            self.spill_SP = torch.empty(spill + 1, PAGE, dtype=like.dtype, device=device)
-        self.rings = [Ring(slots, 0, device), Ring(spill, slots, device)]
+            self.host_SP = torch.empty(host + 1, PAGE, dtype=like.dtype, device=device)
+        self.rings = [Ring(slots, 0, device), Ring(host, slots, device)]
         self.in_use, self.most, self.lost = (
             torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
 
@@ -89,12 +89,12 @@ class Pages:
         number = torch.div(used + PAGE - 1, PAGE, rounding_mode="floor")
         index_M = torch.arange(-(-x_N.shape[0] // PAGE), device=x_N.device)
         record_M, enough = self.rings[0].take(number, index_M, number >= 0)
-        spilled_M, spilled = self.rings[1].take(number, index_M, ~enough)
-        record_M, enough = torch.maximum(record_M, spilled_M), enough | spilled
+        on_host_M, on_host = self.rings[1].take(number, index_M, ~enough)
+        record_M, enough = torch.maximum(record_M, on_host_M), enough | on_host
         self.in_use += number
         self.most.copy_(torch.maximum(self.most, self.in_use))
         self.lost += ~enough
-        write_pages(x_N, record_M, self.pages_SP, self.spill_SP)
+        write_pages(x_N, record_M, self.pages_SP, self.host_SP)
         return record_M, number, enough
 
     def free(self, record_M: Tensor, number: Tensor) -> None:
@@ -117,7 +117,7 @@ class Kept:
 
     def rows(self) -> Tensor:
         """The rows again, in a buffer of the same shape, whose filler holds any values."""
-        x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.spill_SP,
+        x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.host_SP,
                          math.prod(self.shape))
         return x_N.masked_fill(~self.enough, torch.nan).view(self.shape)
 

@@ -146,7 +146,7 @@ def small(tokens: list[int]) -> Case:
     return Case(len(tokens), 2, 2, tokens, None, None)
 
 
-def test_rows_spill_to_the_host() -> None:
+def test_rows_go_to_the_host() -> None:
     case = small([12, 12])
 
     def rank(comm: Comm) -> RankResult:
@@ -282,7 +282,7 @@ def test_operations_are_one_graph() -> None:
 
     def turn(x_N: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         record_M, number, enough = pages.write(x_N, used)
-        back_N = read_pages(record_M, pages.pages_SP, pages.spill_SP, x_N.shape[0])
+        back_N = read_pages(record_M, pages.pages_SP, pages.host_SP, x_N.shape[0])
         pages.free(record_M, number)
         return back_N, enough
 
@@ -292,23 +292,23 @@ def test_operations_are_one_graph() -> None:
         for used in (300, 0, 700, 512, 300):
             x_N = torch.randn(700)
             back_N, enough = compiled(x_N, torch.tensor(used))
-            assert bool(enough) is (used <= 512)  # 8 pages; 4 of the spill are too few for more
+            assert bool(enough) is (used <= 512)  # 8 pages; 4 of the host are too few for more
             if enough:
                 assert torch.equal(back_N[:used], x_N[:used])
 
 
-@pytest.mark.parametrize("slots, spilled", [([2, 0, 5], False), ([7, 8, -1], True),
+@pytest.mark.parametrize("slots, on_host", [([2, 0, 5], False), ([7, 8, -1], True),
                                             ([-1, -1, -1], False)])
-def test_pages_of_a_record(slots: list[int], spilled: bool) -> None:
-    pages_SP, spill_SP = torch.zeros(8, 4), torch.zeros(3 if spilled else 1, 4)
+def test_pages_of_a_record(slots: list[int], on_host: bool) -> None:
+    pages_SP, host_SP = torch.zeros(8, 4), torch.zeros(3 if on_host else 1, 4)
     record_M, x_N = torch.tensor(slots), torch.arange(10.0)
-    write_pages(x_N, record_M, pages_SP, spill_SP)
-    back_N = read_pages(record_M, pages_SP, spill_SP, 10)
+    write_pages(x_N, record_M, pages_SP, host_SP)
+    back_N = read_pages(record_M, pages_SP, host_SP, 10)
     for index, slot in enumerate(slots):
         if slot >= 0:
             part = slice(4 * index, min(10, 4 * index + 4))
             assert torch.equal(back_N[part], x_N[part])
-            buffer = pages_SP[slot] if slot < 7 else spill_SP[slot - 7]
+            buffer = pages_SP[slot] if slot < 7 else host_SP[slot - 7]
             assert torch.equal(buffer[:part.stop - part.start], x_N[part])
 
 

@@ -316,14 +316,14 @@ def _tiles(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
 
 def _pages(s: Shape, draw: Callable[..., Tensor],
            g: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
-    """(elements, record, pages, spill), records with runs that have no slot and runs that spilled.
+    """(elements, record, pages, host), records with runs that have no slot and runs on the host.
     """
-    for size, spill in ((100, 0), (33, 7)):
+    for size, host in ((100, 0), (33, 7)):
         x_N = draw(s.tokens * s.width)
         number = -(-x_N.shape[0] // size)
-        slots = torch.randperm(number + spill, generator=g)[:number]
+        slots = torch.randperm(number + host, generator=g)[:number]
         record_M = torch.where(torch.rand(number, generator=g) < 0.3, -1, slots)
-        yield x_N, record_M, draw(number + 1, size), draw(spill + 1, size)
+        yield x_N, record_M, draw(number + 1, size), draw(host + 1, size)
 
 
 def _write_pages(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],

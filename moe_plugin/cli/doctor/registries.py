@@ -158,7 +158,7 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "groups": Groups(RowCounts([4, 4]), device), "dtype": torch.float32, "activation": "gelu",
         "lengths_L": torch.tensor([4, 4], device=device), "height": 4, "total": 8, "least": 0,
         "x_N": torch.ones(8, device=device), "record_M": torch.tensor([1, 0], device=device),
-        **dict.fromkeys(("pages_SP", "spill_SP"), torch.ones(3, 4, device=device)), "length": 8,
+        **dict.fromkeys(("pages_SP", "host_SP"), torch.ones(3, 4, device=device)), "length": 8,
         "top_k": 2, "k": 2, "experts": 2, "outer": 2, "inner": 4, "block": 16, "complete": False,
         "rule": Rule(2, normalize=True), "sure": True,
     }
