@@ -19,6 +19,7 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.kernels import Groups, kernels
 from moe_plugin.layer import MoELayer
+from tests.capture import replays
 from tests.kernels.interpreted import AS_THEY_ARE, TOLERANCE, compare, widened
 from tests.kernels.problems import SHAPES, Shape, arguments, fresh
 
@@ -77,25 +78,9 @@ def check_graph() -> None:
     eager gives.
     """
     layer = make_layer(dispatch={"name": "padded", "capacity_factor": 1.25, "equal_tokens": True})
-    x = torch.randn(1024, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-
-    def step() -> tuple[Tensor, ...]:
-        y = layer(x).output
-        return (y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()]))
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(3):
-        with torch.no_grad():
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        for mine, eager in zip(captured, step(), strict=True):
+    x = torch.randn(1024, 256, device=GPU, dtype=torch.bfloat16)
+    for pairs in replays(layer, x, 3):
+        for mine, eager in pairs:
             assert torch.equal(mine, eager), "a replay differs from eager"
     print("CUDA graph: the same as eager, bitwise")
 
