@@ -42,6 +42,9 @@ class DispatchTraits:
         single_layout: runs where parameters are stored, in one layout; False: in any `r`.
         bounded: exact rows in buffers of a fixed length, whose counts stay on the device; its class
             takes the layer's `RowsLimit` as third argument.
+        spills: other ranks than its owner may compute an expert's rows (`parallel.spill`); its
+            class then takes a `dispatch.spill.Planner` as third argument and, given one, makes
+            `SpillingPlan`s. Exact rows alone, in any layout.
     """
 
     fixed_slots: bool = False
@@ -51,6 +54,7 @@ class DispatchTraits:
     splits_slots: bool = False
     single_layout: bool = False
     bounded: bool = False
+    spills: bool = False
 
 
 class Dispatcher(ABC):
@@ -104,6 +108,10 @@ def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     if traits.cuts and traits.single_layout:
         raise ValueError(
             f"dispatcher {name!r} declares cuts and single_layout: must be one of them")
+    for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
+        if traits.spills and getattr(traits, other):
+            raise ValueError(f"dispatcher {name!r} declares spills and {other}: must be one of "
+                             "them; rows that spill are exact, and known on the host")
 
 
 dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher,

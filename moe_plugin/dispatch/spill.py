@@ -1,4 +1,4 @@
-"""Dropless dispatch in which other ranks than the owner may compute an expert's rows
+"""Plans of dropless dispatch in which other ranks than the owner may compute an expert's rows
 (`planner.spill`).
 
 Every rank learns how many rows every rank has for every expert, so all make the same plan from the
@@ -16,9 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.base import DispatchTraits, expand
-from moe_plugin.dispatch.cuts import CUTS
-from moe_plugin.dispatch.exchange import ExchangeDispatcher
+from moe_plugin.dispatch.base import expand
 from moe_plugin.dispatch.pieces import Counts, ExchangePlan, ragged_plan
 from moe_plugin.dispatch.rows import sort_by_expert
 from moe_plugin.planner.spill import SpillPlan
@@ -38,47 +36,30 @@ class SpillingPlan(ExchangePlan):
     spill: SpillPlan | None = None
 
 
-class SpillingDispatcher(ExchangeDispatcher):
-    """Ragged dispatch that follows a plan of who computes what.
-
-    Args:
-        placement, overlap: see `Dispatcher`.
-        planner: makes the plan, the same on all ranks.
+def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
+                  planner: Planner) -> SpillingPlan:
+    """The plan of one call, the same on all ranks. One exchange of counts, and one copy of them
+    from device to host.
     """
-
-    traits = DispatchTraits(cuts=True, cuts_by=tuple(CUTS))
-
-    def __init__(self, placement: Placement, overlap: Overlap, planner: Planner) -> None:
-        super().__init__(placement, overlap)
-        self.planner = planner
-
-    @property
-    def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. Rows of borrowed experts lie apart."""
-        return False
-
-    def plan(self, kept: KeptRouting) -> SpillingPlan:
-        """See `Dispatcher`. One exchange of counts, and one copy of them from device to host."""
-        place = self.placement
-        ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
-        order_N, send_V = sort_by_expert(ids_TK, place.virtual)
-        # an all-gather in one step instead of a ring's
-        every_V = place.comm.all_to_all(send_V.repeat(place.comm.size))
-        counts_WV = every_V.view(place.comm.size, -1).tolist()
-        spill, me = self.planner(counts_WV), place.comm.rank
-        if spill is None or not spill.loans:
-            spill, local = None, place.local
-            mine = counts_WV[me]
-            send_WL = [mine[i:i + local] for i in range(0, place.virtual, local)]
-            recv_WL = [row[me * local:(me + 1) * local] for row in counts_WV]
-        else:
-            tables = _Tables(spill)
-            send_WL = [tables.row(me, target) for target in range(spill.ranks)]
-            recv_WL = [tables.row(source, me) for source in range(spill.ranks)]
-            order_N = tables.regroup(order_N, me)
-        plan = ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, self.overlap)
-        parts = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-        return SpillingPlan(**parts, spill=spill)
+    ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
+    order_N, send_V = sort_by_expert(ids_TK, place.virtual)
+    # an all-gather in one step instead of a ring's
+    every_V = place.comm.all_to_all(send_V.repeat(place.comm.size))
+    counts_WV = every_V.view(place.comm.size, -1).tolist()
+    spill, me = planner(counts_WV), place.comm.rank
+    if spill is None or not spill.loans:
+        spill, local = None, place.local
+        mine = counts_WV[me]
+        send_WL = [mine[i:i + local] for i in range(0, place.virtual, local)]
+        recv_WL = [row[me * local:(me + 1) * local] for row in counts_WV]
+    else:
+        tables = _Tables(spill)
+        send_WL = [tables.row(me, target) for target in range(spill.ranks)]
+        recv_WL = [tables.row(source, me) for source in range(spill.ranks)]
+        order_N = tables.regroup(order_N, me)
+    plan = ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, overlap)
+    parts = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    return SpillingPlan(**parts, spill=spill)
 
 
 class _Tables:

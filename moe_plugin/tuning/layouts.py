@@ -23,7 +23,7 @@ from moe_plugin.dispatch import Dispatcher, PagedStash, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.local import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
-from moe_plugin.dispatch.spill import Planner, SpillingDispatcher, SpillingPlan
+from moe_plugin.dispatch.spill import Planner, SpillingPlan
 from moe_plugin.dispatch.stash import may_keep
 from moe_plugin.dispatch.weights_first import WeighedChoices
 from moe_plugin.dispatch.wire import with_wire
@@ -214,10 +214,7 @@ class Layouts:
         if config.dispatch.stash_mib and place.comm.size > 1:
             self.stash = place.comm.state.get(PagedStash)
             self.stash.ask(self, config.dispatch)
-        # fixed slots and bounded rows do not follow the load; Parm's schedule S2 shares slots out
-        self.exact_rows = self.traits.cuts and not self.traits.fixed_slots and not (
-            self.traits.bounded)
-        self.spills = place.comm.size > 1 and self.supports_gather and self.exact_rows
+        self.spills = place.comm.size > 1 and self.supports_gather and self.traits.spills
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
@@ -272,7 +269,7 @@ class Layouts:
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.cut)
         if choice.spill != "never":
-            return Layout(choice, SpillingDispatcher(place, overlap, self._planner(choice.spill)),
+            return Layout(choice, self.dispatcher(place, overlap, self._planner(choice.spill)),
                           strategy)
         limits = () if self.limit is None else (self.limit,)
         dispatcher = self.dispatcher(place, overlap, *limits)
@@ -326,7 +323,7 @@ class Layouts:
             return
         place = self.place
         bad = [f"{name}={value!r}: use {instead}" for name, value, instead, ok in (
-            ("dispatch.name", self.config.dispatch.name, "'ragged'", self.exact_rows),
+            ("dispatch.name", self.config.dispatch.name, "'ragged'", self.traits.spills),
             ("custom experts", True, "experts of a registered kind", self.experts.supports_gather),
             ("parallel.r", choice.r, place.shards, choice.r == place.shards),
             ("gather_tokens", choice.gather_tokens, False, not choice.gather_tokens)) if not ok]

@@ -44,6 +44,15 @@ def test_traits_that_contradict_each_other_are_refused() -> None:
     assert "both" not in dispatchers
 
 
+@pytest.mark.parametrize("other", ["fixed_slots", "shares_tokens", "single_layout", "bounded"])
+def test_rows_that_spill_are_exact(other: str) -> None:
+    class Both(RaggedDispatcher):
+        traits = DispatchTraits(spills=True, **{other: True})
+
+    with pytest.raises(ValueError, match=f"'both' declares spills and {other}"):
+        dispatchers.register("both")(Both)
+
+
 def test_settings_are_checked_against_traits() -> None:
     """A copy of ragged dispatch that declares less is refused what it does not declare."""
     class Whole(RaggedDispatcher):

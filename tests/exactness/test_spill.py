@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Topology, run_simulated
+from moe_plugin.dispatch import DispatchTraits, RaggedDispatcher, dispatchers
 from moe_plugin.dispatch.cuts import CUTS
+from moe_plugin.dispatch.pieces import ExchangePlan
 from moe_plugin.experts import expert_kinds
 from moe_plugin.experts.lent import LentExperts
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import SpillCosts, SpillPlan, plan_spill
+from moe_plugin.records import KeptRouting
 from moe_plugin.routing.replay import checkpoint
 from tests.exactness.harness import NAMES, compare, config_of, load, reference, run_rank, slice_of
 from tests.exactness.spills import Counts, planned, random_planner
@@ -210,6 +213,33 @@ def test_what_does_not_spill_is_refused(changes: dict[str, Any], choice: LayoutC
     with pytest.raises(ValueError, match="parallel.spill='least_loaded' does not fit") as error:
         run_simulated(2, lambda comm: MoELayer(config, comm)(torch.zeros(2, 8), choice=choice))
     assert words in str(error.value) and "or parallel.spill='never'" in str(error.value)
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_a_custom_dispatcher_makes_its_plans_or_is_refused(
+        spills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing takes the place of a dispatcher from outside: it follows the planner or says no."""
+    class Mine(RaggedDispatcher):
+        traits = DispatchTraits(cuts=True, spills=spills)
+
+        def plan(self, kept: KeptRouting) -> ExchangePlan:
+            planners.append(self.planner)
+            return super().plan(kept)
+
+    monkeypatch.setattr(dispatchers, "_entries", dict(dispatchers._entries))
+    dispatchers.register("mine")(Mine)
+    planners: list[Any] = []
+    case = Case(2, 4, 2, [6, 3], None, None, "ffn")
+    if spills:
+        assert check(case, 2, 3, dispatch__name="mine")
+        assert len(planners) == 2 and None not in planners
+        return
+    config = config_of(case, dispatch__name="mine", parallel__spill="everywhere")
+    with pytest.raises(ValueError, match="does not fit dispatch.name='mine': use 'ragged'"):
+        run_simulated(2, lambda comm: MoELayer(config, comm))
+    open_ = config_of(case, dispatch__name="mine", parallel__mode="auto")
+    layers = run_simulated(2, lambda comm: MoELayer(open_, comm))
+    assert not any(layer.layouts.available.spills for layer in layers)
 
 
 def test_custom_experts_do_not_spill() -> None:
