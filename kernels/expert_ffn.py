@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.fp8_weights import Fp8Weights
 from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.kept_rows import Keep, rows_kept
 from moe_plugin.kernels.recomputed import through_recomputed
 from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.workspace import Workspace
@@ -29,15 +30,7 @@ from moe_plugin.records import RowPlan
 from moe_plugin.registry import Registry
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
-
-class KeptRows(Protocol):
-    """Rows that backward needs, kept outside of autograd."""
-
-    def rows(self) -> Tensor:
-        """They, [R, width], in a buffer as long as before; filler may have any values."""
-
-
-Keep = Callable[[Tensor, Tensor], KeptRows]  # rows [R, width], int64 [L] rows of each expert
+OPERANDS = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
 
 
 @dataclass(frozen=True)
@@ -55,12 +48,13 @@ class FFNParameters:
     which `drops_out` is true read it.
     recompute: keep the values before the activation for backward, and not those after it (with
     dropout, what it leaves is kept).
-    keep: keeps rows whose numbers the device alone knows; strategies may use it. None: autograd
-    keeps them.
+    keep: keeps rows whose numbers the device alone knows; the strategies of `KEEPS_ROWS` use it.
+    None: autograd keeps them.
     sums: of the calls that share these parameters in one pass; a strategy may add up their weight
     gradients there instead of returning one for each. None: this call is alone.
     precision: of the products of strategy `kernels`, see `experts.precision`; other strategies
     compute as torch is set to.
+    fp8: of the module whose weights these are, where precision is fp8; None: a call makes its own.
     """
 
     w_in_LDF: Tensor
@@ -77,6 +71,7 @@ class FFNParameters:
     recompute: bool = False
     sums: GradSums | None = None
     precision: str = "ieee"
+    fp8: Fp8Weights | None = None
     keep: Keep | None = None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
@@ -86,12 +81,11 @@ class FFNParameters:
         all are in its dtype (float64 stays), and no gradient is left to the function: the fields
         are used, which redirect it themselves.
         """
-        names = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
-        fields = [x, *(getattr(self, name) for name in names)]
+        fields = [x, *(getattr(self, name) for name in OPERANDS)]
         if not torch.is_autocast_enabled(x.device.type):
             return [
                 x, *(self.main_grad_weights.get(name, tensor)
-                     for name, tensor in zip(names, fields[1:], strict=True))
+                     for name, tensor in zip(OPERANDS, fields[1:], strict=True))
             ], self.main_grad_weights
         dtype = torch.get_autocast_dtype(x.device.type)
         return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in fields], {}
@@ -100,20 +94,42 @@ class FFNParameters:
 GroupedMatmul = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]
 Strategy = Callable[[Tensor, "RowCounts | RowPlan", FFNParameters], Tensor]
 strategies: Registry[Strategy] = Registry("expert_compute")
+# those that use `FFNParameters.keep`. Not `batched`, which keeps padded copies in which rows lie
+# elsewhere, nor `fused`, which keeps what it needs in the CPU's reusable memory
+KEEPS_ROWS = ("auto", "kernels", "grouped", "loop")
 
 
-def from_matmul(matmul: GroupedMatmul) -> Strategy:
+def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False) -> Strategy:
     """A strategy from a grouped matmul `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`.
 
-    The rows of expert l are multiplied by matrix l, and its bias is added.
+    The rows of expert l are multiplied by matrix l, and its bias is added. keeps_rows: whatever
+    autograd saves in it has its rows in the order of `rows_RI`, so that they can be kept elsewhere.
     """
 
     @functools.wraps(matmul)
     def strategy(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
+        if (keeps_rows and parameters.keep is not None and isinstance(rows, DeviceCounts)
+                and x.numel()):
+            return _ffn_keeping(matmul, x, rows, parameters)
         return apply_to_rows(lambda rows_RD, counts: _ffn(matmul, rows_RD, counts, parameters), x,
                              rows)
 
     return strategy
+
+
+def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
+                 p: FFNParameters) -> Tensor:
+    """`_ffn` whose rows `p.keep` keeps."""
+    if torch.is_autocast_enabled(x.device.type):
+        # casts that autocast makes would be saved, and could be as large as rows
+        (x, *tensors), _ = p.operands(x)
+        p = replace(p, **dict(zip(OPERANDS, tensors, strict=True)))
+    x = x.contiguous()
+    widths = p.w_in_LDF.shape[1:]
+    keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
+    with torch.autocast(x.device.type, enabled=False), rows_kept(
+            keep, x, widths, [getattr(p, name) for name in OPERANDS]):
+        return _ffn(matmul, x, counts, p)
 
 
 def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
@@ -218,10 +234,10 @@ def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
 _NO_GROUPED = "torch has no grouped_mm: needs torch >= 2.10"
 # new in torch 2.10
 _HAS_GROUPED = hasattr(F, "grouped_mm")
-strategies.register("loop")(from_matmul(loop))
+strategies.register("loop")(from_matmul(loop, keeps_rows=True))
 strategies.register("batched")(from_matmul(batched))
 strategies.register("grouped", why_not=lambda: None
-                    if _HAS_GROUPED else _NO_GROUPED)(from_matmul(grouped))
+                    if _HAS_GROUPED else _NO_GROUPED)(from_matmul(grouped, keeps_rows=True))
 
 
 _DROP_OUT = tuple(strategies.get(name)

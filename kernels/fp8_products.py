@@ -60,32 +60,67 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: Groups, codes_LIO: 
     return product(rows, groups, w_LIO, b_LO, token_R, "ieee").to(dtype)
 
 
-def _product(quantized: tuple[Tensor, Tensor], groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
+class Fp8Weight:
+    """A weight in fp8, which the products below take in the place of its tensor.
+
+    codes_LIO, scales_LHW: see `quantize_weights_fp8`.
+    """
+
+    def __init__(self, codes_LIO: Tensor, scales_LHW: Tensor) -> None:
+        self.codes_LIO, self.scales_LHW = codes_LIO, scales_LHW
+        self._transposed: Fp8Weight | None = None
+
+    @classmethod
+    def of(cls, w_LIO: Tensor) -> Fp8Weight:
+        """w_LIO [L, I, O] in fp8."""
+        return cls(*quantize_weights_fp8(w_LIO))
+
+    def transpose(self, first: int, second: int) -> Fp8Weight:
+        """As of a tensor, axes 1 and 2 alone: the same codes, which lie along that product's sum.
+
+        Made once. A block is square, so what is rounded does not change.
+        """
+        if {first, second} != {1, 2}:
+            raise ValueError(f"a weight in fp8 cannot exchange axes {first}, {second}: must be 1, "
+                             "2; its blocks are of those")
+        if self._transposed is None:
+            # as bytes: copies of fp8 are slow or missing on some devices
+            codes = self.codes_LIO.view(torch.uint8).contiguous().view(self.codes_LIO.dtype)
+            self._transposed = Fp8Weight(codes.transpose(1, 2),
+                                         self.scales_LHW.transpose(1, 2).contiguous())
+        return self._transposed
+
+
+Weight = Tensor | Fp8Weight
+
+
+def _product(quantized: tuple[Tensor, Tensor], groups: Groups, w_LIO: Weight, b_LO: Tensor | None,
              token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return expert_matmul_fp8(*quantized, groups, *quantize_weights_fp8(w_LIO), b_LO, token_R, dtype)
+    w = w_LIO if isinstance(w_LIO, Fp8Weight) else Fp8Weight.of(w_LIO)
+    return expert_matmul_fp8(*quantized, groups, w.codes_LIO, w.scales_LHW, b_LO, token_R, dtype)
 
 
-def matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
+def matmul(x: Tensor, groups: Groups, w_LIO: Weight, b_LO: Tensor | None, token_R: Tensor | None,
            precision: str) -> Tensor:
     """`expert_matmul` in fp8."""
     return _product(quantize_fp8(x, BLOCK), groups, w_LIO, b_LO, token_R, x.dtype)
 
 
-def matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Tensor, v_LIO: Tensor,
+def matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Weight, v_LIO: Weight,
                precision: str) -> Tensor:
     """`expert_matmul_sum` in fp8."""
     return matmul(x_RI, groups, w_LIO, None, None, precision).add_(
         matmul(y_RI, groups, v_LIO, None, None, precision))
 
 
-def matmul_act(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+def matmul_act(x: Tensor, groups: Groups, w_LDF: Weight, b_LF: Tensor | None,
                token_R: Tensor | None, activation: str, precision: str) -> tuple[Tensor, Tensor]:
     """`expert_matmul_act` in fp8."""
     h_RF = matmul(x, groups, w_LDF, b_LF, token_R, precision)
     return h_RF, ACTIVATIONS[activation].value(h_RF)
 
 
-def matmul_gated(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None, v_LDF: Tensor,
+def matmul_gated(x: Tensor, groups: Groups, w_LDF: Weight, b_LF: Tensor | None, v_LDF: Weight,
                  v_bias_LF: Tensor | None, token_R: Tensor | None, activation: str,
                  precision: str) -> tuple[Tensor, Tensor, Tensor]:
     """`expert_matmul_gated` in fp8; the rows are rounded once."""
@@ -95,7 +130,7 @@ def matmul_gated(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None, 
     return h_RF, gate_RF, ACTIVATIONS[activation].value(gate_RF) * h_RF
 
 
-def matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor,
+def matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Weight, h_RF: Tensor,
                         gate_RF: Tensor | None, scale_R: Tensor | None, token_R: Tensor | None,
                         activation: str,
                         precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_plugin.kernels import fp8_products as fp8
 from moe_plugin.kernels.derivatives import first_derivative_only
-from moe_plugin.kernels.expert_ffn import FFNParameters, KeptRows, strategies
+from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.expert_matmul import (
     expert_bias_grad,
     expert_matmul,
@@ -31,8 +31,10 @@ from moe_plugin.kernels.expert_matmul import (
     expert_weight_grad,
     expert_weight_grad_add,
 )
+from moe_plugin.kernels.fp8_weights import Fp8Call, fp8_call
 from moe_plugin.kernels.groups import Groups
-from moe_plugin.kernels.main_grad import placeholder_grad
+from moe_plugin.kernels.kept_rows import KeptRows
+from moe_plugin.kernels.main_grad import WEIGHTS, placeholder_grad
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, at_rows, sum_rows
 from moe_plugin.records import RowPlan
@@ -75,13 +77,17 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     with torch.autocast(x.device.type, enabled=False):
         lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (counts.host,
                                                                                    None)
+        fp8 = None
+        if p.precision == "fp8" and not torch.compiler.is_compiling():
+            fp8 = fp8_call(p.fp8, {n: p.main_grad_weights.get(n, getattr(p, n)) for n in WEIGHTS},
+                           dict(zip(WEIGHTS, tensors[::2], strict=True)))
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
             keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
-            return _Stashed.apply(keep, redirected, x, *maps, *tensors, *lengths, p.activation,
-                                  p.precision)
-        if redirected:
-            return _IntoMainGrad.apply(redirected, x, *maps, *tensors, *lengths, p.activation,
-                                       p.precision)
+            return _Stashed.apply(keep, redirected, fp8, x, *maps, *tensors, *lengths,
+                                  p.activation, p.precision)
+        if redirected or fp8 is not None:
+            return _Direct.apply(redirected, fp8, x, *maps, *tensors, *lengths, p.activation,
+                                 p.precision)
         return expert_ffn(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
 
 
@@ -115,8 +121,9 @@ def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
              position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None, w_gate: Tensor | None,
              b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
              counts: Sequence[int] | None, lengths_L: Tensor | None, activation: str,
-             precision: str) -> list[Tensor]:
+             precision: str, fp8: Fp8Call | None = None) -> list[Tensor]:
     groups, x = _groups(counts, lengths_L, x, source_R), x.contiguous()
+    w_in, w_gate, w_out = _factors(fp8, w_in, w_gate, w_out)
     token_R, products = _tokens(source_R, position_TK), _products(precision)
     if w_gate is None:
         h_RF, a_RF = products.act(x, groups, w_in, b_in, token_R, activation, precision)
@@ -127,6 +134,13 @@ def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
     rows_RD = products.plain(a_RF, groups, w_out, b_out, None, precision)
     y = rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, gates_TK)
     return [y, h_RF, gate_RF]
+
+
+def _factors(fp8: Fp8Call | None, *weights: Tensor | None) -> tuple[Any, ...]:
+    """What rows are multiplied by in the place of w_in, w_gate, w_out."""
+    if fp8 is None:
+        return weights
+    return tuple(fp8.weights.get(name) for name in WEIGHTS)
 
 
 def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | None:
@@ -172,9 +186,10 @@ def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Ten
                position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor, w_in: Tensor,
                w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
                counts: Sequence[int] | None, lengths_L: Tensor | None, activation: str,
-               precision: str, needs: Sequence[bool],
-               main_grad_weights: Mapping[str, Tensor]) -> list[Tensor | None]:
+               precision: str, needs: Sequence[bool], main_grad_weights: Mapping[str, Tensor],
+               fp8: Fp8Call | None = None) -> list[Tensor | None]:
     """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`."""
+    w_in, w_gate, w_out = _factors(fp8, w_in, w_gate, w_out)
     groups, token_R = _groups(counts, lengths_L, x, source_R), _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None if gates_TK is None else at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
@@ -242,27 +257,31 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
 expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
-class _IntoMainGrad(torch.autograd.Function):
-    """`expert_ffn` whose backward adds to `main_grad`.
+class _Direct(torch.autograd.Function):
+    """`expert_ffn` whose backward adds to `main_grad`, or whose weights are in fp8.
 
-    Not a torch operation, because it mutates a buffer that is not an argument.
+    Not a torch operation, because it mutates a buffer that is not an argument, or because what is
+    kept of the weights outlives the call.
     """
 
     @staticmethod
-    def forward(ctx: Any, main_grad_weights: Mapping[str, Tensor], *inputs: Any) -> Tensor:
-        output = _forward(*inputs)
+    def forward(ctx: Any, main_grad_weights: Mapping[str, Tensor], fp8: Fp8Call | None,
+                *inputs: Any) -> Tensor:
+        output = _forward(*inputs, fp8)
         _setup(ctx, inputs, output)
-        ctx.main_grad_weights = main_grad_weights
+        ctx.main_grad_weights, ctx.fp8 = main_grad_weights, fp8
         return output[0]
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
+        needed = [ctx.needs_input_grad[i] for i in (2, 3, 6, 7, 8, 9, 10, 11)]
         *saved, lengths_L = ctx.saved_tensors
         x, gates, *rest = _gradients(grad_y, *saved, ctx.counts, lengths_L, ctx.activation,
-                                     ctx.precision, needed, ctx.main_grad_weights)
-        return None, x, gates, None, None, *rest, None, None, None, None
+                                     ctx.precision, needed, ctx.main_grad_weights, ctx.fp8)
+        if ctx.fp8 is not None:
+            ctx.fp8.spent()
+        return None, None, x, gates, None, None, *rest, None, None, None, None
 
 
 class _Saved:
@@ -276,15 +295,17 @@ class _Saved:
 
 
 class _Stashed(torch.autograd.Function):
-    """`expert_ffn`, or with `main_grad` weights `_IntoMainGrad`, whose rows `keep` keeps."""
+    """`expert_ffn`, or where it is called for `_Direct`, whose rows `keep` keeps."""
 
     @staticmethod
     def forward(ctx: Any, keep: Callable[[Tensor], KeptRows],
-                main_grad_weights: Mapping[str, Tensor], *inputs: Any) -> Tensor:
-        output = _forward(*inputs) if main_grad_weights else expert_ffn(*inputs)
+                main_grad_weights: Mapping[str, Tensor], fp8: Fp8Call | None,
+                *inputs: Any) -> Tensor:
+        direct = bool(main_grad_weights) or fp8 is not None
+        output = _forward(*inputs, fp8) if direct else expert_ffn(*inputs)
         ctx.inner = _Saved()
         _setup(ctx.inner, inputs, output)
-        ctx.inner.main_grad_weights = main_grad_weights
+        ctx.inner.main_grad_weights, ctx.inner.fp8, ctx.direct = main_grad_weights, fp8, direct
         rows = [each for each in (inputs[0], *output[1:]) if each.numel()]
 
         def stand_in(saved: Tensor | None) -> Tensor | None:
@@ -307,11 +328,11 @@ class _Stashed(torch.autograd.Function):
         inner.saved_tensors = tuple(
             saved.kept.rows() if kept else saved
             for saved, kept in zip(ctx.saved_tensors, ctx.rows, strict=True))
-        if inner.main_grad_weights:
+        if ctx.direct:
             inner.needs_input_grad = ctx.needs_input_grad[1:]
-            return None, *_IntoMainGrad.backward(inner, grad_y)
-        inner.needs_input_grad = ctx.needs_input_grad[2:]
-        return None, None, *_backward(inner, [grad_y])
+            return None, *_Direct.backward(inner, grad_y)
+        inner.needs_input_grad = ctx.needs_input_grad[3:]
+        return None, None, None, *_backward(inner, [grad_y])
 
 
 def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None,

@@ -49,7 +49,8 @@ class DispatchConfig(Section):
         0.0,
         "bounded: MiB of device memory in pages for the rows that backward needs, shared by all "
         "layers of a group; 0: each layer keeps its buffers, filler included. Needs "
-        "experts.compute auto or kernels, no experts.dropout, and parallel.r other than 0",
+        "experts.compute auto, kernels, grouped or loop, no experts.dropout, and parallel.r other "
+        "than 0",
         flag="stash-mib")
     stash_host_mib: float = option(
         0.0, "MiB of pinned host memory for rows that find no page of stash_mib",

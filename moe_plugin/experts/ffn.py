@@ -20,6 +20,7 @@ from moe_plugin.kernels.expert_ffn import (
     drops_out,
     strategies,
 )
+from moe_plugin.kernels.fp8_weights import Fp8Weights
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import ExpertRows, HostContext, Placement
 
@@ -140,7 +141,10 @@ class FFNExperts(Experts):
                 consecutive shards; None: what is stored here.
             first_shard: the first of these shards; None: that of this rank.
         """
-        redirected = self.main_grad_weights() if tensors is None else {}
+        redirected, fp8 = self.main_grad_weights() if tensors is None else {}, None
+        # evaluation may be of averaged weights that were put there unseen
+        if tensors is None and self.training and self.config.precision == "fp8":
+            fp8 = self.memory.state(Fp8Weights)
         tensors = self.local_parameters() if tensors is None else tensors
         first_shard = self.placement.shard if first_shard is None else first_shard
         bias_LD = tensors.get("b_out_LD")
@@ -152,7 +156,8 @@ class FFNExperts(Experts):
                              tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
                              self.config.activation, self.memory, self.config.compute_selection,
                              redirected, self.config.dropout if self.training else 0.0,
-                             self.config.recompute_activation, precision=self.config.precision)
+                             self.config.recompute_activation, precision=self.config.precision,
+                             fp8=fp8)
 
 
 @expert_kinds.register("gated_ffn")

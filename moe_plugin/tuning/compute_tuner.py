@@ -40,7 +40,7 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
     if torch.compiler.is_compiling():
         return Choice(_compiled(x, counts), "under torch.compile")
     if parameters.keep is not None and isinstance(counts, DeviceCounts):
-        return Choice("kernels", "the only one whose rows go to pages")
+        return Choice("kernels", "of those whose rows go to pages, it keeps the fewest")
     load, usable = load_of(x, rows, parameters), _usable(x, parameters, counts)
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)

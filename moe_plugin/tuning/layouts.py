@@ -30,6 +30,7 @@ from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
 from moe_plugin.experts.gathered import gather_parameters
 from moe_plugin.experts.lent import LentExperts, joined
+from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
@@ -282,8 +283,8 @@ class Layouts:
         dropout = self.config.experts.dropout
         for what, instead, ok in (
                 ("custom experts", "experts of a registered kind", self.experts.supports_gather),
-                (f"experts.compute={choice.kernel!r}", "'kernels' or 'auto'",
-                 choice.kernel in ("kernels", "auto")),
+                (f"experts.compute={choice.kernel!r}", f"one of {', '.join(KEEPS_ROWS)}",
+                 choice.kernel in KEEPS_ROWS),
                 (f"experts.dropout={dropout}", "0", not dropout),
                 ("parallel.r=0", self.place.shards, choice.r != 0)):
             if not ok:

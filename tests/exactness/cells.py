@@ -16,6 +16,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.base import DispatchTraits
 from moe_plugin.experts import expert_kinds, strategies
+from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.planner.choice import legal_r
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.harness import config_of
@@ -95,8 +96,19 @@ def _paged_cells(dispatch: str, sizes: Sequence[tuple[int, int, int | None]],
                  fewer: dict[str, Sequence[Any]]) -> list[Cell]:
     """All pairs of the settings that go with pages, in every other layout."""
     some = [size for size in layouts(dispatch, sizes) if size.r != 0][::2]
-    paged = {"compute": ["auto", "kernels"], "dropout": [0.0], "stash_mib": [8.0]}
+    paged = {"compute": list(KEEPS_ROWS), "dropout": [0.0], "stash_mib": [8.0]}
     return _pairs(_settings(dispatch, some) | paged, fewer)
+
+
+# ranks, experts, shards: alone, together, cut
+FP8_SIZES = [(1, 8, None), (2, 2, None), (4, 8, None), (4, 2, None)]
+
+
+def fp8_cells(dispatch: str) -> list[Cell]:
+    """All pairs of the settings that go with products in fp8."""
+    cells = cells_of(dispatch, FP8_SIZES, compute=["auto", "kernels", "loop"], dropout=[0.0],
+                     tokens=["even", "uneven", "padding", "starving", "none"])
+    return [{**cell, "precision": "fp8"} for cell in cells]
 
 
 def parm_cells(dispatch: str,
@@ -173,6 +185,7 @@ def settings_of(cell: Cell) -> MoEConfig:
                        parallel__d=forward, parallel__d_backward=backward,
                        parallel__cut=cell["cut"], comm__all_to_all=cell["all_to_all"],
                        experts__compute=cell["compute"])
+    config.experts.precision = cell.get("precision", "ieee")
     config.dispatch.stash_mib = cell.get("stash_mib", 0.0)
     if "schedule" in cell:
         config.parallel.replicas, config.parallel.schedule = replicas_of(cell), cell["schedule"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -27,6 +28,7 @@ from moe_plugin.tuning.default_hardware import Calibration
 from tests.combinations import Cell, all_pairs
 from tests.exactness import cells
 from tests.exactness.harness import load_experts
+from tests.exactness.spills import planned, random_planner
 from tests.oracle import make_inputs, make_parameters
 from tests.routing.references import reference_of
 from tests.waits import stand_ins
@@ -51,13 +53,15 @@ COMMON: dict[str, Any] = {
 class Seen:
     """What one rank saw in one cell: events of a call and of its backward pass.
 
-    error: of the run; empty: none. apart: the largest difference to the same layer on the CPU,
+    error: of the run; empty: none. loans: experts that ranks borrowed. apart: the largest
+    difference to the same layer on the CPU,
     relative to the largest value.
     """
 
     forward: list[Event] = field(default_factory=list)
     backward: list[Event] = field(default_factory=list)
     error: str = ""
+    loans: int = 0
     apart: float = 0.0
 
 
@@ -65,8 +69,9 @@ class Seen:
 def matrix() -> list[Cell]:
     """Every dispatcher by pairs with every layout, exchange and compute strategy, and every router.
     """
-    return [cell for name in dispatchers.names() for cell in (*_alone(name), *_together(name))] + [
-        *_sharing(), *_routed()]
+    return [cell for name in dispatchers.names()
+            for cell in (*_alone(name), *_together(name), *_spilling(name))] + [
+                *_sharing(), *_routed()]
 
 
 def _alone(dispatch: str) -> list[Cell]:
@@ -85,6 +90,17 @@ def _together(dispatch: str) -> list[Cell]:
     if cells.traits_of(dispatch).bounded:  # for strategies that take numbers from the device
         settings |= {"compute": ("kernels", "grouped")}
     return cells.cells_of(dispatch, TOGETHER, **settings)
+
+
+def _spilling(dispatch: str) -> list[Cell]:
+    """Rows that ranks compute for others, in the layout in which they may."""
+    if not cells.traits_of(dispatch).spills:
+        return []
+    found = cells.cells_of(dispatch, TOGETHER, **COMMON | {
+        "size": (cells.Size(4, 8, None, 1), cells.Size(4, 2, None, 2)),
+        "compute": ("kernels", "loop"), "all_to_all": ("linear", "2dh")
+    })
+    return [{**cell, "spill": "least_loaded"} for cell in found]
 
 
 def _sharing() -> list[Cell]:
@@ -117,6 +133,7 @@ def config_of(cell: Cell) -> MoEConfig:
     tree = to_dict(config)
     tree["dispatch"]["equal_tokens"] = cell["tokens"] == "even"
     tree["parallel"]["mode"] = "fixed"
+    tree["parallel"]["spill"] = cell.get("spill", "never")
     if "router" in cell:
         for name, value in reference_of(cell["router"]).settings.items():
             known = tree["router"][name]
@@ -166,12 +183,16 @@ def measure(world: int, folder: str) -> list[Seen]:
 def _measured(cell: Cell, group: TorchComm | None) -> Seen:
     seen = Seen()
     try:
-        want = _Call(cell, group or LocalComm(), torch.device("cpu"))
-        with CountingDevice():
-            call = _Call(cell, LocalComm() if group is None else CountingComm(group), register())
-            call.forward()  # what a first call agrees on is not counted
-            call.run(seen)
-        want.run(Seen())
+        with contextlib.ExitStack() as inside:
+            plans = inside.enter_context(planned(random_planner(0))) if "spill" in cell else []
+            want = _Call(cell, group or LocalComm(), torch.device("cpu"))
+            with CountingDevice():
+                call = _Call(cell, LocalComm() if group is None else CountingComm(group),
+                             register())
+                call.forward()  # what a first call agrees on is not counted
+                call.run(seen)
+            want.run(Seen())
+        seen.loans = sum(len(plan.loans) for plan in plans)
         seen.apart = max(_apart(a, b) for a, b in zip(call.results(), want.results(), strict=True))
     except BaseException:  # noqa: BLE001 - handed to the test
         seen.error = traceback.format_exc()

@@ -27,6 +27,7 @@ def wrong_in(cell: Cell, seen: Seen) -> list[str]:
     wrong = [f"{found} reads, must be {wanted}"] * (found != wanted)
     wrong += ["a read after rows left"] * ("read" in kinds[started:])
     wrong += [f"{seen.apart:.1g} from the layer on the CPU"] * (not seen.apart <= CLOSE)
+    wrong += ["no expert was borrowed"] * ("spill" in cell and not seen.loans)
     wrong += [f"in backward: {e}" for e in seen.backward if e.kind in ("read", "pageable")]
     wrong += [f"{e}" for e in seen.forward if e.kind == "pageable"]
     return wrong + [f"{e}" for e in seen.forward if e.kind == "read" and wrong]

@@ -1,0 +1,116 @@
+"""Rows that backward needs, kept outside of autograd (the dispatch room has pages for them)."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class KeptRows(Protocol):
+    """Rows that backward needs, kept outside of autograd."""
+
+    def rows(self) -> Tensor:
+        """They, [R, width], in a buffer as long as before; filler may have any values."""
+
+
+Keep = Callable[[Tensor, Tensor], KeptRows]  # rows [R, width], int64 [L] rows of each expert
+
+
+class _Buffer:
+    """One kept buffer, from which several saved tensors are views."""
+
+    def __init__(self, kept: KeptRows) -> None:
+        self._kept = kept
+        self._again: Callable[[], Tensor | None] = lambda: None
+
+    def rows(self) -> Tensor:
+        """[R, width]; the same tensor as long as someone has it."""
+        again = self._again()
+        if again is None:
+            with torch.no_grad():
+                again = self._kept.rows()
+            self._again = weakref.ref(again)
+        return again
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor as a part of a buffer."""
+
+    buffer: _Buffer
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The saved tensor again."""
+        return self.buffer.rows().as_strided(self.size, self.stride, self.offset)
+
+
+class _Packer:
+    """Decides what of autograd's saved tensors is rows, and keeps each buffer once."""
+
+    def __init__(self, keep: Callable[[Tensor], KeptRows], x_RD: Tensor,
+                 widths: Collection[int], others: Collection[int]) -> None:
+        self.keep, self.rows, self.widths, self.others = keep, x_RD.shape[0], widths, others
+        # of the input's memory, which may be a part of more, this part is rows
+        self.input = x_RD.untyped_storage()._cdata, x_RD.storage_offset(), x_RD.shape[1]
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Buffer]]] = {}
+
+    def pack(self, saved: Tensor) -> Any:
+        """A `_View` of what is kept, or the tensor itself."""
+        part = self._part(saved)
+        if part is None:
+            return saved
+        start, width = part
+        storage = saved.untyped_storage()
+        # the weak reference also keeps another storage from getting the same address
+        _, known = self._known.get(storage._cdata, (None, lambda: None))
+        buffer = known()
+        if buffer is None:
+            with torch.no_grad():
+                rows_RW = saved.detach().as_strided((self.rows, width), (width, 1), start)
+                buffer = _Buffer(self.keep(rows_RW))
+            self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(buffer)
+        return _View(buffer, tuple(saved.size()), saved.stride(), saved.storage_offset() - start)
+
+    def _part(self, saved: Tensor) -> tuple[int, int] | None:
+        """(first element, width) of the rows of which a tensor is a view; None: of none."""
+        storage = saved.untyped_storage()
+        if not saved.is_floating_point() or storage._cdata in self.others or not saved.numel():
+            return None
+        address, first, width = self.input
+        if storage._cdata == address:
+            last = saved.storage_offset() + sum(
+                (n - 1) * step for n, step in zip(saved.shape, saved.stride(), strict=True))
+            inside = first <= saved.storage_offset() and last < first + self.rows * width
+            return (first, width) if inside else None
+        width, rest = divmod(storage.nbytes() // saved.element_size(), self.rows)
+        return (0, width) if not rest and width in self.widths else None
+
+
+def _unpack(packed: Any) -> Tensor:
+    return packed.tensor() if isinstance(packed, _View) else packed
+
+
+@contextlib.contextmanager
+def rows_kept(keep: Callable[[Tensor], KeptRows], x_RD: Tensor, widths: Collection[int],
+              others: Collection[Tensor | None]) -> Iterator[None]:
+    """Of what autograd saves inside, `keep` keeps the rows.
+
+    Rows are x_RD [R, D], contiguous, and all else that is R times one of `widths` long: every
+    tensor of that size which is made inside must have a row of x in each of its rows, in order.
+
+    others: tensors that are none, whatever their size: weights.
+    """
+    packer = _Packer(keep, x_RD, widths,
+                     {t.untyped_storage()._cdata for t in others if t is not None})
+    with torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack):
+        yield
