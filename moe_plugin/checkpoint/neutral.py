@@ -36,12 +36,11 @@ fields have the same names and shapes. A source's `layers` has the prefixes `lay
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.messages import short
 
 _NORM = r"(?:weight|bias)"
 NAMES = re.compile("|".join((
@@ -113,20 +112,6 @@ class DecoderSettings:
         """As JSON values."""
         return asdict(self)
 
-    def check_held(self, held: Collection[str], what: str) -> None:
-        """Check that nothing but the settings in `held`, and those that every model has, differs
-        from its default.
-
-        Args:
-            held: fields that a format can hold. what: what errors call it.
-        Raises:
-            CheckpointError: others differ; all of them by name.
-        """
-        lost = [f"{one.name}={short(getattr(self, one.name))}" for one in fields(self)
-                if one.name not in held and not _is_default(one, getattr(self, one.name))]
-        if lost:
-            raise CheckpointError(f"{what} cannot hold {', '.join(lost)}; choose another format")
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
         """From `to_dict`; `CheckpointError` where an entry is missing or unknown."""
@@ -137,13 +122,6 @@ class DecoderSettings:
             return cls(**values)
         except TypeError as error:
             raise CheckpointError(f"incomplete model settings: {error}") from error
-
-
-def _is_default(one: Field[Any], value: Any) -> bool:
-    """Whether a field without a default, or with the value that is its default."""
-    if one.default is MISSING and one.default_factory is MISSING:
-        return True
-    return value == (one.default_factory() if one.default is MISSING else one.default)
 
 
 def check_names(names: Any) -> None:
