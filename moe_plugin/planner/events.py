@@ -11,7 +11,7 @@ class Task:
     """One task.
 
     resource: what it occupies for `seconds`. after: names of the tasks it waits for. phase: under
-    which its time is reported.
+    which its time is reported. also: more resources that it occupies for as long.
     """
 
     name: str
@@ -19,6 +19,12 @@ class Task:
     seconds: float
     after: tuple[str, ...] = ()
     phase: str = ""
+    also: tuple[str, ...] = ()
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """All that the task occupies."""
+        return (self.resource, *self.also)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Timeline:
 
     def busy(self, resource: str) -> float:
         """Seconds in which a resource is busy."""
-        return sum(s.task.seconds for s in self.spans if s.task.resource == resource)
+        return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
         """Busy seconds by phase, overlap not subtracted."""
@@ -60,7 +66,7 @@ class Timeline:
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Run tasks in issue order; each starts when its resource is free and its inputs have ended.
+    """Run tasks in issue order; each starts when its resources are free and its inputs have ended.
 
     Raises: ValueError: a task waits for one that is not issued before it (in reality a deadlock),
         or a name occurs twice.
@@ -74,7 +80,9 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
             raise ValueError(
                 f"task {task.name!r} waits for {unknown} or occurs twice; issue each task once, "
                 "after what it waits for")
-        start = max([free.get(task.resource, 0.0), *(ended[name] for name in task.after)])
-        ended[task.name] = free[task.resource] = start + task.seconds
+        start = max([*(free.get(name, 0.0) for name in task.resources),
+                     *(ended[name] for name in task.after)])
+        ended[task.name] = start + task.seconds
+        free.update(dict.fromkeys(task.resources, ended[task.name]))
         spans.append(Span(task, start, ended[task.name]))
     return Timeline(tuple(spans))

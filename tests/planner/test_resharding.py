@@ -1,0 +1,192 @@
+"""Resharding: slices, messages, orders of multicasts; and pipelines that send between stages."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_plugin.planner import multicast
+from moe_plugin.planner.cluster import Cluster, Link
+from moe_plugin.planner.multicast import Multicast, Step
+from moe_plugin.planner.one_f_one_b import Pipeline
+from moe_plugin.planner.resharding import Slice, TensorLayout, messages, unique_slices
+
+CLUSTER = Cluster(nodes=8, ranks_per_node=2, intra=Link(beta_s=1e-3), inter=Link(beta_s=1.0))
+
+
+@st.composite
+def on_a_mesh(draw: st.DrawFn, shape: tuple[int, ...], first: int) -> TensorLayout:
+    """A tensor on a random mesh with a random spec."""
+    mesh = {name: draw(st.integers(1, 3)) for name in "ab"}
+    spec: list[list[str]] = [[] for _ in shape]
+    for name in draw(st.permutations(list(mesh))):
+        if draw(st.booleans()):
+            spec[draw(st.integers(0, len(shape) - 1))].append(name)
+    count = mesh["a"] * mesh["b"]
+    devices = draw(st.permutations(range(first, first + count)))
+    return TensorLayout.on_mesh(shape, mesh, spec, devices)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[TensorLayout, TensorLayout]:
+    """Two layouts of one tensor, on the same, on other or on partly the same devices."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    return draw(on_a_mesh(shape, 0)), draw(on_a_mesh(shape, draw(st.sampled_from([0, 2, 100]))))
+
+
+def box_of(x: torch.Tensor, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    return x[tuple(slice(*run) for run in box)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(pairs())
+def test_every_slice_arrives_once_and_the_tensor_is_whole(
+        pair: tuple[TensorLayout, TensorLayout]) -> None:
+    source, target = pair
+    whole = torch.arange(1, 1 + torch.Size(source.shape).numel()).view(source.shape)
+    stored = {device: box_of(whole, box) for device, box in source.boxes.items()}
+    made = {d: torch.zeros([b - a for a, b in box], dtype=torch.int64)
+            for d, box in target.boxes.items()}
+    writes = {device: torch.zeros_like(tensor) for device, tensor in made.items()}
+    slices = unique_slices(source, target)
+    moves = [(d, d, s) for s in slices for d in s.keepers]
+    moves += [(m.sender, m.receiver, m.slice) for m in messages(slices)]
+    for sender, receiver, each in moves:
+        at = each.within(target.boxes[receiver])
+        made[receiver][at] = stored[sender][each.within(source.boxes[sender])]
+        writes[receiver][at] += 1
+    for device, box in target.boxes.items():
+        assert torch.equal(made[device], box_of(whole, box))
+        assert bool((writes[device] == 1).all())
+    assert all(s.senders and not {*s.receivers} & {*s.senders} for s in slices)
+
+
+def test_replicas_share_the_sending() -> None:
+    """Two replicas of four experts, and two more devices that need all of them: two experts are
+    sent by each replica to each.
+    """
+    source = TensorLayout((4,), {0: ((0, 4),), 1: ((0, 4),)})
+    parts = TensorLayout((4,), {d: ((d % 4, d % 4 + 1),) for d in range(2, 6)})
+    sent = messages(unique_slices(source, parts))
+    assert sorted(m.sender for m in sent) == [0, 0, 1, 1]
+    assert [m.receiver for m in sent] == [4, 5, 2, 3]
+
+
+def test_what_is_stored_nowhere_is_named() -> None:
+    half = TensorLayout((4,), {0: ((0, 2),)})
+    with pytest.raises(ValueError, match=r"no device stores \(\(2, 4\),\)"):
+        unique_slices(half, TensorLayout((4,), {1: ((0, 4),)}))
+    with pytest.raises(ValueError, match="must be equal"):
+        unique_slices(half, TensorLayout((3,), {1: ((0, 3),)}))
+    with pytest.raises(ValueError, match="not inside"):
+        TensorLayout((4,), {0: ((0, 5),)})
+    with pytest.raises(ValueError, match="must name axes"):
+        TensorLayout.on_mesh((4,), {"a": 2}, [["b"]])
+    with pytest.raises(ValueError, match="give as many"):
+        TensorLayout.on_mesh((4,), {"a": 2}, [["a"]], [0])
+
+
+def test_costs_of_one_multicast() -> None:
+    """12 bytes to two hosts of two devices each: t = 12 s between hosts."""
+    to = [2, 3, 4, 5]
+    assert multicast.send_receive_s(CLUSTER, 12, to, 0) == 48
+    assert multicast.send_receive_s(CLUSTER, 12, [1], 0) == pytest.approx(0.012)
+    assert multicast.local_all_gather_s(CLUSTER, 12, to) == pytest.approx(24 + 0.006)
+    assert multicast.broadcast_s(CLUSTER, 12, to, chunks=6) == pytest.approx(12 * (1 + 2 / 6))
+    with_alpha = Cluster(nodes=8, ranks_per_node=2, inter=Link(alpha_s=0.1, beta_s=1.0))
+    best = multicast.best_chunks(with_alpha, 12, 2)
+    assert best == min(range(1, 100), key=lambda k: multicast.broadcast_s(with_alpha, 12, to, k))
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 5])
+@pytest.mark.parametrize("chunks", [1, 4, 32])
+def test_a_chain_takes_what_the_model_says_less_one_chunk(hosts: int, chunks: int) -> None:
+    seconds = multicast.chain(8.0, hosts, chunks).seconds
+    assert seconds == pytest.approx(8.0 * (1 + hosts / chunks) - 8.0 / chunks)
+
+
+def few(seed: int, most: int, receivers: int = 2) -> list[Multicast]:
+    dice = random.Random(seed)
+    return [Multicast(str(i), dice.choice([1, 2, 3, 5]), tuple(dice.sample(range(3), dice.choice(
+        [1, 1, 2]))), tuple(dice.sample(range(3, 6), dice.randint(1, receivers))))
+        for i in range(dice.randint(1, most))]
+
+
+def best_of_all(tasks: list[Multicast]) -> float:
+    return min(multicast.run([Step(t, s) for t, s in zip(order, senders, strict=True)]).seconds
+               for order in itertools.permutations(tasks)
+               for senders in itertools.product(*(t.senders for t in order)))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_search_finds_the_best_order(seed: int) -> None:
+    tasks = few(seed, 5)
+    steps, proven = multicast.depth_first(tasks)
+    assert proven and multicast.run(steps).seconds == best_of_all(tasks)
+    assert sorted(s.multicast.name for s in steps) == sorted(t.name for t in tasks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_the_search_finds_the_best_order_of_six(seed: int) -> None:
+    tasks = few(seed, 6)
+    assert multicast.run(multicast.depth_first(tasks)[0]).seconds == best_of_all(tasks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6))
+def test_greedy_orders_are_within_twice_the_load(seed: int) -> None:
+    """With one receiving host each: twice the largest load of a host under the chosen senders."""
+    tasks = few(seed, 20, receivers=1)
+    for steps in (multicast.by_load(tasks), multicast.randomised(tasks, 5, seed)):
+        done = multicast.run(steps)
+        load = max(done.busy(f"host {h}") for h in range(6))
+        assert multicast.lower_bound(tasks) - 1e-9 <= done.seconds <= 2 * load + 1e-9
+        assert sorted(s.multicast.name for s in steps) == sorted(t.name for t in tasks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs())
+def test_orders_of_meshes_are_within_twice_the_lower_bound(
+        pair: tuple[TensorLayout, TensorLayout]) -> None:
+    tasks = multicast.multicasts(unique_slices(*pair), 4, CLUSTER)
+    if tasks:
+        seconds = multicast.run(multicast.plan_order(tasks)).seconds
+        bound = multicast.lower_bound(tasks)
+        assert bound - 1e-9 <= seconds <= 2 * bound + 1e-9
+
+
+def test_equal_orders_on_every_rank() -> None:
+    tasks = few(3, 20)
+    assert multicast.plan_order(tasks) == multicast.plan_order(list(tasks))
+
+
+def test_nobody_is_sent_what_nobody_needs() -> None:
+    kept = Slice(((0, 4),), (0,), (), (0,))
+    assert multicast.multicasts([kept], 4, CLUSTER) == []
+    assert multicast.plan_order([]) == []
+
+
+@pytest.mark.parametrize("stages, batches, send, blocking, overlapped, eager, ideal", [
+    (4, 16, 0, 57, 57, 57, 57), (4, 16, 0.5, 74.5, 71, 60, 57), (4, 16, 1.0, 92, 85, 63, 57),
+    (8, 32, 0.5, 154.5, 151, 124, 117), (8, 32, 1.0, 192, 185, 131, 117),
+])
+def test_pipelines_by_how_they_send(stages: int, batches: int, send: float, blocking: float,
+                                    overlapped: float, eager: float, ideal: float) -> None:
+    """Forward 1 s, backward 2 s."""
+    line = Pipeline(stages=stages, micro_batches=batches, send_s=send)
+    assert [line.simulate(mode).seconds for mode in ("blocking", "overlapped", "eager")] == [
+        blocking, overlapped, eager]
+    assert line.ideal_s == ideal
+    assert line.peak_activations("overlapped") == list(range(stages, 0, -1))
+    assert line.peak_activations("eager") == list(range(2 * stages - 1, 0, -2))
+
+
+def test_an_unknown_way_to_send_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of blocking, overlapped, eager"):
+        Pipeline(stages=2, micro_batches=2).simulate("late")
