@@ -42,6 +42,10 @@ class MoELayer(Replaying, nn.Module):
     Raises:
         ValueError: config, group and names do not fit together; it names value, bound, remedy.
             Settings or versions differ between ranks; it names them on every rank.
+
+    Attributes:
+        given, config: the settings as passed, and with what they leave open decided.
+        has_own_router: whether `router` was passed.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm | None = None, *,
@@ -50,6 +54,7 @@ class MoELayer(Replaying, nn.Module):
                  dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
+        self.given, self.has_own_router = config, router is not None
         where = {"dtype": dtype, "device": device}
         config, place, sharing = place_experts(config, self.comm, router, experts, **where)
         self.config, self.placement = config, place
