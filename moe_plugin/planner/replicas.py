@@ -1,0 +1,133 @@
+"""Which ranks hold replicas of which experts, from their loads (DeepSeek's EPLB).
+
+Physical experts are the slots of all ranks; each holds one of the logical experts that the router
+knows, hot ones in several slots. Two greedy steps, both in the order of falling load: replicas go
+to the expert with most load for each replica that it has, which makes the largest of these loads as
+small as it can be; slots are packed, each onto the rank with least load that has a slot left.
+Hierarchical, where groups of experts divide over the nodes: groups are packed onto nodes first, so
+that all replicas of an expert, and all experts of a group, are on one node.
+
+A packing's ranks differ by the largest load of a slot at most, so that its fullest rank has at most
+the mean and this load.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Loads = Sequence[float]
+
+
+@dataclass(frozen=True)
+class ReplicaMap:
+    """From physical to logical experts and back.
+
+    logical: the logical expert in each physical slot; a rank's slots lie one after another.
+    ranks: number of ranks.
+    """
+
+    logical: tuple[int, ...]
+    ranks: int
+
+    @property
+    def slots(self) -> int:
+        """Slots of a rank."""
+        return len(self.logical) // self.ranks
+
+    @property
+    def physical(self) -> Mapping[int, tuple[int, ...]]:
+        """Slots of each logical expert, ascending."""
+        found: dict[int, list[int]] = {}
+        for slot, expert in enumerate(self.logical):
+            found.setdefault(expert, []).append(slot)
+        return {expert: tuple(found[expert]) for expert in sorted(found)}
+
+    def rank_loads(self, loads: Loads) -> list[float]:
+        """Load of each rank where replicas of an expert share its load evenly."""
+        copies = {expert: len(slots) for expert, slots in self.physical.items()}
+        each = [loads[expert] / copies[expert] for expert in self.logical]
+        return [sum(each[i:i + self.slots]) for i in range(0, len(each), self.slots)]
+
+    def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
+        """By rank, the experts whose weights it must get where `before` was in use, ascending."""
+        def experts(placed: ReplicaMap, rank: int) -> set[int]:
+            return set(placed.logical[rank * placed.slots:(rank + 1) * placed.slots])
+
+        return [tuple(sorted(experts(self, rank) - experts(before, rank)))
+                for rank in range(self.ranks)]
+
+
+def replicate(loads: Loads, slots: int) -> list[int]:
+    """Number of replicas of each expert, at least one, `slots` in total.
+
+    No other numbers have a smaller largest load of a slot: the greedy choice is exact.
+    """
+    counts = [1] * len(loads)
+    heap = [(-load, expert) for expert, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for _ in range(slots - len(loads)):
+        expert = heap[0][1]
+        counts[expert] += 1
+        heapq.heapreplace(heap, (-loads[expert] / counts[expert], expert))
+    return counts
+
+
+def pack(loads: Loads, packs: int) -> list[list[int]]:
+    """Items in `packs` packs of equally many, the load of the fullest small; items ascending.
+
+    Raises: ValueError: the items do not divide over the packs.
+    """
+    if packs < 1 or len(loads) % packs:
+        raise ValueError(f"{len(loads)} items do not divide over {packs} packs: must be a multiple")
+    size = len(loads) // packs
+    made: list[list[int]] = [[] for _ in range(packs)]
+    heap = [(0.0, index) for index in range(packs)] if size else []
+    for item in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
+        load, index = heapq.heappop(heap)
+        made[index].append(item)
+        if len(made[index]) < size:
+            heapq.heappush(heap, (load + loads[item], index))
+    return [sorted(items) for items in made]
+
+
+def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
+                   groups: int = 1) -> ReplicaMap:
+    """A map of `slots` physical experts on `ranks` ranks.
+
+    Args:
+        loads: of the logical experts, any unit, >= 0.
+        slots: physical experts, a multiple of `ranks`, at least one for every logical one.
+        nodes: that share the ranks evenly. groups: runs of experts that should be on one node;
+            where they do not divide over the nodes, nodes count for nothing.
+    Raises: ValueError: numbers that do not fit; it names the bound.
+    """
+    experts = len(loads)
+    if min(loads, default=0) < 0:
+        raise ValueError(f"loads must be >= 0, the least is {min(loads)}")
+    for name, value, bound, ok in (
+            ("slots", slots, f"a multiple of {ranks} ranks, >= {experts} experts",
+             ranks > 0 and slots % ranks == 0 and slots >= experts > 0),
+            ("nodes", nodes, f"a divisor of {ranks} ranks", nodes > 0 and ranks % nodes == 0),
+            ("groups", groups, f"a divisor of {experts} experts",
+             groups > 0 and experts % groups == 0)):
+        if not ok:
+            raise ValueError(f"{name}={value} does not fit: must be {bound}")
+    if groups % nodes:
+        nodes = groups = 1
+    run = experts // groups
+    of_groups = [sum(loads[g * run:(g + 1) * run]) for g in range(groups)]
+    logical: list[int] = []
+    for node in pack(of_groups, nodes):
+        here = [expert for g in node for expert in range(g * run, (g + 1) * run)]
+        logical += _place(here, [loads[e] for e in here], slots // nodes, ranks // nodes)
+    return ReplicaMap(tuple(logical), ranks)
+
+
+def _place(experts: Sequence[int], loads: Loads, slots: int, ranks: int) -> list[int]:
+    """Logical experts of the slots of a node, rank after rank."""
+    counts = replicate(loads, slots)
+    items = [i for i, count in enumerate(counts) for _ in range(count)]
+    packed = pack([loads[i] / counts[i] for i in items], ranks)
+    return [experts[items[slot]] for rank in packed for slot in rank]
