@@ -144,7 +144,9 @@ def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
     for name, module in layer.router.named_modules():
         twin = new.router.get_submodule(name)
         twin._parameters.update(module._parameters)
-        twin._buffers.update(module._buffers)
+        # tables of the group and a step's counts, which are not saved either, are new
+        twin._buffers.update({key: value for key, value in module._buffers.items()
+                              if key not in module._non_persistent_buffers_set})
     new.train(layer.training)
     return new
 

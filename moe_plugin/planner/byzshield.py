@@ -114,6 +114,15 @@ def repetition(groups: int, copies: int) -> Assignment:
     return Assignment("repetition", tuple((g,) for g in range(groups) for _ in range(copies)))
 
 
+def cyclic(workers: int, copies: int) -> Assignment:
+    """For few workers: as many files, each computed by `copies` workers in a row."""
+    _check_odd(copies)
+    if copies > workers:
+        raise ValueError(f"copies={copies} must be <= {workers} workers")
+    return Assignment("cyclic", tuple(
+        tuple(sorted((w - back) % workers for back in range(copies))) for w in range(workers)))
+
+
 def _check_odd(copies: int) -> None:
     if copies < 1 or copies % 2 == 0:
         raise ValueError(f"copies={copies} of a file cannot be outvoted: must be odd")

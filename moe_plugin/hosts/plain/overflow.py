@@ -141,8 +141,12 @@ class StepStart:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def rewind(self) -> None:
-        """Set them as they were."""
+        """Set them as they were, to repeat the step."""
         logger.info("rows of a step did not fit: its bound is larger now, and it is repeated")
+        self.restore()
+
+    def restore(self) -> None:
+        """Set them as they were."""
         for buffer, kept in zip(self._now(), self._buffers, strict=True):
             buffer.copy_(kept)
         torch.set_rng_state(self._random)

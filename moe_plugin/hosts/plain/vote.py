@@ -1,0 +1,147 @@
+"""Gradients of data-parallel ranks of which some may send anything (ByzShield).
+
+Every file of a batch is computed by several ranks, as `planner.byzshield` assigns them. Of a file
+the answer counts that most of its ranks gave, bit by bit, so that ranks must compute alike; over
+the files the coordinate-wise median is taken. Every rank votes for itself on the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm import Comm, default_comm
+from moe_plugin.layer import MoELayer
+from moe_plugin.planner.byzshield import Assignment
+
+CHUNK = 1 << 20  # elements of every file that travel together
+AGGREGATES = ("median", "mean")
+
+
+def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
+    """Which of several answers most agree with bit by bit, and which differ from it.
+
+    copies: of one shape and dtype; NaN equals the same NaN. Of equally many the first counts.
+    Returns: index of the first that agrees with most; indices of those that differ.
+    """
+    # as bytes: -0.0 and 0.0 are different answers, equal NaNs are not
+    bytes_ = [copy.detach().contiguous().view(-1).view(torch.uint8) for copy in copies]
+    alike = [[j for j, other in enumerate(bytes_) if torch.equal(mine, other)] for mine in bytes_]
+    best = max(range(len(copies)), key=lambda i: (len(alike[i]), -i))
+    return best, [j for j in range(len(copies)) if j not in alike[best]]
+
+
+def coordinate_median(x_FN: Tensor) -> Tensor:
+    """The median over axis 0 of [F, N], the mean of the middle two where F is even; [N]."""
+    sorted_FN = x_FN.sort(dim=0).values
+    middle = x_FN.shape[0] // 2
+    if x_FN.shape[0] % 2:
+        return sorted_FN[middle]
+    return (sorted_FN[middle - 1] + sorted_FN[middle]) / 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a vote found.
+
+    outvoted: ranks that differed from the majority of a file, ascending. undecided: files of which
+    no answer had a majority; the first of the most frequent ones counted.
+    """
+
+    outvoted: tuple[int, ...]
+    undecided: tuple[int, ...]
+
+
+def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
+    """The answer of most ranks to every file.
+
+    answers_KLN: of each rank for its files, in their order.
+    Returns: winners [F, N] by file, and who was outvoted.
+    """
+    winners, outvoted, undecided = [], set(), []
+    for file, workers in enumerate(assignment.workers_of):
+        copies = [answers_KLN[w, assignment.files[w].index(file)] for w in workers]
+        best, others = majority(copies)
+        winners.append(copies[best])
+        outvoted |= {workers[i] for i in others}
+        if 2 * len(others) >= len(workers):
+            undecided.append(file)
+    return torch.stack(winners), Verdict(tuple(sorted(outvoted)), tuple(undecided))
+
+
+class VotedGradients:
+    """Gradients of a model that every rank has entirely, by vote.
+
+        voted = VotedGradients(model, mols(5, 3))
+        for batch in batches:                     # f files of micro-batches each
+            verdict = voted.backward(lambda file: loss_of(model, batch[file]))
+            optimizer.step()
+
+    Args:
+        model: its parameters, the same on all ranks, get the gradients. Experts must be replicated
+            (an expert-parallel group of one): what others' experts computed cannot be voted on.
+        assignment: its worker w is rank w.
+        comm: the data-parallel ranks; None: those of the default group.
+        aggregate: over the files: `median`, or `mean` where no file may be spoiled.
+    Raises:
+        ValueError: another number of ranks than workers, experts that are spread over ranks, or an
+            unknown aggregate.
+    """
+
+    def __init__(self, model: nn.Module, assignment: Assignment, comm: Comm | None = None, *,
+                 aggregate: str = "median") -> None:
+        comm = default_comm() if comm is None else comm
+        if comm.size != assignment.workers:
+            raise ValueError(f"assignment {assignment.name!r} is for {assignment.workers} workers, "
+                             f"the group has {comm.size} ranks: must be equal")
+        if aggregate not in AGGREGATES:
+            raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(AGGREGATES)}")
+        spread = [name for name, module in model.named_modules()
+                  if isinstance(module, MoELayer) and module.comm.size > 1]
+        if spread:
+            raise ValueError(f"experts of layer {spread[0]!r} are spread over ranks, so that no "
+                             "two ranks compute the same gradient: build it with comm=LocalComm()")
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.assignment, self.comm, self.aggregate = assignment, comm, aggregate
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Files that this rank computes."""
+        return self.assignment.files[self.comm.rank]
+
+    def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
+        """Compute this rank's files, vote, and set every parameter's gradient. Collective.
+
+        loss_of: the loss of a file, the same bits on each of its ranks: draw random numbers from
+            the file's number. Called once for each of this rank's files.
+        Returns: the same on all ranks.
+        """
+        mine_LN = torch.stack([self._gradient(loss_of(file)) for file in self.files])
+        parts: list[Tensor] = []
+        outvoted: set[int] = set()
+        undecided: set[int] = set()
+        for chunk_LN in mine_LN.split(CHUNK, dim=1):
+            shape = (self.comm.size, *chunk_LN.shape)
+            every_KLN = self.comm.all_gather(chunk_LN.contiguous()).view(shape)
+            winners_FN, verdict = vote(every_KLN, self.assignment)
+            outvoted.update(verdict.outvoted)
+            undecided.update(verdict.undecided)
+            parts.append(coordinate_median(winners_FN) if self.aggregate == "median"
+                         else winners_FN.mean(0))
+        self._set(torch.cat(parts))
+        return Verdict(tuple(sorted(outvoted)), tuple(sorted(undecided)))
+
+    def _gradient(self, loss: Tensor) -> Tensor:
+        """All parameters' gradients in one vector of the widest of their dtypes; zero: unused."""
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
+                          for p, g in zip(self.parameters, found, strict=True)])
+
+    @torch.no_grad()
+    def _set(self, gradient_N: Tensor) -> None:
+        parts = gradient_N.split([p.numel() for p in self.parameters])
+        for parameter, part_N in zip(self.parameters, parts, strict=True):
+            parameter.grad = part_N.view_as(parameter).to(parameter.dtype, copy=True)

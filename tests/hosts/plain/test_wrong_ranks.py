@@ -1,0 +1,266 @@
+"""Ranks that send or compute wrong numbers: outvoted, or found and named."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.comm import Comm, LocalComm, run_simulated
+from moe_plugin.config import from_dict
+from moe_plugin.hosts.plain.gradients import sync_gradients
+from moe_plugin.hosts.plain.replicas import replica_comm
+from moe_plugin.hosts.plain.twins import TwinCheck, WrongResultError, checksum
+from moe_plugin.hosts.plain.vote import VotedGradients, coordinate_median, majority, vote
+from moe_plugin.planner.byzshield import Assignment, cyclic, mols, repetition
+from tests.distributed import run_gloo
+
+Attack = Callable[[Tensor], Tensor]
+ATTACKS: dict[str, Attack] = {
+    "reversed": lambda answers: -10 * answers,
+    "constant": lambda answers: torch.full_like(answers, 7.0),
+    # "a little is enough": as far from the mean as hides in the noise, all attackers alike
+    "alie": lambda answers: (answers.mean(0) - 1.5 * answers.std(0)).expand_as(answers),
+}
+
+
+def data(file: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    """Points of two classes on either side of a plane, with noise."""
+    g = torch.Generator().manual_seed(file)
+    x = torch.randn(rows, 5, generator=g, dtype=torch.float64)
+    score = x @ torch.tensor([1.0, -2.0, 0.5, 0.0, 1.0], dtype=torch.float64)
+    return x, (score + torch.randn(rows, generator=g, dtype=torch.float64) * 0.5 > 0).double()
+
+
+def regression() -> nn.Module:
+    model = nn.Linear(5, 1, dtype=torch.float64)
+    with torch.no_grad():  # simulated ranks share torch's generator
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    return model
+
+
+def loss_of(model: nn.Module, file: int) -> Tensor:
+    x, y = data(file)
+    return nn.functional.binary_cross_entropy_with_logits(model(x).squeeze(1), y)
+
+
+def gradient_of(model: nn.Module, file: int) -> Tensor:
+    found = torch.autograd.grad(loss_of(model, file), list(model.parameters()))
+    return torch.cat([g.flatten() for g in found])
+
+
+def voted(comm: Comm, scheme: Assignment, wrong: tuple[int, ...],
+          attack: Attack) -> tuple[Tensor, tuple[int, ...]]:
+    """The gradient of a step in which some ranks send something else than they computed."""
+    model = regression()
+    gather = comm.all_gather
+    if comm.rank in wrong:
+        comm.all_gather = lambda x: gather(attack(x))
+    verdict = VotedGradients(model, scheme, comm).backward(lambda file: loss_of(model, file))
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), verdict.outvoted
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("wrong", [(), (0,), (7,)])
+def test_the_clean_gradient_where_no_file_is_spoiled(attack: str, wrong: tuple[int, ...]) -> None:
+    """15 ranks, 25 files, 3 ranks each: c(1) = 0."""
+    scheme = mols(5, 3)
+    assert scheme.worst(2) == [0, 0, 1]
+    model = regression()
+    clean = coordinate_median(torch.stack([gradient_of(model, f) for f in range(25)]))
+    for got, outvoted in run_simulated(15, lambda c: voted(c, scheme, wrong, ATTACKS[attack])):
+        assert torch.equal(got, clean) and outvoted == wrong
+
+
+def worst_workers(scheme: Assignment, count: int) -> tuple[int, ...]:
+    """Greedy: workers that spoil many files."""
+    wrong: tuple[int, ...] = ()
+    for _ in range(count):
+        wrong = max(((*wrong, w) for w in range(scheme.workers) if w not in wrong),
+                    key=lambda some: (scheme.spoiled(some), -some[-1]))
+    return wrong
+
+
+def accuracy(scheme: Assignment, wrong: tuple[int, ...], attack: Attack, aggregate: Any) -> float:
+    """Of a regression trained with all ranks in one process, on new points."""
+    model = regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(30):
+        answers = torch.stack([torch.stack([gradient_of(model, 1000 * step + f) for f in mine])
+                               for mine in scheme.files])
+        for worker in wrong:
+            answers[worker] = attack(answers[worker])
+        winners, _ = vote(answers, scheme)
+        parts = aggregate(winners).split([p.numel() for p in model.parameters()])
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        optimizer.step()
+    x, y = data(10**6, 2000)
+    return ((model(x).squeeze(1) > 0) == (y > 0)).double().mean().item()
+
+
+def test_accuracy_under_reversed_gradients() -> None:
+    """3 of 15 wrong, at the worst places: vote and median over files of Latin squares keep what is
+    lost where most ranks of a group of repetition are wrong and the mean is taken.
+    """
+    squares, groups = mols(5, 3), repetition(5, 3)
+    clean = accuracy(squares, (), ATTACKS["reversed"], coordinate_median)
+    kept = accuracy(squares, worst_workers(squares, 3), ATTACKS["reversed"], coordinate_median)
+    lost = accuracy(groups, (0, 1, 2), ATTACKS["reversed"], lambda x: x.mean(0))
+    assert clean > 0.85 and kept > clean - 0.03 and lost < 0.5
+
+
+def test_votes_by_hand() -> None:
+    a, b = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])
+    assert majority([b, a, a.clone()]) == (1, [0])
+    assert majority([a, b]) == (0, [1])
+    assert majority([torch.zeros(1), -torch.zeros(1), torch.zeros(1)]) == (0, [1])
+    x = torch.tensor([[1.0, 9.0], [2.0, 8.0], [30.0, 7.0], [4.0, 6.0]])
+    assert coordinate_median(x[:3]).tolist() == [2.0, 8.0]
+    assert coordinate_median(x).tolist() == [3.0, 7.5]
+
+
+def test_what_cannot_be_voted_on_is_refused() -> None:
+    model = nn.ModuleList([MoELayer(from_dict({"model_dim": 8, "num_experts": 2}), LocalComm())])
+    with pytest.raises(ValueError, match="for 15 workers, the group has 1 ranks"):
+        VotedGradients(model, mols(5, 3), LocalComm())
+    with pytest.raises(ValueError, match="one of median, mean"):
+        VotedGradients(model, cyclic(1, 1), LocalComm(), aggregate="sum")
+
+    def spread(comm: Comm) -> None:
+        layer = nn.ModuleList([MoELayer(from_dict({"model_dim": 8, "num_experts": 2}), comm)])
+        VotedGradients(layer, cyclic(2, 1), comm)
+
+    with pytest.raises(ValueError, match="spread over ranks"):
+        run_simulated(2, spread)
+    with pytest.raises(ValueError, match="no two of 1 ranks store the same experts"):
+        TwinCheck(model, LocalComm(), every=1)
+    with pytest.raises(ValueError, match="must be >= 1 step"):
+        TwinCheck(model, LocalComm(), every=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_checksums_see_every_bit(dtype: torch.dtype) -> None:
+    x = torch.randn(11).to(dtype)
+    before = checksum(x)
+    for byte in range(x.nbytes):
+        for bit in range(8):
+            flipped = x.clone()
+            flipped.view(torch.uint8)[byte] ^= 1 << bit
+            assert checksum(flipped)[0] != before[0]
+    assert not torch.equal(checksum(x.flip(0)), before) and torch.equal(checksum(x.clone()), before)
+    assert checksum(x[:0]).tolist() == [0, 0] and checksum(x[3]).shape == (2,)
+
+
+class Model(nn.Module):
+    """A dense layer, dropout, experts, a dense layer."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.enter, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
+        self.moe = MoELayer(from_dict({
+            "model_dim": 8, "num_experts": 6, "experts": {"hidden_dim": 16},
+            "router": {"name": "sigmoid_bias", "top_k": 2}}), comm)
+        self.leave = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.moe(self.drop(self.enter(x))).output)
+
+
+def flip(x: Tensor) -> Tensor:
+    """The same with the lowest bit of one number flipped."""
+    wrong = x.clone()
+    wrong.view(torch.int32).view(-1)[3] ^= 1
+    return wrong
+
+
+def break_forward(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, output: flip(output) + (output - output))
+
+
+def break_backward(module: nn.Module) -> None:
+    """A wrong gradient of what the module reads: it travels to other ranks from experts."""
+    module.register_full_backward_pre_hook(lambda module, grads: tuple(map(flip, grads)))
+
+
+def break_router(module: nn.Module) -> None:
+    """Its tokens go to other experts, first on this rank alone."""
+    module.register_forward_pre_hook(lambda module, args: (flip(args[0]), *args[1:]))
+
+
+def train(world: Comm, ep: int, every: int, broken: tuple[str, int, Any] | None,
+          steps: int = 6) -> tuple[list[float], Any]:
+    """Losses, and the error that ended the run. broken: a module of a rank that is wrong from step
+    3 on.
+    """
+    comm = LocalComm() if ep == 1 else world.contiguous_subgroup(ep)
+    model = Model(comm)
+    replicas = replica_comm(comm, world) if ep > 1 else None
+    check = TwinCheck(model, world, every=every) if every else None
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def loss_of(batch: dict[str, Any]) -> Tensor:
+        return (model(batch["x"]) - batch["x"].flip(1)).square().mean()
+
+    torch.manual_seed(world.rank)
+    for step in range(1, steps + 1):
+        if broken and step == 3 and world.rank == broken[1]:
+            broken[2](model.get_submodule(broken[0]))
+        batch = {"x": torch.randn(6, 8), "ids": [step]}
+        optimizer.zero_grad()
+        try:
+            if check is not None and check.due(step):
+                check(step, batch, loss_of)
+        except WrongResultError as error:
+            return seen, (error.step, error.ranks, error.hosts, error.where, str(error))
+        loss = loss_of(batch)
+        loss.backward()
+        sync_gradients(model, world, comm, replicas)
+        optimizer.step()
+        seen.append(loss.item())
+    return seen, None
+
+
+CASES = {
+    "all alike": (1, 2, ("enter", 2, break_forward)),
+    "experts": (2, 2, ("moe.experts", 3, break_forward)),
+    "router": (2, 2, ("moe.router", 1, break_router)),
+    "first layer": (2, 4, ("enter", 1, break_backward)),
+    "backward": (1, 1, ("leave", 5, break_backward)),
+    "two twins": (3, 2, ("leave", 4, break_forward)),
+}
+
+
+def on_processes() -> dict[str, Any]:
+    world = TorchComm()
+    found = {name: train(world, *case) for name, case in CASES.items()}
+    for ep in (1, 2):
+        found[f"checked {ep}"] = train(world, ep, 2, None)
+        found[f"unchecked {ep}"] = train(world, ep, 0, None)
+    found["voted"] = voted(world, cyclic(6, 3), (4,), ATTACKS["reversed"])
+    return found
+
+
+@pytest.mark.distributed
+def test_on_processes() -> None:
+    """Six ranks: wrong ones are named within `every` steps, and nothing else changes."""
+    model = regression()
+    clean = coordinate_median(torch.stack([gradient_of(model, f) for f in range(6)]))
+    here = socket.gethostname()
+    for found in run_gloo(6, on_processes):
+        for name, (ep, every, (module, rank, _)) in CASES.items():
+            assert found[name][1] is not None, name
+            step, ranks, hosts, where, text = found[name][1]
+            assert 3 <= step <= 3 + every - 1 and hosts == (here,) * len(ranks)
+            assert ranks == ((rank % ep, rank % ep + ep) if name == "two twins" else (rank,)), name
+            assert module.split(".")[0] in where and f"rank {ranks[0]} on {here}" in text
+        for ep in (1, 2):
+            assert found[f"checked {ep}"] == found[f"unchecked {ep}"]
+        assert torch.equal(found["voted"][0], clean) and found["voted"][1] == (4,)
