@@ -65,6 +65,11 @@ class BranchFlags(FairseqDataclass):
         "ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller groups "
         "store replicas"
     )
+    moe_check_twins: int = _option(
+        0,
+        "> 0: every so many steps ranks that store the same experts compute one micro-batch alike, "
+        "and one that gets other bits is named (docs/robustness.md); 0: never"
+    )
 
 
 @dataclass

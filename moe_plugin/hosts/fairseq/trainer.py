@@ -31,6 +31,7 @@ from moe_plugin.hosts.fairseq.gradients import norm_squared
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.observe import observer
 from moe_plugin.hosts.fairseq.resume import newest_of_other_size, read_part
+from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.hosts.plain.drops import DropWarning
 from moe_plugin.hosts.plain.overflow import StepRepeat, StepStart, limits_of
 from moe_plugin.hosts.plain.parts import Part, count_once, shards, slices
@@ -40,6 +41,7 @@ from moe_plugin.hosts.plain.replicas import (
     replica_comm,
     replicas_of,
 )
+from moe_plugin.hosts.plain.twins import TwinCheck
 from moe_plugin.routing import finish_step
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,10 @@ class MoETrainer(Trainer):
         self._skipped, self._warn_of_drops = 0, DropWarning()
         self._limits, self._validating = limits_of([model]), False
         self._reducer: ReplicaReducer | None = None  # made with the first optimizer
+        self._twins: TwinCheck | None = None  # made in the first step
         if self.has_experts:
             _refuse_unsupported(cfg)
+            _wants_twins(cfg)
             if cfg.distributed_training.distributed_rank == 0:
                 check_balance(model, criterion)
             with open_dict(cfg):
@@ -72,6 +76,7 @@ class MoETrainer(Trainer):
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """fairseq's, and now and then a record of the experts' statistics."""
         before = self.get_num_updates()
+        self._check_twins(before + 1, samples)
         with nullcontext() if self._observer is None else self._observer.around_step(before + 1):
             logged = self._until_rows_fit(samples, raise_oom)
         if self.has_experts and self.get_num_updates() > before:
@@ -81,6 +86,14 @@ class MoETrainer(Trainer):
         if self._observer is not None and self.get_num_updates() > before:
             self._observer.after_step(self.get_num_updates())
         return logged
+
+    def _check_twins(self, step: int, samples: Any) -> None:
+        if self._twins is None and _wants_twins(self.cfg):
+            self._twins = TwinCheck(self._model, self._world,
+                                    every=self.cfg.model.moe_check_twins)
+        if self._twins is not None and self._twins.due(step):
+            batch, _ = self._prepare_sample(samples[0])
+            self._twins(step, batch, lambda batch: self._criterion(self._model, batch)[0])
 
     def _until_rows_fit(self, samples: Any, raise_oom: bool) -> Any:
         start = self._forget_rows()
@@ -306,6 +319,22 @@ def _dropped(logged: Mapping[str, Any]) -> float:
     """The share of first and second choices that a step dropped, from fairseq's log line."""
     lost = [logged[key] for key in ("overflow_expert1", "overflow_expert2") if key in logged]
     return sum(lost) / len(lost) / 100 if lost else 0.0
+
+
+def _wants_twins(cfg: Any) -> bool:
+    """Whether ranks are to check each other. `ValueError`: they cannot."""
+    every = setting(cfg.model, "moe_check_twins", 0) or 0
+    if not every:
+        return False
+    for what, remedy, ok in (
+            ("--checkpoint-activations", "drop one of both",
+             not setting(cfg.model, "checkpoint_activations", False)),
+            ("--ddp-backend fully_sharded", "use legacy_ddp or pytorch_ddp (c10d)",
+             cfg.distributed_training.ddp_backend != "fully_sharded"),
+            ("one rank", "use several, or 0", cfg.distributed_training.distributed_world_size > 1)):
+        if not ok:
+            raise ValueError(f"--moe-check-twins {every} does not fit {what}: {remedy}")
+    return True
 
 
 def _refuse_unsupported(cfg: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
 
 NAN_TRAIN = str(Path(__file__).with_name("nan_train.py"))
+FLIP_TRAIN = str(Path(__file__).with_name("flip_train.py"))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_expert_parallel_ranks_give_the_curve_of_one_rank(one_rank: Result,
 @pytest.mark.distributed
 @pytest.mark.parametrize("flags", [
     "--ddp-backend legacy_ddp",
-    "--ddp-backend legacy_ddp --moe-expert-parallel-size 1",
+    "--ddp-backend legacy_ddp --moe-expert-parallel-size 1 --moe-check-twins 4",
     "--ddp-backend c10d --checkpoint-activations",
 ])
 def test_ddp_backends_replicas_and_recomputation_give_the_same_curve(one_rank: Result,
@@ -63,6 +64,19 @@ def test_ddp_backends_replicas_and_recomputation_give_the_same_curve(one_rank: R
             f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags} --max-update 12 --no-save "
             f"--save-dir {tmp_path}",
             ranks=2).ok(), one_rank)
+
+
+@pytest.mark.distributed
+def test_ranks_that_compute_otherwise_are_named(corpus: Corpus, tmp_path: Path) -> None:
+    """From step 4 on one bit is wrong on the last rank; ranks compare in steps 3, 6, ..."""
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 8 --save-dir "
+             f"{tmp_path} --moe-check-twins")
+    ended = run(FLIP_TRAIN, f"4 {flags} 3 --moe-expert-parallel-size 1", ranks=2)
+    ended.failed_with("WrongResultError: step 6: rank 0 on ", ", rank 1 on ",
+                      "computed the output of ", "check these machines")
+    assert len(ended.steps) == 5
+    run("fairseq-train", f"{flags} 3", ranks=2).failed_with(
+        "no two of 2 ranks store the same experts", "--moe-expert-parallel-size")
 
 
 @pytest.mark.distributed
