@@ -192,7 +192,7 @@ def break_backward(module: nn.Module) -> None:
 
 def break_router(module: nn.Module) -> None:
     """Its tokens go to other experts, first on this rank alone."""
-    module.register_forward_pre_hook(lambda module, args: (flip(args[0]), *args[1:]))
+    module.register_forward_pre_hook(lambda module, args: (args[0] + 0.5, *args[1:]))
 
 
 def train(world: Comm, ep: int, every: int, broken: tuple[str, int, Any] | None,
