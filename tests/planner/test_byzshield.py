@@ -59,12 +59,12 @@ def test_worst_cases_of_25_and_35_workers() -> None:
 
 @pytest.mark.slow
 def test_worst_cases_of_25_workers() -> None:
-    assert ramanujan(5, 5).worst(11)[3:] == [1, 1, 2, 4, 5, 7, 9, 12, 14]
+    assert ramanujan(5, 5).worst(10)[3:] == [1, 1, 2, 4, 5, 7, 9, 12]
 
 
 @pytest.mark.slow
 def test_worst_cases_of_35_workers() -> None:
-    assert mols(7, 5).worst(10)[3:] == [1, 1, 2, 4, 5, 8, 10, 11]
+    assert mols(7, 5).worst(7)[3:] == [1, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("make, words", [
