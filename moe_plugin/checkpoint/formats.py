@@ -125,6 +125,19 @@ class Format(ABC):
         """
         raise CheckpointError(f"format {self.name!r} converts from itself alone")
 
+    def as_format(self, source: Source, to: str) -> Source | None:
+        """A view of a source of this format with the names of another one, without neutral names;
+        None: there is no such way, or the other format knows it.
+
+        Raises:
+            CheckpointError: the other format cannot hold a tensor; by name.
+        """
+        return None
+
+    def from_format(self, source: Source) -> Source | None:
+        """The same for a source of another format, with the names of this one."""
+        return None
+
     def check(self, layout: Layout) -> None:
         """`ValueError` where the layout has a size that the format does not know."""
         unknown = [name for name in layout.given() if name not in self.sizes]
@@ -172,9 +185,10 @@ def convert(source: Source, to: str) -> Source:
     """A view of a source with the names of another format.
 
     Raises:
-        CheckpointError: see `Format.to_neutral` and `Format.from_neutral`.
+        CheckpointError: see `Format.as_format`, `Format.to_neutral` and `Format.from_neutral`.
     """
     if source.format == to:
         return source
-    neutral = formats.get(source.format)().to_neutral(source)
-    return formats.get(to)().from_neutral(neutral)
+    reader, writer = formats.get(source.format)(), formats.get(to)()
+    view = reader.as_format(source, to) or writer.from_format(source)
+    return view or writer.from_neutral(reader.to_neutral(source))

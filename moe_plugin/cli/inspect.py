@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_SHOWN = 6  # tensors of a layer's experts
-
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -53,11 +51,9 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{name:<10} {column['tensors']} tensors, {column['elements']:,} elements: "
                      f"{dtypes}")
     for prefix, layer in found["layers"].items():
-        shapes = [f"{name} {tuple(shape)}" for name, shape in layer["experts"].items()]
-        if len(shapes) > _SHOWN:  # experts that are stored one by one
-            shapes[_SHOWN // 2:] = [f"{len(shapes) - _SHOWN // 2} more"]
+        shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer["experts"].items())
         lines.append(f"MoE layer  {prefix or '(the model)'} {layer['num_experts']} experts: "
-                     f"{', '.join(shapes)}")
+                     f"{shapes}")
     if not found["layers"]:
         lines.append("MoE layer  none")
     return [*lines, *_settings(found["settings"])]

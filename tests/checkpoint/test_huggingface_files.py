@@ -17,7 +17,6 @@ from moe_plugin.checkpoint.huggingface.files import HuggingFaceSource, write_fol
 from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
 from moe_plugin.checkpoint.source import MODEL, Source, View, cast, derive
 from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers all formats
-from moe_plugin.cli.main import main
 from tests.checkpoint.hf_models import DENSE, MODELS, logits, tiny, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -82,17 +81,6 @@ def test_fused_experts_are_read(kind: str, tmp_path: Path) -> None:
     window = slice(1, 5), slice(3, 9), slice(2, 11)
     for source in (fused, separate):
         assert torch.equal(source.read(key, window), source.read(key)[window])
-
-
-def test_inspect_shows_layers_and_settings(tmp_path: Path,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
-    tiny("deepseek_v3").save_pretrained(tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "model_type deepseek_v3" in shown and "first_k_dense_replace = 1" in shown
-    assert ("model.layers.1.mlp. 8 experts: 0.down_proj.weight (32, 20), 0.gate_proj.weight "
-            "(20, 32), 0.up_proj.weight (20, 32), 21 more\n") in shown
-    assert "model.layers.0.mlp." not in shown
 
 
 def test_the_data_type_can_change(tmp_path: Path) -> None:

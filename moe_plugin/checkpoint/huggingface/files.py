@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ DTYPES = {
     "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_EXPERT = re.compile(r"(.*\.)experts\.(?:(\d+)\.|gate_up_proj$)")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -55,12 +53,11 @@ class HuggingFaceSource(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        config = read_json(path / CONFIG)
-        self.values: Mapping[str, Any] = {"config": config, "settings": config}
+        self.values: Mapping[str, Any] = {"config": read_json(path / CONFIG)}
+        self.layers: Mapping[str, Mapping[str, int]] = {}
         self._files: dict[str, Any] = {}
         self._file_of: dict[Key, str] = {}
         self.entries: Mapping[Key, Entry] = self._find()
-        self.layers = _layers(self.entries)
 
     def _find(self) -> dict[Key, Entry]:
         weights, entries = weight_map(self.path), {}
@@ -108,8 +105,9 @@ class HuggingFaceSource(Source):
                                   f"({short(error)}); get the file again") from error
 
     def describe(self) -> Mapping[str, Any]:
-        """Model type and number of files."""
-        return {"model_type": self.values["config"].get("model_type"), "shards": len(self._files)}
+        """Files, model type and settings."""
+        return {"files": len(self._files), "model_type": self.values["config"].get("model_type"),
+                "config": self.values["config"]}
 
     def files(self) -> Sequence[Path]:
         """See `Source`."""
@@ -118,17 +116,6 @@ class HuggingFaceSource(Source):
     def close(self) -> None:
         """Give the files back."""
         self._files.clear()
-
-
-def _layers(entries: Mapping[Key, Entry]) -> dict[str, dict[str, int]]:
-    """The MoE layers: the last expert of each, or the first axis of its fused experts."""
-    found: dict[str, dict[str, int]] = {}
-    for (_, name), entry in entries.items():
-        if match := _EXPERT.match(name):
-            count = int(match[2]) + 1 if match[2] else entry.shape[0]
-            before = found.get(match[1], {"num_experts": 0})["num_experts"]
-            found[match[1]] = {"num_experts": max(before, count)}
-    return found
 
 
 def _safetensors() -> Any:

@@ -79,8 +79,7 @@ def to_neutral(source: Source) -> View:
     """
     settings = decoder_settings(source.values["config"])
     view = View(source, neutral_tensors(source, settings.tied), format="neutral",
-                values={**{name: value for name, value in source.values.items()
-                           if name != "settings"}, "model": settings.to_dict()})
+                values={**source.values, "model": settings.to_dict()})
     view.layers = {
         name.removesuffix("experts.w_in_LDF"): {"num_experts": entry.shape[0]}
         for (_, name), entry in view.entries.items() if name.endswith("moe.experts.w_in_LDF")}

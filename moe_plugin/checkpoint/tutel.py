@@ -1,0 +1,353 @@
+"""Tutel's checkpoints as a format: each rank's `state_dict()` in a file of its own, or one file of
+all experts (what its `tutel.checkpoint.gather` writes).
+
+W ranks, E experts, M width, H inner width; PREFIX is the MoE layer's name and a dot:
+
+    PREFIX_num_global_experts         number E
+    PREFIXgates.0.wg.weight           [E, M]; a cosine gate: .cosine_projector.weight [P, M], .bias
+                                      [P], .sim_matrix [P, E], .temperature [1]
+    PREFIXexperts.batched_fc1_w       [E/W, H, M]    y = act(x fc1_w^T + fc1_bias)
+    PREFIXexperts.batched_fc1_bias    [E/W, H]
+    PREFIXexperts.batched_fc2_w       [E/W, H, M]    y fc2_w + fc2_bias
+    PREFIXexperts.batched_fc2_bias    [E/W, M]
+
+With s = W/E > 1 ranks an expert, rank i * s + j has slice j of expert i along H; `batched_fc2_bias`
+is cut along M, its last pieces filled up. Everything else is the same in all files. Files are named
+by a pattern with `{rank}` and perhaps `{size}`, as Tutel's tools take it. There is no optimizer
+state. Source: Tutel, `experts/ffn.py`, `checkpoint/gather.py`, `checkpoint/scatter.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_plugin.checkpoint import torch_files, trust
+from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.plain import UNREADABLE
+from moe_plugin.checkpoint.ranks import COLUMNS
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    CheckpointError,
+    Derived,
+    DerivedSource,
+    Entry,
+    Source,
+    View,
+    Window,
+    joined,
+    part_of,
+    transposed,
+    window_shape,
+)
+from moe_plugin.messages import short
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+COUNT = "_num_global_experts"
+# within a layer: Tutel's name -> (ours, order of axes)
+NAMES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "gates.0.wg.weight": ("router.weight_ED", (0, 1)),
+    "gates.0.cosine_projector.weight": ("router.project_PD", (0, 1)),
+    "gates.0.cosine_projector.bias": ("router.project_P", (0,)),
+    "gates.0.sim_matrix": ("router.direction_EP", (1, 0)),
+    "gates.0.temperature": ("router.temperature", (0,)),
+    "experts.batched_fc1_w": ("experts.w_in_LDF", (0, 2, 1)),
+    "experts.batched_fc1_bias": ("experts.b_in_LF", (0, 1)),
+    "experts.batched_fc2_w": ("experts.w_out_LFD", (0, 1, 2)),
+    "experts.batched_fc2_bias": ("experts.b_out_LD", (0, 1)),
+}
+_OURS = {ours: (theirs, order) for theirs, (ours, order) in NAMES.items()}  # orders of two or three
+
+
+def rank_files(path: Path) -> list[Path]:
+    """Files of all ranks, in their order: of a pattern, of a folder, or the file itself.
+
+    Raises:
+        CheckpointError: ranks are missing, or a folder has files of several patterns.
+    """
+    pattern = str(path)
+    if "{rank}" not in pattern:
+        inside = [one for one in path.iterdir() if one.suffix in SUFFIXES and one.is_file()
+                  ] if path.is_dir() else [path] if path.is_file() else []
+        if len(inside) < 2:
+            return inside
+        pattern = _pattern_of(path, [one.name for one in inside])
+    found = _matching(pattern) if pattern else {}
+    missing = sorted(set(range(max(found, default=0))) - set(found))
+    if missing:
+        raise CheckpointError(f"checkpoint {str(path)!r} has a file of rank {max(found)} and none "
+                              f"of rank {missing[0]}; restore it")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _matching(pattern: str) -> dict[int, Path]:
+    """Files of a pattern by rank; where there are several sizes, the one that is complete."""
+    folder = Path(pattern.split("{")[0] + "_").parent
+    escaped = re.escape(pattern).replace(r"\{rank\}", r"(?P<rank>\d+)")
+    expression = re.compile(escaped.replace(r"\{size\}", r"(?P<size>\d+)"))
+    sizes: dict[str, dict[int, Path]] = {}
+    for path in folder.rglob("*"):
+        match = expression.fullmatch(str(path))
+        if match and path.is_file():
+            size = match.groupdict().get("size") or ""
+            sizes.setdefault(size, {})[int(match["rank"])] = path
+    return max(sizes.values(), key=len, default={})
+
+
+def _pattern_of(folder: Path, names: Sequence[str]) -> str:
+    """The pattern of the files of a folder; empty: there is none.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    found: dict[str, set[int]] = {}
+    for name in names:
+        parts = re.split(r"(\d+)", name)
+        for at in range(1, len(parts), 2):
+            pattern = "".join([*parts[:at], "{rank}", *parts[at + 1:]])
+            found.setdefault(pattern, set()).add(int(parts[at]))
+    whole = [pattern for pattern, ranks in found.items() if ranks == set(range(len(ranks)))]
+    most = max((len(found[pattern]) for pattern in whole), default=0)
+    best = [pattern for pattern in whole if len(found[pattern]) == most]
+    if len(best) > 1:
+        raise CheckpointError(f"folder {str(folder)!r} has files of several patterns ("
+                              f"{', '.join(sorted(best)[:3])}); give one: {folder}/{best[0]}")
+    return str(folder / best[0]) if best else ""
+
+
+def _open_file(path: Path, trusted: bool) -> dict[str, Any]:
+    def load(path: Path) -> Any:
+        if trusted:
+            return torch.load(path, weights_only=False)
+        return trust.load(path, (), f"checkpoint file {str(path)!r}")
+
+    try:
+        state = torch_files.read_lazily(path, load)
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise ValueError("it holds no state_dict()")
+        return state
+    except trust.UntrustedFile:
+        raise
+    except UNREADABLE as error:
+        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read: {short(error)}; use "
+                              "another checkpoint") from error
+
+
+class TutelSource(DerivedSource):
+    """The whole tensors of all ranks' files."""
+
+    def __init__(self, paths: Sequence[Path], trusted: bool) -> None:
+        self._paths = list(paths)
+        states = [_open_file(path, trusted) for path in paths]
+        prefixes = {name.removesuffix(COUNT): int(_number(value))
+                    for name, value in states[0].items() if name.endswith(COUNT)}
+        if not prefixes:
+            raise CheckpointError(f"checkpoint file {str(paths[0])!r} has no layer of Tutel "
+                                  f"({COUNT}); save it with a Tutel from 2022 on")
+        whole: list[Derived] = []
+        rest: dict[str, Any] = {}
+        for name, value in states[0].items():
+            if not isinstance(value, Derived):
+                rest[name] = value
+            elif not name.endswith(COUNT):
+                prefix = next((p for p in prefixes if name.startswith(p + "experts.")), None)
+                if prefix is not None:
+                    value = self._joined(name, states, prefixes[prefix])
+                whole.append(Derived((MODEL, name), value.entry, value.read))
+        super().__init__(whole, "tutel", {"step": None, COLUMNS: {MODEL: rest}},
+                         {prefix: {"num_experts": count} for prefix, count in prefixes.items()})
+
+    def _joined(self, name: str, states: Sequence[Mapping[str, Any]], experts: int) -> Derived:
+        """A tensor of all experts from the ranks' parts."""
+        parts, size = [], len(states)
+        for path, state in zip(self._paths, states, strict=True):
+            if not isinstance(state.get(name), Derived):
+                raise CheckpointError(f"checkpoint file {str(path)!r} has no tensor {name!r}")
+            parts.append(state[name])
+        shards = max(1, size // experts)
+        if parts[0].entry.shape[0] * size != experts * shards:
+            raise CheckpointError(
+                f"{name!r} has {parts[0].entry.shape[0]} experts in each of {size} files, the "
+                f"layer has {experts}: files are missing or of another checkpoint")
+        runs = [joined(parts[at:at + shards], 1) for at in range(0, size, shards)]
+        one = joined(runs, 0) if len(runs) > 1 else runs[0]
+        if shards > 1 and name.endswith("batched_fc2_bias"):  # its last pieces are filled up
+            width = states[0][name.removesuffix("bias") + "w"].entry.shape[2]
+            return part_of(one, (slice(0, experts), slice(0, width)))
+        return one
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `Source`."""
+        return {"ranks": len(self._paths)}
+
+    def files(self) -> Sequence[Path]:
+        """See `Source`."""
+        return self._paths
+
+
+def _number(value: Any) -> Any:
+    return value.read(tuple(slice(0, size) for size in value.entry.shape)).item() if isinstance(
+        value, Derived) else value
+
+
+def to_plain(source: Source) -> View:
+    """A view of Tutel's names as those of a model with our layers.
+
+    Raises:
+        CheckpointError: a layer has something that ours has not; by name.
+    """
+    derived = []
+    for key in source.entries:
+        prefix, inner = _split(key[1], source.layers)
+        one = source.tensor(key)
+        if prefix is not None:
+            if inner not in NAMES:
+                raise CheckpointError(f"our layer has no counterpart of Tutel's {key[1]!r}; it has "
+                                      f"those of {', '.join(NAMES)}")
+            ours, order = NAMES[inner]
+            one = _turned(one, order).renamed(prefix + ours)
+        derived.append(one)
+    return View(source, derived, format="plain", values={**source.values, "extra": {}})
+
+
+def from_plain(source: Source) -> View:
+    """A view of a model with our layers by Tutel's names.
+
+    Raises:
+        CheckpointError: a layer has something that Tutel's has not; by name.
+    """
+    derived = []
+    for key in source.entries:
+        prefix, inner = _split(key[1], source.layers)
+        one = source.tensor(key)
+        if prefix is not None:
+            if inner not in _OURS:
+                raise CheckpointError(f"Tutel's layer has no counterpart of {key[1]!r}; it has "
+                                      f"those of {', '.join(_OURS)}")
+            theirs, order = _OURS[inner]
+            one = _turned(one, order).renamed(prefix + theirs)
+        derived.append(one)
+    columns = {field: {name: value for name, value in column.items()
+                       if not name.endswith("_extra_state")}
+               for field, column in source.values.get(COLUMNS, {}).items()}
+    return View(source, derived, format="tutel", values={**source.values, COLUMNS: columns})
+
+
+def _turned(one: Derived, order: Sequence[int]) -> Derived:
+    """With its axes in that order; an optimizer's count of steps has none."""
+    return transposed(one, order) if len(one.entry.shape) == len(order) else one
+
+
+def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
+    """(prefix of the layer that a name is of, the rest of the name)."""
+    for prefix in layers:
+        if name.startswith((prefix + "experts.", prefix + "gates.", prefix + "router.")):
+            return prefix, name.removeprefix(prefix)
+    return None, name
+
+
+def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
+    """What a rank's file has of a tensor of all experts."""
+    shards = max(1, size // experts)
+    local = experts * shards // size
+    run, shard = divmod(rank, shards)
+    rows = slice(run * local, (run + 1) * local)
+    if shards == 1:
+        return part_of(one, (rows,))
+    width = one.entry.shape[1]
+    each = -(-width // shards)
+    if one.key[1].endswith("batched_fc2_bias"):
+        one = _filled_up(one, each * shards)
+    elif width % shards:
+        raise ValueError(f"{one.key[1]!r} of inner width {width} does not fit {shards} ranks for "
+                         "each expert; must be a multiple; choose another --world")
+    return part_of(one, (rows, slice(shard * each, (shard + 1) * each)))
+
+
+def _filled_up(one: Derived, width: int) -> Derived:
+    """[E, M] with zeros behind, as [E, width]."""
+    def read(window: Window) -> torch.Tensor:
+        inside = [slice(min(at.start, end), min(at.stop, end))
+                  for at, end in zip(window, one.entry.shape, strict=True)]
+        found = one.read(tuple(inside))
+        whole = found.new_zeros(window_shape(window))
+        whole[:, :found.shape[1]] = found
+        return whole
+
+    return Derived(one.key, Entry((one.entry.shape[0], width), one.entry.dtype), read)
+
+
+@formats.register("tutel")
+class TutelFormat(Format):
+    """Tutel's checkpoints: a state dict of each rank, or one of all experts."""
+
+    name = "tutel"
+    sizes = frozenset({"world", "ep"})
+
+    def detect(self, path: Path) -> bool:
+        """See `Format`."""
+        try:
+            paths = rank_files(path)
+            if not paths or paths[0].suffix not in SUFFIXES:
+                return False
+            return any(name.endswith(COUNT) for name in _open_file(paths[0], False))
+        except (CheckpointError, trust.UntrustedFile):
+            return False
+
+    def open(self, path: Path, trust: bool = False) -> Source:
+        """See `Format`."""
+        paths = rank_files(path)
+        if not paths:
+            raise CheckpointError(f"there is no checkpoint of Tutel at {str(path)!r}: give its "
+                                  "folder, its file, or a pattern such as DIR/{rank}-of-{size}.pt")
+        return TutelSource(paths, trust)
+
+    def as_format(self, source: Source, to: str) -> Source | None:
+        """See `Format`."""
+        return to_plain(source) if to == "plain" else None
+
+    def from_format(self, source: Source) -> Source | None:
+        """See `Format`."""
+        return from_plain(source) if source.format == "plain" else None
+
+    def write(self, source: Source, path: Path, layout: Layout,
+              progress: Progress = Progress()) -> None:
+        """See `Format`. Files are named `{rank}-of-{size}.pt`."""
+        fields = sorted({field for field, _ in source.entries} - {MODEL})
+        if fields:
+            raise CheckpointError(f"Tutel's checkpoints have no optimizer state, the source has "
+                                  f"{fields[0]!r}; give --model-only")
+        given = source.describe().get("ranks", 1) if source.format == self.name else 1
+        size = layout.world or layout.ep or given
+        if size != (layout.ep or size):
+            raise ValueError(f"--world {size} and --ep {layout.ep} differ: Tutel has a file for "
+                             "each rank, and all share the experts")
+        for experts in {origin["num_experts"] for origin in source.layers.values()}:
+            if experts % size and size % experts:
+                raise ValueError(f"--world {size} does not fit {experts} experts: must be a "
+                                 "divisor or a multiple")
+        for rank in range(size):
+            name = f"{rank}-of-{size}.pt"
+            if not progress.keeps(name):
+                state = _state_of_rank(source, rank, size)
+                torch_files.write_sealed(path / name, state, progress.advance)
+                progress.wrote(name)
+
+
+def _state_of_rank(source: Source, rank: int, size: int) -> dict[str, Any]:
+    state = dict(source.values.get(COLUMNS, {}).get(MODEL, {}))
+    for key in source.entries:
+        prefix, inner = _split(key[1], source.layers)
+        one = source.tensor(key)
+        if prefix is not None and inner.startswith("experts."):
+            one = _part(one, rank, size, source.layers[prefix]["num_experts"])
+        state[key[1]] = one
+    for prefix, origin in source.layers.items():
+        count = torch.tensor(origin["num_experts"])
+        state[prefix + COUNT] = Derived((MODEL, prefix + COUNT), Entry((), count.dtype),
+                                        lambda _, count=count: count.clone())
+    return state

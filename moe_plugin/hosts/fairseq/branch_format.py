@@ -1,0 +1,322 @@
+"""Checkpoints of fairseq's `moe` branch as a format: `NAME-shared.pt` and `NAME-rank-N.pt`.
+
+The shared file has everything but the experts, each rank's file its experts, numbered from 0, and
+their optimizer state; settings and histories are in all of them. Where there are more ranks than
+experts, rank N has expert N modulo E. Tensors have the branch's names here, with an expert's number
+among all E; optimizer state is by parameter name. Checkpoints of `fully_sharded` whose optimizer
+state is flat, and `-shardN` files, are refused.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moe_plugin.checkpoint import torch_files, trust
+from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.ranks import COLUMNS, GROUPS
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    MODEL_ONLY,
+    CheckpointError,
+    Derived,
+    DerivedSource,
+    Source,
+    View,
+)
+from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.hosts.fairseq.branch_names import (
+    branch_order,
+    expert_of,
+    our_order,
+    renumbered,
+    to_branch,
+    to_ours,
+)
+from moe_plugin.hosts.fairseq.checkpoint_format import PARAMETERS, read_file
+
+_OPTIMIZER, _STATE, _GATE = "last_optimizer_state", "fairseq", ".gate.wg.weight"
+_SHARED = re.compile(r"-shared(?=\.pt$)")
+# what fairseq registers and no optimizer updates
+_BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Paths of one checkpoint: of the shared file, and of the ranks in order."""
+
+    shared: str
+    ranks: tuple[str, ...]
+
+
+def _find(path: Path) -> _Files | None:
+    """The files that a folder, or the name of any of them, stands for."""
+    name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
+    stem = _SHARED.sub("", files.without_rank(name)).removesuffix(".pt")
+    shared = f"{stem}-shared.pt"
+    if not os.path.isfile(shared):
+        return None
+    found = {int(number): path for path in glob.glob(glob.escape(stem) + "-rank-*.pt")
+             for number in re.findall(r"-rank-(\d+)\.pt$", path)}
+    missing = sorted(set(range(len(found))) - set(found))
+    if missing or not found:
+        number = missing[0] if missing else 0
+        raise CheckpointError(f"checkpoint file '{stem}-rank-{number}.pt' is missing: experts are "
+                              f"in it, next to {shared!r}")
+    return _Files(shared, tuple(found[rank] for rank in sorted(found)))
+
+
+class BranchSource(DerivedSource):
+    """The whole tensors of the files of one checkpoint."""
+
+    def __init__(self, found: _Files, trusted: bool) -> None:
+        self._files = found
+        shared = read_file(found.shared, trusted)
+        ranks = [read_file(path, trusted) for path in found.ranks]
+        experts = {value.entry.shape[0] for name, value in shared[MODEL].items()
+                   if name.endswith(_GATE)}
+        if len(experts) != 1:
+            raise CheckpointError(f"checkpoint {found.shared!r} has gates of {sorted(experts)} "
+                                  "experts; must be one number")
+        [count], local = experts, _local_experts(ranks[0], found)
+        if (len(ranks) * local) % count or (local > 1 and len(ranks) * local != count):
+            raise CheckpointError(
+                f"checkpoint {found.shared!r} has {count} experts, its {len(found.ranks)} rank "
+                f"files have {local} each: files are missing or of another checkpoint")
+        self._ranks, self._ep = len(ranks), count // local
+        steps = {_step(state) for state in (shared, *ranks)}
+        if len(steps) != 1:
+            raise CheckpointError(f"the files of checkpoint {found.shared!r} are of steps "
+                                  f"{sorted(map(str, steps))}; use files of one step")
+        columns = _columns(shared, shared[MODEL], found.shared)
+        for rank, state in enumerate(ranks[:self._ep]):
+            numbered = {renumbered(name, rank * local + expert_of(name)[1]): value
+                        for name, value in state[MODEL].items()}
+            for field, column in _columns(state, numbered, found.ranks[rank]).items():
+                columns.setdefault(field, {}).update(column)
+        layers = {name.removesuffix("gate.wg.weight"): {"num_experts": count}
+                  for name in shared[MODEL] if name.endswith(_GATE)}
+        rest = {field: {name: value for name, value in column.items()
+                        if not isinstance(value, Derived)} for field, column in columns.items()}
+        super().__init__(
+            (replace(value, key=(field, name)) for field, column in columns.items()
+             for name, value in column.items() if isinstance(value, Derived)),
+            "fairseq_branch", {**_values(shared), COLUMNS: rest}, layers)
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `Source`."""
+        return {"ranks": self._ranks, "ep": self._ep}
+
+    def files(self) -> Sequence[Path]:
+        """See `Source`."""
+        return [Path(path) for path in (self._files.shared, *self._files.ranks)]
+
+
+def _local_experts(state: State, found: _Files) -> int:
+    """Experts in a rank's file."""
+    numbers = set()
+    for name in state[MODEL]:
+        expert = expert_of(name)
+        if expert is None:
+            raise CheckpointError(f"checkpoint file {found.ranks[0]!r} has {name!r}, which is no "
+                                  "parameter of an expert: it is not of fairseq's moe branch")
+        numbers.add(expert[1])
+    if not numbers or numbers != set(range(len(numbers))):
+        raise CheckpointError(f"checkpoint file {found.ranks[0]!r} has experts {sorted(numbers)}; "
+                              "must be 0, 1, ...")
+    return len(numbers)
+
+
+def _step(state: State) -> int | None:
+    return (state.get("optimizer_history") or [{}])[-1].get("num_updates")
+
+
+def _values(shared: State) -> dict[str, Any]:
+    rest = {key: value for key, value in shared.items() if key not in (MODEL, _OPTIMIZER)}
+    optimizer = shared.get(_OPTIMIZER)
+    if optimizer:
+        rest[_OPTIMIZER] = {key: value for key, value in optimizer.items() if key != "state"}
+    averages = [key for key in ("ema", "ema_fp32_params") if key in (rest.get("extra_state") or {})]
+    if averages:
+        raise CheckpointError(f"the branch's checkpoint has averaged weights ({averages[0]!r}), "
+                              "which are not read; save it without --store-ema")
+    rest = torch_files.read_all(rest)
+    return {"step": _step(shared), "settings": rest.get("cfg") or rest.get("args"), _STATE: rest,
+            GROUPS: (rest.get(_OPTIMIZER) or {}).get("param_groups")}
+
+
+def _columns(state: State, model: State, path: str) -> dict[str, dict[str, Any]]:
+    """Columns of one file: its tensors, and optimizer state by the parameters' names.
+
+    model: its tensors by their names in the whole model.
+    """
+    columns: dict[str, dict[str, Any]] = {MODEL: dict(model)}
+    optimizer = state.get(_OPTIMIZER) or {}
+    if optimizer == -1 or "param_id_map" in optimizer:
+        raise CheckpointError(f"checkpoint file {path!r} has flat optimizer state, of "
+                              "--ddp-backend fully_sharded, which is not read; save it with "
+                              "--no-save-optimizer-state")
+    found = optimizer.get("state") or {}
+    names = _trained(model, len(found), path)
+    for (_, values), name in zip(sorted(found.items()), names, strict=True):
+        for field, value in values.items():
+            if isinstance(value, Derived) and value.entry.shape and \
+                    value.entry.shape != model[name].entry.shape:
+                raise CheckpointError(
+                    f"checkpoint file {path!r}: {field!r} of the optimizer has shape "
+                    f"{value.entry.shape}, its parameter {name!r} {model[name].entry.shape}: the "
+                    "state is flat (fp16 without --fp16-no-flatten-grads) or of another model")
+            columns.setdefault(field, {})[name] = value
+    return columns
+
+
+def _trained(model: State, count: int, path: str) -> list[str]:
+    """Names of the parameters that an optimizer with `count` of them has, in its order."""
+    if not count:
+        return []
+    names = [name for name in branch_order(model) if not _BUFFERS.fullmatch(name)]
+    known: dict[Any, str] = {}  # tied parameters have one storage, and count once
+    for name in names:
+        known.setdefault(model[name].read, name)
+    for kept in (names, list(known.values()),
+                 [name for name in names if not name.endswith("output_projection.weight")]):
+        if len(kept) == count:
+            return kept
+    raise CheckpointError(f"checkpoint file {path!r} has optimizer state of {count} parameters, "
+                          f"its model has {len(names)}: they do not fit together; save it with "
+                          "--no-save-optimizer-state")
+
+
+@formats.register("fairseq_branch")
+class BranchFormat(Format):
+    """Checkpoints of fairseq's `moe` branch: a shared file and a file for each rank's experts."""
+
+    name = "fairseq_branch"
+    sizes = frozenset({"world", "ep"})
+
+    def detect(self, path: Path) -> bool:
+        """See `Format`."""
+        try:
+            found = _find(path)
+            return found is not None and files.MANIFEST not in read_file(found.shared)
+        except (CheckpointError, trust.UntrustedFile):
+            return False
+
+    def open(self, path: Path, trust: bool = False) -> Source:
+        """See `Format`."""
+        found = _find(path)
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint of fairseq's moe branch at {str(path)!r}"
+                                  ": give its folder, or NAME.pt for NAME-shared.pt")
+        return BranchSource(found, trust)
+
+    def as_format(self, source: Source, to: str) -> Source | None:
+        """See `Format`."""
+        return _for_ours(to_ours(source)) if to == "fairseq" else None
+
+    def from_format(self, source: Source) -> Source | None:
+        """See `Format`."""
+        return to_branch(source) if source.format == "fairseq" else None
+
+    def write(self, source: Source, path: Path, layout: Layout,
+              progress: Progress = Progress()) -> None:
+        """See `Format`. The ranks that store one copy of the experts write a file each."""
+        experts = {origin["num_experts"] for origin in source.layers.values()}
+        if _STATE not in source.values or len(experts) != 1:
+            raise CheckpointError("a checkpoint of fairseq's moe branch is made of fairseq's with "
+                                  "experts, of one number in all layers")
+        [count] = experts
+        given = source.describe().get("ep", 1)
+        size = layout.ep or layout.world or (given if isinstance(given, int) else 1)
+        if count % size or (layout.world or size) != size:
+            raise ValueError(f"--ep {size} does not fit {count} experts: must be a divisor, and "
+                             "--world the same")
+        writer = _Writer(source)
+        for rank in (None, *range(size)):
+            name = f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt"
+            if not progress.keeps(name):
+                state = writer.state(rank, count // size)
+                torch_files.write_sealed(path / name, state, progress.advance)
+                progress.wrote(name)
+
+
+class _Writer:
+    """Files' content from a source with the branch's names."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._rest = source, dict(source.values[_STATE])
+        self._rest.pop(files.MANIFEST, None)
+        self._model_only = bool(source.values.get(MODEL_ONLY))
+        self._columns: dict[str, dict[str, Any]] = {
+            field: dict(column) for field, column in source.values.get(COLUMNS, {}).items()}
+        for field, name in source.entries:
+            self._columns.setdefault(field, {})[name] = source.tensor((field, name))
+
+    def state(self, rank: int | None, local: int) -> dict[str, Any]:
+        """rank: None: the shared file. local: experts on a rank."""
+        own = {name: self._name(name, rank, local) for name in branch_order(self._columns[MODEL])}
+        own = {name: other for name, other in own.items() if other is not None}
+        model = {other: self._columns[MODEL][name] for name, other in own.items()}
+        state = {**self._rest, MODEL: model}
+        optimizer = state.pop(_OPTIMIZER, None)
+        if optimizer is not None and not self._model_only:
+            state[_OPTIMIZER] = self._optimizer(optimizer, own, rank, local)
+        return state
+
+    def _name(self, name: str, rank: int | None, local: int) -> str | None:
+        """A parameter's name in a file; None: it is in another one."""
+        expert = expert_of(name)
+        if expert is None or rank is None:
+            return name if expert is None and rank is None else None
+        owner, index = divmod(expert[1], local)
+        return renumbered(name, index) if owner == rank else None
+
+    def _optimizer(self, optimizer: State, own: Mapping[str, str], rank: int | None,
+                   local: int) -> dict[str, Any]:
+        """State by the number of a parameter in one rank's model, of which a file has a part."""
+        fields = [field for field in self._columns if field != MODEL]
+        trained = {name for field in fields for name in self._columns[field]}
+        order = [name for name in branch_order(self._columns[MODEL]) if name in trained and (
+            expert_of(name) is None or self._name(name, rank or 0, local) is not None)]
+        state = {index: {field: self._columns[field][name] for field in fields
+                         if name in self._columns[field]}
+                 for index, name in enumerate(order) if name in own}
+        groups = optimizer.get("param_groups") or []
+        return {**optimizer, "param_groups": _one_group(groups, len(order)), "state": state}
+
+
+def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
+    """An optimizer's groups for another number of parameters.
+
+    Raises:
+        CheckpointError: there are several, and which parameters are in which is not known.
+    """
+    if len(groups) != 1:
+        raise CheckpointError(f"the optimizer has {len(groups)} groups of parameters, which cannot "
+                              "be renumbered; give --model-only")
+    return [{**groups[0], "params": list(range(count))}]
+
+
+def _for_ours(view: View) -> View:
+    """The view with what our files have besides tensors."""
+    rest = dict(view.values[_STATE])
+    columns = view.values[COLUMNS]
+    fields = {field for field, _ in view.entries} | set(columns)
+    trained = {name for field in fields - {MODEL} for name in columns.get(field, {})}
+    trained |= {name for field, name in view.entries if field != MODEL}
+    order = [name for name in our_order(name for _, name in view.origin.entries) if name in trained]
+    if _OPTIMIZER in rest and order:
+        groups = _one_group(rest[_OPTIMIZER].get("param_groups") or [], len(order))
+        rest[_OPTIMIZER] = {**rest[_OPTIMIZER], "param_groups": groups}
+    experts = next(iter(view.layers.values()))["num_experts"]
+    rest[files.MANIFEST] = {
+        "version": files.VERSION, "num_experts": experts, "world_size": 1, "rank": 0,
+        "expert_parallel_size": 1, "num_updates": view.values["step"] or 0, PARAMETERS: order}
+    return View(view, map(view.tensor, view.entries), values={
+        **view.values, _STATE: rest, "step": view.values["step"] or 0})
