@@ -63,7 +63,8 @@ class MoELayer(Replaying, nn.Module):
         self.experts = build_experts(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
         self.capacity = CapacityLimit(config, self.layouts.load_comm,
-                                      self.layouts.available.traits.fixed_slots)
+                                      self.layouts.available.traits.fixed_slots,
+                                      host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))

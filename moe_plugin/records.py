@@ -72,6 +72,8 @@ class HostContext:
             share (`parallel.schedule: s1`); None: as without splitting.
         adds_to_main_grad: the host keeps weight gradients in `parameter.main_grad` and takes what
             backward adds there (`moe_plugin.kernels.main_grad`).
+        own_capacity: each rank drops by the number of its own tokens, as it would alone; False: by
+            the largest number of any rank that holds the experts.
     """
 
     layer_number: int | None = None
@@ -81,6 +83,7 @@ class HostContext:
     split_loss_comm: Comm | None = None
     split_batch_comm: Comm | None = None
     adds_to_main_grad: bool = False
+    own_capacity: bool = False
 
     def when_split(self, sharing: Comm | None) -> "HostContext":
         """What routers see where the ranks `sharing` split tokens: losses are parts of one loss."""

@@ -36,11 +36,13 @@ class CapacityLimit:
     Args:
         config: of the layer. comm: ranks whose loads differ.
         makes_slots: whether slots are made, empty ones too: then hosts must agree on their number.
+        own: each rank's limit is that of its own tokens, `HostContext.own_capacity`.
     """
 
-    def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True) -> None:
+    def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True,
+                 own: bool = False) -> None:
         self.dispatch, self.experts, self.comm = config.dispatch, config.num_experts, comm
-        self.makes_slots, self.alone = makes_slots, LocalComm()
+        self.makes_slots, self.alone, self.own = makes_slots, LocalComm(), own
         self.prioritized = config.router.batch_prioritized
         self.normalize = config.router.normalize == "after_drop"
 
@@ -51,12 +53,22 @@ class CapacityLimit:
         if made is not None and self.dispatch.equal_tokens:
             routing = self._checked(routing, training)
         slots_TK = None if made is None else slots(routing, self.experts, self.prioritized)
-        limit = limit_on_device(self.dispatch, routing, self.experts, self.comm, training,
-                                asked.size > 1)
-        kept = drop(routing, slots_TK, made if limit is None else limit, self.normalize)
+        kept = drop(routing, slots_TK, self._limit(routing, made, asked, training),
+                    self.normalize)
         rule = _Rule.of(self.dispatch, training)
         any_load = rule.factor == 0 and _load_unknown(rule, routing, asked)
         return KeptRouting(kept, slots_TK, made, routing, any_load)
+
+    def _limit(self, routing: Routing, made: int | None, asked: Comm,
+               training: bool) -> int | Tensor | None:
+        """What drops: `made`, or less where only the device knows, or this rank has fewer tokens.
+        """
+        comm, known = self.comm, asked.size > 1
+        if self.own and self.comm.size > 1:
+            comm, known = self.alone, False
+            made = capacity(self.dispatch, routing, self.experts, comm, training)
+        limit = limit_on_device(self.dispatch, routing, self.experts, comm, training, known)
+        return made if limit is None else limit
 
     def _checked(self, routing: Routing, training: bool) -> Routing:
         """The routing after `check_promise`, by an operation where a compiler makes a graph."""

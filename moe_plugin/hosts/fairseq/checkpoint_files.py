@@ -24,7 +24,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from moe_plugin.checkpoint import CheckpointError, checksums, merge, split, trust
+from moe_plugin.checkpoint import CheckpointError, checksums, trust
 from moe_plugin.hosts.plain.named_errors import gather_objects, named
 from moe_plugin.messages import short
 from moe_plugin.regular_files import write_remedy
@@ -319,11 +319,12 @@ def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
     """`ValueError` for a checkpoint of fairseq's `moe` branch, that says what to do with it."""
     names = of_branch(state)
     if names and MANIFEST not in state:
+        name = re.sub(r"-shared(?=\.pt$)", "", without_rank(path))
         raise ValueError(
             f"checkpoint {path!r} was written by fairseq's moe branch (it has {names[0]!r}), whose "
-            "experts are stored in another way: run it in that branch, where --user-dir moe_plugin "
-            "puts this layer in the place of the branch's own (docs/fairseq.md), or give another "
-            "--save-dir or --restore-file")
+            f"experts are stored in another way: convert it by moe-plugin reshard {name} OUT --to "
+            "fairseq and give OUT/checkpoint_last.pt, or run it in that branch, where --user-dir "
+            "moe_plugin puts this layer in the place of the branch's own (docs/fairseq.md)")
 
 
 def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
@@ -376,34 +377,3 @@ def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
         f"checkpoint {whole!r} was written by {theirs} data-parallel ranks (world_size={theirs}), "
         "this run has "
         f"world_size={wanted['world_size']}; {_remedy('world_size', theirs)}")
-
-
-def whole_state(path: str) -> dict[str, Any]:
-    """One process's state, with all experts, from the file of any rank.
-
-    The files of the other ranks are next to it.
-
-    Raises:
-        ValueError: a file is missing, truncated or of another step.
-    """
-    first = read(path)
-    manifest = first.get(MANIFEST)
-    if manifest is None or manifest["expert_parallel_size"] == 1:
-        return first
-    states = []
-    for rank in range(manifest["expert_parallel_size"]):
-        part = with_rank(path, rank)
-        if not os.path.exists(part):
-            raise ValueError(
-                f"checkpoint file {part!r} is missing: the experts of rank {rank} of "
-                f"{manifest['expert_parallel_size']} are in it"
-            )
-        state = read(part)
-        if state[MANIFEST]["num_updates"] != manifest["num_updates"]:
-            raise ValueError(
-                f"checkpoint file {part!r} is of step {state[MANIFEST]['num_updates']}, {path!r} "
-                f"of step {manifest['num_updates']}; "
-                "use files of one step")
-        states.append(state["model"])
-    first["model"] = split(merge(states), 0, 1)
-    return first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from torch import Tensor
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.base import Messages, piece_lengths
 from moe_plugin.hosts.fairseq.compat.timeouts import shorten_timeouts
+from moe_plugin.hosts.fairseq.turns import Turns
 
-_whole_model: ContextVar[bool] = ContextVar("moe_plugin_fairseq_whole_model", default=False)
+_evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_evaluation",
+                                                        default=None)
 
 
 @dataclass(frozen=True)
@@ -97,22 +100,73 @@ class MeasuredComm(TorchComm):
         return cpu_ms, cuda_ms
 
 
-@contextmanager
-def whole_model() -> Iterator[None]:
-    """Models built inside have all experts in this process.
+@dataclass
+class Evaluation:
+    """How models are built and loaded that only evaluate.
 
-    For validation, scoring, generation from a checkpoint.
+    Attributes:
+        ranks: processes that evaluate together, each a part of the batches.
+        asked: ranks that share one copy of the experts; 0: as many as fit.
+        turns: of these processes, made with the first model whose experts are spread over them.
     """
-    token = _whole_model.set(True)
+
+    ranks: int = 1
+    asked: int = 0
+    turns: Turns | None = None
+
+    def expert_ranks(self, experts: int) -> int:
+        """Ranks that share one copy of a model's experts: the most that divide both numbers.
+
+        Raises:
+            ValueError: another number was asked for, and it does not fit.
+        """
+        if not self.asked:
+            return math.gcd(self.ranks, experts)
+        size = self.asked
+        if size < 1 or self.ranks % size or (experts % size and size % experts):
+            raise ValueError(
+                f"moe_expert_parallel_size={size} is out of bounds: must divide the {self.ranks} "
+                f"evaluating processes, and divide or be a multiple of num_experts={experts}; use "
+                f"{math.gcd(self.ranks, experts)}, or leave it out")
+        return size
+
+    @property
+    def rank(self) -> int:
+        """This process among them."""
+        return dist.get_rank() if self.ranks > 1 else 0
+
+    def groups(self, experts: int, timeout_s: float) -> Groups:
+        """The groups of a model that is built now. All ranks call it, in one order."""
+        size = self.expert_ranks(experts)
+        if size == 1:
+            return Groups(LocalComm(), 1, 1)
+        shorten_timeouts(timeout_s)
+        if self.turns is None:
+            self.turns = Turns(TorchComm(None, timeout_s))
+        return Groups(TorchComm(_consecutive(size, self.ranks, timeout_s), timeout_s), 1, size)
+
+
+@contextmanager
+def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
+    """Models built inside only evaluate: validation, scoring, generation from a checkpoint.
+
+    Where a whole command evaluates, its models take part in one `Evaluation`.
+
+    Args:
+        ranks: processes of the default group that evaluate together; 1: this process has all
+            experts.
+    """
+    known = _evaluation.get()
+    token = _evaluation.set(known or Evaluation(ranks))
     try:
-        yield
+        yield _evaluation.get()  # type: ignore[misc]
     finally:
-        _whole_model.reset(token)
+        _evaluation.reset(token)
 
 
-def holds_whole_model() -> bool:
-    """Whether models are now built with all experts in this process."""
-    return _whole_model.get()
+def current_evaluation() -> Evaluation | None:
+    """Set while models are built that only evaluate."""
+    return _evaluation.get()
 
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
@@ -126,8 +180,8 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
         ValueError: a size that does not divide the world.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if _whole_model.get() or world == 1:
-        if expert_parallel_size > 1 and not _whole_model.get():
+    if world == 1:
+        if expert_parallel_size > 1:
             raise ValueError(
                 f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds: must divide "
                 "the 1 data-parallel rank; use 0"
@@ -142,12 +196,19 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
             "use 0 for all of them")
     if size == 1:
         return Groups(LocalComm(), world, world)
+    group = _consecutive(size, world, timeout_s)
+    mine = MeasuredComm(group, timeout_s, measured, dummy) if measured or dummy else TorchComm(
+        group, timeout_s)
+    return Groups(mine, world // size, world)
+
+
+def _consecutive(size: int, world: int, timeout_s: float) -> dist.ProcessGroup:
+    """This rank's group of `size` consecutive ranks. Collective."""
     mine = None
     for first in range(0, world, size):
         ranks = list(range(first, first + size))
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         if dist.get_rank() in ranks:
-            mine = MeasuredComm(group, timeout_s, measured,
-                                dummy) if measured or dummy else TorchComm(group, timeout_s)
+            mine = group
     assert mine is not None
-    return Groups(mine, world // size, world)
+    return mine

@@ -9,23 +9,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from fairseq.modules.transformer_layer import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
 )
 from torch import Tensor, nn
 
-from moe_plugin.comm import default_comm
+from moe_plugin.comm import LocalComm, default_comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
-from moe_plugin.hosts.fairseq.groups import Groups
+from moe_plugin.hosts.fairseq.groups import Evaluation, Groups
 from moe_plugin.hosts.fairseq.tokens import ids_of
+from moe_plugin.hosts.plain.overflow import until_rows_fit
 from moe_plugin.hosts.plain.replicas import mark_replicas
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext, LayerStats, weighted_loss
+from moe_plugin.records import HostContext, LayerStats, MoEOutput, TokenInfo, weighted_loss
 from moe_plugin.routing import needs_of
 
 
@@ -34,7 +36,8 @@ class LayerSettings:
     """What an MoE transformer layer needs in addition to fairseq's own config.
 
     gradient_factor: see `translate.gradient_factor`. replay: activations are recomputed, so routing
-    must be repeated. layer_number: of this MoE layer in its stack, from 0.
+    must be repeated. layer_number: of this MoE layer in its stack, from 0. evaluation: set in
+    models that only evaluate.
     """
 
     config: MoEConfig
@@ -43,6 +46,18 @@ class LayerSettings:
     gradient_factor: float
     replay: bool
     layer_number: int | None = None
+    evaluation: Evaluation | None = None
+
+    @property
+    def host(self) -> HostContext:
+        """What `MoELayer` is told."""
+        batch_comm = None
+        if self.evaluation is not None:
+            batch_comm = LocalComm()  # every rank evaluates batches of its own
+        elif self.groups.replicas > 1 and self.groups.world > 1:
+            batch_comm = default_comm(self.config.comm.timeout_s)
+        return HostContext(layer_number=self.layer_number, replay=self.replay,
+                           batch_comm=batch_comm, own_capacity=self.evaluation is not None)
 
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
@@ -78,15 +93,15 @@ class ExpertFFN(TakesTokenIds, nn.Module):
     def __init__(self, settings: LayerSettings) -> None:
         super().__init__()
         _refuse_what_does_not_fit(settings)
-        replicated = settings.groups.replicas > 1 and settings.groups.world > 1
-        everywhere = default_comm(settings.config.comm.timeout_s) if replicated else None
-        self.moe = MoELayer(settings.config, settings.groups.expert,
-                            host=HostContext(layer_number=settings.layer_number,
-                                             replay=settings.replay, batch_comm=everywhere))
+        self.moe = MoELayer(settings.config, settings.groups.expert, host=settings.host)
         self.needs = needs_of(self.moe.router)
         self.mask_padding = settings.mask_padding
         self.stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
+        self._evaluates = settings.evaluation is not None
+        self._turns = None if settings.evaluation is None else settings.evaluation.turns
+        if self._turns is not None:
+            self._number = self._turns.add_layer(self._without_tokens)
         for parameter in self.moe.parameters():
             if is_expert(parameter):
                 mark_replicas(parameter, settings.groups.replicas)
@@ -107,12 +122,31 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         if padding_BT is not None and self.mask_padding:
             mask_BT = ~padding_BT[:, -length:].bool()
         ids_BT = ids_of(length, self.tokens_BT, self.needs)
-        out = self.moe(x_BTD, mask_BT, info=token_info(x_BTD, ids_BT, self.needs, batch_axis=0))
+        info = token_info(x_BTD, ids_BT, self.needs, batch_axis=0)
+        if self._turns is not None:
+            self._turns.wait_for(self._number)
+        out = self._compute(x_BTD, mask_BT, info)
         self.stats = out.stats
         if self.training and self.observer is not None and out.stats is not None:
             self.observer(out.stats)
         loss = weighted_loss(out.losses, self.moe.config.losses).to(x_TBD.device)
         return out.output.transpose(0, 1), loss
+
+    def _compute(self, x_BTD: Tensor, mask_BT: Tensor | None,
+                 info: TokenInfo | None) -> MoEOutput:
+        """In evaluation, where nothing asks for a whole step, each call says that its rows fit."""
+        if not self._evaluates:
+            return self.moe(x_BTD, mask_BT, info=info)
+        comm = LocalComm() if self._turns is None else self._turns.comm
+        return until_rows_fit(self.moe, lambda: self.moe(x_BTD, mask_BT, info=info), comm)
+
+    @torch.no_grad()
+    def _without_tokens(self) -> None:
+        """Take part in other ranks' call; leaves nothing of it in `stats`."""
+        self.moe.eval()
+        x_BTD = next(self.moe.experts.parameters()).new_empty(1, 0, self.moe.config.model_dim)
+        ids_BT = x_BTD.new_empty(1, 0, dtype=torch.int64) if "token_ids" in self.needs else None
+        self._compute(x_BTD, None, token_info(x_BTD, ids_BT, self.needs, batch_axis=0))
 
 
 class _MoEMixin:

@@ -16,7 +16,12 @@ from torch import nn
 
 from moe_plugin import determinism
 from moe_plugin.config import MoEConfig
-from moe_plugin.hosts.fairseq.groups import Groups, holds_whole_model, make_groups
+from moe_plugin.hosts.fairseq.groups import (
+    Evaluation,
+    Groups,
+    current_evaluation,
+    make_groups,
+)
 from moe_plugin.hosts.fairseq.layers import (
     LayerSettings,
     MoEDecoderLayer,
@@ -83,6 +88,7 @@ def _check(args: Any, freqs: list[int]) -> None:
 
 def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
     groups: Groups | None = None
+    evaluation = current_evaluation()
     for stack, freq in freqs.items():
         if not freq:
             continue
@@ -90,16 +96,24 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         config = _stack_config(module, stack, args)
         if config.deterministic:
             determinism.enable()
-        groups = groups or make_groups(setting(
-            args, "moe_expert_parallel_size", 0), config.comm.timeout_s, measured=bool(
-                setting(args, "record_a2a_perf_stats", False)), dummy=bool(
-                    setting(args, "dummy_a2a", False)))
+        if evaluation is not None:
+            config.dispatch.equal_tokens = False  # evaluating ranks have batches of any size
+        groups = groups or _groups(args, config, evaluation)
         settings = LayerSettings(config, groups, masks_padding(args, config),
                                  gradient_factor(args, groups.world),
-                                 replay=bool(module.cfg.checkpoint_activations))
+                                 replay=bool(module.cfg.checkpoint_activations),
+                                 evaluation=evaluation)
         _exchange_layers(module, stack, freq, settings)
-    if dist.is_initialized() and not holds_whole_model():
+    if dist.is_initialized() and evaluation is None:
         exclude_experts(model)
+
+
+def _groups(args: Any, config: MoEConfig, evaluation: Evaluation | None) -> Groups:
+    if evaluation is not None:
+        return evaluation.groups(config.num_experts, config.comm.timeout_s)
+    return make_groups(setting(args, "moe_expert_parallel_size", 0), config.comm.timeout_s,
+                       measured=bool(setting(args, "record_a2a_perf_stats", False)),
+                       dummy=bool(setting(args, "dummy_a2a", False)))
 
 
 def _stack_config(module: Any, stack: str, args: Any) -> MoEConfig:

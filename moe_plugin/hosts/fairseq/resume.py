@@ -55,7 +55,7 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
         CheckpointError: a file is damaged; on every rank.
     """
     rank, world, ep = (wanted[key] for key in ("rank", "world_size", "expert_parallel_size"))
-    errors = files.gather(_damage(written.paths[rank::world]), group)
+    errors = files.gather(damage(written.paths[rank::world]), group)
     for error in filter(None, errors):
         raise CheckpointError(error)
     if rank == 0:
@@ -66,11 +66,11 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
         return torch_files.read_all(state_of_rank(source, rank, world, ep, shards))
 
 
-def _damage(paths: tuple[str, ...]) -> str | None:
+def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
+    """What is wrong with the first damaged file; flag: which names another checkpoint."""
     for path in paths:
         try:
             checksums.verify(path)
         except (OSError, ValueError) as error:
-            return (f"checkpoint {path!r} is damaged: {error}; give another one with "
-                    "--restore-file")
+            return f"checkpoint {path!r} is damaged: {error}; give another one with {flag}"
     return None

@@ -174,3 +174,18 @@ def ep2(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         f"--save-dir {home}",
         ranks=2)
     return home, result.ok()
+
+
+@pytest.fixture(scope="session")
+def mt2(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A 2-rank run of a translation model with experts in encoder and decoder."""
+    home = tmp_path_factory.mktemp("mt2")
+    flags = (
+        "--task translation -s src -t tgt --arch transformer_tiny --dropout 0 --optimizer adam "
+        "--lr 0.005 --lr-scheduler fixed --batch-size 16 "
+        "--max-update 12 --log-format json --log-interval 1 --no-progress-bar --cpu --num-workers "
+        "0 --seed 3 --user-dir moe_plugin "
+        "--criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1 --moe-gate-loss-wt "
+        "0.01 --moe-expert-count 4 "
+        "--encoder-moe-freq 2 --decoder-moe-freq 2 --use-moe-pad-mask")
+    return home, run("fairseq-train", f"{corpus.mt} {flags} --save-dir {home}", ranks=2).ok()

@@ -83,7 +83,8 @@ def test_a_checkpoint_of_the_branch_is_named_with_what_to_do(tmp_path: Path, nam
     files.write({"args": None, "cfg": {}, "extra_state": {}, "model": {
         "decoder.layers.1.moe_layer.experts.0.fc1.weight": torch.zeros(3)}}, path)
     words = (re.escape(name) + ".*was written by fairseq's moe branch"
-             ".*moe_layer.experts.0.*run it in that branch.*--user-dir moe_plugin")
+             ".*moe_layer.experts.0.*moe-plugin reshard .*checkpoint_last.pt OUT --to fairseq"
+             ".*run it in that branch.*--user-dir moe_plugin")
     with pytest.raises(ValueError, match=words):
         files.agree(str(tmp_path / "checkpoint_last-rank-0.pt"), WANTED, None)
     with pytest.raises(ValueError, match=words):
@@ -272,20 +273,12 @@ def test_resume_from_damaged_files_takes_older_ones_or_is_refused(
 
 
 @pytest.mark.distributed
-def test_translation_model_trains_and_translates(corpus: Corpus, tmp_path: Path) -> None:
-    flags = (
-        "--task translation -s src -t tgt --arch transformer_tiny --dropout 0 --optimizer adam "
-        "--lr 0.005 --lr-scheduler fixed --batch-size 16 "
-        "--max-update 12 --log-format json --log-interval 1 --no-progress-bar --cpu --num-workers "
-        "0 --seed 3 --user-dir moe_plugin "
-        "--criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1 --moe-gate-loss-wt "
-        "0.01 --moe-expert-count 4 "
-        "--encoder-moe-freq 2 --decoder-moe-freq 2 --use-moe-pad-mask")
-    trained = run("fairseq-train", f"{corpus.mt} {flags} --save-dir {tmp_path}", ranks=2).ok()
+def test_translation_model_trains_and_translates(corpus: Corpus, mt2: tuple[Path, Result]) -> None:
+    home, trained = mt2
     assert trained.losses[-1] < trained.losses[0] - 0.5
     translated = run(
         "fairseq-generate",
-        f"{corpus.mt} --user-dir moe_plugin --cpu --path {tmp_path / 'checkpoint_last.pt'} --beam "
+        f"{corpus.mt} --user-dir moe_plugin --cpu --path {home / 'checkpoint_last.pt'} --beam "
         "2 --max-len-b 20 "
         "--batch-size 8").ok()
     assert len(re.findall(r"^D-\d+\t", translated.log, re.MULTILINE)) == 20

@@ -52,21 +52,24 @@ def trust_flag() -> None:
 def evaluation_from_rank_files() -> None:
     """Let `--path X.pt` also stand for `X-rank-0.pt`, `X-rank-1.pt`, ... in evaluation.
 
-    fairseq <= 0.12.3 evaluates from one file. The process gets all experts, so that generation,
-    whose steps differ from rank to rank, needs no collective.
+    fairseq <= 0.12.3 evaluates from one file. A process gets the experts that are its part of the
+    `Evaluation`: all of them, where it evaluates alone.
     """
     from fairseq import checkpoint_utils
 
     from moe_plugin.hosts.fairseq import checkpoint_files as files
-    from moe_plugin.hosts.fairseq.groups import holds_whole_model, whole_model
+    from moe_plugin.hosts.fairseq.groups import current_evaluation, evaluating
+    from moe_plugin.hosts.fairseq.part_state import part_state
 
     build, name_of, load = (checkpoint_utils.load_model_ensemble_and_task,
                             checkpoint_utils.get_maybe_sharded_checkpoint_filename,
                             checkpoint_utils.load_checkpoint_to_cpu)
 
-    def load_model_ensemble_and_task(*args: Any, **kwargs: Any) -> Any:
-        with whole_model():
-            return build(*args, **kwargs)
+    def load_model_ensemble_and_task(filenames: Any, arg_overrides: Any = None, *args: Any,
+                                     **kwargs: Any) -> Any:
+        with evaluating() as evaluation:
+            evaluation.asked = int((arg_overrides or {}).get("moe_expert_parallel_size") or 0)
+            return build(filenames, arg_overrides, *args, **kwargs)
 
     def get_maybe_sharded_checkpoint_filename(filename: str, *args: Any, **kwargs: Any) -> str:
         name = name_of(filename, *args, **kwargs)
@@ -77,11 +80,12 @@ def evaluation_from_rank_files() -> None:
         if os.path.exists(path):
             # its errors name the file and the remedy
             files.refuse_branch(path, files.read(path))
-        state = load(path, *args, **kwargs)
-        if holds_whole_model():  # its model is built by the settings in the checkpoint
+        state, evaluation = load(path, *args, **kwargs), current_evaluation()
+        if evaluation is not None:  # its model is built by the settings in the checkpoint
             _refuse_imports(path, state, (args[0] if args else kwargs.get("arg_overrides")) or {})
             if files.MANIFEST in state:
-                state["model"] = files.whole_state(path)["model"]
+                size = evaluation.expert_ranks(state[files.MANIFEST]["num_experts"])
+                state["model"] = part_state(path, evaluation.rank % size, size)
         return state
 
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task

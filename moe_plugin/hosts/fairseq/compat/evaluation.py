@@ -1,46 +1,195 @@
-"""Flags of the `moe` branch's `eval_lm` that fairseq 0.12 does not have, or does not read."""
+"""`fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` by one process or by several, which
+share out the batches and the experts; flags of the `moe` branch's `eval_lm`.
+
+fairseq <= 0.12.3 gives each process every N-th batch. It joins only what `fairseq-validate` finds,
+fails there where a process has no batch, and starts one process for generation.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Iterable
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Optional
 
+import torch.distributed as dist
+
 from moe_plugin.hosts.fairseq.compat.fields import add_field
+from moe_plugin.hosts.fairseq.compat.launch import started_by_torchrun
+from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.hosts.fairseq.compat.scores import SharedScorer, counting, over_ranks, stopwatch
+from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
 from moe_plugin.regular_files import make_folder, write_regular
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """`main` of `fairseq-eval-lm`, with `--max-valid-steps` and `--stats-path`; can be pickled."""
+class _Command:
+    """`main` of a command, run as one part of an `Evaluation`; can be pickled."""
 
     main: Callable[..., Any]
 
     def __call__(self, cfg: Any, **kwargs: Any) -> Any:
         """Evaluate; returns what `main` returns."""
-        names, began = self.main.__globals__, time.time()
-        evaluate = names["eval_lm"]
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        with evaluating(ranks) as evaluation:
+            return self.run(cfg, evaluation, kwargs)
+
+    def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
+        """`main` with some names of its module replaced."""
+        with _replaced(self.main.__globals__, **self.names(cfg, evaluation)):
+            return self.main(cfg, **kwargs)
+
+    def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
+        """What stands for names of the module."""
+        raise NotImplementedError
+
+
+class Validate(_Command):
+    """`main` of `fairseq-validate`."""
+
+    def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
+        """Batches that end together; none of them must be there."""
+        checkpoints = self.main.__globals__["checkpoint_utils"]
+        load = checkpoints.load_model_ensemble_and_task
+
+        def load_model_ensemble_and_task(*args: Any, **kwargs: Any) -> Any:
+            models, saved, task = load(*args, **kwargs)
+            step = task.valid_step
+            # a rank without a batch: nothing to add to the sums
+            task.valid_step = lambda sample, *rest: step(sample, *rest) if sample else (0, 0, {})
+            return models, saved, task
+
+        return {
+            "checkpoint_utils": Overlay(
+                checkpoints, load_model_ensemble_and_task=load_model_ensemble_and_task),
+            "progress_bar": _ending_together(self.main, lambda: _end(evaluation)),
+        }
+
+
+class EvalLM(_Command):
+    """`main` of `fairseq-eval-lm`, with `--max-valid-steps` and `--stats-path`."""
+
+    def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
+        """Scores of all ranks."""
+        names, counts = self.main.__globals__, [0]
+        evaluate, steps = names["eval_lm"], cfg.dataset.max_valid_steps
+        if steps is not None:  # of all ranks: they take turns
+            steps = len(range(evaluation.rank, steps, evaluation.ranks))
 
         def eval_lm(*args: Any, batch_iterator: Iterable[Any], **rest: Any) -> Any:
-            batches = itertools.islice(batch_iterator, cfg.dataset.max_valid_steps)
-            return evaluate(*args, batch_iterator=batches, **rest)
+            names["SequenceScorer"] = counting(names["SequenceScorer"], counts, rest)
+            found = evaluate(*args, batch_iterator=islice(batch_iterator, steps), **rest)
+            _end(evaluation)
+            return over_ranks(found, counts[0], evaluation)
 
-        names["eval_lm"] = eval_lm
-        try:
-            results = self.main(cfg, **kwargs)
-        finally:
-            names["eval_lm"] = evaluate
-        if cfg.eval_lm.stats_path and cfg.distributed_training.distributed_rank in (0, None):
+        return {"eval_lm": eval_lm, "SequenceScorer": names["SequenceScorer"]}
+
+    def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
+        """Results, which are written where `--stats-path` says."""
+        began = time.time()
+        results = super().run(cfg, evaluation, kwargs)
+        if cfg.eval_lm.stats_path and evaluation.rank == 0:
             _write(Path(f"{cfg.eval_lm.stats_path}.json"), cfg.dataset.gen_subset,
                    {**results, "wall_time": time.time() - began})
         return results
+
+
+class Generate(_Command):
+    """`main` of `fairseq-generate`."""
+
+    def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
+        """Batches that end together, a score of all ranks, a file of results for each."""
+        names = self.main.__globals__
+        if evaluation.ranks == 1:
+            return {}
+        scoring, scorers = names["scoring"], []
+
+        def build_scorer(*args: Any) -> Any:
+            scorers.append(SharedScorer(scoring.build_scorer(*args)))
+            return scorers[-1]
+
+        def at_end() -> None:
+            _end(evaluation)
+            for scorer in scorers:
+                scorer.share()
+
+        return {
+            "scoring": Overlay(scoring, build_scorer=build_scorer), "StopwatchMeter": stopwatch(),
+            "progress_bar": _ending_together(self.main, at_end),
+            "open": lambda path, *args, **kwargs: open(
+                re_ranked(path, evaluation.rank), *args, **kwargs),
+        }
+
+
+def re_ranked(path: str, rank: int) -> str:
+    """`generate-test.txt` as the name of that rank's file."""
+    stem, suffix = os.path.splitext(path)
+    return f"{stem}-rank-{rank}{suffix}"
+
+
+# by the name of the file that has `main`: a command may run as `__main__`, too
+COMMANDS: dict[str, type[_Command]] = {
+    "validate": Validate, "eval_lm": EvalLM, "generate": Generate
+}
+
+
+def _command_of(main: Any) -> Any:
+    code = getattr(main, "__code__", None)  # `main` may be any callable
+    made = COMMANDS.get(Path(code.co_filename).stem) if code is not None else None
+    return main if made is None or "fairseq_cli" not in code.co_filename else made(main)
+
+
+@contextmanager
+def _replaced(names: dict[str, Any], **new: Any) -> Iterator[None]:
+    missing = object()
+    old = {name: names.get(name, missing) for name in new}
+    names.update(new)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is missing:
+                del names[name]
+            else:
+                names[name] = value
+
+
+def _end(evaluation: Evaluation) -> None:
+    if evaluation.turns is not None:
+        evaluation.turns.end()
+
+
+class _Batches:
+    """A progress bar with something to do after its last batch."""
+
+    def __init__(self, bar: Any, at_end: Callable[[], None]) -> None:
+        self._bar, self._at_end = bar, at_end
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._bar
+        self._at_end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+def _ending_together(main: Any, at_end: Callable[[], None]) -> Any:
+    bars = main.__globals__["progress_bar"]
+
+    def progress_bar(*args: Any, **kwargs: Any) -> _Batches:
+        return _Batches(bars.progress_bar(*args, **kwargs), at_end)
+
+    return Overlay(bars, progress_bar=progress_bar)
 
 
 def _write(path: Path, subset: str, results: dict[str, Any]) -> None:
@@ -55,18 +204,61 @@ def eval_lm_flags() -> None:
     the branch's `--stats-path` is unknown to it.
     """
     from fairseq.dataclass.configs import EvalLMConfig
-    from fairseq.distributed import utils
 
     # fairseq reads typing.Optional, not `| None`
     add_field(EvalLMConfig, "stats_path", Optional[str], None,  # noqa: UP045
               "write the results to this path with .json at its end (fairseq moe)")
+
+
+def evaluation_together() -> None:
+    """See the module."""
+    from fairseq.distributed import utils
+
     original = utils.call_main
 
     def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        evaluates = "eval_lm" in getattr(main, "__globals__", {})
-        return original(cfg, Evaluation(main) if evaluates else main, **kwargs)
+        return original(cfg, _command_of(main), **kwargs)
 
     utils.call_main = call_main
 
 
-SHIMS: tuple[Callable[[], None], ...] = (eval_lm_flags,)
+def generation_by_several() -> None:
+    """`fairseq-generate` under torchrun, or with `--distributed-world-size N`, starts as the other
+    commands do. With `--distributed-rank` this process computes that part alone, as in fairseq.
+    """
+    from fairseq import options
+
+    original = options.get_generation_parser
+
+    def get_generation_parser(*args: Any, **kwargs: Any) -> Any:
+        for name in ("fairseq_cli.generate", "__main__"):  # it is imported after fairseq
+            module = sys.modules.get(name)
+            main = module and module.__dict__.get("main")
+            if isinstance(_command_of(main), Generate):
+                module.main = _Start(module, main)
+        return original(*args, **kwargs)
+
+    options.get_generation_parser = get_generation_parser
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Stands for `main` where a command line calls it."""
+
+    module: Any
+    main: Callable[..., Any]
+
+    def __call__(self, args: Namespace) -> Any:
+        from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+        from fairseq.distributed import utils
+
+        self.module.main = self.main  # under its name it pickles for spawned processes
+        cfg = convert_namespace_to_omegaconf(args)
+        part = any(word.split("=")[0] == "--distributed-rank" for word in sys.argv)
+        if part or not (started_by_torchrun() or args.distributed_world_size > 1):
+            return Generate(self.main)(cfg)
+        return utils.call_main(cfg, self.main)
+
+
+SHIMS: tuple[Callable[[], None], ...] = (eval_lm_flags, evaluation_together,
+                                         generation_by_several)

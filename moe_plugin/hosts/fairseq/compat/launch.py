@@ -19,6 +19,15 @@ logger = logging.getLogger(__name__)
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
+def _has_rank() -> bool:
+    return all(name in os.environ for name in _TORCHRUN)
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that torchrun started."""
+    return _has_rank() and int(os.environ["WORLD_SIZE"]) > 1
+
+
 def call_main_without_cuda() -> None:
     """Start the configured number of processes without CUDA.
 
@@ -35,7 +44,7 @@ def call_main_without_cuda() -> None:
             return original(cfg, main, **kwargs)
         if settings.distributed_backend == "nccl":
             settings.distributed_backend = "gloo"
-        if all(name in os.environ for name in _TORCHRUN) or settings.distributed_no_spawn:
+        if _has_rank() or settings.distributed_no_spawn:
             return original(cfg, main, **kwargs)
         if settings.distributed_world_size <= 1 and settings.distributed_init_method is None:
             return original(cfg, main, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,12 +47,18 @@ def full_checkpoints() -> None:
     from fairseq.distributed import utils
 
     from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.hosts.fairseq.groups import current_evaluation
 
     def load(*args: Any, **kwargs: Any) -> Any:
         return torch.load(*args, **{"weights_only": False, **kwargs})
 
+    def load_checkpoint(file: Any, **options: Any) -> Any:
+        if current_evaluation() is None or not isinstance(file, io.BufferedReader):
+            return files.load(file, **options)
+        return files.load(file.name, mmap=True, **options)  # the optimizer's state stays on disk
+
     utils.torch = Overlay(torch, load=load)
-    checkpoint_utils.torch = Overlay(torch, load=files.load)
+    checkpoint_utils.torch = Overlay(torch, load=load_checkpoint)
 
 
 def hydra_of_its_time() -> None:
