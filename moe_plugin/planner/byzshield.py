@@ -19,7 +19,9 @@ class Assignment:
     """Files by worker.
 
     name: of the scheme. files: of each worker, ascending. classes: runs of this many workers have
-    no file in common and can be exchanged with each other by renaming files; 1: nothing is known.
+    no file in common, and files can be renamed so that any worker of one class takes the place of
+    its first, and then any worker of a second class that of its first while all of the first class
+    stay; 1: nothing is known.
     """
 
     name: str
@@ -148,31 +150,47 @@ class _Worst:
         self.high = one << (self.bits - 1)
         self.masks = [sum(1 << (self.bits * file) for file in mine) for mine in assignment.files]
         self.load = max(map(len, assignment.files))
-        self.best = [0] * (most + 1)
-        starts = range(0, self.workers, assignment.classes)
-        for votes, first in ((self.masks[w], w) for w in starts):
-            self._grow(votes, first, 1)
+        self.within = self._reachable(assignment)
+        self.best, self.run = [0] * (most + 1), assignment.classes
+        for first in range(0, self.workers, self.run):
+            self._grow(self.masks[first], first, 1, True)
 
-    def _grow(self, votes: int, last: int, size: int) -> None:
+    def _grow(self, votes: int, last: int, size: int, one_class: bool) -> None:
+        """Try every set that continues one. one_class: all its members are of one class."""
         spoiled = ((votes + self.offset) & self.high).bit_count()
         if spoiled > self.best[size]:
             self.best[size] = spoiled
-        if size == self.most or not self._hopeful(votes, spoiled, size):
+        if size == self.most or not self._hopeful(votes, spoiled, size, self.within[last]):
             return
-        for worker in range(last + 1, self.workers):
-            self._grow(votes + self.masks[worker], worker, size + 1)
+        following = (last // self.run + 1) * self.run  # the first of the next class
+        for worker in range(last + 1, following if one_class else self.workers):
+            self._grow(votes + self.masks[worker], worker, size + 1, one_class)
+        for worker in range(following, self.workers, self.run) if one_class else ():
+            self._grow(votes + self.masks[worker], worker, size + 1, False)
 
-    def _hopeful(self, votes: int, spoiled: int, size: int) -> bool:
+    def _reachable(self, assignment: Assignment) -> list[list[int]]:
+        """By worker and v: the files, as highest bits of their digits, that v later workers have.
+        """
+        found = []
+        for last in range(self.workers):
+            later = [sum(w > last for w in workers) for workers in assignment.workers_of]
+            found.append([sum(1 << (self.bits * file + self.bits - 1)
+                              for file, count in enumerate(later) if count >= v)
+                          for v in range(self.need + 1)])
+        return found
+
+    def _hopeful(self, votes: int, spoiled: int, size: int, within: Sequence[int]) -> bool:
         """Whether some larger set of this branch may spoil more files than is known.
 
-        n more workers have n l votes, and a file that lacks v votes takes v of them: the cheapest
-        files first.
+        n more workers have n l votes, and a file that lacks v votes takes v of them, if so many of
+        the later workers have it: the cheapest files first.
         """
         lacking = [0] * (self.need + 1)
-        lacking[0] = spoiled
+        one, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high
         for v in range(1, self.need + 1):
-            reach = ((votes + self.offset + (self.high >> (self.bits - 1)) * v) & self.high)
-            lacking[v] = reach.bit_count() - sum(lacking[:v])
+            reach = (votes + self.offset + one * v) & self.high
+            lacking[v] = (reach & ~below & within[v]).bit_count()
+            below = reach
         for more in range(1, self.most - size + 1):
             left, gain = more * self.load, 0
             for v in range(1, min(more, self.need) + 1):
