@@ -279,10 +279,12 @@ class _Backward:
 
     def _make_gates(self, need_gates: bool, grad_y: Tensor) -> None:
         call, dtype = self.call, accumulate_dtype(grad_y.dtype)
-        self.scale_R1 = self.dots_R = self.dot_terms = None
+        self.scale_R1 = self.dots_R = self.dot_terms = self.wide = None
         if self.gates_TK is None:
             return
         self.scale_R1 = self.gates_TK.reshape(-1)[call.source_R].to(dtype)[:, None]
+        if dtype != grad_y.dtype:
+            self.wide = _RowBuffer(call, "wide grad", grad_y.shape[1], self.scale_R1)
         if need_gates:
             self.dots_R = grad_y.new_zeros(call.total, dtype=dtype)
             self.dot_terms = _RowBuffer(call, "dot", grad_y.shape[1], self.dots_R)
@@ -323,11 +325,15 @@ class _Backward:
         grad_ND = self.grad_output.at(block)
         if self.scale_R1 is None:
             return grad_ND
+        # an operation on two dtypes takes several times as long as copies of both
+        wide_ND = grad_ND if self.wide is None else self.wide.at(block).copy_(grad_ND)
         if self.dots_R is not None:
-            terms_ND = torch.mul(grad_ND.to(self.dots_R.dtype), block.of(self.outputs_RD),
-                                 out=self.dot_terms.at(block))
-            torch.sum(terms_ND, 1, out=block.of(self.dots_R))
-        return torch.mul(grad_ND, block.of(self.scale_R1), out=grad_ND)
+            rows_ND, terms_ND = block.of(self.outputs_RD), self.dot_terms.at(block)
+            if self.wide is not None:
+                rows_ND = terms_ND.copy_(rows_ND)
+            torch.sum(torch.mul(wide_ND, rows_ND, out=terms_ND), 1, out=block.of(self.dots_R))
+        wide_ND.mul_(block.of(self.scale_R1))
+        return grad_ND if self.wide is None else grad_ND.copy_(wide_ND)
 
     def _add_weight_grads(self, name: str, block: Block, x_NI: Tensor | None,
                           grad_NO: Tensor) -> None:

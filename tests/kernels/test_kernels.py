@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.kernels import combine_rows, gather_rows, kernels, permute_rows
+from moe_plugin.kernels.rows import sum_rows
 
 PROBLEM = st.tuples(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6),
                     st.integers(0, 10**6))
@@ -81,3 +82,20 @@ def test_every_kernel_says_what_it_picks() -> None:
         assert entry.value.names()[0] == "torch" and entry.summary
         with pytest.raises(ValueError, match="has no implementation 'cobol'"):
             entry.value.implementation("cobol")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 33, 256])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_of_16_bits_are_summed_in_float32(dtype: torch.dtype, width: int,
+                                               weighted: bool) -> None:
+    """And rounded once: eight rows of a token, of which the first is large."""
+    g = torch.Generator().manual_seed(0)
+    rows_RD = torch.randn(40, width, generator=g)
+    rows_RD[::8] *= 300
+    rows_RD = rows_RD.to(dtype)
+    position_TK = torch.arange(40).view(5, 8)
+    weights_TK = torch.rand(5, 8, generator=g) if weighted else None
+    got = sum_rows(rows_RD, position_TK, weights_TK, True)
+    want = sum_rows(rows_RD.float(), position_TK, weights_TK, True).to(dtype)
+    assert got.dtype == dtype and torch.equal(got, want)
