@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,27 @@ def test_first_logits_are_the_dense_models(case: str, tmp_path: Path,
     torch.testing.assert_close(logits(made, ids), want, rtol=1e-5, atol=off)
     assert len(swap_moe_blocks(made)) == layers
     torch.testing.assert_close(logits(made, ids), want, rtol=1e-5, atol=off)
+
+
+def test_nothing_is_replaced_or_left_half(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny("llama").save_pretrained(tmp_path / "dense")
+    argv = ["upcycle", str(tmp_path / "dense"), str(tmp_path / "moe"), "--experts", "4", "--top-k",
+            "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _full)
+        assert main(argv) == 2
+        assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    assert main(argv) == 0
+    made = (tmp_path / "moe" / "model.safetensors").read_bytes()
+    assert main([*argv, "--seed", "1"]) == 2
+    assert "is there already; give another folder" in capsys.readouterr().err
+    assert (tmp_path / "moe" / "model.safetensors").read_bytes() == made
+
+
+def _full(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_experts_are_the_pieces_and_groups_share_their_rows(tmp_path: Path) -> None:
