@@ -156,6 +156,10 @@ class Shell:
             self.preprocess(f"--only-source {' '.join(sides)} --destdir {words[0]}".split())
         self._fairseq("fairseq-train", words, "get_training_parser", FAIRSEQ_SMALL)
 
+    def fairseq_eval_lm(self, words: list[str]) -> None:
+        """`fairseq-eval-lm`."""
+        self._fairseq("fairseq-eval-lm", words, "get_eval_lm_parser", "")
+
     def _fairseq(self, tool: str, words: list[str], parser: str, small: str) -> None:
         pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
         from tests.hosts.fairseq import commands as fairseq
@@ -260,6 +264,7 @@ PROGRAMS: dict[str, Callable[[Shell, list[str]], None]] = {
     "torchrun": Shell.torchrun,
     "fairseq-preprocess": Shell.preprocess,
     "fairseq-train": Shell.fairseq_train,
+    "fairseq-eval-lm": Shell.fairseq_eval_lm,
     "moe-plugin": Shell.moe_plugin,
 }
 MODULES: dict[str, Callable[[Shell, list[str]], None]] = {

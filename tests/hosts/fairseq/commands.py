@@ -23,5 +23,6 @@ def parse(parser: str, arguments: list[str]) -> None:
 
     options.parse_args_and_arch({
         "get_training_parser": options.get_training_parser,
+        "get_eval_lm_parser": options.get_eval_lm_parser,
         "get_preprocessing_parser": options.get_preprocessing_parser,
     }[parser](), input_args=arguments)
