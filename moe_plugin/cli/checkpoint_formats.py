@@ -6,5 +6,6 @@ from moe_plugin.checkpoint import tutel as _tutel  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats import formats
 from moe_plugin.hosts.fairseq import branch_format as _branch  # noqa: F401 - registers
 from moe_plugin.hosts.fairseq import checkpoint_format as _fairseq  # noqa: F401 - registers
+from moe_plugin.hosts.megatron.offline import formats as _megatron  # noqa: F401 - registers
 
 __all__ = ["formats"]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
+from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import Parser, short
@@ -31,6 +32,10 @@ _MODEL: tuple[_Flag, ...] = (("num-layers", {"type": int, "required": True}), ("
                        }), ("swiglu", _ON), ("squared-relu", _ON), ("disable-bias-linear", _ON),
                              ("group-query-attention", _ON),
                              ("num-query-groups", {"type": int, "default": 1}),
+                             ("kv-channels", {"type": int}), ("add-qkv-bias", _ON),
+                             ("qk-layernorm", _ON), ("norm-epsilon", {
+                                 "type": float, "default": 1e-5
+                             }), ("rotary-base", {"type": int, "default": 10000}),
                              ("untie-embeddings-and-output-weights", _ON), ("init-method-std", {
                                  "type": float, "default": 0.02
                              }), ("hidden-dropout", {"type": float, "default": 0.1}),
@@ -59,7 +64,8 @@ _MOE: tuple[_Flag, ...] = (("num-experts", {"type": int}), ("moe-ffn-hidden-size
          "default": "probs", "choices": ("probs", "position")
      }), ("moe-apply-probs-on-input", _ON), ("moe-shared-expert-intermediate-size", {
          "type": int
-     }), ("moe-shared-expert-overlap", _ON), ("moe-token-dispatcher-type", {
+     }), ("moe-shared-expert-gate", _ON), ("moe-shared-expert-overlap", _ON),
+                           ("moe-token-dispatcher-type", {
          "default": "alltoall", "choices": ("alltoall", "allgather")
      }),
                            )
@@ -219,6 +225,8 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
         "num_layers": args.num_layers, "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads, "ffn_hidden_size": args.ffn_hidden_size,
         "normalization": args.normalization, "add_bias_linear": not args.disable_bias_linear,
+        "kv_channels": args.kv_channels, "add_qkv_bias": args.add_qkv_bias,
+        "qk_layernorm": args.qk_layernorm, "layernorm_epsilon": args.norm_epsilon,
         "init_method_std": args.init_method_std, "hidden_dropout": args.hidden_dropout,
         "attention_dropout": args.attention_dropout, "bf16": args.bf16, "fp16": args.fp16,
         "params_dtype": dtype,
@@ -267,6 +275,28 @@ def _moe_values(args: argparse.Namespace) -> dict[str, Any]:
     }
     same = {name.replace("-", "_") for name, _ in _MOE} - {"num_experts"}
     return {**renamed, **{name: getattr(args, name) for name in same}}
+
+
+_OF_CONFIG = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+              "ffn_hidden_size", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+              "moe_shared_expert_intermediate_size")
+_OF_ARGUMENTS = (
+    "norm_epsilon", "rotary_base", "swiglu", "squared_relu", "position_embedding_type",
+    "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size", "moe_layer_freq",
+    "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_enable_expert_bias", "moe_expert_capacity_factor", "moe_apply_probs_on_input",
+    "moe_shared_expert_gate")
+
+
+def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """What the model computes, by the names of Megatron's arguments, and ours as "moe_plugin"; JSON
+    values, for checkpoints.
+    """
+    found = {name: setting(config, name) for name in _OF_CONFIG}
+    found.update({name: getattr(args, name) for name in _OF_ARGUMENTS})
+    return {**found,
+            "max_position_embeddings": args.seq_length, "moe_plugin": our_settings(args)}
 
 
 def our_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +30,24 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.model import Training
+from moe_plugin.hosts.megatron.offline.source import (
+    BACKEND,
+    MegatronSource,
+    refuse_other_optimizers,
+)
 from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 
 logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
+# settings that say which tensors there are, and those that change what is computed with them
+_TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
+            "untie_embeddings_and_output_weights", "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate")
+_COMPUTED = ("norm_epsilon", "rotary_base", "position_embedding_type", "moe_router_topk",
+             "moe_router_score_function", "moe_router_pre_softmax",
+             "moe_router_topk_scaling_factor", "squared_relu")
 
 
 @dataclass(frozen=True)
@@ -129,7 +142,7 @@ def _refuse_not_finite(root: str, training: Training) -> None:
 
 def _description(training: Training, progress: Progress) -> dict[str, Any]:
     return {
-        "model": shape(training), "layout": layout(),
+        "model": shape(training), "settings": dict(training.settings), "layout": layout(),
         **asdict(progress), "megatron_core": core.core_version
     }
 
@@ -180,7 +193,10 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
     if iteration is None:
         logger.warning("no checkpoint found in %s: training starts from the beginning", root)
         return Progress()
-    path, meta = _newest_whole(root, iteration)
+    path = folder(root, iteration)
+    meta = _of_megatron(path, trust)
+    if meta is None:
+        path, meta = _newest_whole(root, iteration)
     check(path, meta, training)
     same = meta["layout"] == layout()
     optimizers.prepare_optimizer_for_load(training.optimizer)
@@ -188,8 +204,10 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         if not trust:
             checkpoint_trust.check(path)
         state = _state(training, loading=True, same_layout=same)
+        if not (with_optimizer := _has_optimizer(path, trust)):
+            del state["optimizer"]
         found = dist_checkpointing.load(state, path)
-    except UntrustedFile:
+    except (UntrustedFile, CheckpointError):
         raise
     # Megatron, torch and pickle raise many kinds for a damaged file
     except (Exception, CheckpointException) as error:
@@ -199,13 +217,37 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
             f"{os.path.join(root, LATEST)}") from error
     for index, model in enumerate(training.bare()):
         model.load_state_dict(found[f"model{index}"])
-    optimizers.load_optimizer(training.optimizer, found["optimizer"])
+    if with_optimizer:
+        optimizers.load_optimizer(training.optimizer, found["optimizer"])
+    else:
+        training.optimizer.reload_model_params()
+        logger.info("checkpoint %s has no optimizer state: the optimizer starts anew", path)
     if same:
         _set_random(found["random"])
     else:
         logger.info("checkpoint of %s loaded on %s; random states start from the seed",
                     meta["layout"], layout())
     return Progress(meta["iteration"], meta["consumed_samples"])
+
+
+def _of_megatron(path: str, trust: bool) -> dict[str, Any] | None:
+    """Description of a checkpoint that Megatron-LM's own script wrote; None: it is of another one.
+    """
+    if os.path.exists(os.path.join(path, files.META)) or not os.path.exists(
+            os.path.join(path, BACKEND)):
+        return None
+    with MegatronSource(Path(path), trust) as source:
+        if "args" not in source.values["megatron"]["common"]:
+            return None
+        return {"model": {}, "settings": source.values["settings"], "layout": {},
+                "iteration": source.values["step"],
+                "consumed_samples": source.values.get("consumed_samples", 0)}
+
+
+def _has_optimizer(path: str, trust: bool) -> bool:
+    with MegatronSource(Path(path), trust) as source:
+        refuse_other_optimizers(source)
+        return "optimizer" in source.values["megatron"]["common"]
 
 
 def _newest_whole(root: str, iteration: int) -> tuple[str, dict[str, Any]]:
@@ -227,13 +269,27 @@ def _newest_whole(root: str, iteration: int) -> tuple[str, dict[str, Any]]:
 
 
 def check(path: str, meta: dict[str, Any], training: Training) -> None:
-    """`ValueError` where the checkpoint is of another model."""
+    """`ValueError` where the checkpoint is of another model; a warning where settings differ that
+    no tensor's shape says.
+    """
     for name, mine in shape(training).items():
-        if meta["model"].get(name) != mine:
-            raise ValueError(
-                f"checkpoint {path!r} has {name}={short(meta['model'].get(name))}, this run has "
-                f"{name}={mine!r}; give the same "
-                "arguments as when it was saved, or another --load")
+        # a conversion does not know all of them
+        if name in meta["model"] and meta["model"][name] != mine:
+            raise ValueError(_differs(path, name, meta["model"][name], mine))
+    saved, mine = meta.get("settings") or {}, training.settings
+    both = [name for name in mine if name in saved and name != "moe_plugin"
+            and (saved[name] or None) != (mine[name] or None)]
+    for name in both:
+        if name in _TENSORS:
+            raise ValueError(_differs(path, name, saved[name], mine[name]))
+        if name in _COMPUTED:
+            logger.warning("checkpoint %s was trained with %s=%s, this run has %s", path, name,
+                           short(saved[name]), short(mine[name]))
+
+
+def _differs(path: str, name: str, saved: Any, mine: Any) -> str:
+    return (f"checkpoint {path!r} has {name}={short(saved)}, this run has {name}={mine!r}; give "
+            "the same arguments as when it was saved, or another --load")
 
 
 def _state(training: Training, *, loading: bool, same_layout: bool) -> dict[str, Any]:

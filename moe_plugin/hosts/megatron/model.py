@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.hosts.megatron.arguments import model_settings
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.norm import LocalNorm
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
@@ -26,11 +27,13 @@ class Training:
     """What a training step needs: model chunks, optimizer, Megatron's config.
 
     chunks: wrapped; one, or one per virtual pipeline stage.
+    settings: what the model computes, for checkpoints (`arguments.model_settings`).
     """
 
     chunks: list[Any]
     optimizer: Any
     config: Any
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def bare(self) -> list[nn.Module]:
         """The model chunks without their data-parallel wrapper."""
@@ -89,7 +92,7 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     if args.overlap_grad_reduce:  # gradients leave in a step's last micro-batch only
         held_back = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = held_back if stages > 1 else held_back[0]
-    return Training(chunks, optimizer, config)
+    return Training(chunks, optimizer, config, model_settings(args, config))
 
 
 def _gpt(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int,
@@ -105,6 +108,7 @@ def _gpt(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], voc
         GPTModel, config=config, transformer_layer_spec=_spec(args, config, settings,
                                                               stage), vocab_size=padded,
         max_sequence_length=args.seq_length, position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         parallel_output=True, pre_process=core.call_supported(ps.is_pipeline_first_stage, **here),
         post_process=core.call_supported(ps.is_pipeline_last_stage, **here), vp_stage=stage,

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import nn
 
+from moe_plugin.hosts.megatron import expert_layouts
 from moe_plugin.hosts.megatron.compat.core import Groups
 from moe_plugin.layer import MoELayer
 
@@ -83,11 +84,12 @@ class LenientLoad:
 
 
 def load_without_missing() -> None:
-    """Load distributed checkpoints by `LenientLoad`, also in Megatron's own script; stays for the
-    life of the process.
+    """Load distributed checkpoints by `LenientLoad` and in either layout of experts, also in
+    Megatron's own script; stays for the life of the process.
     """
     if not _lenient():
-        dist_checkpointing.load = LenientLoad(dist_checkpointing.load)
+        dist_checkpointing.load = LenientLoad(
+            functools.partial(expert_layouts.load, dist_checkpointing.load))
 
 
 def _lenient() -> bool:

@@ -1,0 +1,174 @@
+"""Loading a distributed checkpoint whose experts are in the other layout: Megatron's own into our
+layers, ours into Megatron's own.
+
+The names and orders are those of `offline.experts`. A sharded tensor whose name the checkpoint does
+not have is replaced by a factory that asks for the other name and brings what was loaded into
+place; optimizer state is treated as its parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from torch import Tensor
+
+from moe_plugin.hosts.megatron.offline.common import fitted
+from moe_plugin.hosts.megatron.offline.torch_dist import METADATA, DistributedFiles
+
+_NATIVE = "mlp.experts.experts."
+# ours, Megatron's, whether the last two axes are swapped; of the first maps, the gate comes first
+_FC1 = {"w_in_LDF": ("linear_fc1.weight", True), "w_gate_LDF": ("linear_fc1.weight", True),
+        "b_in_LF": ("linear_fc1.bias", False), "b_gate_LF": ("linear_fc1.bias", False)}
+_FC2 = {"w_out_LFD": ("linear_fc2.weight", True), "b_out_LD": ("linear_fc2.bias", False)}
+_GATES = ("w_gate_LDF", "b_gate_LF")
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def load(original: Callable[..., Any], state: dict[str, Any], path: str, *args: Any,
+         **kwargs: Any) -> Any:
+    """`megatron.core.dist_checkpointing.load`, whichever layout the checkpoint's experts have.
+
+    The index is unpickled without a limit, as torch does it next (see `checkpoint_trust`).
+
+    Args:
+        original: Megatron's.
+        state: sharded state dict; "optimizer" in it may have other optimizers and groups than the
+            checkpoint's common state, which is then fitted to it.
+    """
+    if not (Path(path) / METADATA).is_file():  # of another backend than torch's
+        return original(state, path, *args, **kwargs)
+    files = DistributedFiles(Path(path), trusted=True)
+    shapes = {name: entry.shape for name, entry in files.tensors().items()}
+    known = {*shapes, *files.objects()}
+    state = dict_list_map_outplace(functools.partial(_replaced, known=known, shapes=shapes), state)
+    if len(args) < 2:  # else its caller has a strategy for the common state
+        kwargs.setdefault("common_strategy", _FittedCommon(state.get("optimizer")))
+    return original(state, path, *args, **kwargs)
+
+
+class _FittedCommon(TorchCommonLoadStrategy):
+    """The common state with the optimizers and groups of the run's own."""
+
+    def __init__(self, wanted: Any) -> None:
+        self._wanted = wanted
+
+    def load_common(self, checkpoint_dir: Any) -> Any:
+        """See `TorchCommonLoadStrategy`."""
+        common = super().load_common(checkpoint_dir)
+        if self._wanted is not None and "optimizer" in common:
+            common["optimizer"] = fitted(common["optimizer"], self._wanted)
+        return common
+
+
+def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
+    if isinstance(leaf, ShardedObject):
+        # objects of modules that only Megatron's own experts have
+        missing = _NATIVE in leaf.key and leaf.unique_key not in known
+        return LocalNonpersistentObject(leaf.data) if missing else leaf
+    if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or leaf.key in known:
+        return leaf
+    prefix, _, name = leaf.key.rpartition(".")
+    theirs = {**_FC1, **_FC2}.get(name)
+    if theirs is not None and isinstance(leaf, ShardedTensor):
+        other = f"{prefix}.experts.{theirs[0]}"
+        return _as_native(leaf, name, other, shapes[other]) if other in known else leaf
+    prefix, native, name = leaf.key.partition(_NATIVE)
+    if native and any(f"{prefix}mlp.experts.{ours}" in known for ours in ("w_in_LDF", "w_out_LFD")):
+        return _as_ours(leaf, f"{prefix}mlp.experts.", name, known)
+    return leaf
+
+
+def _as_native(leaf: ShardedTensor, name: str, other: str,
+               shape: tuple[int, ...]) -> ShardedTensorFactory:
+    """Asks for our tensor in Megatron's layout."""
+    swap, ahead = {**_FC1, **_FC2}[name][1], leaf.prepend_axis_num
+    order = _swapped if swap else tuple
+    whole, offset, parts = (list(order(one)) for one in (
+        leaf.global_shape, leaf.global_offset, leaf.axis_fragmentations))
+    if name in _FC1 and shape[ahead + 1] == 2 * whole[ahead + 1]:
+        if name not in _GATES:
+            offset[ahead + 1] += whole[ahead + 1]
+        whole[ahead + 1] *= 2
+        parts[ahead + 1] *= 2
+
+    def build(key: str, value: Tensor, replica: Any, _flat: Any) -> ShardedTensor:
+        value = _transposed(value) if swap else value
+        return ShardedTensor(key, value, value.dtype, tuple(value.shape), tuple(whole),
+                             tuple(offset), tuple(parts), replica, ahead)
+
+    return ShardedTensorFactory(other, leaf.data, build, _transposed if swap else _same,
+                                leaf.replica_id)
+
+
+def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
+             known: set[str]) -> ShardedTensorFactory:
+    """Asks for Megatron's tensor in our layout."""
+    swap = name.endswith("weight")
+    names = [ours for ours, (theirs, _) in {**_FC1, **_FC2}.items() if theirs == name]
+    gated = any(prefix + ours in known for ours in names if ours in _GATES)
+
+    def convert(one: ShardedTensor) -> ShardedTensor:
+        ours = next(each for each in names if each not in _GATES)
+        axis = len(one.global_shape) - (2 if swap else 1)  # of the inner width
+        whole, offset, parts = (list(values) for values in (
+            one.global_shape, one.global_offset, one.axis_fragmentations))
+        if gated and len(names) == 2:
+            whole[axis] //= 2
+            parts[axis] //= 2
+            if offset[axis] < whole[axis]:
+                ours = next(each for each in names if each in _GATES)
+            else:
+                offset[axis] -= whole[axis]
+        if swap:
+            whole, offset, parts = _swapped(whole), _swapped(offset), _swapped(parts)
+        value = _transposed(one.data) if swap else one.data
+        return replace(one, key=prefix + ours, data=value, local_shape=tuple(value.shape),
+                       global_shape=tuple(whole), global_offset=tuple(offset),
+                       axis_fragmentations=tuple(parts))
+
+    inner_build, inner_merge = _factory_parts(leaf)
+
+    def build(_key: str, value: Tensor, replica: Any, flat: Any) -> Any:
+        return dict_list_map_outplace(
+            lambda one: convert(one) if isinstance(one, ShardedTensor) else one,
+            inner_build(value, replica, flat))
+
+    def merge(found: Any) -> Tensor:
+        back = _transposed if swap else _same
+        return inner_merge(dict_list_map_outplace(
+            lambda one: back(one) if isinstance(one, Tensor) else one, found))
+
+    return ShardedTensorFactory(prefix + names[0], leaf.data, build, merge, leaf.replica_id)
+
+
+def _factory_parts(leaf: Any) -> tuple[Callable[..., Any], Callable[[Any], Tensor]]:
+    if isinstance(leaf, ShardedTensorFactory):
+        return functools.partial(leaf.build_fn, leaf.key), leaf.merge_fn
+    return lambda value, *_: replace(leaf, data=value), _same
+
+
+def _swapped(values: Any) -> tuple[int, ...]:
+    *ahead, first, second = values
+    return (*ahead, second, first)
+
+
+@torch.no_grad()
+def _transposed(value: Tensor) -> Tensor:
+    return value.transpose(-1, -2).contiguous()
+
+
+def _same(value: Tensor) -> Tensor:
+    return value

@@ -1,0 +1,2 @@
+"""Megatron's distributed checkpoints read, converted and written in one process, without Megatron.
+"""

@@ -1,0 +1,159 @@
+"""What a distributed checkpoint holds beside tensors: the common state's optimizer groups, and
+objects of modules.
+
+Megatron has one optimizer for shared and one for expert parameters. Our experts always have the
+second one; Megatron's own have it with expert parallelism only, and without it their parameters are
+in the groups of the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from moe_plugin.hosts.megatron.offline import names
+from moe_plugin.hosts.megatron.offline.source import optimizer_parts
+
+# what tells one group from another, beside `is_expert_parallel`
+_SAME = ("wd_mult", "lr_mult", "is_decoupled_lr")
+# modules whose `_extra_state` Megatron asks for, by layer; those of Transformer Engine included
+_MODULES = ("input_layernorm", "self_attention.linear_qkv", "self_attention.core_attention",
+            "self_attention.q_layernorm", "self_attention.k_layernorm",
+            "self_attention.linear_proj", "pre_mlp_layernorm")
+_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
+_SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+
+
+def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
+    """The common state's "optimizer" for experts with or without an optimizer of their own.
+
+    Args:
+        state: as in `common.pt`: one optimizer's, or by index in the chain.
+        own_optimizer: experts have their own.
+        biases: they have parameters without weight decay, as Megatron's biases are.
+    """
+    parts = optimizer_parts(state)
+    if not parts:
+        return state
+    groups = [group for part in parts for group in _groups(part)]
+    dense = [group for group in groups if not group.get("is_expert_parallel")]
+    if not own_optimizer:
+        return _with_groups(parts[0], dense)
+    experts = _expert_groups(groups, dense, biases)
+    return {0: _with_groups(parts[0], dense), 1: _with_groups(parts[-1], experts)}
+
+
+def fitted(state: Any, wanted: Any) -> Any:
+    """The common state's "optimizer" with the optimizers and groups of a run's own state.
+
+    Args:
+        state: as in the checkpoint.
+        wanted: the run's, with all values of its groups.
+    """
+    parts, targets = optimizer_parts(state), optimizer_parts(wanted)
+    if not parts or not targets or [list(map(_identity, _groups(part))) for part in parts] == [
+            list(map(_identity, _groups(part))) for part in targets]:
+        return state
+    stored = [group for part in parts for group in _groups(part)]
+    new = []
+    for index, target in enumerate(targets):
+        groups = [_like(group, stored) for group in _groups(target)]
+        new.append(_with_groups(parts[min(index, len(parts) - 1)], groups))
+    several = all(isinstance(key, int) for key in wanted)
+    return dict(enumerate(new)) if several else new[0]
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    # NeMo calls them pre_wd_mult and so on
+    return (*(group.get(name, group.get(f"pre_{name}")) for name in _SAME),
+            bool(group.get("is_expert_parallel")))
+
+
+def _like(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
+    """The stored values of a group: of the one that is the same, else of dense parameters."""
+    same = {_identity(one): one for one in stored}
+    *kind, expert = _identity(group)
+    found = same.get((*kind, expert), same.get((*kind, not expert)))
+    if found is None:
+        return {name: value for name, value in group.items() if name != "params"}
+    return {**copy.deepcopy(found), "is_expert_parallel": expert}
+
+
+def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    inner = part.get("optimizer", part)
+    return list(inner.get("param_groups", ()))
+
+
+def _with_groups(part: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    new = copy.deepcopy(dict(part))
+    (new["optimizer"] if "optimizer" in new else new)["param_groups"] = [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in groups]
+    return new
+
+
+def _expert_groups(groups: list[dict[str, Any]], dense: list[dict[str, Any]],
+                   biases: bool) -> list[dict[str, Any]]:
+    def decays(group: Mapping[str, Any]) -> bool:
+        return bool(group.get("wd_mult", group.get("pre_wd_mult", 1.0)))
+
+    own = [group for group in groups if group.get("is_expert_parallel")]
+    found = [group for group in own if decays(group)] or [
+        {**group, "is_expert_parallel": True} for group in dense if decays(group)][:1]
+    if biases:
+        found = found + ([group for group in own if not decays(group)] or [
+            {**group, "is_expert_parallel": True} for group in dense if not decays(group)][:1])
+    return found
+
+
+def object_bytes(value: Any = None) -> bytes:
+    """An object as Megatron stores it."""
+    stream = io.BytesIO()
+    torch.save([value], stream)
+    return stream.getvalue()
+
+
+def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
+                   stacked: bool) -> Iterable[str]:
+    """Names of the objects of Megatron's own experts.
+
+    Args:
+        layers: prefix of every MoE layer -> {"num_experts": E}.
+        count: of all layers.
+        stacked: all layers are in one tensor.
+    """
+    for prefix, layer in layers.items():
+        key, number = names.without_number(prefix + "experts.experts.")
+        for module in ("linear_fc1", "linear_fc2"):
+            for expert in range(layer["num_experts"]):
+                if stacked and number is not None:
+                    yield names.object_name(f"{key}{module}._extra_state", (number, expert),
+                                            (count, layer["num_experts"]))
+                else:
+                    yield names.object_name(f"{prefix}experts.experts.{module}._extra_state",
+                                            (expert,), (layer["num_experts"],))
+
+
+def module_objects(numbers: Iterable[int], moe: Iterable[int], shared: bool,
+                   stacked: bool) -> Iterable[str]:
+    """Names of the objects of all other modules of a GPT model, empty without 8-bit numbers.
+
+    Args:
+        numbers: of all layers. moe: of those with an MoE layer.
+        shared: these have a shared expert.
+        stacked: all layers are in one tensor.
+    """
+    numbers, moe = list(numbers), set(moe)
+    for number in numbers:
+        more = (_SHARED if shared else ()) if number in moe else _MLP
+        for module in (*_MODULES, *more):
+            if stacked:
+                yield names.object_name(f"{names.LAYERS}{module}._extra_state", (number,),
+                                        (len(numbers),))
+            else:
+                yield names.object_name(f"{names.LAYERS}{number}.{module}._extra_state")
+    yield names.object_name("decoder.final_layernorm._extra_state")

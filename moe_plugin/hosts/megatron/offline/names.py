@@ -1,0 +1,110 @@
+"""Names of Megatron's tensors in a distributed checkpoint, and by layer.
+
+Where all layers are alike, Megatron stores one tensor for all of them: its first axis counts
+layers, and the name has no number (`decoder.layers.mlp.router.weight`). Otherwise each layer has
+its own. Optimizer state is called `optimizer.state.FIELD.` and the parameter's name. By layer, as
+sources have them, every name has its number (`decoder.layers.3.mlp.router.weight`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from moe_plugin.checkpoint.source import MODEL, Entry, Key
+
+LAYERS = "decoder.layers."
+# Megatron's names of float32 master weights: of the distributed optimizer, and of the other one
+MASTERS = ("param", "fp32_param")
+MASTER = "master"
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
+_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+NATIVE_EXPERTS = "mlp.experts.experts."
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is in a distributed checkpoint.
+
+    Attributes:
+        name: of the stored tensor.
+        layer: its index on axis 0 there; None: the stored tensor is this one.
+    """
+
+    name: str
+    layer: int | None = None
+
+
+def by_layer(tensors: Mapping[str, Entry]) -> tuple[dict[Key, Entry], dict[Key, Stored]]:
+    """Tensors of a checkpoint by field and numbered name: what they are, where they are stored."""
+    entries: dict[Key, Entry] = {}
+    places: dict[Key, Stored] = {}
+    for stored, entry in tensors.items():
+        field, name = split_field(stored)
+        if name.startswith(LAYERS) and not _NUMBERED.fullmatch(name):
+            rest = name.removeprefix(LAYERS)
+            for layer in range(entry.shape[0]):
+                key = (field, f"{LAYERS}{layer}.{rest}")
+                entries[key] = Entry(entry.shape[1:], entry.dtype)
+                places[key] = Stored(stored, layer)
+        else:
+            entries[field, name], places[field, name] = entry, Stored(stored)
+    return entries, places
+
+
+def split_field(stored: str) -> tuple[str, str]:
+    """Field and parameter of a stored tensor's name."""
+    found = _OPTIMIZER.fullmatch(stored)
+    if not found:
+        return MODEL, stored
+    return MASTER if found[1] in MASTERS else found[1], found[2]
+
+
+def stored_name(key: Key, master: str) -> str:
+    """The name that a tensor is stored under, with its number.
+
+    master: one of `MASTERS`.
+    """
+    field, name = key
+    if field == MODEL:
+        return name
+    return f"optimizer.state.{master if field == MASTER else field}.{name}"
+
+
+def without_number(name: str) -> tuple[str, int | None]:
+    """A layer's name without its number, and the number; None: it has none."""
+    found = _NUMBERED.fullmatch(name)
+    return (LAYERS + found[2], int(found[1])) if found else (name, None)
+
+
+def layer_numbers(names: Iterable[str]) -> list[int]:
+    """Numbers of the layers that names name, in order."""
+    return sorted({int(found[1]) for found in map(_NUMBERED.fullmatch, names) if found})
+
+
+def moe_layers(entries: Mapping[Key, Entry]) -> dict[str, dict[str, int]]:
+    """Prefix of every MoE layer, with its number of experts; ours or Megatron's own."""
+    found: dict[str, dict[str, int]] = {}
+    for (field, name), entry in entries.items():
+        prefix, experts, _ = name.partition("experts.")
+        if field == MODEL and experts and prefix.endswith("mlp."):
+            found[prefix] = {"num_experts": entry.shape[0]}
+    return found
+
+
+def is_native(names: Iterable[str]) -> bool:
+    """Whether experts are Megatron's own."""
+    return any(NATIVE_EXPERTS in name for name in names)
+
+
+def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
+    """Name of an object: one of `shape` many that share a key."""
+    return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
+
+
+def object_key(name: str) -> str:
+    """The key that objects share."""
+    found = _OBJECT.fullmatch(name)
+    return found[1] if found else name

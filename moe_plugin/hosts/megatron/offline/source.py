@@ -1,0 +1,280 @@
+"""A distributed checkpoint of Megatron as a source of tensors.
+
+Read are folders of the training script and of Megatron itself (`iter_NNNNNNN`, or the folder above
+with `latest_checkpointed_iteration.txt`), with the optimizer state that is stored by parameter:
+Megatron's optimizers without and with `--use-distributed-optimizer` in the sharding type
+`fully_reshardable`. What other sharding types store depends on the ranks that wrote it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.checkpoint import checksums, trust
+from moe_plugin.checkpoint.source import (
+    MODEL_ONLY,
+    CheckpointError,
+    Entry,
+    Key,
+    Source,
+    Window,
+)
+from moe_plugin.hosts.megatron.offline import names
+from moe_plugin.hosts.megatron.offline.torch_dist import METADATA, DistributedFiles, Objects
+from moe_plugin.messages import short
+from moe_plugin.regular_files import check_input
+
+LATEST = "latest_checkpointed_iteration.txt"
+META, COMMON, BACKEND = "moe_plugin.json", "common.pt", "metadata.json"
+BY_PARAMETER = "fully_reshardable"
+OURS, NATIVE = "megatron", "megatron_native"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a distributed checkpoint of Megatron, or the folder above some."""
+    if (path / LATEST).is_file():
+        if (path / LATEST).stat().st_size > 16:
+            return False
+        path = folder_of(path)
+    return (path / METADATA).is_file() and (path / BACKEND).is_file()
+
+
+def folder_of(path: Path) -> Path:
+    """The checkpoint's own folder: the newest one where `path` is the folder above.
+
+    Raises:
+        CheckpointError: the file that names the newest one is damaged.
+    """
+    if not (path / LATEST).is_file():
+        return path
+    text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    if text == "release":
+        return path / text
+    if not text.isdecimal() or len(text) > 15:
+        raise CheckpointError(
+            f"{str(path / LATEST)!r} contains {short(text)}, must contain the number of an "
+            "iteration; write the number of one of the folders iter_... there")
+    return path / f"iter_{int(text):07d}"
+
+
+def format_of(path: Path) -> str:
+    """`megatron` or, where experts are Megatron's own, `megatron_native`; from the index alone."""
+    content = (folder_of(path) / METADATA).read_bytes()
+    return NATIVE if names.NATIVE_EXPERTS.encode() in content else OURS
+
+
+class MegatronSource(Source):
+    """An open distributed checkpoint; tensors by numbered layer.
+
+    `values`: "step"; "consumed_samples" where known; "settings", the model's in Megatron's names;
+    "megatron", what a writer of these formats needs: "common" (the content of `common.pt`),
+    "objects" (name -> bytes), "stacked" (all layers in one tensor), "master" (name of master
+    weights), "layout" (parallel sizes), "sharding_type" (of the optimizer's state).
+
+    Args:
+        path: the checkpoint's folder or the one above.
+        trusted: unpickle any class, which can run code in the files.
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        UntrustedFile: it names other classes than torch's and Megatron's own, and is not trusted.
+    """
+
+    def __init__(self, path: Path, trusted: bool = False) -> None:
+        self.folder = folder_of(path)
+        self._check_backend()
+        self._meta = self._read_meta()
+        self._files = DistributedFiles(self.folder, self._meta.get("checksums"), trusted)
+        tensors = self._files.tensors()
+        self.format = NATIVE if names.is_native(tensors) else OURS
+        common = self._read_common(trusted)
+        self.sharding_type = self._sharding_type(tensors, common)
+        if self.sharding_type not in (None, BY_PARAMETER):
+            tensors = {name: one for name, one in tensors.items()
+                       if "optimizer." not in name.partition("decoder.")[0]}
+        _refuse_single_experts(str(self.folder), tensors)
+        self.entries, self._places = names.by_layer(tensors)
+        self.layers = names.moe_layers(self.entries)
+        self.values = self._values(common, tensors)
+
+    def _read(self, key: Key, window: Window) -> Tensor:
+        place = self._places[key]
+        if place.layer is None:
+            return self._files.read(place.name, window)
+        return self._files.read(place.name, (slice(place.layer, place.layer + 1), *window))[0]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Parallel sizes of the run that wrote it, sharding type of the optimizer."""
+        return {**self.values["megatron"]["layout"], "optimizer": self.sharding_type or "none"}
+
+    def files(self) -> Sequence[Path]:
+        """See `Source`. Checksums of these are in `moe_plugin.json`, and verified when a file is
+        first read.
+        """
+        return [self.folder / name for name in self._files.file_names()]
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._files.close()
+
+    def _check_backend(self) -> None:
+        path = self.folder / BACKEND
+        try:
+            check_input(path)
+            backend = json.loads(path.read_text(encoding="utf-8")).get("sharded_backend")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{str(self.folder)!r} is no distributed checkpoint of Megatron: "
+                                  f"{BACKEND} cannot be read ({short(error)})") from error
+        if backend != "torch_dist":
+            raise CheckpointError(
+                f"checkpoint {str(self.folder)!r} has sharded_backend={short(backend)}: must be "
+                "'torch_dist'; save it with --ckpt-format torch_dist")
+
+    def _read_meta(self) -> dict[str, Any]:
+        path = self.folder / META
+        if not path.exists():
+            return {}
+        try:
+            check_input(path)
+            meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
+            sizes = meta.get("files", {})
+            for name, size in sizes.items():
+                found = self.folder / name
+                if not found.is_file() or found.stat().st_size != size:
+                    raise CheckpointError(
+                        f"checkpoint {str(self.folder)!r} is damaged: {name} must have {size} "
+                        "bytes; restore the file or use another checkpoint")
+            return meta
+        except CheckpointError:
+            raise
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"checkpoint {str(self.folder)!r} has no readable {META} "
+                                  f"({short(error)}); use another one") from error
+
+    def _read_common(self, trusted: bool) -> dict[str, Any]:
+        path = self.folder / COMMON
+        try:
+            check_input(path)
+            found = _load(path, str(path), trusted)
+            if not isinstance(found, dict):
+                raise ValueError("it is no mapping")
+            return found
+        except (trust.UntrustedFile, CheckpointError):
+            raise
+        except Exception as error:  # torch and pickle raise many kinds for a damaged file
+            raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
+                                  f"({short(error)}); use another checkpoint") from error
+
+    def _sharding_type(self, tensors: Mapping[str, Entry], common: Mapping[str, Any]) -> str | None:
+        """How optimizer state is stored; None: there is none."""
+        told = [part.get("param_state_sharding_type")
+                for part in optimizer_parts(common.get("optimizer"))]
+        for name in self._files.objects():
+            if ".param_state_sharding_type/" in name:
+                told.append(_load(io.BytesIO(self._files.read_object(name)), name, False)[0])
+        other = next((one for one in told if one not in (None, BY_PARAMETER)), None)
+        if other is not None:
+            return str(other)
+        state = [name for name in tensors if "optimizer." in name.partition("decoder.")[0]]
+        for name in state:
+            field, parameter = names.split_field(name)
+            model = tensors.get(parameter)
+            if field == "model" or model is not None and model.shape != tensors[name].shape:
+                return "fully_sharded_model_space"
+        return BY_PARAMETER if state or any(told) else None
+
+    def _values(self, common: dict[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
+        arguments = common.get("args")
+        progress = common.get("progress") or {}
+        settings = self._meta.get("settings") or {
+            **{name: value for name, value in _plain(arguments).items()},
+            **self._meta.get("model", {})}
+        step = self._meta.get("iteration", common.get("iteration", progress.get("iteration", 0)))
+        samples = self._meta.get("consumed_samples", settings.get("consumed_train_samples"))
+        stored = {name.removeprefix("optimizer.state.").partition(".")[0] for name in tensors
+                  if name.startswith("optimizer.state.")}
+        return {
+            "step": step, "settings": settings,
+            **({} if samples is None else {"consumed_samples": samples}),
+            "megatron": {
+                "common": common, "objects": Objects(self._files), "meta": self._meta,
+                "stacked": any(place.layer is not None for place in self._places.values()),
+                "master": next((name for name in names.MASTERS if name in stored), None),
+                "layout": self._meta.get("layout") or _sizes(settings),
+                "sharding_type": self.sharding_type,
+            }
+        }
+
+
+def refuse_other_optimizers(source: Source) -> None:
+    """`CheckpointError` where the optimizer state of a checkpoint of Megatron is not stored by
+    parameter.
+    """
+    kept = source.values.get("megatron") or {}
+    if kept.get("sharding_type") not in (None, BY_PARAMETER) and not source.values.get(MODEL_ONLY):
+        raise CheckpointError(
+            f"the checkpoint has optimizer state of the sharding type {kept['sharding_type']!r}, "
+            f"which only the ranks that wrote it can read; supported: {BY_PARAMETER!r}, and "
+            "optimizers without --use-distributed-optimizer. Load it where it was written and save "
+            "it with --dist-ckpt-optim-fully-reshardable, or take the model alone (--model-only, "
+            "into format megatron or megatron_native)")
+
+
+def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
+    """The optimizers of a chain in the common state, or the one there is."""
+    if not isinstance(state, dict) or not state:
+        return []
+    if all(isinstance(key, int) for key in state):
+        return [state[key] for key in sorted(state)]
+    return [state]
+
+
+def _load(file: Any, what: str, trusted: bool) -> Any:
+    if trusted:
+        return torch.load(file, map_location="cpu", weights_only=False)
+    try:
+        return trust.load(file, [argparse.Namespace], what, map_location="cpu")
+    except trust.UntrustedFile:
+        try:  # Megatron's own list, where it is installed; importing it takes seconds
+            from megatron.core.safe_globals import SAFE_GLOBALS
+        except ImportError:
+            SAFE_GLOBALS = []
+        if not SAFE_GLOBALS:
+            raise
+        return trust.load(file, [argparse.Namespace, *SAFE_GLOBALS], what, map_location="cpu")
+
+
+def _plain(arguments: Any) -> dict[str, Any]:
+    """Arguments of Megatron's script as JSON values; those that are none are left out."""
+    if not isinstance(arguments, argparse.Namespace):
+        return {}
+    kept = {}
+    for name, value in vars(arguments).items():
+        if value is None or isinstance(value, str | bool | int) or isinstance(
+                value, float) and math.isfinite(value) or isinstance(value, list) and all(
+                    isinstance(item, str | int | float) for item in value):
+            kept[name] = value
+    return kept
+
+
+def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
+    known = {"world": "world_size", "tensor": "tensor_model_parallel_size",
+             "pipeline": "pipeline_model_parallel_size", "expert": "expert_model_parallel_size",
+             "expert_tensor": "expert_tensor_parallel_size"}
+    return {name: settings[theirs] for name, theirs in known.items() if theirs in settings}
+
+
+def _refuse_single_experts(folder: str, tensors: Mapping[str, Entry]) -> None:
+    for name in tensors:
+        if name.partition(names.NATIVE_EXPERTS)[2][:1].isdecimal():
+            raise CheckpointError(
+                f"checkpoint {folder!r} stores each expert under its own name ({name!r}): not "
+                "supported; save it with singleton_local_shards=False")

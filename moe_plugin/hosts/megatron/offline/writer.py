@@ -1,0 +1,322 @@
+"""Writing a distributed checkpoint of Megatron in one process, without its ranks.
+
+    PATH/iter_0000100/__0_0.distcp ...         tensors, some hundred MB in each file
+    PATH/iter_0000100/.metadata, common.pt, metadata.json, moe_plugin.json
+    PATH/latest_checkpointed_iteration.txt
+
+Tensors are read from the source and written chunk by chunk. Megatron loads the result at any
+parallel sizes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from moe_plugin.checkpoint import checksums
+from moe_plugin.checkpoint.formats import Layout, Progress
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    MODEL_ONLY,
+    CheckpointError,
+    Entry,
+    Key,
+    Source,
+    Window,
+    blocks,
+    window_shape,
+)
+from moe_plugin.hosts.megatron.offline import common, names
+from moe_plugin.hosts.megatron.offline.source import BACKEND, COMMON, LATEST, META, NATIVE
+
+CHUNK_BYTES, FILE_BYTES = 1 << 25, 1 << 29
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
+            "common_backend": "torch", "common_backend_version": 1}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A chunk to write: `window` of `key`, stored in tensor `name` of `shape` from `offsets`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    key: Key
+    window: Window
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        ahead = len(self.offsets) - len(self.window)
+        return (1,) * ahead + window_shape(self.window)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+    def item(self) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+        return WriteItem(MetadataIndex(self.name, self.offsets), WriteItemType.SHARD,
+                         tensor_data=TensorWriteData(chunk, TensorProperties(self.dtype),
+                                                     torch.Size(self.shape)))
+
+
+def write(source: Source, path: Path, layout: Layout, progress: Progress) -> Path:
+    """Write a source with Megatron's names; returns the checkpoint's folder.
+
+    Args:
+        source: of the format `megatron` or `megatron_native`.
+        path: an existing folder; see the module.
+        layout: `ep` says whether Megatron's own experts have an optimizer of their own (above 1).
+            Other sizes change nothing.
+        progress: see `Progress`.
+    Raises:
+        CheckpointError: layers have the same names but other shapes or data types.
+        OSError: the disk is full, for example.
+    """
+    kept = source.values.get("megatron") or {}
+    iteration = int(source.values.get("step", 0))
+    folder = path / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    stacked = kept.get("stacked", _uniform(source.entries))
+    master = kept.get("master") or names.MASTERS[1]
+    pieces = list(_pieces(source.entries, stacked, master))
+    objects = _objects(source, kept, stacked)
+    _write_tensors(source, folder, pieces, objects, progress)
+    state = _common(source, kept, layout)
+    _write_whole(folder / COMMON, lambda stream: torch.save(state, stream))
+    _write_whole(folder / BACKEND, lambda stream: stream.write(json.dumps(_BACKEND).encode()))
+    _write_meta(folder, source, kept, layout)
+    _write_whole(path / LATEST, lambda stream: stream.write(str(iteration).encode()))
+    for name in (COMMON, BACKEND, META):
+        progress.wrote(f"{folder.name}/{name}")
+    progress.wrote(LATEST)
+    return folder
+
+
+def _uniform(entries: Mapping[Key, Entry]) -> bool:
+    """Whether all layers have the same tensors, so that Megatron stores them in one."""
+    kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
+    for (field, name), entry in entries.items():
+        rest, number = names.without_number(name)
+        if number is not None:
+            kinds.setdefault(number, set()).add((field, rest, entry.shape))
+    found = list(kinds.values())
+    return bool(found) and all(one == found[0] for one in found)
+
+
+def _pieces(entries: Mapping[Key, Entry], stacked: bool, master: str) -> Iterator[_Piece]:
+    layers = len(names.layer_numbers(name for field, name in entries if field == MODEL))
+    shapes: dict[str, tuple[Any, ...]] = {}
+    for key, entry in entries.items():
+        rest, number = names.without_number(key[1])
+        if stacked and number is not None:
+            name, ahead = names.stored_name((key[0], rest), master), (number,)
+            shape = (layers, *entry.shape)
+        else:
+            name, ahead, shape = names.stored_name(key, master), (), entry.shape
+        if shapes.setdefault(name, (shape, entry.dtype)) != (shape, entry.dtype):
+            raise CheckpointError(f"{key[1]!r} has shape {entry.shape} and {entry.dtype}, other "
+                                  f"layers have {shapes[name]}: one checkpoint cannot hold both")
+        for window in blocks(entry, CHUNK_BYTES):
+            offsets = (*ahead, *(part.start for part in window))
+            yield _Piece(name, shape, offsets, key, window, entry.dtype)
+
+
+def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str, bytes]:
+    numbers = names.layer_numbers(name for field, name in source.entries if field == MODEL)
+    native = source.format == NATIVE
+    found: dict[str, bytes] = {}
+    if "objects" in kept:
+        found.update({name: value for name, value in kept["objects"].items()
+                      if (native or "mlp.experts." not in name) and not (
+                          source.values.get(MODEL_ONLY) and name.startswith("optimizer."))})
+    else:
+        moe = names.layer_numbers(source.layers)
+        shared = any(".shared_experts." in name for _, name in source.entries)
+        found.update(dict.fromkeys(common.module_objects(numbers, moe, shared, stacked),
+                                   common.object_bytes()))
+    if native:
+        empty = common.object_bytes()
+        for name in common.expert_objects(source.layers, len(numbers), stacked):
+            found.setdefault(name, empty)
+    return found
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer of files; its index names no class beyond torch's own."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder's name, as text."""
+        return Path(self.path).name
+
+
+class _Planner(SavePlanner):
+    """Gives torch's writer one piece at a time."""
+
+    def __init__(self, source: Source, pieces: Iterable[_Piece], objects: Mapping[str, bytes],
+                 progress: Progress) -> None:
+        self._source, self._objects, self._progress = source, objects, progress
+        self._pieces = {(piece.name, piece.offsets): piece for piece in pieces}
+
+    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def create_local_plan(self) -> SavePlan:
+        """The writer gets its plan directly."""
+        raise NotImplementedError
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The writer gets its plan directly."""
+        raise NotImplementedError
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Read what is written next."""
+        index = write_item.index
+        if write_item.type is WriteItemType.BYTE_IO:
+            data = self._objects[index.fqn]
+            self._progress.advance(len(data))
+            return io.BytesIO(data)
+        piece = self._pieces[index.fqn, tuple(index.offset)]
+        value = self._source.read(piece.key, piece.window)
+        self._progress.advance(piece.nbytes)
+        return value.reshape(piece.sizes).contiguous()
+
+
+def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: dict[str, bytes],
+                   progress: Progress) -> None:
+    writer = _Writer(folder, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+    planner = _Planner(source, pieces, objects, progress)
+    results: list[WriteResult] = []
+    indexes: list[Path] = []
+    for number, items in enumerate(_files(pieces, objects)):
+        name = f"{folder.name}/__{number}_0.distcp"
+        index = folder / f"__{number}_0.json"
+        indexes.append(index)
+        if progress.keeps(name) and progress.keeps(f"{folder.name}/{index.name}"):
+            results += _kept(index)
+            continue
+        plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
+        written = writer.write_data(plan, planner).value()
+        results += written
+        _write_index(index, written)
+        progress.wrote(name)
+        progress.wrote(f"{folder.name}/{index.name}")
+    writer.finish(_metadata(pieces, objects), [results])
+    progress.wrote(f"{folder.name}/.metadata")
+    for index in indexes:
+        index.unlink()
+
+
+def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[WriteItem]]:
+    items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
+    size = sum(map(len, objects.values()))
+    for piece in pieces:
+        if items and size + piece.nbytes > FILE_BYTES:
+            yield items
+            items, size = [], 0
+        items.append(piece.item())
+        size += piece.nbytes
+    if items:
+        yield items
+
+
+def _write_index(path: Path, results: list[WriteResult]) -> None:
+    rows = [[one.index.fqn, None if one.index.offset is None else list(one.index.offset),
+             one.storage_data.relative_path, one.storage_data.offset, one.storage_data.length]
+            for one in results]
+    _write_whole(path, lambda stream: stream.write(json.dumps(rows).encode()))
+
+
+def _kept(path: Path) -> list[WriteResult]:
+    return [WriteResult(MetadataIndex(fqn, offsets), length, _StorageInfo(file, offset, length))
+            for fqn, offsets, file, offset, length in json.loads(path.read_text())]
+
+
+def _metadata(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
+    found: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
+    for piece in pieces:
+        stored = found.setdefault(piece.name, TensorStorageMetadata(
+            TensorProperties(piece.dtype), torch.Size(piece.shape), []))
+        stored.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets),
+                                                  torch.Size(piece.sizes)))
+    return Metadata(found)
+
+
+def _common(source: Source, kept: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    step = int(source.values.get("step", 0))
+    state = dict(kept.get("common") or {
+        "iteration": step, "progress": {
+            "iteration": step, "consumed_samples": int(source.values.get("consumed_samples", 0))
+        }
+    })
+    if source.values.get(MODEL_ONLY):
+        state.pop("optimizer", None)
+    if "optimizer" in state and source.layers:
+        experts = [name for _, name in source.entries if "experts." in name]
+        ep = layout.ep or (kept.get("layout") or {}).get("expert", 1)
+        native = source.format == NATIVE
+        state["optimizer"] = common.regrouped(
+            state["optimizer"], own_optimizer=not native or ep > 1,
+            biases=native and any(name.endswith(".bias") and ".experts.experts." in name
+                                  for name in experts))
+    return state
+
+
+def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any], layout: Layout) -> None:
+    settings = source.values.get("settings") or {}
+    meta = dict(kept.get("meta") or {})
+    sizes = {name.name: name.stat().st_size for name in sorted(folder.iterdir())
+             if name.name != META}
+    sums = {name: f"{checksums.crc_of(folder / name):08x}" for name in sizes}
+    values = {
+        "model": meta.get("model") or _shape(settings), "settings": settings,
+        "layout": meta.get("layout") or {}, "iteration": int(source.values.get("step", 0)),
+        "consumed_samples": int(source.values.get("consumed_samples", 0)),
+        "megatron_core": meta.get("megatron_core", ""), "files": sizes, "checksums": sums
+    }
+    text = checksums.seal_json(values)
+    _write_whole(folder / META, lambda stream: stream.write(text.encode()))
+
+
+def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the training script compares with its own model, as far as settings say it."""
+    theirs = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
+    same = ("num_layers", "hidden_size", "num_attention_heads", "moe_ffn_hidden_size",
+            "add_bias_linear", "normalization")
+    pairs = {**{name: name for name in same}, **theirs}
+    return {name: settings[given] for name, given in pairs.items() if given in settings}
+
+
+def _write_whole(path: Path, fill: Any) -> None:
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as stream:
+        fill(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(part, path)

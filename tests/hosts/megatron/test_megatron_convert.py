@@ -1,0 +1,313 @@
+"""Distributed checkpoints read, written and converted in one process, and loaded by real runs in
+the other layout of experts.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from moe_plugin.checkpoint.formats import Layout, convert, detect, formats, open_source
+from moe_plugin.checkpoint.source import (
+    MODEL_ONLY,
+    CheckpointError,
+    Derived,
+    DerivedSource,
+    Entry,
+    Source,
+    View,
+    derive,
+)
+from moe_plugin.checkpoint.trust import UntrustedFile
+from moe_plugin.hosts.megatron.offline import formats as _registers  # noqa: F401
+from moe_plugin.hosts.megatron.offline.writer import _Writer
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, losses_of, refusal, trained
+
+pytestmark = pytest.mark.megatron
+GATED = [*MODEL, "--swiglu", "--moe-shared-expert-intermediate-size", "24", "--normalization",
+         "RMSNorm", "--group-query-attention", "--num-query-groups", "2",
+         "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"]
+SGD = ["--optimizer", "sgd", "--sgd-momentum", "0.9", "--lr", "0.1"]
+STEPS, SAVED = 32, 12
+NATIVE = ["--native-moe"]
+RATE = ["--lr-decay-iters", "64"]
+SIGMOID = [*MODEL, "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
+CASES = {
+    "Adam": (1, [*GATED, *RATE]),
+    "Adam EP2": (2, [*MODEL, *RATE, *EP2]),
+    "SGD": (1, [*MODEL, *RATE, *SGD]),
+    "SGD EP2": (2, [*GATED, *RATE, *SGD, *EP2]),
+    "expert bias": (1, [*SIGMOID, *RATE]),
+    "distributed Adam EP2": (2, [*GATED, *RATE, *EP2, "--use-distributed-optimizer"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(data: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(case, native) -> folder of a run of 32 steps with a checkpoint after 12, which is the newest
+    one there; made when first asked for.
+    """
+    made: dict[Any, str] = {}
+
+    def run(case: str, native: bool) -> str:
+        if (case, native) not in made:
+            world, argv = CASES[case]
+            folder = str(tmp_path_factory.mktemp("run"))
+            on_ranks(world, trained, [
+                *argv, *(NATIVE if native else []), "--data-path", data, "--train-iters",
+                str(STEPS), "--save", folder, "--save-interval", str(SAVED)
+            ])
+            Path(folder, "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+            made[case, native] = folder
+        return made[case, native]
+
+    return run
+
+
+def _same(one: Source, other: Source) -> None:
+    assert dict(one.entries) == dict(other.entries)
+    for key in one.entries:
+        assert torch.equal(one.read(key), other.read(key)), key
+
+
+def _written(source: Source, path: Path, **sizes: Any) -> Path:
+    path.mkdir(parents=True)
+    formats.get(source.format)().write(source, path, Layout(**sizes))
+    return path
+
+
+def _continued(case: str, folder: str | Path, data: str, log: Path, native: bool,
+               sizes: Any = None) -> dict[int, float]:
+    world, argv = CASES[case]
+    if sizes is not None:
+        world, argv = sizes[0], [*argv, *sizes[1]]
+    on_ranks(world, trained, [
+        *argv, *(NATIVE if native else []), "--data-path", data, "--train-iters", str(STEPS),
+        "--load", str(folder), "--log-file", str(log)
+    ])
+    return losses_of(str(log))
+
+
+def _after(folder: str) -> dict[int, float]:
+    return {step: loss for step, loss in losses_of(f"{folder}/log.jsonl").items() if step > SAVED}
+
+
+# one way each, the others take minutes
+FAST = [("Adam", True), ("SGD EP2", False)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("case", "native"), [
+    *FAST, *(pytest.param(case, native, marks=pytest.mark.slow)
+             for case in CASES for native in (True, False) if (case, native) not in FAST)])
+def test_a_run_continues_in_the_other_layout_of_experts(case: str, native: bool, runs: Any,
+                                                        data: str, tmp_path: Path) -> None:
+    """Loaded directly and after an offline conversion: the losses of the next 20 steps."""
+    folder = runs(case, native)
+    wanted = _after(folder)
+    assert len(wanted) == 20
+    direct = _continued(case, folder, data, tmp_path / "direct.jsonl", not native)
+    assert direct == pytest.approx(wanted, abs=2e-4)
+    with open_source(Path(folder)) as source:
+        assert source.format == ("megatron_native" if native else "megatron")
+        view = convert(source, "megatron" if native else "megatron_native")
+        path = _written(view, tmp_path / "converted")
+    assert detect(path) == view.format
+    converted = _continued(case, path, data, tmp_path / "converted.jsonl", not native)
+    assert converted == direct
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world", "sizes"), [(2, EP2), pytest.param(
+    2, TP2, marks=pytest.mark.slow), pytest.param(2, PP2, marks=pytest.mark.slow)],
+    ids=["EP2", "TP2", "PP2"])
+def test_a_native_checkpoint_of_one_rank_continues_in_our_layers_at_other_sizes(
+        world: int, sizes: list[str], runs: Any, data: str, tmp_path: Path) -> None:
+    folder = runs("Adam", True)
+    found = _continued("Adam", folder, data, tmp_path / "log.jsonl", False, (world, sizes))
+    assert found == pytest.approx(_after(folder), abs=2e-4)
+
+
+@pytest.mark.parametrize("case", [
+    "Adam", pytest.param("distributed Adam EP2", marks=pytest.mark.slow)])
+def test_layouts_and_neutral_names_round_trip_bit_for_bit(case: str, runs: Any,
+                                                          tmp_path: Path) -> None:
+    ours, native = (open_source(Path(runs(case, flag))) for flag in (False, True))
+    with ours, native:
+        assert {field for field, _ in ours.entries} >= {"model", "exp_avg", "exp_avg_sq"}
+        assert ours.layers == {f"decoder.layers.{n}.mlp.": {"num_experts": 4} for n in (0, 1)}
+        for source, other in ((ours, "megatron_native"), (native, "megatron")):
+            there = _written(convert(source, other), tmp_path / "there" / other)
+            with open_source(there) as read:
+                back = _written(convert(read, source.format), tmp_path / "back" / other)
+            with open_source(back) as read:
+                _same(source, read)
+            neutral = formats.get(source.format)().to_neutral(source)
+            again = formats.get(source.format)().from_neutral(neutral)
+            assert set(source.entries) <= set(again.entries)
+            _same(source, _only(again, source))
+
+
+def _only(view: Source, like: Source) -> Source:
+    return View(view, [derive(view, key) for key in like.entries])
+
+
+def test_biases_of_experts_change_their_layout_and_come_back() -> None:
+    """Megatron's own layers do not train with them on one rank."""
+    prefix = "decoder.layers.0.mlp."
+    shapes = {"w_in_LDF": (2, 3, 4), "w_gate_LDF": (2, 3, 4), "w_out_LFD": (2, 4, 3),
+              "b_in_LF": (2, 4), "b_gate_LF": (2, 4), "b_out_LD": (2, 3)}
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    ours = DerivedSource(
+        [Derived(("model", f"{prefix}experts.{name}"), Entry(shapes[name], value.dtype),
+                 lambda window, value=value: value[window]) for name, value in values.items()],
+        "megatron", {}, {prefix: {"num_experts": 2}})
+    native = convert(ours, "megatron_native")
+    first = prefix + "experts.experts.linear_fc1."
+    assert torch.equal(native.read(("model", first + "bias")),
+                       torch.cat([values["b_gate_LF"], values["b_in_LF"]], 1))
+    assert torch.equal(native.read(("model", first + "weight")),
+                       torch.cat([values["w_gate_LDF"].mT, values["w_in_LDF"].mT], 1))
+    _same(ours, _only(convert(native, "megatron"), ours))
+
+
+def test_reshard_and_inspect(runs: Any, tmp_path: Path, capsys: Any) -> None:
+    """By the commands, and on from where a full disk stopped a conversion."""
+    from moe_plugin.cli.main import main
+
+    folder, target = runs("Adam", True), tmp_path / "ours"
+    assert main(["reshard", folder, str(target), "--to", "megatron"]) == 0
+    assert "megatron_native to megatron" in capsys.readouterr().out
+    assert main(["inspect", str(target)]) == 0
+    said = capsys.readouterr().out
+    assert "MoE layer  decoder.layers.1.mlp. 4 experts" in said and "exp_avg_sq" in said
+    shutil.rmtree(target)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(_Writer, "finish", side_effect=full):
+        assert main(["reshard", folder, str(target), "--to", "megatron"]) != 0
+    assert "the disk is full" in capsys.readouterr().err and not target.exists()
+    assert main(["reshard", folder, str(target), "--to", "megatron"]) == 0
+    assert "2 files kept" in capsys.readouterr().out
+    with open_source(Path(folder)) as source, open_source(target) as read:
+        _same(convert(source, "megatron"), read)
+
+
+def test_windows_are_what_megatron_wrote(runs: Any) -> None:
+    """Against torch's own reader, at random windows."""
+    from torch.distributed import checkpoint as dcp
+
+    folder = Path(runs("SGD EP2", False), f"iter_{SAVED:07d}")
+    generator = torch.Generator().manual_seed(0)
+    with open_source(folder) as source:
+        for (field, name), entry in list(source.entries.items())[::3]:
+            stored = source._places[field, name]
+            tensors = {stored.name: torch.empty(source._files.tensors()[stored.name].shape,
+                                                dtype=entry.dtype)}
+            dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
+            whole = tensors[stored.name] if stored.layer is None else tensors[stored.name][
+                stored.layer]
+            window = []
+            for size in entry.shape:
+                start, stop = sorted(torch.randint(0, size + 1, (2,), generator=generator).tolist())
+                window.append(slice(start, stop))
+            assert torch.equal(source.read((field, name), tuple(window)), whole[tuple(window)])
+            assert torch.equal(source.read((field, name)), whole)
+
+
+def _saved_by_rank(argv: list[str]) -> None:
+    from moe_plugin.hosts.megatron.compat import optimizer
+
+    metadata = {**optimizer.checkpoint_metadata(), "distrib_optim_sharding_type": "dp_reshardable"}
+    with mock.patch.object(optimizer, "checkpoint_metadata", lambda: metadata):
+        trained(argv)
+
+
+def test_optimizer_state_that_only_its_ranks_can_read_is_refused_by_name(
+        data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--use-distributed-optimizer"]
+    on_ranks(1, _saved_by_rank, [*argv, "--save", str(tmp_path / "saved")])
+    with open_source(tmp_path / "saved") as source:
+        assert {field for field, _ in source.entries} == {"model"}
+        assert source.describe()["optimizer"] == "dp_reshardable"
+        for act in (lambda: _written(source, tmp_path / "written"),
+                    lambda: convert(source, "megatron_native") and formats.get(
+                        "megatron")().to_neutral(source)):
+            with pytest.raises(CheckpointError, match="'dp_reshardable'.*fully-reshardable"):
+                act()
+        model = View(source, [derive(source, key) for key in source.entries],
+                     values={**source.values, MODEL_ONLY: True})
+        path = _written(model, tmp_path / "model")
+    [message] = on_ranks(1, refusal, [*argv, "--load", str(tmp_path / "saved")])
+    assert "'dp_reshardable'" in message and "--dist-ckpt-optim-fully-reshardable" in message
+    assert on_ranks(1, refusal, [*argv, "--load", str(path)]) == [""]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+def test_damage_is_named_and_nothing_else_is_raised(name: str, runs: Any, tmp_path: Path) -> None:
+    folder = tmp_path / f"iter_{SAVED:07d}"
+    shutil.copytree(Path(runs("Adam", True), folder.name), folder)
+    meta, whole = folder / "moe_plugin.json", (folder / name).read_bytes()
+    for sums in (True, False):
+        if not sums:  # so that readers meet the damage
+            meta.unlink()
+        found = []
+        for offset in range(0, len(whole), max(1, len(whole) // 40)):
+            flipped = bytearray(whole)
+            flipped[offset] ^= 0xFF
+            for content in (whole[:offset], bytes(flipped)):
+                (folder / name).write_bytes(content)
+                try:
+                    with open_source(folder) as source:
+                        for key in source.entries:
+                            source.read(key)
+                        dict(source.values["megatron"]["objects"])
+                    found.append(False)
+                except (CheckpointError, UntrustedFile):
+                    found.append(True)
+        assert any(found) and (not sums or all(found[::2]))
+    (folder / name).write_bytes(whole)
+
+
+class _Payload:
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.target,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
+def test_no_code_runs_from_a_converted_checkpoint(name: str, runs: Any, tmp_path: Path) -> None:
+    folder, target = tmp_path / f"iter_{SAVED:07d}", tmp_path / "code has run"
+    shutil.copytree(Path(runs("Adam", True), folder.name), folder)
+    (folder / "moe_plugin.json").unlink()
+    metadata, bad = pickle.loads((folder / ".metadata").read_bytes()), _Payload(str(target))
+    if name == ".metadata":
+        metadata.planner_data = bad
+        (folder / name).write_bytes(pickle.dumps(metadata))
+    elif name == "common.pt":
+        torch.save({"progress": bad}, folder / name)
+    else:
+        stream = io.BytesIO()
+        torch.save(bad, stream)
+        for place in metadata.storage_data.values():
+            place.relative_path, place.offset, place.length = name, 0, len(stream.getvalue())
+        (folder / name).write_bytes(stream.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UntrustedFile, match="mkdir"), open_source(folder) as source:
+        source.read(next(iter(source.entries)))
+    assert not target.exists()
