@@ -8,6 +8,7 @@ from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, Section, option
 
 CUTS = ("rows", "experts", "peers")
 MOST_PIECES, MOST_TRIALS = 4096, 10_000  # beyond any use
+LEAST_SPEED = 1e-6
 
 
 @dataclass(kw_only=True)
@@ -71,6 +72,11 @@ class ParallelConfig(Section):
         "experts that a rank may borrow at a time with spill: each takes the memory of an expert's "
         "weights and gradients",
         flag="guests")
+    speeds: str | None = option(
+        None,
+        "with spill: speeds of the expert-parallel ranks relative to each other, with commas, in "
+        "the order of ranks; slower ranks get fewer of the rows that move; none: all alike",
+        flag="speeds")
     max_d: int = option(4, "auto: largest overlap degree tried (1, 2, 4, ... up to it)",
                         flag="overlap-max")
     tries: int = option(6, "auto: layouts timed for a new load, the best predicted first",
@@ -94,5 +100,23 @@ class ParallelConfig(Section):
             self.within(name, least, most, f"use {max(1, least)}")
         self.within("r", 0, MOST_RANKS, "use none")
         self.within("shards", 1, MOST_RANKS, "use none")
+        self.require("speeds", self.speeds is None or _are_speeds(self.speeds),
+                     "numbers > 0 with commas", "use 1,1,0.5,1 for four ranks, or none")
         self.require("drift", self.drift > 0, "> 0", "use 0.3")
         self.require("bucket", self.bucket > 1, "> 1", "use 1.5")
+
+    def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
+        """`speeds` as numbers; None: not given. `ValueError`: another number than `ranks`."""
+        if self.speeds is None:
+            return None
+        speeds = tuple(float(word) for word in self.speeds.split(","))
+        self.require("speeds", len(speeds) == ranks,
+                     f"as many numbers as expert-parallel ranks, {ranks}", "give one for each")
+        return speeds
+
+
+def _are_speeds(text: str) -> bool:
+    try:
+        return all(LEAST_SPEED <= float(word) <= 1 / LEAST_SPEED for word in text.split(","))
+    except ValueError:
+        return False

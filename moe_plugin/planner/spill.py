@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moe_plugin.planner.wiring import round_shares
+
 LEAST_GAIN = 0.05  # of the modelled time of a call that a plan must save
 
 Counts = Sequence[Sequence[int]]  # rows by source rank and expert
@@ -112,19 +114,24 @@ class SpillPlan:
 class Spread:
     """What the busiest rank does.
 
-    rows: that it computes. travel: rows that enter or leave it in one direction of a pass. lending:
-    experts' weights that it sends or receives in one direction, to borrowers and among them.
+    rows: that it computes, over its speed where ranks have different ones. travel: rows that
+    enter or leave it in one direction of a pass. lending: experts' weights that it sends or
+    receives in one direction, to borrowers and among them.
     """
 
-    rows: int
+    rows: float
     travel: int
     lending: float
 
 
 class _Draft:
-    """A plan in the making, with what it costs every rank."""
+    """A plan in the making, with what it costs every rank.
 
-    def __init__(self, counts_WV: Counts) -> None:
+    speeds: rows that a rank computes while one of speed 1 computes one; None: all alike. shares: of
+    each rank, rows that it computes where all ranks need the same time.
+    """
+
+    def __init__(self, counts_WV: Counts, speeds: Sequence[float] | None = None) -> None:
         self.counts, self.ranks = counts_WV, len(counts_WV)
         self.local = len(counts_WV[0]) // self.ranks
         self.totals = [sum(column) for column in zip(*counts_WV, strict=True)]
@@ -135,6 +142,19 @@ class _Draft:
         self.arriving = [n - m for n, m in zip(self.rows, stay, strict=True)]
         self.leaving = [sum(row) - m for row, m in zip(counts_WV, stay, strict=True)]
         self.guests: list[set[int]] = [set() for _ in counts_WV]
+        total = sum(self.rows)
+        self.speeds, self.shares = speeds, [-(-total // self.ranks)] * self.ranks
+        if speeds is not None:
+            self.shares = round_shares(speeds, total)
+
+    def load(self, rank: int) -> float:
+        """Time of a rank's rows, in rows of a rank of speed 1."""
+        return self.rows[rank] if self.speeds is None else self.rows[rank] / self.speeds[rank]
+
+    @property
+    def busiest(self) -> float:
+        """The largest load of a rank."""
+        return max(map(self.load, range(self.ranks)))
 
     def at_owner(self, expert: int) -> int:
         """Rows of an expert that its owner computes."""
@@ -163,7 +183,7 @@ class _Draft:
     def spread(self) -> Spread:
         """See `Spread`."""
         travel = max(max(self.arriving), max(self.leaving))
-        return Spread(max(self.rows), travel, self._lending())
+        return Spread(self.busiest, travel, self._lending())
 
     def _lending(self) -> float:
         first, second = [0.0] * self.ranks, [0.0] * self.ranks
@@ -200,27 +220,27 @@ class SpillCosts:
 
 def _least_loaded(draft: _Draft, guests: int) -> Iterator[None]:
     """Longest processing time first: of the fullest rank the largest expert, as many rows as are
-    above the share, to the emptiest rank that can borrow it. Yields after each move.
+    above its share, to the emptiest rank that can borrow it. Yields after each move.
     """
-    share = -(-sum(draft.rows) // draft.ranks)
-    while (move := _next_move(draft, guests, share)) is not None:
+    while (move := _next_move(draft, guests)) is not None:
         draft.move(*move)
         yield
 
 
-def _next_move(draft: _Draft, guests: int, share: int) -> tuple[int, int, int] | None:
-    fullest = max(range(draft.ranks), key=lambda w: (draft.rows[w], -w))
-    above = draft.rows[fullest] - share
+def _next_move(draft: _Draft, guests: int) -> tuple[int, int, int] | None:
+    fullest = max(range(draft.ranks), key=lambda w: (draft.load(w), -w))
+    above = draft.rows[fullest] - draft.shares[fullest]
     if above <= 0:
         return None
     mine = range(fullest * draft.local, (fullest + 1) * draft.local)
     for expert in sorted(mine, key=lambda e: (-draft.at_owner(e), e)):
-        free = [w for w in range(draft.ranks) if draft.rows[w] < share
+        free = [w for w in range(draft.ranks) if draft.rows[w] < draft.shares[w]
                 and (expert in draft.guests[w] or len(draft.guests[w]) < guests)]
         if free and draft.at_owner(expert):
             # of equally empty ranks the one that has most of these rows itself
-            helper = min(free, key=lambda w: (draft.rows[w], -draft.counts[w][expert], w))
-            return expert, helper, min(draft.at_owner(expert), above, share - draft.rows[helper])
+            helper = min(free, key=lambda w: (draft.load(w), -draft.counts[w][expert], w))
+            room = draft.shares[helper] - draft.rows[helper]
+            return expert, helper, min(draft.at_owner(expert), above, room)
     return None
 
 
@@ -238,21 +258,24 @@ _POLICIES = {"least_loaded": _least_loaded, "everywhere": _everywhere}
 POLICIES = ("never", *_POLICIES)
 
 
-def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int) -> SpillPlan | None:
+def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
+               speeds: Sequence[float] | None = None) -> SpillPlan | None:
     """The cheapest plan of a policy, or None where none saves `LEAST_GAIN` of the modelled time.
 
-    The busiest rank never computes more rows than without a plan, and no rank borrows more than
+    The busiest rank never computes longer than without a plan, and no rank borrows more than
     `guests` experts.
 
     Args:
         counts_WV: rows by source rank and expert; rank i owns experts [i L, (i+1) L).
         policy: one of `POLICIES`. guests: experts that a rank may borrow at a time.
+        speeds: of the ranks, relative to the device of `costs`; None: all 1.
     """
     if policy == "never" or len(counts_WV) == 1:
         return None
-    draft = _Draft(counts_WV)
-    most = max(draft.rows)
-    if most * draft.ranks <= sum(draft.rows) * (1 + LEAST_GAIN):
+    draft = _Draft(counts_WV, speeds)
+    most = draft.busiest
+    if most * (draft.ranks if speeds is None else sum(speeds)) <= (
+            sum(draft.rows) * (1 + LEAST_GAIN)):
         return None
     best, chosen = costs.seconds(draft.spread()) * (1 - LEAST_GAIN), None
     for _ in _POLICIES[policy](draft, guests):

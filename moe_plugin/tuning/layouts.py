@@ -339,7 +339,9 @@ class Layouts:
         shape = layer_shape(self.config, self.place, probe, tokens=1)
         costs = spill_costs(shape, default_cluster(comm, probe.device),
                             default_device(self.config, probe.device))
-        return partial(plan_spill, costs=costs, policy=policy, guests=self.config.parallel.guests)
+        parallel = self.config.parallel
+        return partial(plan_spill, costs=costs, policy=policy, guests=parallel.guests,
+                       speeds=parallel.rank_speeds(self.place.comm.size))
 
     def _algorithm(self, name: str) -> Exchange:
         comm = self.config.comm

@@ -93,6 +93,26 @@ def test_all_tokens_on_one_expert_are_shared_out() -> None:
         assert rows == ([20] * 4 if policy == "least_loaded" else case.tokens)
 
 
+def test_a_slow_rank_computes_fewer_rows() -> None:
+    """Half of the rows are of rank 0's expert, a quarter of rank 1's, a quarter of rank 3's, which
+    has half the speed of the others: its share is a seventh.
+    """
+    case = Case(4, 4, 1, [1] * 4, None, None, width=64, hidden=64)
+    config = config_of(case, parallel__spill="least_loaded", parallel__speeds="1,1,1,0.5")
+
+    def rank(comm: Comm) -> int:
+        layer, one_hot = MoELayer(config, comm), torch.eye(64)
+        with torch.no_grad():
+            layer.router.weight_ED.copy_(one_hot[:4])
+            ids = torch.arange(8192) % 4 * (torch.arange(8192) % 2)
+            return layer(one_hot[ids] * 30).stats.rows
+
+    shares = [4 * 8192 * speed / 3.5 for speed in (1, 1, 1, 0.5)]
+    assert run_simulated(4, rank) == pytest.approx(shares, abs=1)
+    with pytest.raises(ValueError, match="expert-parallel ranks, 2"):
+        run_simulated(2, lambda comm: MoELayer(config, comm))
+
+
 def test_plans_follow_the_load_of_each_call() -> None:
     """With the costs of the default processor: many tokens on one expert are spilled, few are not,
     nor is an even load; the label of the layout says what may happen.

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.device import Device
@@ -207,3 +208,42 @@ def test_spilling_is_combined_with_what_it_fits() -> None:
     assert found[0].label.endswith("spill=everywhere")
     with pytest.raises(ValueError, match="spill='some' is not one of never, least_loaded"):
         LayoutChoice(r=1, spill="some")
+
+
+@settings(max_examples=60, deadline=None)
+@given(loads(5, 4), st.data())
+def test_slower_ranks_get_fewer_rows(counts: Counts, data: st.DataObject) -> None:
+    """Every row is computed, and no rank has more than its share by speed, or 5 % above it."""
+    speeds = data.draw(st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=len(counts),
+                                max_size=len(counts)))
+    local, total = len(counts[0]) // len(counts), sum(map(sum, counts))
+    rows = [sum(sum(row[w * local:(w + 1) * local]) for row in counts) for w in range(len(counts))]
+    plan = plan_spill(counts, COMPUTE, "least_loaded", 10**6, speeds)
+    if plan is not None:
+        for loan in plan.loans:
+            for rank, more in enumerate(plan.amounts[loan.expert]):
+                rows[rank] += more
+            rows[loan.owner] -= sum(row[loan.expert] for row in counts)
+    assert sum(rows) == total
+    assert all(n <= max(total * speed / sum(speeds) + 1,
+                        (1 + LEAST_GAIN) * total * speed / sum(speeds) + 1 / min(speeds))
+               for n, speed in zip(rows, speeds, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(loads(5, 4), st.integers(1, 3))
+def test_equal_speeds_balance_as_none(counts: Counts, guests: int) -> None:
+    """But for the row of a share that is not whole."""
+    by_speed = plan_spill(counts, COMPUTE, "least_loaded", guests, [1.0] * len(counts))
+    plan = plan_spill(counts, COMPUTE, "least_loaded", guests)
+    assert abs(rows_of(counts, by_speed) - rows_of(counts, plan)) <= 1
+
+
+def test_speeds_of_a_layer() -> None:
+    parallel = ParallelConfig(speeds="1,0.5")
+    assert parallel.rank_speeds(2) == (1.0, 0.5) and ParallelConfig().rank_speeds(2) is None
+    with pytest.raises(ValueError, match="expert-parallel ranks, 3"):
+        parallel.rank_speeds(3)
+    for bad in ("1,x", "1,0", "", "1,nan", "1,-1"):
+        with pytest.raises(ValueError, match="parallel.speeds"):
+            ParallelConfig(speeds=bad)
