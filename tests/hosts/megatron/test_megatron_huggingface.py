@@ -1,0 +1,78 @@
+"""A Hugging Face model becomes a checkpoint that the training script loads, and the reverse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+pytest.importorskip("transformers", reason="needs pip install 'moe-plugin[hf]'")
+
+import transformers
+
+import moe_plugin.cli.checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats import Layout, convert, formats, open_source
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import refusal
+
+pytestmark = pytest.mark.megatron
+VOCABULARY = 384  # the training script's for bytes
+ARGUMENTS = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
+    "--group-query-attention", "--num-query-groups", "2", "--seq-length", "16",
+    "--position-embedding-type", "rope", "--rotary-base", "1000000", "--normalization", "RMSNorm",
+    "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--num-experts",
+    "4", "--moe-ffn-hidden-size", "48", "--moe-router-dtype", "fp32", "--micro-batch-size", "1",
+    "--train-iters", "1", "--lr", "1e-3", "--data-path", "none"]
+
+
+def _logits(argv: list[str], root: str, tokens_BT: torch.Tensor) -> torch.Tensor:
+    from moe_plugin.hosts.megatron import arguments, checkpoint, model
+    from moe_plugin.hosts.megatron import train as script
+
+    args = arguments.parser().parse_args(argv)
+    script.start(args)
+    training = model.build(args, arguments.transformer_config(args, cpu=True),
+                           arguments.our_settings(args), 257)
+    checkpoint.load(root, training)
+    length = tokens_BT.shape[1]
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    positions = torch.arange(length).expand_as(tokens_BT)
+    with torch.no_grad():
+        return training.bare()[0].eval()(tokens_BT, positions, mask)
+
+
+def _written(source: Any, path: Path) -> Path:
+    path.mkdir(parents=True)
+    formats.get(source.format)().write(source, path, Layout())
+    return path
+
+
+def test_mixtral_has_the_same_logits_in_megatron_and_comes_back(data: str,
+                                                                tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64, initializer_range=0.3, rope_theta=1e6)
+    theirs = transformers.MixtralForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    tokens_BT = torch.randint(0, 257, (2, 16))
+    wanted = theirs(tokens_BT).logits.detach()
+    with open_source(tmp_path / "hf") as source:
+        root = _written(convert(source, "megatron"), tmp_path / "megatron")
+        native = _written(convert(source, "megatron_native"), tmp_path / "native")
+    for argv, path in ((ARGUMENTS, root), ([*ARGUMENTS, "--native-moe"], native)):
+        [found] = on_ranks(1, _logits, argv, str(path), tokens_BT)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    with open_source(root) as source:
+        back = _written(convert(source, "hf"), tmp_path / "back")
+    again = transformers.MixtralForCausalLM.from_pretrained(back).eval()
+    assert torch.equal(again(tokens_BT).logits, wanted)
+    [message] = on_ranks(1, refusal, [*ARGUMENTS[:-1], data, "--add-qkv-bias", "--load",
+                                       str(root)])
+    assert "add_qkv_bias=False" in message
