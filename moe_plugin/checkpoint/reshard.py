@@ -80,8 +80,10 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
         shards: by prefix of a layer, the number of ranks over which each expert is cut, where
             `parallel.shards` sets it.
     Raises:
-        ValueError: the experts do not fit this number of ranks.
+        ValueError: the experts do not fit this number of ranks, or it has no such rank.
     """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size} ranks: must be >= 0 and < {size}, of >= 1 ranks")
     layers = moe_layers(whole) if layers is None else layers
     part: dict[str, Any] = {}
     for key, value in whole.items():

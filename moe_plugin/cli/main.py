@@ -67,6 +67,8 @@ COMMANDS = {
     "check-hf": Command("run a Hugging Face MoE model with our layer in place of its blocks, and "
                         "compare its logits", "check_hf"),
     "emulate": Command("run any training command on an emulated cluster", "emulate"),
+    "fault": Command("run a training command in which something goes wrong at a stated moment",
+                     "fault"),
 }
 
 

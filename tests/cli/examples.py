@@ -14,6 +14,7 @@ The first word of a fence is the block's language, a second one its mark:
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -144,6 +145,12 @@ class Shell:
         program = [args.training_script, *args.training_script_args]
         self._program(["python", "-m", *program] if args.module else program)
 
+    def train_plain(self, words: list[str]) -> None:
+        """scripts/train_plain.py; checked alone."""
+        assert not self.runs
+        script = runpy.run_path(str(ROOT / "scripts" / "train_plain.py"))
+        script["parse"](words)
+
     def preprocess(self, words: list[str]) -> None:
         """`fairseq-preprocess`."""
         self._fairseq("fairseq-preprocess", words, "get_preprocessing_parser", "")
@@ -216,8 +223,8 @@ class Shell:
         from moe_plugin.cli.main import parse
 
         args = parse(words)
-        if words[0] == "emulate":
-            assert not self.runs, "an emulated cluster needs privileges"
+        if words[0] in ("emulate", "fault"):
+            assert not self.runs, "a cluster needs privileges, a fault another process"
             program = args.program
             self._program(["python", *program] if program[0].startswith("-") else program)
         elif self.runs:
@@ -266,6 +273,7 @@ PROGRAMS: dict[str, Callable[[Shell, list[str]], None]] = {
     "fairseq-train": Shell.fairseq_train,
     "fairseq-eval-lm": Shell.fairseq_eval_lm,
     "moe-plugin": Shell.moe_plugin,
+    "train_plain.py": Shell.train_plain,
 }
 MODULES: dict[str, Callable[[Shell, list[str]], None]] = {
     "torch.distributed.run": Shell.torchrun,

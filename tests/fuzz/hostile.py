@@ -7,15 +7,19 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+DEFAULT_EXAMPLES = 100  # hypothesis's own
 LONGEST = 2000  # characters of an error, which may list all known names
 
 
 def bounded(examples: int) -> settings:
     """So many examples, the same in every run; what fails is shown as it was found, because to make
-    it smaller may take minutes.
+    it smaller may take minutes. Under the profile of `tests.fuzz.run` they are more, and others in
+    every run.
     """
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None,
-                    phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    longer = settings.default.max_examples // DEFAULT_EXAMPLES
+    return settings(max_examples=max(1, longer) * examples, deadline=None, derandomize=longer <= 1,
+                    database=None, phases=[Phase.generate],
+                    suppress_health_check=list(HealthCheck))
 
 
 NUMBERS = st.sampled_from([

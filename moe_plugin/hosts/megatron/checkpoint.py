@@ -190,6 +190,10 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
     from megatron.core import dist_checkpointing
 
     iteration = latest(root)
+    if iteration is None and (left := files.older(root, 10**15)):
+        iteration = left[0]  # a killed save, or a lost file, must not lose what is there
+        logger.warning("%s is missing in %s: training resumes from its newest checkpoint", LATEST,
+                       root)
     if iteration is None:
         logger.warning("no checkpoint found in %s: training starts from the beginning", root)
         return Progress()

@@ -129,6 +129,6 @@ def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
 
 def older(root: str, iteration: int) -> list[int]:
     """Iterations of the other checkpoints before `iteration`, newest first; equal on all ranks."""
-    found = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, os.listdir(root))
-             if name]
+    names = os.listdir(root) if os.path.isdir(root) else []
+    found = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]
     return gather(sorted((number for number in found if number < iteration), reverse=True))[0]

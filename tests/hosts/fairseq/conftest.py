@@ -133,9 +133,9 @@ def run_alone(tool: str, arguments: str, ranks: int = 1, cwd: Path | None = None
     return Result(done.returncode, done.stdout)
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    home, generator = tmp_path_factory.mktemp("corpus"), random.Random(0)
+def make_corpus(home: Path) -> Corpus:
+    """Sentences of a small grammar through `fairseq-preprocess`."""
+    generator = random.Random(0)
     for name, size in (("train", 300), ("valid", 40), ("test", 20)):
         sentences = [sentence(generator) for _ in range(size)]
         (home / f"{name}.src").write_text("\n".join(sentences) + "\n")
@@ -152,6 +152,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         "--joined-dictionary",
         cwd=home).ok()
     return Corpus(home / "lm", home / "mt")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -353,10 +353,15 @@ def test_every_single_bit_flip_and_every_cut_is_detected(whole_run: Any, tmp_pat
     assert tried > 500 and not silent
 
 
-def test_a_damaged_checkpoint_gives_way_to_an_older_one(data: str, whole_run: Any,
-                                                        tmp_path: Path) -> None:
+@pytest.mark.parametrize("latest", ["8", None])
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(latest: str | None, data: str,
+                                                        whole_run: Any, tmp_path: Path) -> None:
+    """Also where the file that names the newest is lost."""
     folder = _copy_of(whole_run[0], tmp_path)
-    (folder / "latest_checkpointed_iteration.txt").write_text("8")
+    if latest is None:
+        (folder / "latest_checkpointed_iteration.txt").unlink()
+    else:
+        (folder / "latest_checkpointed_iteration.txt").write_text(latest)
     shard = max((folder / "iter_0000008").glob("*.distcp"))
     whole = bytearray(shard.read_bytes())
     whole[len(whole) // 2] ^= 1

@@ -1,0 +1,95 @@
+"""`moe-plugin fault KIND ... -- COMMAND`: a training program in which something goes wrong at a
+stated moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+
+from moe_plugin.messages import short
+
+EXAMPLES = """examples:
+  torchrun --nproc-per-node 2 --no-python moe-plugin fault kill --ranks 1 --step 5 -- \\
+      fairseq-train DATA --user-dir moe_plugin --cpu ...
+  torchrun ... --no-python moe-plugin fault stall --seconds 3 --place exchange -- \\
+      -m moe_plugin.hosts.megatron.train ...
+  torchrun ... --no-python moe-plugin fault nan-gradient --step 4 -- train.py ...
+"""
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    from moe_plugin.emulate.faults import KINDS, PLACES, Fault
+
+    p.usage = "moe-plugin fault KIND [options] -- COMMAND ..."
+    p.epilog = EXAMPLES
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.description = (
+        "Runs a training program in this process; on the ranks given, something goes wrong in the\n"
+        "step and at the place given. Start it on every rank, by torchrun --no-python.\n\n"
+        + "\n".join(f"  {name:<13} {text}" for name, text in KINDS.items()))
+    p.add_argument("kind", metavar="KIND", choices=list(KINDS), help="see above")
+    p.add_argument("--ranks", type=_ranks, default=(0,), metavar="A,B",
+                   help="on which it happens; those of a node: the node (default: 0)")
+    p.add_argument("--step", type=int, default=1, metavar="N",
+                   help="the optimizer's step in which it happens, counted from the start of the "
+                        "program (default: %(default)s)")
+    p.add_argument("--place", default="", choices=list(PLACES),
+                   help="; ".join(f"{name}: {text}" for name, text in PLACES.items())
+                        + " (default: forward)")
+    p.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of stall and slow")
+    p.add_argument("--bytes", type=int, default=Fault.bytes, metavar="N",
+                   help="of disk-full (default: %(default)s)")
+    p.add_argument("--bit", type=int, default=Fault.bit, metavar="N",
+                   help="of bit-flip (default: %(default)s)")
+    p.add_argument("program", nargs="+", metavar="COMMAND",
+                   help="after `--`: script.py, -m module, or an installed Python command, with "
+                        "its arguments")
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the program; its exit status."""
+    from moe_plugin.emulate.faults import Fault
+
+    program = _program(args.program)
+    Fault(args.kind, args.ranks, args.step, args.place, args.seconds, args.bytes,
+          args.bit).arm(int(os.environ.get("RANK", "0")))
+    try:
+        _become(program)
+    except Exception:
+        traceback.print_exc()  # the program's own error, as without this command
+        return 1
+    return 0
+
+
+def _program(words: Sequence[str]) -> list[str]:
+    """The words, with the path of an installed command; `ValueError` if there is none."""
+    name, *rest = words
+    if name == "-m" and rest or name.endswith(".py"):
+        return [name, *rest]
+    found = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+    if found is None:
+        raise ValueError(
+            f"program {short(name)} is not installed: give a script (train.py), a module (-m "
+            "package.module) or a Python command (fairseq-train)")
+    return [found, *rest]
+
+
+def _become(program: list[str]) -> None:
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = program
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+        runpy.run_path(program[0], run_name="__main__")

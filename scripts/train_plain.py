@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Train a small MoE language model in plain PyTorch, with checkpoints that resume at any number of
+ranks.
+
+    torchrun --standalone --nproc_per_node 2 --max-restarts 3 scripts/train_plain.py OUT --steps 200
+
+A start in the folder of a run continues it. Every rank reads its share of the same sequences, so
+that losses do not depend on the number of ranks. With `--lighthouse` the job is one of several
+replicas that come and go, see docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_plugin import MoEConfig, MoELayer, weighted_loss
+from moe_plugin.checkpoint import load, save
+from moe_plugin.comm import TorchComm
+from moe_plugin.config import with_overrides
+from moe_plugin.hosts.plain.elastic import ElasticReplica
+from moe_plugin.hosts.plain.norm import clip_grad_norm_
+from moe_plugin.hosts.plain.sharding import ddp_model
+
+VOCABULARY, LENGTH = 64, 16
+
+
+class Model(nn.Module):
+    """Embedding, residual MoE layers, output; next-token prediction."""
+
+    def __init__(self, config: MoEConfig, layers: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(VOCABULARY, config.model_dim)
+        self.mix = nn.ModuleList(nn.GRU(config.model_dim, config.model_dim, batch_first=True)
+                                 for _ in range(layers))
+        self.moe = nn.ModuleList(MoELayer(config) for _ in range(layers))
+        self.output = nn.Linear(config.model_dim, VOCABULARY)
+
+    def forward(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss per token, balance loss), both means, of sequences [B, S] of token ids."""
+        x_BSD = self.embed(ids_BS[:, :-1])
+        balance = x_BSD.new_zeros(())
+        for mix, moe in zip(self.mix, self.moe, strict=True):
+            x_BSD = x_BSD + mix(F.layer_norm(x_BSD, x_BSD.shape[-1:]))[0]
+            out = moe(F.layer_norm(x_BSD, x_BSD.shape[-1:]))
+            x_BSD = x_BSD + out.output
+            balance = balance + weighted_loss(out.losses, self.config.losses)
+        logits = self.output(F.layer_norm(x_BSD, x_BSD.shape[-1:]))
+        return F.cross_entropy(logits.flatten(0, 1), ids_BS[:, 1:].flatten()), balance
+
+
+def config_of(args: argparse.Namespace) -> MoEConfig:
+    """Settings of the layers."""
+    return with_overrides(MoEConfig(model_dim=args.width, num_experts=args.experts),
+                          {"comm.timeout_s": args.timeout, "losses": {"gshard": args.balance},
+                           "experts.hidden_dim": 2 * args.width})
+
+
+def sequences(step: int, replica: int, count: int) -> Tensor:
+    """[count, LENGTH + 1] token ids of a step: noisy arithmetic progressions."""
+    random = torch.Generator().manual_seed(1_000_003 * replica + step)
+    start, by = torch.randint(0, VOCABULARY, (2, count, 1), generator=random)
+    noise = torch.randint(0, 2, (count, LENGTH + 1), generator=random)
+    return (start + by % 5 * torch.arange(LENGTH + 1) + noise) % VOCABULARY
+
+
+class Run:
+    """Model, optimizer and progress of this rank."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.step, self.skipped = args, 0, 0
+        torch.manual_seed(args.seed)
+        self.bare = Model(config_of(args), args.layers)
+        self.comm = TorchComm(timeout_s=args.timeout)
+        self.model = ddp_model(self.bare)
+        self.optimizer = torch.optim.SGD(self.bare.parameters(), args.lr, momentum=0.9)
+        self.folder = Path(args.out, "checkpoint")
+        self.replica = None
+        if args.lighthouse:
+            self.replica = ElasticReplica(args.lighthouse, args.replica, self.state, self.load,
+                                          timeout_s=args.timeout)
+
+    def state(self) -> dict:
+        """What a replica that comes back needs."""
+        return {"model": self.bare.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "step": self.step}
+
+    def load(self, state: dict) -> None:
+        """Take the state of a living replica."""
+        self.bare.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def train(self) -> None:
+        """From the last checkpoint to the last step."""
+        if self.folder.exists() or self.folder.with_name("checkpoint.old").exists():
+            self.step = load(self.folder, self.bare, self.optimizer, self.comm)["step"]
+        while self.step < self.args.steps:
+            loss = self.one_step()
+            if loss is not None:
+                self.log(loss)
+            if self.step % self.args.save_every == 0 and loss is not None:
+                save(self.folder, self.bare, self.optimizer, self.comm, {"step": self.step})
+
+    def one_step(self) -> float | None:
+        """A step; its loss over all ranks, None where it was skipped on all of them."""
+        args, comm = self.args, self.comm
+        ids_BS = sequences(self.step, args.replica, args.batch)[comm.rank::comm.size]
+        self.optimizer.zero_grad()
+        loss, balance = self.model(ids_BS)
+        (loss + balance).backward()
+        mean = comm.all_reduce(loss.detach()) / comm.size
+        if self.replica is not None:
+            if not self.replica.average([p.grad for p in self.bare.parameters()]):
+                return self.skip("a replica was lost")
+            if self.replica.healed:  # this loss is of older weights
+                mean = torch.tensor(float("nan"))
+        norm = clip_grad_norm_(self.bare.parameters(), args.clip, world=comm)
+        if not norm.isfinite():
+            self.step += 1
+            return self.skip("a gradient is not finite")
+        self.optimizer.step()
+        self.step += 1
+        return float(mean)
+
+    def skip(self, why: str) -> None:
+        """Say that this step changed nothing."""
+        self.skipped += 1
+        if self.comm.rank == 0:
+            print(f"step skipped on all ranks: {why}", flush=True)
+        if self.skipped > 100:
+            raise FloatingPointError("more than 100 steps were skipped; see the log")
+
+    def log(self, loss: float) -> None:
+        """A line of `log.jsonl`, by rank 0."""
+        if self.comm.rank == 0:
+            line = {"step": self.step, "loss": None if loss != loss else loss}
+            if self.replica is not None:
+                line |= {"replica": self.args.replica, "replicas": self.replica.members}
+            with open(Path(self.args.out, "log.jsonl"), "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options (default: of the command line)."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("out", help="folder of checkpoint and log")
+    for name, default, text in [
+            ("steps", 200, "training steps"), ("save-every", 50, "steps between checkpoints"),
+            ("batch", 8, "sequences of a step, over all ranks"), ("width", 32, "of the model"),
+            ("layers", 2, "each with experts"), ("experts", 4, "of a layer"),
+            ("seed", 1, "of the weights"), ("replica", 0, "number of this job among the replicas")]:
+        p.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
+    for name, value, text in [("lr", 0.1, "learning rate"), ("clip", 1.0, "gradient norm"),
+                              ("balance", 0.01, "weight of the balance loss of a rank's tokens"),
+                              ("timeout", 60.0, "seconds that a rank waits for another one")]:
+        p.add_argument(f"--{name}", type=float, default=value, help=f"{text} (default: {value})")
+    p.add_argument("--lighthouse", default="", help="address of a torchft lighthouse, for a job "
+                                                    "that is one replica of several")
+    return p.parse_args(argv)
+
+
+def main() -> int:
+    """Command line."""
+    args = parse()
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    gloo = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}
+    if "RANK" in os.environ:
+        dist.init_process_group(**gloo)
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **gloo)
+    run = Run(args)
+    try:
+        run.train()
+    finally:
+        if run.replica is not None:
+            run.replica.close()
+    dist.barrier()
+    # gloo's threads free the tensors of the last collective, for which they need Python's lock; a
+    # group that is destroyed before they had it waits for them without end
+    time.sleep(0.1)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Faults injected into training runs of plain PyTorch, fairseq and Megatron."""

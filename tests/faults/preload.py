@@ -1,0 +1,10 @@
+"""Imported once by the server that forks plain PyTorch's ranks (tests/preloaded.py)."""
+
+import importlib
+import os
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+for name in ("torch._dynamo", "moe_plugin.checkpoint", "moe_plugin.emulate.faults",
+             "moe_plugin.hosts.plain.sharding", "moe_plugin.hosts.plain.norm",
+             "moe_plugin.hosts.plain.elastic"):
+    importlib.import_module(name)
