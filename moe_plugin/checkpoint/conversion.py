@@ -9,8 +9,10 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ class Conversion:
         layout: its sizes.
         model_only: leave optimizer state out.
         force: replace another folder at `target`.
-        advance: called with the number of bytes that are verified, kept or written.
+        advance: called with the number of bytes that are verified, kept or written; by two threads.
         kept: files that an interrupted conversion had completed.
     """
 
@@ -76,7 +78,6 @@ class Conversion:
         if self._is_there(plan):
             return False
         view = self._view()
-        self._verify()
         try:
             self._write(view, plan)
         except OSError as error:
@@ -112,8 +113,10 @@ class Conversion:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))
 
-    def _verify(self) -> None:
+    def _verify(self, stop: Event) -> None:
         for path in self.source.files():
+            if stop.is_set():
+                return
             try:
                 checksums.verify(path)
             except (OSError, ValueError) as error:
@@ -129,7 +132,20 @@ class Conversion:
         for path in sorted(scratch.rglob("*")):  # of an interrupted file
             if path.is_file() and str(path.relative_to(scratch)) not in {*progress.finished, PLAN}:
                 path.unlink()
-        formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None), progress)
+        stop = Event()
+        with ThreadPoolExecutor(1) as pool:  # sums take as long as the disk
+            verified = pool.submit(self._verify, stop)
+            try:
+                formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None),
+                                             progress)
+            except BaseException:
+                stop.set()
+                raise
+        try:
+            verified.result()
+        except CheckpointError:
+            shutil.rmtree(scratch)  # made of damaged values
+            raise
         move_into_place(scratch, self.target)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_plugin.checkpoint import checksums, huggingface, torch_files, trust
 from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
 from moe_plugin.checkpoint.neutral import check_names
@@ -142,13 +140,8 @@ def _step(extra: Any) -> Any:
 
 
 def _open_part(path: Path, trusted: bool) -> dict[str, Any]:
-    def load(path: Path) -> Any:
-        if trusted:
-            return torch.load(path, weights_only=False)
-        return trust.load(path, (), f"checkpoint file {str(path)!r}")
-
     try:
-        part = torch_files.read_lazily(path, load)
+        part = torch_files.open_lazily(path, (), f"checkpoint file {str(path)!r}", trusted)
         if not isinstance(part, dict) or not {"model", "optimizer"} <= set(part):
             raise ValueError("it has no model and optimizer")
     except trust.UntrustedFile:

@@ -7,18 +7,21 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
-from moe_plugin.checkpoint import checksums
+from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.source import Derived, Entry, Window, blocks, full_window
 
 BLOCK = 1 << 25  # bytes of a tensor in memory at a time, while it is written
+FLUSH = 1 << 26  # bytes after which the disk begins to write, while the next ones are read
 
 
 class Stored:
@@ -70,17 +73,41 @@ class Stored:
         return first * item, max(first + 1, last) * item
 
 
-def read_lazily(path: Path, load: Callable[[Path], Any]) -> Any:
+def _structure(load: Callable[..., Any]) -> Any:
+    """What `load` gives, with tensors that know their places in the file instead of values."""
+    if TorchVersion(torch.__version__) >= "2.13":
+        return load(map_location="meta")
+    with FakeTensorMode():  # slow to begin with, but all releases note places there
+        return load()
+
+
+def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = False) -> Any:
     """What a file of `torch.save` holds, with a `Derived` in the place of every tensor; those of
     one storage and shape are read by one function.
 
     Args:
-        load: `torch.load` with what it may unpickle.
+        allowed, what: see `trust.load`.
+        trusted: unpickle classes of any kind.
     Raises:
-        ValueError: it has tensors that are not dense, or reach beyond the file. What `load` raises.
+        ValueError: it has tensors that are not dense, or reach beyond the file. What `trust.load`
+            raises.
     """
+    def load(**options: Any) -> Any:
+        if trusted:
+            return torch.load(path, weights_only=False, **options)
+        return trust.load(path, allowed, what, **options)
+
+    return _lazily(path, _structure(load))
+
+
+def read_lazily(path: Path, load: Callable[[Path], Any]) -> Any:
+    """`open_lazily` of a file that is read by another function: `load(path)`."""
     with FakeTensorMode():
         state = load(path)
+    return _lazily(path, state)
+
+
+def _lazily(path: Path, state: Any) -> Any:
     size, known = os.path.getsize(path), {}
 
     def stored(tensor: Tensor) -> Derived:
@@ -123,17 +150,17 @@ def write_sealed(path: Path, state: Any, advance: Callable[[int], None] = lambda
         advance: called with the number of bytes of tensors that were written.
     """
     tensors: dict[Any, tuple[Derived, Tensor]] = {}
-    with FakeTensorMode():
 
-        def empty(one: Derived) -> Tensor:
-            if one.read not in tensors:
-                tensors[one.read] = one, torch.empty(one.entry.shape, dtype=one.entry.dtype)
-            return tensors[one.read][1]
+    def empty(one: Derived) -> Tensor:  # memory that is never touched
+        if one.read not in tensors:
+            tensors[one.read] = one, torch.empty(one.entry.shape, dtype=one.entry.dtype)
+        return tensors[one.read][1]
 
-        skeleton = _each(state, Derived, empty)
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(skeleton, path)
-        placed = _places(torch.load(path, weights_only=False), skeleton)
+    skeleton = _each(state, Derived, empty)
+    with torch.serialization.skip_data():
+        torch.save(skeleton, path)
+    written = _structure(lambda **options: torch.load(path, weights_only=False, **options))
+    placed = _places(written, skeleton)
     order = sorted(((placed[id(fake)], one) for one, fake in tensors.values()),
                    key=lambda pair: pair[0])
     _fill(path, order, advance)
@@ -158,7 +185,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _fill(path: Path, order: list[tuple[int, Derived]], advance: Callable[[int], None]) -> None:
     size, at, crc = os.path.getsize(path), 0, 0
-    with open(path, "r+b", buffering=0) as file:
+    with open(path, "r+b", buffering=0) as file, _Flusher(file.fileno()) as flusher:
 
         def keep(until: int) -> None:
             nonlocal at, crc
@@ -177,8 +204,32 @@ def _fill(path: Path, order: list[tuple[int, Derived]], advance: Callable[[int],
                 while written < len(data):
                     written += file.write(data[written:])
                 at, crc = at + len(data), zlib.crc32(data, crc)
+                flusher.wrote(len(data))
                 advance(len(data))
         keep(size)
         file.seek(size)
         file.write(checksums.trailer(crc))
-        os.fsync(file.fileno())
+
+
+class _Flusher:
+    """Lets the disk write in the background, and waits for all of it at the end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._waiting = descriptor, 0
+        self._pool, self._running = ThreadPoolExecutor(1), None
+
+    def wrote(self, nbytes: int) -> None:
+        """So many bytes are in the file."""
+        self._waiting += nbytes
+        if self._waiting >= FLUSH and (self._running is None or self._running.done()):
+            self._waiting, self._running = 0, self._pool.submit(os.fsync, self._descriptor)
+
+    def __enter__(self) -> _Flusher:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with self._pool:
+            if kind is None:
+                if self._running is not None:
+                    self._running.result()  # raises what the disk said
+                os.fsync(self._descriptor)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ class Model(nn.Module):
         self.head = nn.Linear(24, 24, dtype=torch.bfloat16)
 
 
+@cache
 def trained() -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Model state; optimizer state by field; the optimizer's groups."""
+    """Model state; optimizer state by field; the optimizer's groups. Nothing changes them."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for parameter in model.parameters():
@@ -111,13 +113,10 @@ def test_any_size_to_any_other_bit_for_bit_with_optimizer_state(tmp_path: Path, 
     source = write(tmp_path / "source", old)
     assert detect(source) == "plain"
     for new in SIZES:
-        target, back = tmp_path / str(new), tmp_path / f"{new} and back"
+        target = tmp_path / str(new)
         convert(source, target, ep=new)
-        convert(target, back, ep=old)
         for rank in range(new):
             same(torch.load(target / part_name(rank, new), weights_only=True), expected(rank, new))
-        for rank in range(old):
-            same(torch.load(back / part_name(rank, old), weights_only=True), expected(rank, old))
         assert checksums.verify(target / part_name(0, new))
 
 
@@ -287,8 +286,10 @@ def test_files_keep_shared_tensors_and_strides(tmp_path: Path) -> None:
              "one": torch.tensor(3), "flags": torch.tensor([True, False]),
              "rest": [1, ("x", None)]}
     torch.save(state, tmp_path / "in.pt")
-    lazy = torch_files.read_lazily(tmp_path / "in.pt",
-                                   lambda path: torch.load(path, weights_only=True))
+    path = tmp_path / "in.pt"
+    lazy = torch_files.read_lazily(path, lambda path: torch.load(path, weights_only=True))
+    same(torch_files.read_all(lazy), state)
+    lazy = torch_files.open_lazily(path, (), "a file")
     assert isinstance(lazy["cut"], Derived) and lazy["rest"] == [1, ("x", None)]
     torch_files.write_sealed(tmp_path / "out.pt", lazy)
     assert checksums.verify(tmp_path / "out.pt")

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_plugin.checkpoint import torch_files, trust
 from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
 from moe_plugin.checkpoint.ranks import (
@@ -62,13 +60,8 @@ def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: it is truncated, damaged or no checkpoint of fairseq.
     """
-    def load(_: Path) -> Any:
-        if trusted:
-            return torch.load(path, weights_only=False)
-        return trust.load(path, files.ALLOWED, f"checkpoint {path!r}")
-
     try:
-        state = torch_files.read_lazily(Path(path), load)
+        state = torch_files.open_lazily(Path(path), files.ALLOWED, f"checkpoint {path!r}", trusted)
         if not isinstance(state, dict) or not isinstance(state.get(MODEL), dict):
             raise ValueError("it has no model")
         files.check_manifest(state)
