@@ -98,21 +98,28 @@ def _row_kernels() -> Iterator[Case]:
                {"LARGEST": 448.0, "SMALLEST": 2.0**-126, "ROUND": False, "BLOCK": 128}, 8)
     yield Case("tiles", "tile_kernel", "tiles", (I64, I32, I32, I32, "i32", "i32", "i32", "i32"),
                {"BT": 64, "BL": 64})
-    for experts, tile in ((64, 16), (512, 2)):
-        yield Case(f"top k of {experts}", "top_k_kernel", "router",
-                   (F32, "*i1", I64, F32, I64, F32, F32, F32, F32, "i32", "i32"),
-                   {"K": 8, "MASKED": True, "GIVEN": False, "BIASED": True, "NORMALIZE": True,
-                    "SIGMOID": True, "GROUPS": 8, "TAKE": 4, "BEST": 2, "EPS": 1e-7, "BT": tile,
-                    "BE": experts, "BG": 8})
-        yield Case(f"top k of {experts}, backward", "top_k_backward_kernel", "router",
-                   (F32, "*i1", I64, F32, F32, F32, F32, F32, F32, "i32", "i32"),
-                   {"K": 8, "MASKED": True, "OF_WEIGHTS": True, "OF_IMPORTANCE": True, "OF_Z": True,
-                    "NORMALIZE": True, "SIGMOID": True, "EPS": 1e-7, "BT": tile, "BE": experts})
+    for experts in (64, 512):
+        yield from _router(f"top k of {experts}", experts, 8, sigmoid=True, groups=8)
+    for experts, top_k in ((8, 2), (128, 8)):
+        yield from _router(f"softmax top k of {experts}", experts, top_k, sigmoid=False, groups=0)
     yield Case("bias grad", "bias_grad_kernel", "weight_grads",
                (X, I64, F32, X, I32, I64, "i32"),
                {"GATHER": True, "SCALED": True, "BR": 64, "BO": 128})
     yield Case("join", "join_kernel", "weight_grads", (F32, X, I32, I64, "i32", "i32"),
                {"ADD": False, "BLOCK": 1024})
+
+
+def _router(label: str, experts: int, top_k: int, sigmoid: bool, groups: int) -> Iterator[Case]:
+    """Choice of experts and its gradient: sigmoid scores with a bias in groups, or softmax."""
+    shared = {"K": top_k, "MASKED": True, "NORMALIZE": True, "SIGMOID": sigmoid, "EPS": 1e-7,
+              "BT": min(128, 1024 // experts), "BE": experts}
+    yield Case(label, "top_k_kernel", "router",
+               (F32, "*i1", I64, F32, I64, F32, F32, F32, F32, "i32", "i32"),
+               {**shared, "GIVEN": False, "BIASED": sigmoid, "GROUPS": groups, "TAKE": groups // 2,
+                "BEST": min(2, groups), "BG": max(1, groups)})
+    yield Case(f"{label}, backward", "top_k_backward_kernel", "router",
+               (F32, "*i1", I64, F32, F32, F32, F32, F32, F32, "i32", "i32"),
+               {**shared, "OF_WEIGHTS": True, "OF_IMPORTANCE": True, "OF_Z": True})
 
 
 def products(target: str) -> Iterator[Case]:

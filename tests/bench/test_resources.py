@@ -4,11 +4,14 @@ the products use the instructions that the target has for them.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from moe_plugin.bench.chips import GPUS
 from moe_plugin.bench.resources import Case, Resources, cases, compile_for, machine_code
-from moe_plugin.kernels import kernels
+from moe_plugin.kernels import gpu, kernels
 from moe_plugin.kernels.triton_ops import MODULES
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -70,6 +73,23 @@ def test_every_triton_module_is_compiled() -> None:
     modules = {m for name in MODULES.values()
                for m in (("grouped_gemm", "weight_grads") if name == "expert_matmul" else (name,))}
     assert {c.module for c in cases("sm_90")} >= modules
+
+
+def test_every_kernel_is_compiled() -> None:
+    """Each that host code launches: those of `kernels.gpu` that are called so."""
+    folder = Path(gpu.__file__).parent
+    launched = {name for path in folder.glob("*.py")
+                for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
+    assert launched and {c.kernel for c in cases("sm_90")} >= launched
+
+
+@pytest.mark.parametrize("target", list(GPUS))
+def test_the_page_has_every_kernel(target: str) -> None:
+    page = Path(__file__).parents[2] / "docs" / "benchmarks" / "resources.md"
+    section = page.read_text(encoding="utf-8").split(f"## {target} ", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")]
+    assert rows[2:] == [case.label for case in cases(target)], (
+        "out of date; run: python scripts/benchmark_resources.py")
 
 
 def test_every_operation_has_a_triton_kernel() -> None:
