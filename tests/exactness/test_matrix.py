@@ -24,17 +24,20 @@ from tests.oracle import Case
 MATRIX = [cell for dispatch in dispatchers.names() for cell in cells.cells_of(dispatch)]
 SAME_TOKENS = [cell for dispatch in cells.own_tokens() for cell in cells.parm_cells(dispatch)]
 LOOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+FP8_OFF = 0.25  # of the norm, as docs/kernels.md says
 
 
-def run_cell(cell: Cell) -> None:
+def run_cell(cell: Cell, of_norm: float | None = None) -> None:
     """One cell against the reference; two ranks per node, so that hierarchical exchanges have work.
+
+    of_norm: see `compare`.
     """
     case, config = cells.case_of(cell), cells.settings_of(cell)
     with naming(name_of(cell)), dropping_by_value():
         world = cell["size"].world
         results = run_simulated(world, lambda comm: run_rank(case, comm, config),
                                 topology=Topology.uniform(world, 2))
-        compare(case, results, reference(case))
+        compare(case, results, reference(case), of_norm=of_norm)
 
 
 @pytest.mark.parametrize("cell", MATRIX, ids=name_of)
@@ -45,6 +48,12 @@ def test_cell(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", SAME_TOKENS, ids=name_of)
 def test_cell_of_ranks_with_the_same_tokens(cell: Cell) -> None:
     run_cell(cell)
+
+
+@pytest.mark.parametrize("cell", [cell for name in dispatchers.names()
+                                  for cell in cells.fp8_cells(name)], ids=name_of)
+def test_cell_in_fp8(cell: Cell) -> None:
+    run_cell(cell, of_norm=FP8_OFF)
 
 
 def test_all_that_is_registered_is_in_the_matrix() -> None:
