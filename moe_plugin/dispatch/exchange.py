@@ -47,7 +47,7 @@ class ExchangeDispatcher(Dispatcher):
                                      anchor)
             return [piece.work(rows_RD, self.maps_rows)]
         pieces = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
-        out = PipelinedExchange(self.placement, plan, self.overlap, reverse=False)
+        out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
         arriving = zip(plan.pieces, out.travel(map(self.own_part, pieces), anchor), strict=True)
         return (piece.work(rows, self.maps_rows) for piece, rows in arriving)
 
@@ -61,7 +61,8 @@ class ExchangeDispatcher(Dispatcher):
             rows_ND = self.all_parts(
                 self._exchange(next(done), piece.recv, piece.send, plan.even, anchor))
         else:
-            back = PipelinedExchange(self.placement, plan, self.overlap, reverse=True)
+            back = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap,
+                                     reverse=True)
             rows_ND = torch.cat([self.all_parts(rows) for rows in back.travel(done, anchor)])
         return self.weigh(rows_ND, plan)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.handles import Series
-from moe_plugin.dispatch.pieces import ExchangePlan
+from moe_plugin.dispatch.pieces import Piece
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.records import Overlap, Placement
 
@@ -30,18 +30,18 @@ class PipelinedExchange:
 
     Args:
         placement: the ranks and the exchange algorithm.
-        plan: its pieces travel from `send` to `recv`.
+        pieces: they travel from `send` to `recv`. even: see `ExchangePlan`.
         overlap: groups of pieces that travel together, forward and backward.
         reverse: rows travel from `recv` to `send`, back to their tokens.
     """
 
-    def __init__(self, placement: Placement, plan: ExchangePlan, overlap: Overlap,
-                 reverse: bool) -> None:
-        pieces = [_Sizes(p.recv, p.send, p.local) if reverse else _Sizes(p.send, p.recv, p.local)
-                  for p in plan.pieces]
-        self.forward = _Direction(placement, pieces, overlap.forward, plan.even)
-        self.backward = _Direction(placement, [_Sizes(p.recv, p.send, p.local) for p in pieces],
-                                   overlap.backward or overlap.forward, plan.even, last_first=True)
+    def __init__(self, placement: Placement, pieces: Sequence[Piece], even: bool,
+                 overlap: Overlap, reverse: bool = False) -> None:
+        there = [_Sizes(p.recv, p.send, p.local) if reverse else _Sizes(p.send, p.recv, p.local)
+                 for p in pieces]
+        self.forward = _Direction(placement, there, overlap.forward, even)
+        self.backward = _Direction(placement, [_Sizes(p.recv, p.send, p.local) for p in there],
+                                   overlap.backward or overlap.forward, even, last_first=True)
 
     def travel(self, pieces: Iterable[Tensor], anchor: Tensor | None) -> Iterator[Tensor]:
         """Post every piece [N, D] when it is there, before this returns; each on the other side

@@ -1,75 +1,79 @@
 """Experts whose weights their owners lend to other ranks for one call (`planner.spill`).
 
-The weights travel in all-to-alls, so autograd returns the gradients to the owner by the reverse
-ones. An owner sends each of an expert's h borrowers one of h parts of its weights, and borrowers
-exchange the parts; in backward borrowers sum the parts' gradients, and the owner gets each part of
-the sum once.
+The weights travel in all-to-alls in the background, so autograd returns the gradients to the owner
+by the reverse ones. An owner sends each of an expert's h borrowers one of h parts of its weights,
+and borrowers exchange the parts; in backward borrowers sum the parts' gradients, and the owner gets
+each part of the sum once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.comm.base import FunctionExchange
-from moe_plugin.comm.functional import all_to_all
+from moe_plugin.comm import algorithms
+from moe_plugin.dispatch.overlap import PipelinedExchange
+from moe_plugin.dispatch.pieces import Piece
 from moe_plugin.experts.base import Experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.planner.spill import Loan, SpillPlan
-from moe_plugin.records import ExpertRows, Placement, RowCounts
-
-# as it is in memory, whatever format rows travel in
-_EXACT = FunctionExchange(lambda comm, x, send, recv: comm.all_to_all(x, send, recv))
+from moe_plugin.records import ExpertRows, Overlap, Placement, RowCounts
 
 
-@dataclass(frozen=True)
 class LentExperts:
-    """What a rank borrows in one call.
+    """What a rank borrows in one call. Weights travel while rows do, and while the stored experts
+    compute. Collective, in forward and backward.
+
+    Args:
+        experts: of the layer. place: where they are stored. spill: who computes what.
 
     Attributes:
-        stored: L, experts that this rank stores. guests: experts that it borrows.
-        parameters: of the borrowed experts; None: this rank borrows none.
-        arrived: what the exchanges of weights end in; it ties them into the graph.
+        stored: L, experts that this rank stores. numbers: those that it borrows, ascending.
+        travel: of the weights; None: they have arrived.
     """
 
-    stored: int
-    guests: int
-    parameters: FFNParameters | None
-    arrived: Tensor
-
-    @classmethod
-    def fetch(cls, experts: Experts, place: Placement, spill: SpillPlan) -> LentExperts:
-        """Borrow and lend. Collective, in forward and backward."""
-        local = experts.local_parameters()
+    def __init__(self, experts: Experts, place: Placement, spill: SpillPlan) -> None:
+        self.experts, self.place = experts, place
+        self.stored, self.numbers = place.local, spill.guests(place.comm.rank)
+        self.local = experts.local_parameters()
         # stored parameters that are trained: then the exchanges are in every rank's graph
         anchor = next((p for p in experts.parameters() if p.requires_grad), None)
-        arrived = _lend(local, place, spill, anchor)
-        numbers, parameters = spill.guests(place.comm.rank), None
-        if numbers:
-            guests = _as_parameters(arrived, local, numbers, place)
-            parameters = experts.compute_parameters(guests, 0)
-        return cls(place.local, len(numbers), parameters, arrived)
-
-    def tied(self, x_TD: Tensor) -> Tensor:
-        """x_TD itself; where nothing is borrowed, backward runs the exchanges of weights for it."""
-        return x_TD if self.guests else _Tie.apply(x_TD, self.arrived)
+        self.travel: _Travel | None = _Travel(self.local, place, spill, anchor)
+        self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
-        """Rows of the stored experts; then, where there are guests, theirs."""
+        """Rows of the stored experts; then, where there are guests, theirs.
+
+        Where nothing is borrowed, backward runs the exchanges of weights for these rows.
+        """
         assert isinstance(work.rows, RowCounts)
+        if self.travel is not None:
+            self.travel.pass_on()
         stored = RowCounts(work.rows.host[:self.stored])
-        guests = RowCounts(work.rows.host[self.stored:self.stored + self.guests])
-        if self.parameters is None:
-            yield ExpertRows(work.x, stored, work.parameters, work.strategy)
+        if not self.numbers:
+            x_RD = work.x
+            if self.travel is not None:
+                x_RD, self.travel = _Tie.apply(x_RD, self.travel.arrived()), None
+            yield ExpertRows(x_RD, stored, work.parameters, work.strategy)
             return
+        guests = RowCounts(work.rows.host[self.stored:self.stored + len(self.numbers)])
         own_RD, guest_RD = work.x.split([stored.total, guests.total])
         yield ExpertRows(own_RD, stored, work.parameters, work.strategy)
-        yield ExpertRows(guest_RD, guests, self.parameters, work.strategy)
+        yield ExpertRows(guest_RD, guests, self.parameters(), work.strategy)
+
+    def parameters(self) -> FFNParameters:
+        """Of the borrowed experts; waits for them."""
+        if self._parameters is None:
+            assert self.travel is not None
+            guests = _as_parameters(self.travel.arrived(), self.local, self.numbers, self.place)
+            self._parameters = self.experts.compute_parameters(guests, 0)
+            self.travel = None
+        return self._parameters
 
 
 def joined(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -90,20 +94,78 @@ class _Tie(torch.autograd.Function):
         return grad, torch.zeros_like(ctx.like)
 
 
-def _lend(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
-          anchor: Tensor | None) -> Tensor:
-    """[G * P] weights of this rank's guests, one expert after another; P elements of an expert."""
-    size = sum(value[0].numel() for value in local.values())
-    parts = _from_owners(local, place, spill, anchor, size)
-    if all(len(loan.helpers) == 1 for loan in spill.loans):
-        return parts
-    mine = [loan for loan in spill.loans if place.comm.rank in loan.helpers]
-    return _among_borrowers(parts, mine, place, anchor, size)
+class _Travel:
+    """Weights on their way from owners to borrowers, and among borrowers.
+
+    Args:
+        local: of the stored experts. anchor: see `comm.functional`.
+    """
+
+    def __init__(self, local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
+                 anchor: Tensor | None) -> None:
+        self.place, self.anchor = place, anchor
+        self.size = sum(value[0].numel() for value in local.values())
+        self.shared = any(len(loan.helpers) > 1 for loan in spill.loans)
+        self.mine = [loan for loan in spill.loans if place.comm.rank in loan.helpers]
+        self._parts: Iterator[Tensor] = _posted(
+            place, anchor, *_from_owner(local, place, spill, self.size))
+        self._others: Iterator[Tensor] | None = None
+
+    def pass_on(self) -> None:
+        """Send this rank's parts of its guests on to their other borrowers; once."""
+        if not self.shared or self._others is not None:
+            return
+        rank, ranks = self.place.comm.rank, range(self.place.comm.size)
+        self.parts_N = next(self._parts)
+        split = _cut(self.parts_N, [_length(loan, rank, self.size) for loan in self.mine])
+        self.own = {loan.expert: part for loan, part in zip(self.mine, split, strict=True)}
+        self.by_peer = [[loan for loan in self.mine if peer in loan.helpers and peer != rank]
+                        for peer in ranks]
+        pieces = [self.own[loan.expert] for peer in ranks for loan in self.by_peer[peer]]
+        send = [sum(self.own[loan.expert].numel() for loan in self.by_peer[peer])
+                for peer in ranks]
+        self.lengths = [[_length(loan, peer, self.size) for loan in self.by_peer[peer]]
+                        for peer in ranks]
+        rows_N = torch.cat(pieces) if pieces else self.parts_N[:0]
+        self._others = _posted(self.place, self.anchor, rows_N, send,
+                               [sum(n) for n in self.lengths])
+
+    def arrived(self) -> Tensor:
+        """[G * P] weights of this rank's guests, one expert after another; P elements of an expert.
+
+        Waits for them. What is given depends on all exchanges, also where nothing is borrowed: they
+        are then reversed in backward on every rank.
+        """
+        self.pass_on()
+        if self._others is None:
+            return next(self._parts)
+        arrived_N = next(self._others)
+        others = iter(_cut(arrived_N, [n for of_peer in self.lengths for n in of_peer]))
+        by_peer = {(loan.expert, peer): next(others)
+                   for peer, loans in enumerate(self.by_peer) for loan in loans}
+        if not by_peer:
+            return torch.cat([self.parts_N, arrived_N])
+        return torch.cat([self.own[loan.expert] if peer == self.place.comm.rank
+                          else by_peer[loan.expert, peer]
+                          for loan in self.mine for peer in loan.helpers])
 
 
-def _from_owners(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
-                 anchor: Tensor | None, size: int) -> Tensor:
-    """This rank's part of each of its guests, one after another."""
+def _posted(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
+            recv: list[int]) -> Iterator[Tensor]:
+    """Elements on their way by an exchange in the background; what arrives, when it is asked for.
+
+    As they are in memory, whatever format rows travel in.
+    """
+    exact = dataclasses.replace(place, algorithm=algorithms.get("linear"))
+    piece = Piece(send, recv, RowCounts([sum(recv)]))
+    return PipelinedExchange(exact, [piece], False, Overlap()).travel([rows_N], anchor)
+
+
+def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
+                size: int) -> tuple[Tensor, list[int], list[int]]:
+    """(what this rank lends, elements to each rank, elements from each rank): a borrower gets its
+    part of each of its guests, one after another.
+    """
     rank, ranks = place.comm.rank, range(place.comm.size)
     flat = {loan.expert: torch.cat([value[loan.expert % place.local].reshape(-1)
                                     for value in local.values()])
@@ -118,33 +180,8 @@ def _from_owners(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan
     recv = [sum(_length(loan, rank, size) for loan in spill.loans
                 if loan.owner == owner and rank in loan.helpers) for owner in ranks]
     like = next(iter(local.values())).detach()
-    rows_N = torch.cat(pieces) if pieces else like.new_empty(0)
     # loans are ascending by expert, so by owner: what arrives is in their order
-    return all_to_all(rows_N, place.comm, _EXACT, send, recv, anchor)
-
-
-def _among_borrowers(parts_N: Tensor, loans: list[Loan], place: Placement,
-                     anchor: Tensor | None, size: int) -> Tensor:
-    """All parts of this rank's guests, from its own ones.
-
-    Also where there are none, what is given depends on parts_N and on this exchange: both are then
-    reversed in backward on every rank.
-    """
-    rank, ranks = place.comm.rank, range(place.comm.size)
-    split = _cut(parts_N, [_length(loan, rank, size) for loan in loans])
-    own = {loan.expert: part for loan, part in zip(loans, split, strict=True)}
-    shared = [[loan for loan in loans if peer in loan.helpers and peer != rank] for peer in ranks]
-    pieces = [own[loan.expert] for peer in ranks for loan in shared[peer]]
-    send = [sum(own[loan.expert].numel() for loan in shared[peer]) for peer in ranks]
-    lengths = [[_length(loan, peer, size) for loan in shared[peer]] for peer in ranks]
-    arrived_N = all_to_all(torch.cat(pieces) if pieces else parts_N[:0], place.comm, _EXACT, send,
-                           [sum(n) for n in lengths], anchor)
-    others = iter(_cut(arrived_N, [n for of_peer in lengths for n in of_peer]))
-    by_peer = {(loan.expert, peer): next(others) for peer in ranks for loan in shared[peer]}
-    if not by_peer:
-        return torch.cat([parts_N, arrived_N])
-    return torch.cat([own[loan.expert] if peer == rank else by_peer[loan.expert, peer]
-                      for loan in loans for peer in loan.helpers])
+    return torch.cat(pieces) if pieces else like.new_empty(0), send, recv
 
 
 def _bounds(loan: Loan, helper: int, size: int) -> tuple[int, int]:

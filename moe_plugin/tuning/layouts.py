@@ -152,8 +152,7 @@ class LayoutCall:
             x_TD = plan.weighed.inputs(x_TD)
         lent = None
         if plan.spill is not None:
-            lent = LentExperts.fetch(experts, layout.dispatcher.placement, plan.spill)
-            x_TD = lent.tied(x_TD)
+            lent = LentExperts(experts, layout.dispatcher.placement, plan.spill)
         parameters = self._parameters()
         arriving = layout.dispatcher.dispatch(x_TD, plan.dispatch, experts.anchor)
         meanwhile()

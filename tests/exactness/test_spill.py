@@ -202,9 +202,9 @@ def test_an_owner_sends_an_expert_once() -> None:
         for helpers in ((1,), (1, 2), (1, 2, 3)):
             plan = SpillPlan([[4, 0, 0, 0]] * 4, {0: [1, *(int(w in helpers) for w in (1, 2, 3))]})
             before = comm.bytes_sent
-            lent = LentExperts.fetch(layer.experts, layer.placement, plan)
+            arrived = LentExperts(layer.experts, layer.placement, plan).travel.arrived()
             between = comm.bytes_sent
-            lent.arrived.sum().backward()
+            arrived.sum().backward()
             sent.append((between - before, comm.bytes_sent - between))
         return sent
 
