@@ -20,7 +20,7 @@ from moe_plugin.experts import expert_kinds
 from moe_plugin.experts.lent import LentExperts
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import SpillCosts, SpillPlan, plan_spill
-from moe_plugin.records import KeptRouting
+from moe_plugin.records import ExpertRows, KeptRouting, RowCounts
 from moe_plugin.routing.replay import checkpoint
 from tests.exactness.harness import NAMES, compare, config_of, load, reference, run_rank, slice_of
 from tests.exactness.spills import Counts, planned, random_planner
@@ -213,6 +213,20 @@ def test_an_owner_sends_an_expert_once() -> None:
     assert first == [(0, size), (size // 2, size), (2 * 8 * (elements // 3), size)]
     assert second[0] == third[0] == third[1] == (0, 0)
     assert sum(r[2][0] for r in (owner, first, second, third)) == 3 * size
+
+
+def test_stored_experts_compute_while_borrowed_weights_travel() -> None:
+    """A borrower waits for them after it has given its own experts their rows."""
+    case = Case(2, 2, 1, [4] * 2)
+
+    def rank(comm: Comm) -> list[bool]:
+        layer = MoELayer(config_of(case), comm, dtype=torch.float64)
+        lent = LentExperts(layer.experts, layer.placement, SpillPlan([[4, 0]] * 2, {0: [4, 4]}))
+        rows = RowCounts([4] * (1 + len(lent.numbers)))
+        work = ExpertRows(torch.zeros(rows.total, 8, dtype=torch.float64), rows)
+        return [lent.travel is not None for _ in lent.split(work)]
+
+    assert run_simulated(2, rank) == [[False], [True, False]]
 
 
 REFUSED: list[tuple[dict[str, Any], LayoutChoice | None, str]] = [
