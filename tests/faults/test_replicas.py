@@ -74,9 +74,10 @@ def test_a_replica_leaves_and_comes_back() -> None:
     assert done.code == 0, done.log[-4000:]
     first, second = done.results
     weight, together = 0.0, 0
-    for step, found, members, _ in first:  # 1.5 is the mean of both gradients, 1 that of the first
+    # 1.5 is the mean of both gradients; where it took the other's state, the other's alone counts
+    for step, found, members, healed in first:
         alone = members == 1
-        weight -= 1.0 if alone else 1.5
+        weight -= 1.5 if not alone else 2.0 if healed else 1.0
         together += not alone
         assert found == pytest.approx(weight), (first, second)
         assert step in range(1, STEPS + 1)
