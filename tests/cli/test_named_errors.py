@@ -82,6 +82,26 @@ WRONG = {
     "emulate": ["emulate", "emulate 2 -- true", "emulate 0x1 -- true", "emulate 2x2 -- NONE",
                 "emulate 1x999999 -- true", "emulate 2x1 --max-restarts -1 -- true",
                 "emulate 2x1 --delay fast -- true"],
+    "inspect": ["inspect", "inspect NONE", "inspect FILE", "inspect EMPTY", "inspect PIPE",
+                "inspect BAD", "inspect FILE --from nobody", *(
+                    f"inspect {what} --from {name}" for what in ("FILE", "DIR", "PIPE", "NONE")
+                    for name in ("plain", "fairseq", "fairseq_branch", "hf", "megatron",
+                                 "megatron_native", "tutel"))],
+    "reshard": ["reshard", "reshard FILE", "reshard NONE OUT", "reshard FILE OUT",
+                "reshard DIR OUT --from plain", "reshard EMPTY OUT --ep 0",
+                f"reshard FILE OUT --from plain --ep {HUGE}", "reshard DIR DIR --from hf",
+                "reshard EMPTY OUT --to nobody", "reshard EMPTY OUT --dtype int8"],
+    "upcycle": ["upcycle", "upcycle NONE OUT --experts 8 --top-k 2", "upcycle FILE OUT",
+                "upcycle DIR OUT --experts 0 --top-k 2 --from hf",
+                f"upcycle DIR OUT --experts 8 --top-k {HUGE} --from hf",
+                "upcycle PIPE OUT --experts 8 --top-k 2", "upcycle DIR DIR --experts 8 --top-k 2",
+                "upcycle DIR OUT --experts 8 --top-k 2 --shared 1"],
+    "check-hf": ["check-hf", "check-hf NONE", "check-hf FILE", "check-hf EMPTY", "check-hf PIPE",
+                 "check-hf DIR --tokens 0", "check-hf DIR --dtype int8"],
+    "fault": ["fault", "fault kill", "fault nothing -- NONE", "fault kill --step 0 -- NONE",
+              "fault kill --ranks x -- NONE", "fault slow --seconds -1 -- NONE",
+              "fault kill --place nowhere -- NONE", f"fault kill --step {HUGE} -- NONE",
+              "fault disk-full --bytes -1 -- NONE", "fault kill -- NONE"],
 }
 
 

@@ -33,6 +33,7 @@ from moe_plugin.hosts.fairseq.observe import observer
 from moe_plugin.hosts.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.hosts.plain.drops import DropWarning
+from moe_plugin.hosts.plain.named_errors import collectives_named
 from moe_plugin.hosts.plain.overflow import StepRepeat, StepStart, limits_of
 from moe_plugin.hosts.plain.parts import Part, count_once, shards, slices
 from moe_plugin.hosts.plain.replicas import (
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 # in a row, without a loss scaler; then the run is broken and fairseq's own error follows
 MAX_SKIPPED_STEPS = 10
+_OF_STEP = "a collective of the training step (gradients in DistributedDataParallel, or its log)"
 
 
 class MoETrainer(Trainer):
@@ -70,8 +72,12 @@ class MoETrainer(Trainer):
         if shards_optimizer_state(cfg):
             sharding.check(cfg, criterion)
         super().__init__(cfg, task, model, criterion, quantizer)
-        self._observer = observer(
-            model, self.data_parallel_process_group if self.data_parallel_world_size > 1 else None)
+        self._observer = observer(model, self._group)
+
+    @property
+    def _group(self) -> Any:
+        """The data-parallel process group; None where there is one process."""
+        return self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """fairseq's, and now and then a record of the experts' statistics."""
@@ -101,7 +107,8 @@ class MoETrainer(Trainer):
             if self._reducer is not None:
                 self._reducer.passes = len(samples)
             try:
-                return super().train_step(samples, raise_oom)
+                with collectives_named(_OF_STEP, self._group):
+                    return super().train_step(samples, raise_oom)
             except StepRepeat:
                 start.rewind()
 
@@ -243,12 +250,12 @@ class MoETrainer(Trainer):
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
         """shared_norm: of this rank's gradients of parameters that are not experts'."""
         parameters = [p for p in self.optimizer.params if p.grad is not None]
-        group = self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
         if self.is_sharded:
-            squared = norm_squared(parameters, group, shared_norm.device)
+            squared = norm_squared(parameters, self._group, shared_norm.device)
         else:
             experts = [p for p in parameters if is_expert(p)]
-            squared = shared_norm.double() ** 2 + norm_squared(experts, group, shared_norm.device)
+            squared = shared_norm.double() ** 2 + norm_squared(experts, self._group,
+                                                                shared_norm.device)
         return squared.sqrt().to(shared_norm.dtype)
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,6 +40,24 @@ def named(what: str, group: Any = None) -> Iterator[None]:
             raise error
 
 
+@contextmanager
+def collectives_named(what: str, group: Any = None) -> Iterator[None]:
+    """As `named`, around code that does other things as well: only what torch's process groups
+    raise is named, such as a lost connection of the reductions that DistributedDataParallel starts
+    within backward.
+
+    Args: see `named`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo's errors have no class of their own; they begin with the file that they come from
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        with comm_of(group).error_context(lambda: what):
+            raise error
+
+
 def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:
     """The values of all ranks of a group, in rank order. Collective.
 

@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, TorchComm
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.plain.named_errors import comm_of, gather_objects, named
+from moe_plugin.hosts.plain.named_errors import (
+    collectives_named,
+    comm_of,
+    gather_objects,
+    named,
+)
 from tests.distributed import run_gloo
 from tests.hosts.lost_rank import lose
 
@@ -61,10 +68,16 @@ def _a_hosts_own(folder: Path, how: str) -> None:
         dist.all_reduce(torch.zeros(1))
     assert comm_of().all_reduce(torch.ones(1)) == 2
     assert gather_objects({"rank": rank}, "ranks") == [{"rank": 0}, {"rank": 1}]
+    parallel = DistributedDataParallel(nn.Linear(2, 1))
+    with pytest.raises(RuntimeError, match="^of a user$"), collectives_named("a step"):
+        raise RuntimeError("of a user")
     if rank == 1:
         os._exit(7)
     try:
-        if how == "tensors":
+        if how == "reductions":
+            with collectives_named("a step"):
+                parallel(torch.ones(1, 2)).sum().backward()
+        elif how == "tensors":
             with named("all_reduce of the loss"):
                 dist.all_reduce(torch.zeros(2))
         elif how == "comm":
@@ -77,6 +90,7 @@ def _a_hosts_own(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "what"), [("tensors", "all_reduce of the loss"),
+                                           ("reductions", "a step"),
                                            ("comm", "all_reduce(sum) of torch.float32 (2,)"),
                                            ("objects", "all_gather of losses")])
 def test_a_hosts_own_collective_is_named(tmp_path: Path, how: str, what: str) -> None:
