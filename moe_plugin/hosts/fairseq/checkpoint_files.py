@@ -222,7 +222,10 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
     damaged = [text for survey in everyone for text in survey.damaged]
     if damaged:
         return _fall_back(filename, wanted, group, damaged)
-    step = newest_common(filename, [survey.steps for survey in everyone])
+    steps = [survey.steps for survey in everyone]
+    if _never_finished(steps):
+        return _before(filename, wanted, group)
+    step = newest_common(filename, steps)
     if step is not None and mine.steps[step] != filename:
         os.replace(mine.steps[step], filename)
     return filename
@@ -244,6 +247,24 @@ def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: li
                            "; ".join(damaged), whole, step)
             return whole  # type: ignore[return-value]
     raise CheckpointError(damaged[0])
+
+
+def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
+    """Whether ranks were killed in the first phase of the first save under a name: a rank renames
+    its file when all ranks have written theirs.
+    """
+    found = [path for steps in everyone for path in steps.values()]
+    return not all(everyone) and all(path.endswith(PENDING) for path in found) and bool(found)
+
+
+def _before(filename: str, wanted: Mapping[str, int], group: Any) -> str:
+    """The newest older checkpoint; `filename`, which is not there, without one."""
+    text = f"checkpoint {without_rank(filename)!r} was not yet written by all ranks"
+    try:
+        return _fall_back(filename, wanted, group, [text])
+    except CheckpointError:  # on every rank
+        logger.warning("%s, and there is no older one: training begins at step 0", text)
+        return filename
 
 
 def _older(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:

@@ -30,7 +30,7 @@ from moe_plugin.dispatch.overflow import RowsOverflow
 from moe_plugin.hosts.megatron import arguments
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.plain.drops import DropWarning
-from moe_plugin.hosts.plain.named_errors import comm_of
+from moe_plugin.hosts.plain.named_errors import collectives_named, comm_of
 from moe_plugin.routing import finish_step
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -282,11 +282,12 @@ class Loop:
         chunks = self.training.chunks
         several = len(chunks) > 1
         length = self.args.seq_length
-        return get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=batches if several else batches[0],
-            model=chunks if several else chunks[0], num_microbatches=microbatches,
-            seq_length=length, micro_batch_size=self.args.micro_batch_size,
-            decoder_seq_length=length, forward_only=forward_only)
+        with collectives_named("a collective of Megatron's step (gradients, or between stages)"):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step, data_iterator=batches if several else batches[0],
+                model=chunks if several else chunks[0], num_microbatches=microbatches,
+                seq_length=length, micro_batch_size=self.args.micro_batch_size,
+                decoder_seq_length=length, forward_only=forward_only)
 
     def _loss_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         # (sum of losses, tokens) over micro-batches and replicas; known on the last stage, sent to

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_plugin.hosts.fairseq import checkpoint_files as files
+from tests.distributed import run_gloo
 from tests.hosts.fairseq.conftest import (
     DROPLESS,
     LANGUAGE_MODEL,
@@ -177,6 +179,23 @@ def test_newest_step_of_all_ranks(everyone: list[dict[int, str]], step: int | No
 def test_ranks_without_a_common_step_are_refused() -> None:
     with pytest.raises(ValueError, match=r"incomplete.*rank 0: \[4\]; rank 1: none"):
         files.newest_common("x-rank-0.pt", [{4: "a"}, {}])
+
+
+def _agreed(folder: Path) -> str:
+    rank = dist.get_rank()
+    path = folder / f"checkpoint_last-rank-{rank}.pt"
+    return Path(files.agree(str(path), {**WANTED, "rank": rank}, dist.group.WORLD)).name
+
+
+@pytest.mark.distributed
+def test_a_first_save_that_ranks_did_not_finish_is_none(tmp_path: Path) -> None:
+    """Killed when rank 0 had written its file and rank 1 had not."""
+    write(tmp_path / "checkpoint_last-rank-0.pt.new", 4)
+    assert run_gloo(2, _agreed, tmp_path) == [f"checkpoint_last-rank-{r}.pt" for r in range(2)]
+    assert not (tmp_path / "checkpoint_last-rank-0.pt").exists()
+    for rank in range(2):
+        write(tmp_path / f"checkpoint_1_4-rank-{rank}.pt", 4, rank=rank)
+    assert run_gloo(2, _agreed, tmp_path) == [f"checkpoint_1_4-rank-{r}.pt" for r in range(2)]
 
 
 @pytest.mark.parametrize(("changes", "words"), [
