@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch import Tensor
 
+from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.offline.common import fitted
 from moe_plugin.hosts.megatron.offline.torch_dist import METADATA, DistributedFiles
 
@@ -54,23 +54,16 @@ def load(original: Callable[..., Any], state: dict[str, Any], path: str, *args: 
     shapes = {name: entry.shape for name, entry in files.tensors().items()}
     known = {*shapes, *files.objects()}
     state = dict_list_map_outplace(functools.partial(_replaced, known=known, shapes=shapes), state)
-    if len(args) < 2:  # else its caller has a strategy for the common state
-        kwargs.setdefault("common_strategy", _FittedCommon(state.get("optimizer")))
-    return original(state, path, *args, **kwargs)
+    own = len(args) >= 2 or kwargs.get("common_strategy") is not None
+    with changed(functools.partial(_with_optimizer, state.get("optimizer")), own) as more:
+        return original(state, path, *args, **kwargs, **more)
 
 
-class _FittedCommon(TorchCommonLoadStrategy):
+def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
     """The common state with the optimizers and groups of the run's own."""
-
-    def __init__(self, wanted: Any) -> None:
-        self._wanted = wanted
-
-    def load_common(self, checkpoint_dir: Any) -> Any:
-        """See `TorchCommonLoadStrategy`."""
-        common = super().load_common(checkpoint_dir)
-        if self._wanted is not None and "optimizer" in common:
-            common["optimizer"] = fitted(common["optimizer"], self._wanted)
-        return common
+    if wanted is not None and "optimizer" in common:
+        common["optimizer"] = fitted(common["optimizer"], wanted)
+    return common
 
 
 def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
