@@ -56,7 +56,7 @@ def load(original: Callable[..., Any], state: dict[str, Any], path: str, *args: 
     state = dict_list_map_outplace(functools.partial(_replaced, known=known, shapes=shapes), state)
     own = len(args) >= 2 or kwargs.get("common_strategy") is not None
     with changed(functools.partial(_with_optimizer, state.get("optimizer")), own) as more:
-        return original(state, path, *args, **kwargs, **more)
+        return original(state, path, *args, **{**kwargs, **more})
 
 
 def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
