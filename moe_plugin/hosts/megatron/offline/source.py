@@ -161,9 +161,15 @@ class MegatronSource(Source):
 
     def _read_common(self, trusted: bool) -> dict[str, Any]:
         path = self.folder / COMMON
+        # Megatron-core 0.19 has it among the objects
+        inside = next((name for name in self._files.objects()
+                       if name.startswith("common_state/shard_")), None)
         try:
-            check_input(path)
-            found = _load(path, str(path), trusted)
+            if inside is not None and not path.exists():
+                found = _load(io.BytesIO(self._files.read_object(inside)), inside, trusted)[0]
+            else:
+                check_input(path)
+                found = _load(path, str(path), trusted)
             if not isinstance(found, dict):
                 raise ValueError("it is no mapping")
             return found
