@@ -259,6 +259,8 @@ def test_optimizer_state_that_only_its_ranks_can_read_is_refused_by_name(
 def test_damage_is_named_and_nothing_else_is_raised(name: str, runs: Any, tmp_path: Path) -> None:
     folder = tmp_path / f"iter_{SAVED:07d}"
     shutil.copytree(Path(runs("Adam", True), folder.name), folder)
+    if name == "common.pt" and not (folder / name).exists():
+        pytest.skip("this Megatron-core keeps the common state among the objects")
     meta, whole = folder / "moe_plugin.json", (folder / name).read_bytes()
     for sums in (True, False):
         if not sums:  # so that readers meet the damage
