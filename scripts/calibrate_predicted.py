@@ -6,8 +6,8 @@ Reads docs/benchmarks/train.json (`moe-plugin bench train`), measures nothing an
 Fits, by least squares over all layouts of all shapes in both hosts, what it costs ranks to meet in
 a collective, a byte on its way, and a byte in and out of a buffer for rows; these belong into
 `moe_plugin/tuning/default_hardware.py` by hand. Writes predicted.md: what is predicted with the
-constants that are there, beside what was measured; exit status 1 if a predicted layout is more than
-3 % behind.
+constants that are there, next to what was measured; exit status 1 if a predicted layout is more
+than 3 % behind.
 """
 
 from __future__ import annotations

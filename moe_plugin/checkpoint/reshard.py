@@ -176,7 +176,7 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Empty for what has no axes: numbers, tensors of one, what is no tensor."""
+    """Empty for what has no axes: numbers, tensors of one, what is not a tensor."""
     if isinstance(value, Derived):
         return value.entry.shape
     return tuple(value.shape) if isinstance(value, Tensor) else ()

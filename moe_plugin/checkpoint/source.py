@@ -114,8 +114,8 @@ class Source(ABC):
     Attributes:
         format: name of its format, as registered in `moe_plugin.checkpoint.formats`.
         entries: all tensors by key, as whole tensors.
-        values: what is no tensor, JSON-like where possible: "step", "settings", schedules, random
-            states, optimizer groups.
+        values: what is not a tensor, JSON-like where possible: "step", "settings", schedules,
+            random states, optimizer groups.
         layers: prefix of the name of each MoE layer -> {"num_experts": E, ...}, as
             `reshard.moe_layers`; the experts' names start with the prefix and "experts.".
     """

@@ -200,17 +200,7 @@ def to_plain(source: Source) -> View:
     Raises:
         CheckpointError: a layer has something that ours has not; by name.
     """
-    derived = []
-    for key in source.entries:
-        prefix, inner = _split(key[1], source.layers)
-        one = source.tensor(key)
-        if prefix is not None:
-            if inner not in NAMES:
-                raise CheckpointError(f"our layer has no counterpart of Tutel's {key[1]!r}; it has "
-                                      f"those of {', '.join(NAMES)}")
-            ours, order = NAMES[inner]
-            one = _turned(one, order).renamed(prefix + ours)
-        derived.append(one)
+    derived = _renamed(source, NAMES, "our layer has no counterpart of Tutel's")
     return View(source, derived, format="plain", values={**source.values, "extra": {}})
 
 
@@ -220,21 +210,27 @@ def from_plain(source: Source) -> View:
     Raises:
         CheckpointError: a layer has something that Tutel's has not; by name.
     """
+    derived = _renamed(source, _OURS, "Tutel's layer has no counterpart of")
+    columns = {field: {name: value for name, value in column.items()
+                       if not name.endswith("_extra_state")}
+               for field, column in source.values.get(COLUMNS, {}).items()}
+    return View(source, derived, format="tutel", values={**source.values, COLUMNS: columns})
+
+
+def _renamed(source: Source, names: Mapping[str, tuple[str, tuple[int, ...]]],
+             missing: str) -> list[Derived]:
+    """All tensors, those of layers by their other names; missing: what is wrong without one."""
     derived = []
     for key in source.entries:
         prefix, inner = _split(key[1], source.layers)
         one = source.tensor(key)
         if prefix is not None:
-            if inner not in _OURS:
-                raise CheckpointError(f"Tutel's layer has no counterpart of {key[1]!r}; it has "
-                                      f"those of {', '.join(_OURS)}")
-            theirs, order = _OURS[inner]
-            one = _turned(one, order).renamed(prefix + theirs)
+            if inner not in names:
+                raise CheckpointError(f"{missing} {key[1]!r}; it has those of {', '.join(names)}")
+            other, order = names[inner]
+            one = _turned(one, order).renamed(prefix + other)
         derived.append(one)
-    columns = {field: {name: value for name, value in column.items()
-                       if not name.endswith("_extra_state")}
-               for field, column in source.values.get(COLUMNS, {}).items()}
-    return View(source, derived, format="tutel", values={**source.values, COLUMNS: columns})
+    return derived
 
 
 def _turned(one: Derived, order: Sequence[int]) -> Derived:

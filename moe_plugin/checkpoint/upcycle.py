@@ -143,7 +143,7 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, De
 def _moe(mlp: Mapping[str, Derived], plan: Upcycling, layer: int) -> Iterator[Derived]:
     prefix, inner = f"layers.{layer}.moe.", mlp["w_in.weight"].entry.shape[0]
     if inner % plan.granularity:
-        raise CheckpointError(f"layer {layer}: inner width {inner} is no multiple of "
+        raise CheckpointError(f"layer {layer}: inner width {inner} is not a multiple of "
                               f"granularity={plan.granularity}; choose a divisor")
     yield _router(mlp["w_in.weight"], plan, layer).renamed(prefix + "router.weight")
     for part in ("w_in", "w_gate", "w_out"):

@@ -6,8 +6,8 @@ between hosts:
 - send and receive: t for each receiver.
 - local all-gather: disjoint parts to the g receivers of a host, which gather them: A t + t_intra
   (g - 1) / g.
-- broadcast: a chain through the hosts in K chunks: t (1 + A / K), almost whatever the number of
-  receivers is.
+- broadcast: a chain through the hosts in K chunks: t (1 + A / K), almost independent of the
+  number of receivers.
 
 Several: each host does one multicast at a time, so that one starts when its sender and all its
 receivers are free. To choose are the sender of each and the order.
@@ -105,8 +105,8 @@ def _by_host(cluster: Cluster, devices: Sequence[int]) -> dict[int, list[int]]:
 
 
 def multicasts(slices: Sequence[Slice], itemsize: int, cluster: Cluster) -> list[Multicast]:
-    """Slices as multicasts between hosts, each in its cheapest form; those that nobody needs are
-    left out.
+    """Slices as multicasts between hosts, each in its cheapest form; those without a receiver
+    are left out.
     """
     made = []
     for index, each in enumerate(slices):

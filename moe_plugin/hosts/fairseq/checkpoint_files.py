@@ -11,7 +11,6 @@ import argparse
 import glob
 import logging
 import os
-import pickle
 import re
 import shutil
 import sys
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError, checksums, trust
+from moe_plugin.checkpoint.plain import UNREADABLE
 from moe_plugin.hosts.plain.named_errors import gather_objects, named
 from moe_plugin.messages import short
 from moe_plugin.regular_files import write_remedy
@@ -40,9 +40,6 @@ _MANIFEST_KEYS = ("num_experts", "world_size", "expert_parallel_size", "rank", "
 _RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
 # parameters by the names of fairseq's `moe` branch
 _OF_BRANCH = re.compile(r"\.moe_layer\.(experts\.\d+|gate\.wg)\.")
-# what torch.load raises for a damaged file
-UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
-               AttributeError, AssertionError, TypeError, ImportError, ArithmeticError)
 
 
 def with_rank_suffix(suffix: str, rank: int) -> str:

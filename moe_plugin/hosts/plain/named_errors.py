@@ -54,8 +54,8 @@ def collectives_named(what: str, group: Any = None) -> Iterator[None]:
         # gloo's errors have no class of their own; they begin with the file that they come from
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
-        with comm_of(group).error_context(lambda: what):
-            raise error
+        with named(what, group):
+            raise
 
 
 def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds beside tensors: the common state's optimizer groups, and
+"""What a distributed checkpoint holds besides tensors: the common state's optimizer groups, and
 objects of modules.
 
 Megatron has one optimizer for shared and one for expert parameters. Our experts always have the
@@ -18,7 +18,7 @@ import torch
 from moe_plugin.hosts.megatron.offline import names
 from moe_plugin.hosts.megatron.offline.source import optimizer_parts
 
-# what tells one group from another, beside `is_expert_parallel`
+# what tells one group from another, besides `is_expert_parallel`
 _SAME = ("wd_mult", "lr_mult", "is_decoupled_lr")
 # modules whose `_extra_state` Megatron asks for, by layer; those of Transformer Engine included
 _MODULES = ("input_layernorm", "self_attention.linear_qkv", "self_attention.core_attention",

@@ -231,7 +231,7 @@ def _sizes(source: Source, known: Mapping[str, Any]) -> dict[str, Any]:
     if normed[0] != found["kv_channels"]:
         raise CheckpointError(
             f"layers.0.attention.q_norm.weight has shape {normed}: Megatron's GPT model norms each "
-            f"head by itself, of width {found['kv_channels']}; choose another format")
+            f"head alone, of width {found['kv_channels']}; choose another format")
     for number in numbers:
         if (dense := shapes.get(f"layers.{number}.mlp.w_out.weight")) is not None:
             found["ffn_hidden_size"] = dense[1]

@@ -131,7 +131,8 @@ class MegatronSource(Source):
             check_input(path)
             backend = json.loads(path.read_text(encoding="utf-8")).get("sharded_backend")
         except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{str(self.folder)!r} is no distributed checkpoint of Megatron: "
+            raise CheckpointError(f"{str(self.folder)!r} is not a distributed checkpoint of "
+                                  "Megatron: "
                                   f"{BACKEND} cannot be read ({short(error)})") from error
         if backend != "torch_dist":
             raise CheckpointError(
@@ -171,7 +172,7 @@ class MegatronSource(Source):
                 check_input(path)
                 found = _load(path, str(path), trusted)
             if not isinstance(found, dict):
-                raise ValueError("it is no mapping")
+                raise ValueError("it is not a mapping")
             return found
         except (trust.UntrustedFile, CheckpointError):
             raise

@@ -71,7 +71,7 @@ class DistributedFiles:
                 for name, one in self._metadata.items() if isinstance(one, TensorStorageMetadata)}
 
     def objects(self) -> list[str]:
-        """Names of what is no tensor."""
+        """Names of what is not a tensor."""
         return [name for name, one in self._metadata.items()
                 if isinstance(one, BytesStorageMetadata)]
 
@@ -194,7 +194,7 @@ def _check_metadata(metadata: Metadata) -> None:
         raise ValueError("it has no tensors")
     for name, stored in metadata.state_dict_metadata.items():
         if not isinstance(name, str):
-            raise ValueError("a tensor's name is no text")
+            raise ValueError("a tensor's name is not text")
         if isinstance(stored, TensorStorageMetadata):
             boxes = [stored.size, *(box for chunk in stored.chunks
                                     for box in (chunk.offsets, chunk.sizes))]
