@@ -125,6 +125,30 @@ def cyclic(workers: int, copies: int) -> Assignment:
         tuple(sorted((w - back) % workers for back in range(copies))) for w in range(workers)))
 
 
+def assign(name: str, workers: int, copies: int) -> Assignment:
+    """The assignment of a name for this many workers, each file computed by `copies` of them.
+
+    name: cyclic, mols (load K / r), ramanujan (case 1 with s = K / r > r, case 2 with K = r^2) or
+        repetition.
+    Raises: ValueError: it does not exist; it says what must hold.
+    """
+    _check_odd(copies)
+    load, left = divmod(workers, copies)
+    if name == "cyclic":
+        return cyclic(workers, copies)
+    if left:
+        raise ValueError(f"{name}: {workers} ranks are no multiple of copies={copies}: start "
+                         "another number of ranks, or use cyclic")
+    if name == "repetition":
+        return repetition(load, copies)
+    if name == "mols":
+        return mols(load, copies)
+    if load < copies:
+        raise ValueError(f"{name}: {workers} ranks are fewer than copies^2={copies**2}: start "
+                         "more, or use cyclic")
+    return ramanujan(load, copies)
+
+
 def _check_odd(copies: int) -> None:
     if copies < 1 or copies % 2 == 0:
         raise ValueError(f"copies={copies} of a file cannot be outvoted: must be odd")

@@ -56,7 +56,7 @@ class LayoutChoice:
                 )
         if self.spill not in POLICIES:
             raise ValueError(f"layout spill={self.spill!r} is not one of {', '.join(POLICIES)}; "
-                             "see docs/adaptive.md")
+                             "see docs/overload.md")
 
     @property
     def backward_d(self) -> int:

@@ -1,7 +1,9 @@
-"""A small event simulator: each resource runs one task at a time, in issue order."""
+"""A small event simulator: each resource runs one task at a time, in issue order or as they can."""
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,4 +87,56 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         ended[task.name] = start + task.seconds
         free.update(dict.fromkeys(task.resources, ended[task.name]))
         spans.append(Span(task, start, ended[task.name]))
+    return Timeline(tuple(spans))
+
+
+def simulate_ready(tasks: Sequence[Task]) -> Timeline:
+    """Run tasks as soon as they can: a resource that is free takes, of those whose inputs have
+    ended, the one that comes first in `tasks`. Spans are in the order in which tasks end.
+
+    Raises: ValueError: a task with several resources or a name that occurs twice; tasks that wait
+        for each other, or for one that is missing.
+    """
+    number = {task.name: index for index, task in enumerate(tasks)}
+    if len(number) < len(tasks) or any(task.also for task in tasks):
+        raise ValueError("each task needs a name of its own and one resource; issue such tasks in "
+                         "an order, with `simulate`")
+    missing = [len(task.after) for task in tasks]
+    following: dict[int, list[int]] = defaultdict(list)
+    for index, task in enumerate(tasks):
+        for name in task.after:
+            following[number.get(name, -1)].append(index)
+    waiting: dict[str, list[int]] = defaultdict(list)  # heaps by resource
+    running: list[tuple[float, int]] = []  # a heap: end and task
+    busy: set[str] = set()
+    spans: list[Span] = []
+
+    def begin(resource: str, now: float) -> None:
+        if resource not in busy and waiting[resource]:
+            index = heapq.heappop(waiting[resource])
+            busy.add(resource)
+            heapq.heappush(running, (now + tasks[index].seconds, index))
+
+    for index, count in enumerate(missing):
+        if not count:
+            waiting[tasks[index].resource].append(index)  # ascending: a heap
+    for resource in list(waiting):
+        begin(resource, 0.0)
+    while running:
+        now, index = heapq.heappop(running)
+        done = tasks[index]
+        spans.append(Span(done, now - done.seconds, now))
+        busy.discard(done.resource)
+        free = {done.resource: None}
+        for other in following[index]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(waiting[tasks[other].resource], other)
+                free[tasks[other].resource] = None
+        for resource in free:
+            begin(resource, now)
+    if len(spans) < len(tasks):
+        stuck = next(task for task, count in zip(tasks, missing, strict=True) if count)
+        raise ValueError(f"task {stuck.name!r} waits for what never ends; issue all that it waits "
+                         "for")
     return Timeline(tuple(spans))

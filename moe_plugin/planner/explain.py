@@ -10,6 +10,7 @@ from moe_plugin.planner.layer_cost import PHASES, LayerCost
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.model_cost import PlanCost
 from moe_plugin.planner.model_search import LAYOUT_AXES, Found, Space, neighbours
+from moe_plugin.planner.units import show_change, show_size, show_time
 
 NAMES = {
     "tp": "tensor parallel", "pp": "pipeline stages", "expert_ranks": "expert group",
@@ -18,13 +19,13 @@ NAMES = {
 
 
 def explain_layer(costs: list[LayerCost], top: int = 6) -> str:
-    """A table of milliseconds by phase, and the gain of the best choice over the second best."""
+    """A table of times by phase, and the gain of the best choice over the second best."""
     phases = "".join(f"{p:>11}" for p in PHASES)
-    lines = [f"{'layout':28}{phases}{'hidden':>9}{'total ms':>10}{'MiB':>9}"]
+    lines = [f"{'layout':28}{phases}{'hidden':>9}{'total':>10}{'memory':>10}"]
     for cost in costs[:top]:
-        cells = "".join(f"{1e3 * s:11.3f}" for s in cost.phases().values())
-        lines.append(f"{cost.choice.label:28}{cells}{1e3 * cost.hidden:9.3f}"
-                     f"{1e3 * cost.seconds:10.3f}{cost.memory_bytes / 2**20:9.0f}")
+        cells = "".join(f"{show_time(s):>11}" for s in cost.phases().values())
+        lines.append(f"{cost.choice.label:28}{cells}{show_time(cost.hidden):>9}"
+                     f"{show_time(cost.seconds):>10}{show_size(cost.memory_bytes):>10}")
     return "\n".join(lines + [_gain(*costs[:2])] if len(costs) > 1 else lines)
 
 
@@ -62,7 +63,7 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
         "", "plans, fastest first:"
     ]
     lines += [
-        f"  {1e3 * cost.seconds:10.1f} ms {cost.memory_bytes / 2**30:7.1f} GiB  {cost.plan.label}"
+        f"  {show_time(cost.seconds):>10} {show_size(cost.memory_bytes):>10}  {cost.plan.label}"
         for cost in found.plans
     ]
     lines += ["", f"{best.plan.label}: time per step", *_time_and_memory(best)]
@@ -71,14 +72,14 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
 
 
 def _time_and_memory(best: PlanCost) -> list[str]:
-    phases = ", ".join(f"{name} {1e3 * s:.3f}" for name, s in best.layer.phases().items() if s)
+    phases = ", ".join(f"{name} {show_time(s)}" for name, s in best.layer.phases().items() if s)
     return [
-        *(f"  {name:24}{1e3 * s:10.1f} ms {100 * s / best.seconds:5.1f} %"
+        *(f"  {name:24}{show_time(s):>10} {100 * s / best.seconds:5.1f} %"
           for name, s in best.time.items() if s),
-        f"  one MoE layer: {1e3 * best.layer.seconds:.3f} ms, of which {phases}; overlap hides "
-        f"{1e3 * best.layer.hidden:.3f}",
+        f"  one MoE layer: {show_time(best.layer.seconds)}, of which {phases}; overlap hides "
+        f"{show_time(best.layer.hidden)}",
         "memory of the fullest rank",
-        *(f"  {name:24}{size / 2**30:10.2f} GiB" for name, size in best.memory.items())
+        *(f"  {name:24}{show_size(size):>10}" for name, size in best.memory.items())
     ]
 
 
@@ -88,11 +89,11 @@ def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost
     for what, other in neighbours(model, cluster, device, best, space).items():
         value = getattr(other.plan.layout if what in LAYOUT_AXES else other.plan, what)
         if other.memory_bytes > device.memory_bytes:
-            why = f"needs {other.memory_bytes / 2**30:.1f} GiB of {device.memory_bytes / 2**30:.1f}"
+            why = f"needs {show_size(other.memory_bytes)} of {show_size(device.memory_bytes)}"
         else:
             worse = max(best.time, key=lambda part: other.time[part] - best.time[part])
             change = other.time[worse] - best.time[worse]
             why = (f"{100 * (other.seconds / best.seconds - 1):+.1f} %, mostly {worse} "
-                   f"({1e3 * change:+.1f} ms)")
+                   f"({show_change(change)})")
         lines.append(f"  {NAMES[what]} {value}: {why}")
     return lines or ["  nothing else divides"]

@@ -7,9 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
-
 from moe_plugin.messages import cut, short
 from moe_plugin.yaml_file import read_yaml
 
@@ -25,10 +22,11 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     Raises:
         ValueError: unknown keys, missing or wrong values.
     """
+    from omegaconf import OmegaConf  # slow to import, and many programs read no such file
+    from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
     schema = OmegaConf.structured(kind)
-    for node in (schema, *(schema[f.name] for f in fields(kind) if f.name in schema)):
-        if OmegaConf.is_config(node):  # frozen dataclasses are read-only schemas
-            OmegaConf.set_readonly(node, False)
+    _make_writable(schema)
     try:
         return OmegaConf.to_object(OmegaConf.merge(schema, values))
     except ConfigKeyError as error:
@@ -41,6 +39,17 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     # out of the bounds of the record; OmegaConf converts as Python does: integers beyond floats
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{where}: {cut(str(error), 600)}") from error
+
+
+def _make_writable(schema: Any) -> None:
+    """Frozen dataclasses are read-only schemas, and so are those inside them."""
+    from omegaconf import DictConfig, OmegaConf
+
+    OmegaConf.set_readonly(schema, False)
+    for name in schema:
+        node = None if OmegaConf.is_missing(schema, name) else schema[name]
+        if isinstance(node, DictConfig):
+            _make_writable(node)
 
 
 def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:

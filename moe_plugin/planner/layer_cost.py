@@ -6,7 +6,7 @@ moves O(r rows + P/(E r)).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from moe_plugin.planner.all_to_all import COSTS
@@ -18,6 +18,9 @@ from moe_plugin.planner.events import Task, Timeline, simulate
 from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
 
 COMPUTE, NETWORK = "compute", "network"
+# of a collective of all ranks by kind (all_gather, reduce_scatter) and bytes of the whole; None: as
+# native ones
+Seconds = Callable[[str, int], float | None]
 PHASES = ("gate", "dispatch", "parameters", "a2a_out", "experts", "a2a_back", "combine",
           "gradients")
 
@@ -106,7 +109,8 @@ class _Sizes:
     bytes that a rank sends. rows_here, experts_here, inner: rows, experts and inner width that a
     rank computes. tokens: bytes of a rank's tokens where all ranks gather them; 0: they do not.
     travel: bytes that the busiest rank sends or receives over `out`. lend: bytes of lent weights
-    that the busiest rank sends or receives. guests: experts that it borrows at most.
+    that the busiest rank sends or receives. guests: experts that it borrows at most. gather_s,
+    reduce_s: seconds to gather parameters and to sum their gradients.
     """
 
     shards: int
@@ -120,6 +124,8 @@ class _Sizes:
     travel: float = 1.0
     lend: float = 0.0
     guests: int = 0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
@@ -259,8 +265,7 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
         Task("dispatch", COMPUTE, copies, ("gate",), "dispatch")
     ]
     if sizes.piece:
-        gather = all_gather_s(cluster, sizes.gather, sizes.piece)
-        tasks.append(Task("gather", NETWORK, gather, (), "parameters"))
+        tasks.append(Task("gather", NETWORK, sizes.gather_s, (), "parameters"))
     if sizes.lend:
         tasks.append(Task("lend", NETWORK, _lend_s(cluster, sizes), ("gate",), "parameters"))
     tasks += _through_experts(cluster, _Work(shape, sizes, device, 1), choice, d,
@@ -279,8 +284,8 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
                               "combine")
     last = _names(tasks, "a2a_out" if sizes.out else "experts")
     if sizes.piece:
-        reduce = reduce_scatter_s(cluster, sizes.gather, sizes.piece)
-        tasks.append(Task("reduce", NETWORK, reduce, _names(tasks, "experts"), "gradients"))
+        tasks.append(Task("reduce", NETWORK, sizes.reduce_s, _names(tasks, "experts"),
+                          "gradients"))
     if sizes.lend:
         tasks.append(Task("return", NETWORK, _lend_s(cluster, sizes), last, "gradients"))
     gate = device.matmul_s(shape.tokens, 4.0 * shape.tokens * shape.model_dim * shape.experts,
@@ -303,14 +308,29 @@ def _memory(shape: LayerShape, sizes: _Sizes) -> float:
     return gathered + rows + 2 * sizes.out
 
 
-def layer_cost(shape: LayerShape, cluster: Cluster, device: Device,
-               choice: LayoutChoice) -> LayerCost:
-    """Predicted cost of a layer on all ranks of `cluster`."""
+def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Sizes:
+    """With the seconds of its collectives: those of all ranks by `collectives`."""
+    native = {"all_gather": all_gather_s(cluster, sizes.gather, sizes.piece),
+              "reduce_scatter": reduce_scatter_s(cluster, sizes.gather, sizes.piece)}
+    if collectives is not None and sizes.piece and sizes.gather.size == cluster.ranks:
+        whole = int(sizes.piece * cluster.ranks)
+        for kind, seconds in native.items():
+            planned = collectives(kind, whole)
+            native[kind] = seconds if planned is None else planned
+    return replace(sizes, gather_s=native["all_gather"], reduce_s=native["reduce_scatter"])
+
+
+def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
+               collectives: Seconds | None = None) -> LayerCost:
+    """Predicted cost of a layer on all ranks of `cluster`.
+
+    collectives: seconds of an all-gather and a reduce-scatter of all ranks; None: native ones.
+    """
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
             f"r={choice.r} does not fit {shape.experts} experts on {cluster.ranks} ranks; use a "
             f"divisor of {shape.cut(cluster.ranks)}, or 0")
-    sizes = _sizes(shape, cluster, device, choice)
+    sizes = _of_all(_sizes(shape, cluster, device, choice), cluster, collectives)
     forward = simulate(_forward_tasks(shape, cluster, device, choice, sizes))
     backward = simulate(_backward_tasks(shape, cluster, device, choice, sizes))
     return LayerCost(choice, forward, backward, _memory(shape, sizes))
@@ -318,14 +338,17 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device,
 
 def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,
                  choices: Iterable[LayoutChoice] | None = None,
-                 memory_bytes: float | None = None) -> list[LayerCost]:
+                 memory_bytes: float | None = None,
+                 collectives: Seconds | None = None) -> list[LayerCost]:
     """All choices by predicted seconds, fastest first, without those above `memory_bytes`.
+
+    collectives: see `layer_cost`.
 
     Raises: ValueError: none fits the memory; names the least memory needed.
     """
     if choices is None:
         choices = legal_choices(shape.experts, cluster.ranks, algorithms=tuple(COSTS))
-    costs = [layer_cost(shape, cluster, device, choice) for choice in choices]
+    costs = [layer_cost(shape, cluster, device, choice, collectives) for choice in choices]
     fitting = [c for c in costs if memory_bytes is None or c.memory_bytes <= memory_bytes]
     if not fitting:
         least = min((c.memory_bytes for c in costs), default=0.0)

@@ -65,27 +65,34 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
     return parts
 
 
+def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict[str, float]:
+    """Seconds of forward and backward of one layer's attention, of one dense FFN and of the output
+    head, for `tokens` tokens of full sequences on `tp` tensor-parallel ranks.
+    """
+    d = model.model_dim
+    flops = {
+        "attention": tokens * (8 * d * d + 4 * model.sequence * d),
+        "dense FFN": 2.0 * model.matrices * tokens * d * model.ffn_dim,
+        "output head": 2.0 * tokens * d * model.vocab
+    }
+    return {name: (1 + BACKWARD) * device.matmul_s(tokens, f / tp) for name, f in flops.items()}
+
+
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
            layer_s: float) -> dict[str, float]:
     """Seconds of forward and backward of one micro-batch on the fullest stage."""
     layers = math.ceil(model.layers / plan.pp)
     moe = math.ceil(model.moe_layers / plan.pp)
     tokens, d = plan.micro_batch * model.sequence, model.model_dim
-    passes = 1 + BACKWARD
-    flops = {
-        "attention": tokens * (8 * d * d + 4 * model.sequence * d),
-        "dense": 2.0 * model.matrices * tokens * d * model.ffn_dim,
-        "head": 2.0 * tokens * d * model.vocab
-    }
-    part = {name: passes * device.matmul_s(tokens, f / plan.tp) for name, f in flops.items()}
+    part = dense_s(model, device, tokens, plan.tp)
     size = tokens * d * model.element_bytes
     groups = plan.groups()
     reduce = all_reduce_s(cluster, groups["tp"], size) if plan.tp > 1 else 0.0
     # two all-reduces per direction; in an MoE layer the second one splits and gathers its tokens
     exchange = 2 * 2 * reduce * layers
     return {
-        "attention": part["attention"] * layers, "dense FFN": part["dense"] * (layers - moe),
-        "output head": part["head"], "tensor parallel": exchange,
+        "attention": part["attention"] * layers, "dense FFN": part["dense FFN"] * (layers - moe),
+        "output head": part["output head"], "tensor parallel": exchange,
         "MoE layers": layer_s * moe,
         "stage to stage": _stage_to_stage_s(cluster, plan, size / plan.tp),
     }

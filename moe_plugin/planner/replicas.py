@@ -50,6 +50,10 @@ class ReplicaMap:
         each = [loads[expert] / copies[expert] for expert in self.logical]
         return [sum(each[i:i + self.slots]) for i in range(0, len(each), self.slots)]
 
+    def holders(self, expert: int) -> tuple[int, ...]:
+        """Ranks that have a logical expert, ascending."""
+        return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
+
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
         """By rank, the experts whose weights it must get where `before` was in use, ascending."""
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
@@ -59,18 +63,25 @@ class ReplicaMap:
                 for rank in range(self.ranks)]
 
 
-def replicate(loads: Loads, slots: int) -> list[int]:
+def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
     """Number of replicas of each expert, at least one, `slots` in total.
 
     No other numbers have a smaller largest load of a slot: the greedy choice is exact.
+
+    most: of an expert; then slots may be left over. None: any number.
     """
     counts = [1] * len(loads)
-    heap = [(-load, expert) for expert, load in enumerate(loads)]
+    heap = [(-load, expert) for expert, load in enumerate(loads) if most is None or most > 1]
     heapq.heapify(heap)
     for _ in range(slots - len(loads)):
+        if not heap:
+            break
         expert = heap[0][1]
         counts[expert] += 1
-        heapq.heapreplace(heap, (-loads[expert] / counts[expert], expert))
+        if counts[expert] == most:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (-loads[expert] / counts[expert], expert))
     return counts
 
 
@@ -123,6 +134,39 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
         here = [expert for g in node for expert in range(g * run, (g + 1) * run)]
         logical += _place(here, [loads[e] for e in here], slots // nodes, ranks // nodes)
     return ReplicaMap(tuple(logical), ranks)
+
+
+def host_replicas(loads: Loads, ranks: int, guests: int,
+                  speeds: Sequence[float] | None = None) -> ReplicaMap:
+    """A map in which experts stay where they are stored, and ranks host replicas of others'.
+
+    Rank i stores experts [i L, (i+1) L). As `place_replicas`: replicas go to the experts with most
+    load for each of theirs, and by falling load onto the rank with least that has a slot left and
+    does not have the expert. A slot that is left over repeats the rank's first expert.
+
+    Args:
+        loads: of the logical experts, any unit, >= 0. guests: slots of a rank for replicas.
+        speeds: of the ranks, to which their loads relate; None: all alike.
+    """
+    local = len(loads) // ranks
+    counts = replicate(loads, len(loads) + ranks * guests, ranks)
+    each = [load / count for load, count in zip(loads, counts, strict=True)]
+    pace = [1.0] * ranks if speeds is None else speeds
+    load = [sum(each[w * local:(w + 1) * local]) / pace[w] for w in range(ranks)]
+    hosted: list[list[int]] = [[] for _ in range(ranks)]
+    more = [e for e, count in enumerate(counts) for _ in range(count - 1) if each[e] > 0]
+    for expert in sorted(more, key=lambda e: (-each[e], e)):
+        free = [w for w in range(ranks) if len(hosted[w]) < guests and expert not in hosted[w]
+                and w != expert // local]
+        if free:
+            rank = min(free, key=lambda w: (load[w] + each[expert] / pace[w], w))
+            hosted[rank].append(expert)
+            load[rank] += each[expert] / pace[rank]
+    slots: list[int] = []
+    for rank, guest in enumerate(hosted):
+        own = range(rank * local, (rank + 1) * local)
+        slots += [*own, *sorted(guest), *[own[0]] * (guests - len(guest))]
+    return ReplicaMap(tuple(slots), ranks)
 
 
 def _place(experts: Sequence[int], loads: Loads, slots: int, ranks: int) -> list[int]:

@@ -144,30 +144,3 @@ def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
         for cell in itertools.product(*runs):
             found.setdefault(cell, []).extend(devices)
     return found
-
-
-@dataclass(frozen=True)
-class Message:
-    """One slice from one device to another."""
-
-    sender: int
-    receiver: int
-    slice: Slice
-
-
-def messages(slices: Sequence[Slice]) -> list[Message]:
-    """Point-to-point messages that deliver every slice to each of its receivers once.
-
-    The largest slices choose first, each the one of its senders that has least to send so far, the
-    lowest of equal ones: every device that computes this gets the same list. Sorted by slice, then
-    by receiver.
-    """
-    load: dict[int, int] = {}
-    chosen: dict[tuple[int, int], int] = {}
-    for index in sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i)):
-        for receiver in slices[index].receivers:
-            sender = min(slices[index].senders, key=lambda d: (load.get(d, 0), d))
-            load[sender] = load.get(sender, 0) + slices[index].elements
-            chosen[index, receiver] = sender
-    return [Message(sender, receiver, slices[index])
-            for (index, receiver), sender in sorted(chosen.items())]

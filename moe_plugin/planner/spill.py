@@ -254,8 +254,25 @@ def _everywhere(draft: _Draft, guests: int) -> Iterator[None]:
         yield
 
 
-_POLICIES = {"least_loaded": _least_loaded, "everywhere": _everywhere}
+# what stands is made of loads of earlier steps (`standing`); predicted as if of this call's
+_POLICIES = {"least_loaded": _least_loaded, "everywhere": _everywhere, "standing": _least_loaded}
 POLICIES = ("never", *_POLICIES)
+
+
+def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillCosts,
+          speeds: Sequence[float] | None = None) -> bool:
+    """Whether a table of who computes what saves `LEAST_GAIN` of the modelled time of a call, and
+    the busiest rank computes no longer than without it.
+    """
+    draft = _Draft(counts_WV, speeds)
+    before = draft.spread()
+    for expert, rows in amounts.items():
+        for rank, moved in enumerate(rows):
+            if moved and rank != expert // draft.local:
+                draft.move(expert, rank, moved)
+    after = draft.spread()
+    return after.rows <= before.rows and (
+        costs.seconds(after) < costs.seconds(before) * (1 - LEAST_GAIN))
 
 
 def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,

@@ -19,6 +19,7 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import Group, all_to_all_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerCost, LayerShape, layer_cost, rank_choices
+from moe_plugin.planner.units import show_time
 
 MATMULS = 5
 MASK_BYTES = 4
@@ -88,11 +89,11 @@ def _scale_row(shape: LayerShape, cluster: Cluster, device: Device) -> ScaleRow:
 
 
 def scale_text(rows: Sequence[ScaleRow]) -> str:
-    """The table as text: milliseconds, and the gain of each adaptation over the plain layer."""
-    lines = [f"{'ranks':>6}{'static ms':>11}{'plain ms':>10}{'r alone':>9}{'d alone':>9}"
-             f"{'all ms':>9}{'static/all':>11}  layout"]
+    """The table as text: times, and the gain of each adaptation over the plain layer."""
+    lines = [f"{'ranks':>6}{'static':>11}{'plain':>10}{'r alone':>9}{'d alone':>9}"
+             f"{'all':>9}{'static/all':>11}  layout"]
     for row in rows:
         gains = f"{row.plain_s / row.r_alone_s:8.2f}x{row.plain_s / row.d_alone_s:8.2f}x"
-        lines.append(f"{row.ranks:6}{1e3 * row.static_s:11.2f}{1e3 * row.plain_s:10.2f}{gains}"
-                     f"{1e3 * row.all_s:9.2f}{row.speedup:10.2f}x  {row.choice.label}")
+        lines.append(f"{row.ranks:6}{show_time(row.static_s):>11}{show_time(row.plain_s):>10}{gains}"
+                     f"{show_time(row.all_s):>9}{row.speedup:10.2f}x  {row.choice.label}")
     return "\n".join(lines)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 from moe_plugin.messages import short
 
@@ -48,11 +51,37 @@ def parse_counts(name: str, text: str, example: str) -> list[int]:
 
 
 def show_size(size: float) -> str:
-    """Bytes as text: `64 KiB`, `1 MiB`."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:g} {unit}"
-    return f"{size:g} B"
+    """Bytes as text, three digits: `512 B`, `64 KiB`, `1.33 MiB`, `1,250 GiB`."""
+    return _shown(size, (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)))
+
+
+def show_time(seconds: float) -> str:
+    """Seconds as text, three digits: `12.3 us`, `4.5 ms`, `26 s`, `4.33 min`, `2,100 h`."""
+    if seconds == 0:
+        return "0 s"
+    return _shown(seconds,
+                  (("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0)))
+
+
+def show_change(seconds: float) -> str:
+    """A difference of times as text, with its sign: `+4.5 ms`, `-26 s`."""
+    return ("+" if seconds >= 0 else "") + show_time(seconds)
+
+
+def _shown(value: float, units: Sequence[tuple[str, float]]) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    for (unit, factor), (_, above) in pairwise(units):
+        shown = _three(value / factor)
+        if abs(float(shown.replace(",", ""))) < round(above / factor):
+            return f"{shown} {unit}"
+        value = math.copysign(max(above, abs(value)), value)  # 999.6 us are 1 ms, and not 1,000 us
+    unit, factor = units[-1]
+    return f"{_three(value / factor)} {unit}"
+
+
+def _three(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def _parse(text: str, units: dict[str, float], default: str, what: str) -> float:

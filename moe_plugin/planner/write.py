@@ -63,7 +63,8 @@ def host_flags(model: ModelShape, plan: Plan, host: str) -> list[str]:
     update = model.global_batch // (plan.dp * plan.micro_batch)
     flags = [
         "--moe-freq", model.moe_every, "--batch-size", plan.micro_batch, "--tokens-per-sample",
-        model.sequence, "--update-freq", update, "--ddp-backend", "legacy_ddp"
+        model.sequence, "--update-freq", update, "--moe-expert-parallel-size", plan.expert_ranks,
+        "--ddp-backend", "legacy_ddp"
     ]
     return [str(f) for f in flags]
 

@@ -6,7 +6,14 @@ import itertools
 
 import pytest
 
-from moe_plugin.planner.byzshield import Assignment, mols, ramanujan, repetition
+from moe_plugin.planner.byzshield import (
+    Assignment,
+    assign,
+    cyclic,
+    mols,
+    ramanujan,
+    repetition,
+)
 
 SCHEMES = [mols(3, 1), mols(5, 3), ramanujan(5, 3), ramanujan(3, 3), ramanujan(3, 6),
            ramanujan(5, 5), repetition(5, 3)]
@@ -75,3 +82,24 @@ def test_worst_cases_of_35_workers_of_which_12_are_wrong() -> None:
 def test_impossible_numbers_are_named(make, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("name, workers, copies, wanted", [
+    ("cyclic", 4, 3, cyclic(4, 3)), ("mols", 15, 3, mols(5, 3)),
+    ("ramanujan", 15, 3, ramanujan(5, 3)), ("ramanujan", 25, 5, ramanujan(5, 5)),
+    ("repetition", 15, 3, repetition(5, 3)),
+])
+def test_an_assignment_by_name(name: str, workers: int, copies: int, wanted: Assignment) -> None:
+    made = assign(name, workers, copies)
+    assert made == wanted and made.workers == workers and made.copies == copies
+
+
+@pytest.mark.parametrize("name, workers, copies, words", [
+    ("cyclic", 2, 3, "copies=3 must be <= 2 workers"), ("cyclic", 4, 2, "must be odd"),
+    ("mols", 16, 3, "no multiple of copies=3"), ("mols", 12, 3, "load=4"),
+    ("ramanujan", 6, 3, "fewer than copies^2=9"), ("ramanujan", 12, 3, "prime=4"),
+])
+def test_an_assignment_that_does_not_exist(name: str, workers: int, copies: int,
+                                           words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("^", r"\^")):
+        assign(name, workers, copies)

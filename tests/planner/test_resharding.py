@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from moe_plugin.planner import multicast
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.multicast import Multicast, Step
-from moe_plugin.planner.one_f_one_b import Pipeline
-from moe_plugin.planner.resharding import Slice, TensorLayout, messages, unique_slices
+from moe_plugin.planner.relays import relays
+from moe_plugin.planner.resharding import Slice, TensorLayout, unique_slices
 
 CLUSTER = Cluster(nodes=8, ranks_per_node=2, intra=Link(beta_s=1e-3), inter=Link(beta_s=1.0))
 
@@ -44,25 +44,31 @@ def box_of(x: torch.Tensor, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
 
 
 @settings(max_examples=150, deadline=None)
-@given(pairs())
+@given(pairs(), st.integers(1, 3), st.integers(1, 3))
 def test_every_slice_arrives_once_and_the_tensor_is_whole(
-        pair: tuple[TensorLayout, TensorLayout]) -> None:
+        pair: tuple[TensorLayout, TensorLayout], per_node: int, chunks: int) -> None:
     source, target = pair
     whole = torch.arange(1, 1 + torch.Size(source.shape).numel()).view(source.shape)
     stored = {device: box_of(whole, box) for device, box in source.boxes.items()}
     made = {d: torch.zeros([b - a for a, b in box], dtype=torch.int64)
             for d, box in target.boxes.items()}
-    writes = {device: torch.zeros_like(tensor) for device, tensor in made.items()}
     slices = unique_slices(source, target)
-    moves = [(d, d, s) for s in slices for d in s.keepers]
-    moves += [(m.sender, m.receiver, m.slice) for m in messages(slices)]
-    for sender, receiver, each in moves:
-        at = each.within(target.boxes[receiver])
-        made[receiver][at] = stored[sender][each.within(source.boxes[sender])]
-        writes[receiver][at] += 1
+    for each in slices:
+        for device in each.keepers:
+            box = source.boxes[device]
+            made[device][each.within(target.boxes[device])] += stored[device][each.within(box)]
+    hops = relays(slices, [device // per_node for device in range(110)], chunks)
+    for hop in sorted(hops, key=lambda hop: hop.depth):
+        each = slices[hop.slice]
+        held = made if hop.depth else stored
+        box = (target if hop.depth else source).boxes[hop.sender]
+        part = torch.zeros(each.elements, dtype=torch.int64)
+        part[slice(*hop.part)] = held[hop.sender][each.within(box)].flatten()[slice(*hop.part)]
+        # added: what arrives twice, or before its relay has it, is wrong
+        made[hop.receiver][each.within(target.boxes[hop.receiver])] += part.view(
+            [stop - start for start, stop in each.box])
     for device, box in target.boxes.items():
         assert torch.equal(made[device], box_of(whole, box))
-        assert bool((writes[device] == 1).all())
     assert all(s.senders and not {*s.receivers} & {*s.senders} for s in slices)
 
 
@@ -72,9 +78,9 @@ def test_replicas_share_the_sending() -> None:
     """
     source = TensorLayout((4,), {0: ((0, 4),), 1: ((0, 4),)})
     parts = TensorLayout((4,), {d: ((d % 4, d % 4 + 1),) for d in range(2, 6)})
-    sent = messages(unique_slices(source, parts))
-    assert sorted(m.sender for m in sent) == [0, 0, 1, 1]
-    assert [m.receiver for m in sent] == [4, 5, 2, 3]
+    sent = relays(unique_slices(source, parts), range(6))
+    assert sorted(hop.sender for hop in sent) == [0, 0, 1, 1]
+    assert [hop.receiver for hop in sent] == [4, 5, 2, 3]
 
 
 def test_what_is_stored_nowhere_is_named() -> None:
@@ -170,23 +176,3 @@ def test_nobody_is_sent_what_nobody_needs() -> None:
     kept = Slice(((0, 4),), (0,), (), (0,))
     assert multicast.multicasts([kept], 4, CLUSTER) == []
     assert multicast.plan_order([]) == []
-
-
-@pytest.mark.parametrize("stages, batches, send, blocking, overlapped, eager, ideal", [
-    (4, 16, 0, 57, 57, 57, 57), (4, 16, 0.5, 74.5, 71, 60, 57), (4, 16, 1.0, 92, 85, 63, 57),
-    (8, 32, 0.5, 154.5, 151, 124, 117), (8, 32, 1.0, 192, 185, 131, 117),
-])
-def test_pipelines_by_how_they_send(stages: int, batches: int, send: float, blocking: float,
-                                    overlapped: float, eager: float, ideal: float) -> None:
-    """Forward 1 s, backward 2 s."""
-    line = Pipeline(stages=stages, micro_batches=batches, send_s=send)
-    assert [line.simulate(mode).seconds for mode in ("blocking", "overlapped", "eager")] == [
-        blocking, overlapped, eager]
-    assert line.ideal_s == ideal
-    assert line.peak_activations("overlapped") == list(range(stages, 0, -1))
-    assert line.peak_activations("eager") == list(range(2 * stages - 1, 0, -2))
-
-
-def test_an_unknown_way_to_send_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of blocking, overlapped, eager"):
-        Pipeline(stages=2, micro_batches=2).simulate("late")

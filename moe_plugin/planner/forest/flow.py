@@ -1,0 +1,94 @@
+"""Max-flows and min-cuts with integer capacities, by igraph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+# igraph computes with doubles, which hold every integer up to here
+LARGEST = 1 << 53
+Capacities = Mapping[tuple[int, int], int]
+
+
+class Flows:
+    """A graph with fixed arcs, for many flows with changing capacities.
+
+    Args:
+        nodes: their number.
+        arcs: (from, to) of each arc; capacities are given in the same order.
+    """
+
+    def __init__(self, nodes: int, arcs: Sequence[tuple[int, int]]) -> None:
+        self._graph = _library().Graph(nodes, arcs, directed=True)
+
+    def value(self, source: int, sink: int, capacities: Sequence[int]) -> int:
+        """Value of a maximum flow."""
+        return round(self._graph.maxflow_value(source, sink, capacities))
+
+    def cut(self, source: int, sink: int, capacities: Sequence[int]) -> tuple[int, list[int]]:
+        """Value of a minimum cut and the nodes on its source's side."""
+        found = self._graph.maxflow(source, sink, capacities)
+        return round(found.value), list(found.partition[0])
+
+    def arcs(self, source: int, sink: int, capacities: Sequence[int]) -> list[int]:
+        """A maximum flow's amount on each arc."""
+        return [round(amount) for amount in self._graph.maxflow(source, sink, capacities).flow]
+
+
+class Demand:
+    """Whether every node can receive from all roots at once: for each rank v, a flow of all the
+    roots' weights from a common source to v.
+
+    Args:
+        nodes: number of nodes; the source is one more. ranks are 0 to len(roots) - 1.
+        capacities: of the arcs.
+        roots: weight of each rank.
+    """
+
+    def __init__(self, nodes: int, capacities: Capacities, roots: Sequence[int]) -> None:
+        self._arcs = [arc for arc, capacity in capacities.items() if capacity]
+        self._inside = [capacities[arc] for arc in self._arcs]
+        self._roots, self._source, self.total = list(roots), nodes, sum(roots)
+        check_exact(self._inside, self.total * (len(self._roots) + 1))
+        self._flows = Flows(
+            nodes + 1, [*self._arcs, *((nodes, rank) for rank in range(len(self._roots)))])
+
+    def missing(self, enough: int | None = None, first: Iterable[int] = ()) -> tuple[int, int]:
+        """The largest lack of any cut, and a rank behind it: 0 where all receive.
+
+        Ranks that are known to receive join the source: cuts that leave one of them out are
+        checked, so that the others' flows are found sooner.
+
+        Args:
+            enough: stop at a lack of this size.
+            first: ranks to try before the others, those at which earlier lacks showed.
+        """
+        most, where, open_roots = 0, -1, list(self._roots)
+        order = dict.fromkeys([*first, *range(len(open_roots))])
+        for rank in order:
+            lack = self.total - self._flows.value(self._source, rank, self._inside + open_roots)
+            if lack <= 0:
+                open_roots[rank] = self.total
+            elif lack > most:
+                most, where = lack, rank
+                if enough is not None and most >= enough:
+                    break
+        return most, where
+
+
+def check_exact(capacities: Iterable[int], more: int = 0) -> None:
+    """Raise `ValueError` where sums of capacities would be rounded."""
+    total = sum(capacities) + more
+    if total >= LARGEST:
+        raise ValueError(
+            f"the network's bandwidths need integers up to {total} for an exact answer, more than "
+            f"{LARGEST}; write bandwidths with fewer digits, or ask for few trees (--trees)")
+
+
+def _library() -> Any:
+    try:
+        import igraph
+    except ImportError as error:
+        raise ValueError("schedules of trees need igraph: pip install 'moe-plugin[forest]'"
+                         ) from error
+    return igraph

@@ -1,0 +1,173 @@
+"""Throughput-optimal schedules of all-gather, reduce-scatter and all-reduce on any network.
+
+After ForestColl (Zhao et al., arXiv 2402.06787): the cut that bounds the time (`optimum`), switches
+replaced by links between ranks (`splitting`), spanning trees packed into them (`packing`). All of
+it in integers and fractions, so that the trees reach the bound exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+
+from moe_plugin.messages import short
+from moe_plugin.planner.forest.by_parts import trees_by_parts
+from moe_plugin.planner.forest.few_trees import best_unit, whole
+from moe_plugin.planner.forest.network import Network
+from moe_plugin.planner.forest.optimum import Graph, optimum, whole_trees
+from moe_plugin.planner.forest.overlap import best_shares
+from moe_plugin.planner.forest.packing import pack
+from moe_plugin.planner.forest.pairing import paired
+from moe_plugin.planner.forest.schedule import COLLECTIVES, Edge, Schedule, Tree
+from moe_plugin.planner.forest.splitting import Path, Splitting, take
+from moe_plugin.planner.forest.symmetry import find_parts
+
+MAX_TREES = 1 << 20
+
+
+def plan(network: Network, collective: str = "all_gather", trees: int | None = None, *,
+         overlap: bool = False, symmetry: bool = True) -> Schedule:
+    """The schedule with the highest throughput.
+
+    Args:
+        network: its ranks and links.
+        collective: one of `COLLECTIVES`; all_reduce is a reduce-scatter, then an all-gather.
+        trees: k, trees per root; None: as many as the highest throughput needs.
+        overlap: of all_reduce: both parts at the same time, on shared wires; roots have the shares
+            that are best for that (`planner.forest.overlap`).
+        symmetry: clusters of equal parts: plan one for all where that is as fast
+            (`planner.forest.by_parts`).
+    Raises:
+        ValueError: an unknown collective, trees < 1, overlap where it has no meaning, bandwidths
+            with so many digits that sums would be rounded, or igraph is missing.
+    """
+    _check_request(collective, trees, overlap)
+    if len(network.ranks) == 1:
+        return _alone(network, collective, trees, overlap)
+    graph = Graph.of(network)
+    if overlap:
+        return _overlapped(network, graph, symmetry)
+    best = optimum(graph)
+    if trees is None:
+        k, per_unit = whole_trees(graph, best.ratio)
+    else:
+        k, per_unit = trees, best_unit(graph, best.ratio, trees)
+    made = _both_ways(whole(graph, per_unit), network, [k] * graph.ranks, collective, symmetry)
+    return _checked(Schedule(
+        collective, network, best.ratio * graph.scale,
+        frozenset(network.nodes[v] for v in best.cut), k, 1 / (per_unit * graph.scale), made,
+        fixed=trees is not None))
+
+
+def _check_request(collective: str, trees: int | None, overlap: bool) -> None:
+    if collective not in COLLECTIVES:
+        raise ValueError(f"collective {short(collective)} is none of {', '.join(COLLECTIVES)}")
+    if trees is not None and not 1 <= trees <= MAX_TREES:
+        raise ValueError(f"trees={short(trees)} per root must be from 1 to {MAX_TREES}")
+    if overlap and collective != "all_reduce":
+        raise ValueError(f"overlap=True with {collective}, which has one part; use all_reduce")
+    if overlap and trees is not None:
+        raise ValueError(f"overlap=True with trees={trees}: roots have unequal numbers of trees "
+                         "then; leave trees out")
+
+
+def _overlapped(network: Network, graph: Graph, symmetry: bool) -> Schedule:
+    shares = best_shares(graph)
+    # whole trees: of every root, and over half of every wire
+    per_unit = 1 / _common([*shares.roots, *(Fraction(c, 2) for c in graph.capacity.values())])
+    roots = [int(share * per_unit) for share in shares.roots]
+    counted = Graph(graph.ranks, graph.nodes, {
+        arc: int(c * per_unit / 2) for arc, c in graph.capacity.items()}, graph.scale)
+    return _checked(Schedule(
+        "all_reduce", network, graph.ranks * graph.scale / shares.rate, frozenset(), sum(roots),
+        1 / (per_unit * graph.scale),
+        _both_ways(counted, network, roots, "all_reduce", symmetry), overlap=True,
+        parts=tuple(frozenset(network.nodes[v] for v in part) for part in shares.parts)))
+
+
+def _common(numbers: Iterable[Fraction]) -> Fraction:
+    """The largest fraction of which all are multiples."""
+    numbers = list(numbers)
+    below = lcm(*(n.denominator for n in numbers))
+    return Fraction(gcd(*(int(n * below) for n in numbers)), below)
+
+
+def _checked(schedule: Schedule) -> Schedule:
+    schedule.check()
+    return schedule
+
+
+def _both_ways(counted: Graph, network: Network, roots: Sequence[int],
+               collective: str, symmetry: bool) -> tuple[Tree, ...]:
+    """The trees of a collective: outward ones, and inward ones as outward ones of the network with
+    its wires turned round.
+    """
+    outward, inward = [], []
+    turned = counted.reversed()
+    same = turned.capacity == counted.capacity
+    if collective != "reduce_scatter":
+        outward = _trees(counted, network, roots, symmetry)
+    if collective != "all_gather":
+        made = outward if same and outward else _trees(turned, network, roots, symmetry)
+        inward = [tree.reversed() for tree in made]
+    if inward and outward and not same:
+        inward, outward = paired(inward, outward)
+    return (*inward, *outward)
+
+
+def _alone(network: Network, collective: str, trees: int | None, overlap: bool) -> Schedule:
+    kinds = {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}
+    k = trees or 1
+    return Schedule(collective, network, Fraction(0), frozenset(), k, Fraction(1),
+                    tuple(Tree(0, k, (), inward) for inward in kinds[collective]),
+                    fixed=trees is not None, overlap=overlap)
+
+
+def _trees(counted: Graph, network: Network, roots: Sequence[int], symmetry: bool) -> list[Tree]:
+    """Outward spanning trees, of each root as many as stated, with their physical paths."""
+    alike = symmetry and len(set(roots)) == 1
+    if alike and (parts := find_parts(counted)) is not None:
+        made = trees_by_parts(counted, network.nodes, parts, roots[0])
+        if made is not None:
+            return made
+    split = Splitting(counted, roots)
+    split.run()
+    named = Naming(network, split)
+    packed = pack(counted.ranks, split.capacity, roots)
+    return [named.tree(partial.root, partial.weight, partial.edges)
+            for partial in sorted(packed, key=lambda p: (p.root, -p.weight))]
+
+
+class Naming:
+    """Gives the edges of trees their physical paths, each with what capacity it has."""
+
+    def __init__(self, network: Network, split: Splitting) -> None:
+        self._names, self._pools = network.nodes, split.paths
+        self._known: dict[tuple[tuple[Path, int], ...], tuple[tuple[tuple[str, ...], int], ...]]
+        self._known = {}
+
+    def tree(self, root: int, weight: int, edges: Sequence[tuple[int, int]]) -> Tree:
+        """A tree; its edges take their paths away from those that follow."""
+        return Tree(root, weight, tuple(
+            Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))
+
+    def _paths(self, edge: tuple[int, int], weight: int) -> tuple[tuple[tuple[str, ...], int], ...]:
+        pool, used = self._pools[edge], Counter()
+        while weight:
+            count = min(weight, pool[-1][1])
+            used[take(pool, count)] += count
+            weight -= count
+        key = tuple(used.items())
+        if key not in self._known:
+            self._known[key] = tuple(
+                (tuple(self._names[node] for node in path), count) for path, count in key)
+        return self._known[key]
+
+
+def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    depth = {root: 0}
+    for source, target in edges:
+        depth[target] = depth[source] + 1
+    return iter(sorted(edges, key=lambda edge: depth[edge[0]]))

@@ -1,0 +1,276 @@
+"""A network as a directed graph: ranks, switches and wires with exact bandwidths."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from moe_plugin.messages import short
+from moe_plugin.planner.cluster import Cluster, Link
+from moe_plugin.yaml_file import read_yaml
+
+# more than any schedule is made for, so that a file cannot ask for memory without bound
+MAX_NODES = 1 << 16
+# GB/s: exact arithmetic is fast only while numbers fit machine words
+SLOWEST, FASTEST = Fraction(1, 10**9), Fraction(10**9)
+_NUMBER = re.compile(r"[0-9]{1,40}(\.[0-9]{1,12})?(/[0-9]{1,40})?")
+_KEYS = ("name", "ranks", "switches", "links", "one_way")
+_DIGITS = 3  # significant ones of a measured bandwidth; more only make more trees
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One direction of a link. bandwidth: GB/s (10^9 bytes). alpha_s: seconds of each message."""
+
+    source: str
+    target: str
+    bandwidth: Fraction
+    alpha_s: float = 0.0
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Source and target."""
+        return self.source, self.target
+
+
+@dataclass(frozen=True)
+class Network:
+    """Ranks, switches and the wires between them.
+
+    ranks: nodes that compute; rank i is ranks[i]. switches: nodes that only forward. wires: one
+    direction each, at most one from a node to another.
+
+    Raises: ValueError: a node twice, a wire that does not fit, a node whose wires in and out have
+        different bandwidth in total, nodes that do not reach each other.
+    """
+
+    name: str
+    ranks: tuple[str, ...]
+    switches: tuple[str, ...]
+    wires: tuple[Wire, ...]
+
+    def __post_init__(self) -> None:
+        where = f"network {short(self.name)}"
+        if not self.ranks:
+            raise ValueError(f"{where} has 0 ranks; it needs at least 1")
+        if len(self.nodes) > MAX_NODES:
+            raise ValueError(f"{where} has {len(self.nodes)} nodes, more than {MAX_NODES}; plan a "
+                             "part of it")
+        twice = [node for node, count in Counter(self.nodes).items() if count > 1]
+        if twice:
+            raise ValueError(f"{where}: node {short(twice[0])} is there twice; give each rank and "
+                             "switch a name of its own")
+        _check_wires(self, where)
+        _check_balance(self, where)
+        _check_connected(self, where)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Ranks, then switches."""
+        return self.ranks + self.switches
+
+    def reversed(self) -> Network:
+        """The network with every wire turned round."""
+        return Network(self.name, self.ranks, self.switches, tuple(
+            Wire(w.target, w.source, w.bandwidth, w.alpha_s) for w in self.wires))
+
+    def out_of(self, nodes: Iterable[str]) -> Fraction:
+        """Bandwidth that leaves a set of nodes, GB/s."""
+        inside = set(nodes)
+        return sum((w.bandwidth for w in self.wires
+                    if w.source in inside and w.target not in inside), Fraction(0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` reads, bandwidths as "p/q"."""
+        return {"name": self.name, "ranks": list(self.ranks), "switches": list(self.switches),
+                "one_way": [[w.source, w.target, str(w.bandwidth), w.alpha_s] for w in self.wires]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "network") -> Network:
+        """A network from plain values.
+
+        Args:
+            values: name; ranks and switches: a list of names or a number of them (0, 1, ... and s0,
+                s1, ...); links: [a, b, GB/s] or [a, b, GB/s, alpha_s], both directions; one_way:
+                the same, from a to b only. GB/s: a number or a text such as "25/2".
+            where: what errors call the values.
+        Raises:
+            ValueError: unknown keys, wrong types, or values that `Network` refuses.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{where} must be a mapping with {', '.join(_KEYS)}; got "
+                             f"{short(values)}")
+        unknown = [key for key in values if key not in _KEYS]
+        if unknown:
+            raise ValueError(f"{where}: unknown key {short(unknown[0])}; known keys: "
+                             f"{', '.join(_KEYS)}")
+        wires = []
+        for key in ("links", "one_way"):
+            for index, link in enumerate(_list(values.get(key, ()), f"{where}: {key}")):
+                wire = _wire(link, f"{where}: {key}[{index}]")
+                wires.append(wire)
+                if key == "links":
+                    wires.append(Wire(wire.target, wire.source, wire.bandwidth, wire.alpha_s))
+        return cls(str(values.get("name", "network")),
+                   _names(values.get("ranks", ()), f"{where}: ranks", ""),
+                   _names(values.get("switches", ()), f"{where}: switches", "s"), tuple(wires))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Network:
+        """Read a YAML file of what `from_dict` takes; `ValueError` if it cannot."""
+        values = read_yaml(path, "network file", "see docs/forest.md for an example")
+        return cls.from_dict({"name": Path(path).stem, **values},
+                             f"network file {short(str(path))}")
+
+    @classmethod
+    def from_cluster(cls, cluster: Cluster) -> Network:
+        """The network of a cluster file: a switch in each node, network cards, and one switch
+        between all cards.
+
+        A rank reaches its node's switch at the bandwidth of `intra`, and the card that it shares
+        with others at the bandwidth of `inter`; with more cards than ranks it has several.
+        Bandwidths are rounded to 3 digits; alpha and the fixed seconds of a round are paid where a
+        message leaves a rank.
+        """
+        ranks, switches, wires = [], [], []
+
+        def both(rank: str, switch: str, bandwidth: Fraction, alpha_s: float) -> None:
+            wires.append(Wire(rank, switch, bandwidth, alpha_s))
+            wires.append(Wire(switch, rank, bandwidth))
+
+        for node in range(cluster.nodes):
+            inside = [str(node * cluster.ranks_per_node + i) for i in range(cluster.ranks_per_node)]
+            ranks += inside
+            if len(inside) > 1:
+                rate, switches = _rate(cluster, "intra"), [*switches, f"node{node}"]
+                for rank in inside:
+                    both(rank, f"node{node}", rate, cluster.intra.alpha_s + cluster.phase_s)
+            if cluster.nodes == 1:
+                continue
+            rate, alpha_s = _rate(cluster, "inter"), cluster.inter.alpha_s + cluster.phase_s
+            shared = min(cluster.nics, len(inside))
+            for index in range(shared):
+                card, users = f"node{node}/nic{index}", inside[index::shared]
+                switches.append(card)
+                whole = rate * Fraction(cluster.nics, shared)
+                both(card, "network", whole, 0.0)
+                for rank in users:
+                    both(rank, card, whole, alpha_s)
+        if cluster.nodes > 1:
+            switches.append("network")
+        return cls(cluster.name, tuple(ranks), tuple(switches), tuple(wires))
+
+
+def parse_fraction(value: Any, where: str) -> Fraction:
+    """An exact number from an integer, a float as written, or a text such as "25/2".
+
+    Raises: ValueError: it is none, or has more digits than any bandwidth.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        text = repr(value) if abs(value) < 10**15 else ""
+        if "e" in text or (isinstance(value, float) and len(text) > 14):
+            return Fraction(value).limit_denominator(10**9)
+    else:
+        text = value.strip() if isinstance(value, str) else ""
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"{where} is {short(value)}; write a number such as 25, 12.5 or 25/2")
+    above, _, below = text.partition("/")
+    if below and not int(below):
+        raise ValueError(f"{where} is {short(value)}: a division by 0; correct it")
+    return Fraction(above) / int(below or 1)
+
+
+def _rate(cluster: Cluster, name: str) -> Fraction:
+    link: Link = getattr(cluster, name)
+    if not link.beta_s:
+        raise ValueError(f"cluster {short(cluster.name)}: {name}.beta_s=0 is a link of infinite "
+                         "bandwidth; calibrate the cluster or write its seconds per byte")
+    return Fraction(f"{1e-9 / link.beta_s:.{_DIGITS - 1}e}")
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{where} is {short(value)}; write a list")
+    return value
+
+
+def _names(value: Any, where: str, prefix: str) -> tuple[str, ...]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value <= MAX_NODES:
+            raise ValueError(f"{where} is {short(value)}; write a number from 0 to {MAX_NODES}")
+        return tuple(f"{prefix}{index}" for index in range(value))
+    return tuple(_name(each, f"{where}[{i}]") for i, each in enumerate(_list(value, where)))
+
+
+def _name(value: Any, where: str) -> str:
+    if not isinstance(value, (str, int)) or isinstance(value, bool) or value == "":
+        raise ValueError(f"{where} is {short(value)}; write a node's name")
+    return str(value)
+
+
+def _wire(link: Any, where: str) -> Wire:
+    if len(_list(link, where)) not in (3, 4):
+        raise ValueError(f"{where} is {short(link)}; write [a, b, GB/s] or [a, b, GB/s, alpha_s]")
+    alpha_s = link[3] if len(link) == 4 else 0.0
+    if not isinstance(alpha_s, (int, float)) or isinstance(alpha_s, bool):
+        raise ValueError(f"{where}: alpha_s is {short(alpha_s)}; write seconds of each message")
+    return Wire(_name(link[0], where), _name(link[1], where),
+                parse_fraction(link[2], f"{where}: bandwidth"), alpha_s)
+
+
+def _check_wires(network: Network, where: str) -> None:
+    nodes, seen = set(network.nodes), set()
+    for wire in network.wires:
+        which = f"{where}: wire {short(wire.source)} to {short(wire.target)}"
+        for end in wire.ends:
+            if end not in nodes:
+                raise ValueError(f"{which}: {short(end)} is neither a rank nor a switch; add it or "
+                                 "correct the name")
+        if wire.source == wire.target:
+            raise ValueError(f"{which} ends where it begins; leave it out")
+        if not SLOWEST <= wire.bandwidth <= FASTEST:
+            raise ValueError(f"{which}: bandwidth {short(wire.bandwidth)} GB/s must be from "
+                             f"{float(SLOWEST):g} to {float(FASTEST):g}; correct it or leave the "
+                             "wire out")
+        if not 0 <= wire.alpha_s <= 1e9:
+            raise ValueError(f"{which}: alpha_s {short(wire.alpha_s)} must be seconds from 0 to "
+                             "1e9; correct it")
+        if wire.ends in seen:
+            raise ValueError(f"{which} is there twice; write one wire with the sum of both "
+                             "bandwidths")
+        seen.add(wire.ends)
+
+
+def _check_balance(network: Network, where: str) -> None:
+    leaving, entering = Counter(), Counter()
+    for wire in network.wires:
+        leaving[wire.source] += wire.bandwidth
+        entering[wire.target] += wire.bandwidth
+    for node in network.nodes:
+        if leaving[node] != entering[node]:
+            raise ValueError(
+                f"{where}: node {short(node)} receives {entering[node]} GB/s and sends "
+                f"{leaving[node]} GB/s, which must be equal; correct its wires")
+
+
+def _check_connected(network: Network, where: str) -> None:
+    # where each node sends as much as it receives, a path one way means a path back
+    beside: dict[str, list[str]] = {node: [] for node in network.nodes}
+    for wire in network.wires:
+        beside[wire.source].append(wire.target)
+    first = network.nodes[0]
+    reached, border = {first}, [first]
+    while border:
+        for node in beside[border.pop()]:
+            if node not in reached:
+                reached.add(node)
+                border.append(node)
+    for node in network.nodes:
+        if node not in reached:
+            raise ValueError(f"{where}: nothing connects {short(first)} with {short(node)}; add "
+                             "wires or leave the node out")

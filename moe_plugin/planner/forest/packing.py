@@ -1,0 +1,123 @@
+"""Packs spanning trees into a graph of ranks (the constructive proof of Edmonds' theorem).
+
+Trees grow edge by edge. A tree may take an edge x -> y as long as, for every set of ranks that has
+y and not x, enough capacity enters it for all trees that are not in it yet: a max-flow from x to y
+says how many trees may. Where that is fewer than are left of the tree, it splits into two. A set
+with nothing to spare stays one, so that an edge is asked for at most once per tree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_plugin.planner.forest.flow import Flows, check_exact
+
+Arc = tuple[int, int]
+
+
+@dataclass
+class Partial:
+    """A tree that grows. nodes: ranks in it, in the order in which they came. blocked: edges that
+    it can never take.
+    """
+
+    root: int
+    weight: int
+    nodes: list[int]
+    edges: list[Arc] = field(default_factory=list)
+    blocked: set[Arc] = field(default_factory=set)
+
+    def split(self, weight: int) -> Partial:
+        """Keep `weight` of it; the rest is returned as a tree of its own."""
+        rest = Partial(self.root, self.weight - weight, list(self.nodes), list(self.edges),
+                       set(self.blocked))
+        self.weight = weight
+        return rest
+
+
+def pack(ranks: int, capacity: Mapping[Arc, int], roots: Sequence[int]) -> list[Partial]:
+    """Spanning trees: of each root as many as it has to have, of each edge as many as its capacity.
+
+    Args:
+        ranks: number of nodes.
+        capacity: of each edge; every rank can receive from all roots at once (`flow.Demand`).
+        roots: number of trees of each rank.
+    """
+    return _Packing(ranks, capacity, roots).run()
+
+
+class _Packing:
+    def __init__(self, ranks: int, capacity: Mapping[Arc, int], roots: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._arcs = list(capacity)
+        self._left = [capacity[arc] for arc in self._arcs]
+        self._out: dict[int, list[tuple[int, int]]] = defaultdict(list)  # target, index of arc
+        for index, (source, target) in enumerate(self._arcs):
+            self._out[source].append((target, index))
+        total = sum(roots)
+        check_exact(self._left, total * 4 * (ranks + 1))
+        self._starts = list(roots)  # weights of trees of one node, by root
+        self._waiting: list[Partial] = []  # trees that have edges
+        self._others = total  # weight of all of these
+        self._flows: Flows | None = None
+
+    def run(self) -> list[Partial]:
+        """All trees."""
+        done: list[Partial] = []
+        for root in range(self._ranks):
+            if not self._starts[root]:
+                continue
+            self._waiting.append(Partial(root, self._starts[root], [root]))
+            self._starts[root] = 0
+            while self._waiting:
+                tree = self._waiting.pop()
+                self._others -= tree.weight
+                self._flows = None
+                while len(tree.nodes) < self._ranks:
+                    self._grow(tree)
+                done.append(tree)
+        return done
+
+    def _grow(self, tree: Partial) -> None:
+        """Add an edge: of the earliest node that has one to spare, the widest."""
+        inside = set(tree.nodes)
+        for source in tree.nodes:
+            ahead = [(-self._left[arc], target, arc) for target, arc in self._out[source]
+                     if self._left[arc] and target not in inside
+                     and (source, target) not in tree.blocked]
+            for _, target, arc in sorted(ahead):
+                count = min(tree.weight, self._left[arc])
+                count = max(0, min(count, self._room(source, target, count)))
+                if count < tree.weight:
+                    tree.blocked.add((source, target))
+                if count:
+                    self._add(tree, (source, target), arc, count)
+                    return
+        raise AssertionError(f"no edge continues the tree of root {tree.root}")
+
+    def _add(self, tree: Partial, edge: Arc, arc: int, count: int) -> None:
+        if count < tree.weight:
+            rest = tree.split(count)
+            self._waiting.append(rest)
+            self._others += rest.weight
+            self._flows = None
+        self._left[arc] -= count
+        tree.nodes.append(edge[1])
+        tree.edges.append(edge)
+
+    def _room(self, source: int, target: int, most: int) -> int:
+        """How many trees may take an edge; at least `most` where there are more."""
+        if self._flows is None:
+            more = [(self._ranks, v) for v in range(self._ranks)]
+            for index, tree in enumerate(self._waiting):
+                node = self._ranks + 1 + index
+                more += [(self._ranks, node), *((node, v) for v in tree.nodes)]
+            self._flows = Flows(self._ranks + 1 + len(self._waiting), [*self._arcs, *more])
+            self._grown = [weight for tree in self._waiting
+                           for weight in [tree.weight] * (len(tree.nodes) + 1)]
+        starts = self._starts.copy()
+        starts[source] = self._others + most
+        value = self._flows.value(self._ranks, target, self._left + starts + self._grown)
+        return value - self._others

@@ -1,0 +1,313 @@
+"""A schedule of a collective: trees over a network's wires, and the bound that they reach."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from operator import index
+from typing import Any
+
+from moe_plugin.messages import short
+from moe_plugin.planner.forest.network import Network, parse_fraction
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+Paths = tuple[tuple[tuple[str, ...], int], ...]
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A message of a tree, always from source to target (ranks).
+
+    paths: node names from source to target, each with its multiplicity; together the tree's weight.
+    A tree's piece of data is split over them in this proportion.
+    """
+
+    source: int
+    target: int
+    paths: Paths
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A spanning tree of all ranks.
+
+    weight: how many trees of unit weight it stands for. edges: in an order in which data can move:
+    away from the root, or (inward) towards it, summing on the way.
+    """
+
+    root: int
+    weight: int
+    edges: tuple[Edge, ...]
+    inward: bool = False
+
+    def from_root(self) -> Iterator[tuple[int, int]]:
+        """Each edge as (parent, child), parents first."""
+        if self.inward:
+            return ((edge.target, edge.source) for edge in reversed(self.edges))
+        return ((edge.source, edge.target) for edge in self.edges)
+
+    def depths(self) -> dict[int, int]:
+        """Number of edges between the root and each rank."""
+        found = {self.root: 0}
+        for parent, child in self.from_root():
+            found[child] = found[parent] + 1
+        return found
+
+    def reversed(self) -> Tree:
+        """The tree with all edges and paths turned round, their order, too."""
+        return Tree(self.root, self.weight, tuple(
+            Edge(e.target, e.source, tuple((path[::-1], count) for path, count in e.paths))
+            for e in reversed(self.edges)), not self.inward)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Trees for one collective on one network, with the proof of how fast it can be.
+
+    A result of M bytes is cut into pieces in proportion to the weights of the outward (of
+    reduce_scatter: inward) trees. The piece of a tree starts at its root (all_gather), ends there
+    (reduce_scatter), or is summed towards it and then sent from it (all_reduce: to the i-th inward
+    tree belongs the i-th outward one).
+
+    collective: one of `COLLECTIVES`.
+    inverse_rate: 1/x*, seconds per GB of a shard (M/N): no schedule of this kind is faster. With
+        all_reduce, of each of its two parts; with `overlap`, of both together.
+    cut: names of nodes S that prove it: 1/x* = (ranks in S) / (bandwidth out of S); empty with
+        `overlap` and for one rank.
+    k: number of trees of each root, each counted with its weight; with `overlap`, of all roots
+        together, since roots may then have different shares.
+    unit: GB/s of a tree of weight 1.
+    trees: of all_reduce, all inward ones before all outward ones.
+    fixed: k was given, so that the trees may be slower than 1/x*.
+    overlap: of all_reduce: inward and outward trees share the wires, and run at the same time.
+    parts: with `overlap`, disjoint sets of nodes, each with a rank, that prove it: the time is
+        2 M (number of parts - 1) / (sum of the bandwidths out of each); empty elsewhere.
+    """
+
+    collective: str
+    network: Network
+    inverse_rate: Fraction
+    cut: frozenset[str]
+    k: int
+    unit: Fraction
+    trees: tuple[Tree, ...]
+    fixed: bool = False
+    overlap: bool = False
+    parts: tuple[frozenset[str], ...] = ()
+
+    @property
+    def phases(self) -> int:
+        """How often the data crosses the network at full rate: 2 for reduce-scatter, then
+        all-gather; otherwise 1.
+        """
+        return 2 if self.collective == "all_reduce" and not self.overlap else 1
+
+    @property
+    def weight(self) -> int:
+        """Sum of the weights of the trees over which a result is cut."""
+        return self.k if self.overlap else self.k * len(self.network.ranks)
+
+    @cached_property
+    def depth(self) -> int:
+        """Depth of the deepest tree; 0 for one rank."""
+        return max((max(tree.depths().values()) for tree in self.trees), default=0)
+
+    @cached_property
+    def message_s(self) -> float:
+        """Fixed seconds of a message: the longest sum of alphas on a path of an edge."""
+        alphas = {wire.ends: wire.alpha_s for wire in self.network.wires}
+        paths = {path for edge in _edges(self) for path, _ in edge.paths}
+        return max((sum(alphas[hop] for hop in zip(path, path[1:])) for path in paths), default=0.0)
+
+    def bound_s(self, size: float) -> float:
+        """Seconds below which no schedule of this kind brings a result of `size` bytes."""
+        return float(self.phases * self.inverse_rate / len(self.network.ranks)) * size / 1e9
+
+    def seconds(self, size: float) -> float:
+        """Seconds of these trees for a result of `size` bytes, without the cost of messages."""
+        if len(self.network.ranks) == 1:
+            return 0.0
+        return float(self.phases / (self.weight * self.unit)) * size / 1e9
+
+    @property
+    def algorithmic_bandwidth(self) -> Fraction:
+        """GB of result per second of these trees. ValueError: one rank, which moves nothing."""
+        if len(self.network.ranks) == 1:
+            raise ValueError(f"network {short(self.network.name)} has 1 rank: nothing moves, so "
+                             "that there is no bandwidth; ask only with 2 ranks or more")
+        return self.weight * self.unit / self.phases
+
+    def to_json(self) -> str:
+        """All of it as JSON, fractions as "p/q"; paths are stored once and named by their index."""
+        table: dict[tuple[str, ...], int] = {}
+        trees = [[t.root, t.weight, t.inward, [
+            [e.source, e.target, [[table.setdefault(path, len(table)), count]
+                                  for path, count in e.paths]] for e in t.edges]]
+                 for t in self.trees]
+        return json.dumps({
+            "format": _FORMAT, "collective": self.collective, "network": self.network.to_dict(),
+            "inverse_rate": str(self.inverse_rate), "cut": sorted(self.cut), "k": self.k,
+            "unit": str(self.unit), "fixed": self.fixed, "overlap": self.overlap,
+            "parts": [sorted(part) for part in self.parts], "paths": [list(p) for p in table],
+            "trees": trees})
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "schedule") -> Schedule:
+        """What `to_json` wrote, checked.
+
+        Raises: ValueError: it is no such text, or `check` refuses it.
+        """
+        try:
+            made = _decode(json.loads(text), where)
+        except (LookupError, TypeError, ArithmeticError, RecursionError, AttributeError,
+                json.JSONDecodeError) as error:
+            raise ValueError(f"{where} is not a schedule: {short(error)}; write it again with "
+                             "`moe-plugin schedule`") from error
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise `ValueError` unless the cut proves the bound, every tree spans all ranks, each
+        root's weights are complete, paths exist, and no wire carries more than its bandwidth.
+        """
+        if self.collective not in COLLECTIVES:
+            raise ValueError(f"collective {short(self.collective)} is none of "
+                             f"{', '.join(COLLECTIVES)}")
+        if self.k < 1 or self.unit <= 0:
+            raise ValueError(f"a schedule of k={self.k} trees of {self.unit} GB/s; both must be "
+                             "positive: plan it again")
+        _check_cut(self)
+        for tree in self.trees:
+            _check_tree(tree, len(self.network.ranks))
+        kinds = {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}
+        for inward in kinds[self.collective]:
+            _check_weights(self, [t for t in self.trees if t.inward is inward])
+        if {t.inward for t in self.trees} != set(kinds[self.collective]):
+            raise ValueError(f"a {self.collective} with trees of the wrong direction; plan it "
+                             "again")
+        _check_paths(self)
+        for load in _loads(self):
+            for wire in self.network.wires:
+                if load[wire.ends] * self.unit > wire.bandwidth:
+                    raise ValueError(
+                        f"wire {short(wire.source)} to {short(wire.target)} carries "
+                        f"{load[wire.ends] * self.unit} GB/s, more than its {wire.bandwidth}; "
+                        "plan it again")
+
+
+def _decode(values: dict[str, Any], where: str) -> Schedule:
+    if values["format"] != _FORMAT:
+        raise ValueError(f"{where} has format {short(values['format'])}, not {_FORMAT}; write it "
+                         "again with this version")
+    table = [tuple(path) for path in values["paths"]]
+    known: dict[tuple[int, ...], Paths] = {}
+
+    def paths(entries: list[list[int]]) -> Paths:
+        key = tuple(number for entry in entries for number in entry)
+        if key not in known:
+            known[key] = tuple((table[place], index(count)) for place, count in entries)
+        return known[key]
+
+    trees = tuple(Tree(index(root), index(weight), tuple(
+        Edge(index(s), index(t), paths(entries)) for s, t, entries in edges), bool(inward))
+        for root, weight, inward, edges in values["trees"])
+    return Schedule(
+        values["collective"], Network.from_dict(values["network"], f"{where}: network"),
+        parse_fraction(values["inverse_rate"], f"{where}: inverse_rate"),
+        frozenset(values["cut"]), index(values["k"]),
+        parse_fraction(values["unit"], f"{where}: unit"), trees, bool(values["fixed"]),
+        bool(values["overlap"]), tuple(frozenset(part) for part in values["parts"]))
+
+
+def _check_cut(schedule: Schedule) -> None:
+    """The bound: by a cut, or (`overlap`) by a partition."""
+    network = schedule.network
+    if len(network.ranks) == 1:
+        return
+    if schedule.overlap:
+        crossing = sum((network.out_of(part) for part in schedule.parts), Fraction(0))
+        nodes = Counter(node for part in schedule.parts for node in part)
+        apart = max(nodes.values(), default=0) == 1 and all(
+            part & set(network.ranks) for part in schedule.parts)
+        proven = apart and len(schedule.parts) > 1 and schedule.inverse_rate == (
+            2 * len(network.ranks) * (len(schedule.parts) - 1) / crossing)
+    else:
+        inside = len(schedule.cut & set(network.ranks))
+        proven = (schedule.cut <= set(network.nodes) and 0 < inside < len(network.ranks)
+                  and schedule.inverse_rate == inside / network.out_of(schedule.cut))
+    if not proven:
+        raise ValueError(f"inverse_rate={schedule.inverse_rate} is not what its cut of "
+                         f"{len(schedule.cut)} nodes says; plan it again")
+
+
+def _check_tree(tree: Tree, ranks: int) -> None:
+    which = f"tree of root {short(tree.root)}"
+    if not 0 <= tree.root < ranks or tree.weight < 1:
+        raise ValueError(f"{which} with weight {short(tree.weight)} among {ranks} ranks; plan it "
+                         "again")
+    seen = {tree.root}
+    for edge in reversed(tree.edges) if tree.inward else tree.edges:
+        inner, outer = (edge.target, edge.source) if tree.inward else (edge.source, edge.target)
+        if inner not in seen or outer in seen or not 0 <= outer < ranks:
+            raise ValueError(f"{which}: the edge from {short(edge.source)} to {short(edge.target)} "
+                             "does not continue it; plan it again")
+        if sum(count for _, count in edge.paths) != tree.weight:
+            raise ValueError(f"{which}: the paths from {edge.source} to {edge.target} do not sum "
+                             f"to its weight {tree.weight}; plan it again")
+        seen.add(outer)
+    if len(seen) != ranks:
+        raise ValueError(f"{which} reaches {len(seen)} of {ranks} ranks; plan it again")
+
+
+def _check_weights(schedule: Schedule, trees: list[Tree]) -> None:
+    total = Counter()
+    for tree in trees:
+        total[tree.root] += tree.weight
+    if schedule.overlap:
+        if sum(total.values()) != schedule.k:
+            raise ValueError(f"trees weigh {sum(total.values())} together, not k={schedule.k}; "
+                             "plan it again")
+        return
+    for root in range(len(schedule.network.ranks)):
+        if total[root] != schedule.k:
+            raise ValueError(f"trees of root {root} weigh {total[root]} together, not "
+                             f"k={schedule.k}; plan it again")
+
+
+def _check_paths(schedule: Schedule) -> None:
+    ranks, checked = schedule.network.ranks, set()
+    wires = {wire.ends for wire in schedule.network.wires}
+    for edge in _edges(schedule):
+        for path, count in edge.paths:
+            key = edge.source, edge.target, path
+            if key in checked and count > 0:
+                continue
+            checked.add(key)
+            ends = (path[0], path[-1]) == (ranks[edge.source], ranks[edge.target])
+            if count < 1 or not ends or any(hop not in wires for hop in zip(path, path[1:])):
+                raise ValueError(f"the path {short(path)} with multiplicity {short(count)} does "
+                                 f"not lead from rank {edge.source} to rank {edge.target}; plan it "
+                                 "again")
+
+
+def _edges(schedule: Schedule) -> Iterator[Edge]:
+    return (edge for tree in schedule.trees for edge in tree.edges)
+
+
+def _loads(schedule: Schedule) -> Iterator[Counter[tuple[str, str]]]:
+    """Multiplicity over each wire, of trees that run at the same time."""
+    together = [(True, False)] if schedule.overlap else [(True,), (False,)]
+    for kinds in together:
+        by_paths: Counter[Paths] = Counter(
+            edge.paths for tree in schedule.trees if tree.inward in kinds for edge in tree.edges)
+        load: Counter[tuple[str, str]] = Counter()
+        for paths, times in by_paths.items():
+            for path, count in paths:
+                for hop in zip(path, path[1:]):
+                    load[hop] += count * times
+        yield load

@@ -1,0 +1,255 @@
+"""A simulator of collectives in chunks: every wire carries one chunk at a time.
+
+What is simulated is a program: pieces of the result, and the moves that carry each piece along a
+tree. `ForestColl`'s schedules are programs, and so are rings and binary trees (`baselines`). Each
+piece is cut into chunks that follow each other; a chunk is forwarded by ranks and switches when all
+of it has arrived. For a schedule of depth D (wires on the longest way of a piece) this takes at
+most 1 + (D - 1) / chunks times the time of its bandwidths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from moe_plugin.messages import short
+from moe_plugin.planner.events import Task, simulate, simulate_ready
+from moe_plugin.planner.forest.network import Network
+from moe_plugin.planner.forest.schedule import COLLECTIVES, Schedule, Tree
+
+MAX_TASKS = 4_000_000
+Route = tuple[str, ...]  # node names from a rank to another
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One piece from a rank to another.
+
+    routes: ways through the network with their shares of the piece, which sum to 1. sums: the
+    target adds the piece to its own, instead of receiving it.
+    """
+
+    piece: int
+    source: int
+    target: int
+    routes: tuple[tuple[Route, Fraction], ...]
+    sums: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """A collective as moves.
+
+    roots: of each piece, the rank that has it first, or gets its sum. shares: of each piece, its
+    part of the result. moves: in an order in which they are possible.
+    """
+
+    name: str
+    collective: str
+    network: Network
+    roots: tuple[int, ...]
+    shares: tuple[Fraction, ...]
+    moves: tuple[Move, ...]
+
+    def loads(self) -> Counter[tuple[str, str]]:
+        """Part of the result that each wire carries."""
+        found: Counter[tuple[str, str]] = Counter()
+        for move in self.moves:
+            for route, share in move.routes:
+                for ends in zip(route, route[1:]):
+                    found[ends] += share * self.shares[move.piece]
+        return found
+
+    def inverse_bandwidth(self) -> Fraction:
+        """Seconds per GB of result that its busiest wire needs: no number of chunks is faster."""
+        loads = self.loads()
+        return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
+
+    @property
+    def tasks(self) -> int:
+        """Number of times that a chunk crosses a wire, with one chunk of each piece."""
+        return sum(len(route) - 1 for move in self.moves for route, _ in move.routes)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A program's run. chunks: of each piece. depth: wires on the longest way of a piece."""
+
+    seconds: float
+    chunks: int
+    depth: int
+
+
+def program_of(schedule: Schedule) -> Program:
+    """A schedule as a program: a piece for each tree (of all_reduce, for each pair of trees)."""
+    first = [t for t in schedule.trees if t.inward] or list(schedule.trees)
+    second = [t for t in schedule.trees if not t.inward] if first[0].inward else []
+    moves = _moves(first) + _moves(second)
+    return Program("forest", schedule.collective, schedule.network, tuple(t.root for t in first),
+                   tuple(Fraction(t.weight, schedule.weight) for t in first), tuple(moves))
+
+
+def _moves(trees: Sequence[Tree]) -> list[Move]:
+    return [Move(piece, e.source, e.target,
+                 tuple((path, Fraction(count, tree.weight)) for path, count in e.paths),
+                 tree.inward)
+            for piece, tree in enumerate(trees) for e in tree.edges]
+
+
+def verify(program: Program) -> None:
+    """Carry out a program on the ranks that each piece is a sum of.
+
+    Raises: ValueError: a rank sends what it does not have, receives or adds something twice, or
+        lacks something at the end; pieces that are not the whole result; a route that is none.
+    """
+    ranks = len(program.network.ranks)
+    if program.collective not in COLLECTIVES:
+        raise ValueError(f"collective {short(program.collective)} is none of "
+                         f"{', '.join(COLLECTIVES)}")
+    _verify_shares(program, ranks)
+    everything, gathers = (1 << ranks) - 1, program.collective == "all_gather"
+    held = [[everything * (rank == root) if gathers else 1 << rank for rank in range(ranks)]
+            for root in program.roots]
+    wires = {wire.ends for wire in program.network.wires}
+    for move in program.moves:
+        _verify_move(program, move, held[move.piece], everything, wires)
+    for piece, (root, sums) in enumerate(zip(program.roots, held, strict=True)):
+        wanted = [root] if program.collective == "reduce_scatter" else range(ranks)
+        for rank in wanted:
+            if sums[rank] != everything:
+                raise ValueError(f"{program.name}: at the end, rank {rank} lacks a part of piece "
+                                 f"{piece} of root {root}; plan it again")
+
+
+def _verify_shares(program: Program, ranks: int) -> None:
+    by_root: Counter[int] = Counter()
+    for root, share in zip(program.roots, program.shares, strict=True):
+        by_root[root] += share
+    even = program.collective == "all_reduce" or all(
+        by_root[rank] == Fraction(1, ranks) for rank in range(ranks))
+    if sum(by_root.values()) != 1 or not even or min(program.shares) <= 0:
+        raise ValueError(f"{program.name}: its pieces are not the whole result once; plan it again")
+
+
+def _verify_move(program: Program, move: Move, held: list[int], everything: int,
+                 wires: set[tuple[str, str]]) -> None:
+    ranks = program.network.ranks
+    what = (f"{program.name}: the move of piece {move.piece} from rank {move.source} to rank "
+            f"{move.target}")
+    for route, _ in move.routes:
+        ends = (route[0], route[-1]) == (ranks[move.source], ranks[move.target])
+        if not ends or any(hop not in wires for hop in zip(route, route[1:])):
+            raise ValueError(f"{what} takes {short(route)}, which is no way there; plan it again")
+    if sum(share for _, share in move.routes) != 1:
+        raise ValueError(f"{what} does not carry all of it once; plan it again")
+    here, there = held[move.source], held[move.target]
+    if move.sums:
+        if here & there:
+            raise ValueError(f"{what} adds a contribution twice; plan it again")
+        held[move.target] = here | there
+    else:
+        if here != everything or there == everything:
+            wrong = "sends what is not there" if here != everything else "delivers it twice"
+            raise ValueError(f"{what} {wrong}; plan it again")
+        held[move.target] = everything
+
+
+def run(program: Program, size: float, chunks: int = 64) -> Simulated:
+    """Simulate a program for a result of `size` bytes, each piece in `chunks` chunks.
+
+    Raises:
+        ValueError: what `verify` raises; no chunks, or more than can be simulated.
+    """
+    if chunks < 1 or size < 0:
+        raise ValueError(f"chunks={short(chunks)} must be >= 1 and size={size} >= 0; correct them")
+    if program.tasks * chunks > MAX_TASKS:
+        raise ValueError(f"{chunks} chunks make {program.tasks * chunks} steps, more than "
+                         f"{MAX_TASKS}; use at most {max(1, MAX_TASKS // program.tasks)}")
+    verify(program)
+    depth = starts(program)[1]
+    # first things first, and of those what still has the longest way to go
+    seconds = simulate_ready(_by_chunk(program, size, chunks)).seconds
+    promised = float(program.inverse_bandwidth()) * size / 1e9 * (1 + (depth - 1) / chunks)
+    if seconds > promised:
+        seconds = min(seconds, simulate(_by_wave(program, size, chunks)).seconds)
+    return Simulated(seconds, chunks, depth)
+
+
+def starts(program: Program) -> tuple[list[int], int]:
+    """When the first chunk of each move can start, in wires crossed before; and the depth."""
+    arrived: dict[tuple[int, int], int] = defaultdict(int)
+    waves = []
+    for move in program.moves:
+        wave = arrived[move.piece, move.source]
+        waves.append(wave)
+        end = wave + max(len(route) - 1 for route, _ in move.routes)
+        arrived[move.piece, move.target] = max(arrived[move.piece, move.target], end)
+    return waves, max(arrived.values(), default=0)
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """What each chunk of a move does on one wire. wave: of its first chunk. rest: wires that it
+    and what follows from it still have to cross. after: names of hops without the chunk.
+    """
+
+    name: str
+    wave: int
+    rest: int
+    wire: str
+    seconds: float
+    after: tuple[str, ...]
+
+    def task(self, chunk: int) -> Task:
+        """The task of a chunk."""
+        return Task(f"{self.name}.{chunk}", self.wire, self.seconds,
+                    tuple(f"{name}.{chunk}" for name in self.after))
+
+
+def _hops(program: Program, size: float, chunks: int) -> list[_Hop]:
+    wires = {wire.ends: wire for wire in program.network.wires}
+    rests, waves, into, hops = _rests(program), starts(program)[0], defaultdict(list), []
+    for index, move in enumerate(program.moves):
+        # what the source adds up or forwards: all that reached it before
+        after = tuple(into[move.piece, move.source])
+        for way, (route, share) in enumerate(move.routes):
+            part, before = size * float(share * program.shares[move.piece]) / chunks, after
+            for hop, ends in enumerate(zip(route, route[1:])):
+                wire, name = wires[ends], f"{index}.{way}.{hop}"
+                hops.append(_Hop(name, waves[index] + hop, rests[index] - hop,
+                                 f"{ends[0]} > {ends[1]}",
+                                 wire.alpha_s + part / (1e9 * float(wire.bandwidth)), before))
+                before = (name,)
+            into[move.piece, move.target] += before
+    return hops
+
+
+def _rests(program: Program) -> list[int]:
+    """Of each move: wires on the longest way that begins with it."""
+    longest: dict[tuple[int, int], int] = defaultdict(int)
+    found = []
+    for move in reversed(program.moves):
+        found.append(longest[move.piece, move.target] + max(len(r) - 1 for r, _ in move.routes))
+        here = move.piece, move.source
+        longest[here] = max(longest[here], found[-1])
+    return found[::-1]
+
+
+def _by_chunk(program: Program, size: float, chunks: int) -> list[Task]:
+    hops = sorted(_hops(program, size, chunks), key=lambda hop: -hop.rest)
+    return [hop.task(chunk) for chunk in range(chunks) for hop in hops]
+
+
+def _by_wave(program: Program, size: float, chunks: int) -> Iterator[Task]:
+    """All tasks of a wave wait for earlier waves only. With as much data on each wire in a wave as
+    its bandwidth allows in a unit of time, the n-th wave ends after n units at the latest.
+    """
+    waves = defaultdict(list)
+    for hop in _hops(program, size, chunks):
+        waves[hop.wave].append(hop)
+    for now in range(max(waves, default=0) + chunks):
+        for chunk in range(max(0, now - max(waves)), min(chunks - 1, now) + 1):
+            for hop in waves[now - chunk]:
+                yield hop.task(chunk)

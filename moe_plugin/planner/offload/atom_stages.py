@@ -1,0 +1,216 @@
+"""A step of a model whose segments of layers stream through one device, stage by stage (ATOM)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+
+from moe_plugin.messages import short
+from moe_plugin.planner.offload.profile import ModelProfile
+from moe_plugin.planner.offload.schedule import OffloadSchedule, Step
+
+MOST_LAYERS = 128  # the search grows with the fourth power
+MOST_BATCHES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer, for one micro-batch. Times in seconds.
+
+    Attributes:
+        backward_s: with computing forward again, as only inputs of layers are kept.
+        load_s: to bring its weights to the device; out_s: to bring its gradients from it.
+        weight_bytes, gradient_bytes: on the device while its segment is there.
+        kept_bytes: its input, kept from forward to backward; also what is sent where the model is
+            cut in front of it.
+        workspace_bytes: while it computes one micro-batch.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    load_s: float
+    out_s: float = 0.0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    kept_bytes: int = 0
+    workspace_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for f in fields(self)[1:]:
+            if not 0 <= getattr(self, f.name) < math.inf:
+                raise ValueError(f"layer {short(self.name)}: {f.name}={getattr(self, f.name)} must "
+                                 "be a finite number >= 0")
+
+
+def layers_of(profile: ModelProfile) -> list[Layer]:
+    """The layers of a profile; `ValueError` where it has no bandwidth."""
+    into, out = profile.in_bytes_s, profile.out_bytes_s
+    if not into or not out:
+        raise ValueError(f"profile {short(profile.name)}: in_bytes_s={into} and out_bytes_s={out} "
+                         "must be > 0 for weights to stream; measure them")
+    return [Layer(name=b.name, forward_s=b.forward_s, backward_s=b.forward_s + b.backward_s,
+                  load_s=b.parameter_bytes / into, out_s=b.gradient_bytes / out,
+                  weight_bytes=b.parameter_bytes, gradient_bytes=b.gradient_bytes,
+                  kept_bytes=b.kept_bytes, workspace_bytes=b.activation_bytes + b.workspace_bytes)
+            for b in profile.blocks]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers that are on the device together; all of g micro-batches.
+
+    begin, end: layers [begin, end). kept_before: bytes of inputs that layers before it keep.
+    """
+
+    begin: int
+    end: int
+    forward_s: float
+    backward_s: float
+    load_s: float
+    out_s: float
+    weights: int
+    gradients: int
+    kept_before: int
+    kept: int
+    workspace: int
+    edge_bytes: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What runs at the same time: computing a segment, loading one, sending gradients of one out.
+
+    need: bytes on the device, without what is there all the time.
+    """
+
+    compute: Segment | None = None
+    load: Segment | None = None
+    out: Segment | None = None
+    backward: bool = False
+    need: int = 0
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of computing."""
+        if self.compute is None:
+            return 0.0
+        return self.compute.backward_s if self.backward else self.compute.forward_s
+
+    @property
+    def seconds(self) -> float:
+        """Until all is done."""
+        return max(self.compute_s, self.load.load_s if self.load else 0.0,
+                   self.out.out_s if self.out else 0.0)
+
+
+class Streamed:
+    """Layers that stream through a device with g accumulated micro-batches.
+
+    Args:
+        layers: in the order of forward, at most `MOST_LAYERS`. batches: g.
+        limit: bytes of the device; base: of these, what is there all the time.
+    Raises:
+        ValueError: no layers, or too many; g out of bounds.
+    """
+
+    def __init__(self, layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> None:
+        if not 1 <= len(layers) <= MOST_LAYERS:
+            raise ValueError(f"{len(layers)} layers: must be from 1 to {MOST_LAYERS}; take several "
+                             "as one")
+        if not 1 <= batches <= MOST_BATCHES:
+            raise ValueError(f"{short(batches)} accumulated micro-batches: must be from 1 to "
+                             f"{MOST_BATCHES}")
+        self.layers, self.batches, self.limit, self.base = tuple(layers), batches, limit, base
+        self._kept = [0, *accumulate(batches * x.kept_bytes for x in layers)]
+        self._segments: dict[tuple[int, int], Segment] = {}
+
+    def segment(self, begin: int, end: int) -> Segment:
+        """Layers [begin, end)."""
+        if (begin, end) not in self._segments:
+            part, g = self.layers[begin:end], self.batches
+            self._segments[begin, end] = Segment(
+                begin, end, g * sum(x.forward_s for x in part),
+                g * sum(x.backward_s for x in part), sum(x.load_s for x in part),
+                sum(x.out_s for x in part), sum(x.weight_bytes for x in part),
+                sum(x.gradient_bytes for x in part), self._kept[begin],
+                self._kept[end] - self._kept[begin], max(x.workspace_bytes for x in part),
+                part[0].kept_bytes if begin else 0)
+        return self._segments[begin, end]
+
+    def segments(self, ends: Sequence[int]) -> list[Segment]:
+        """The segments that end in front of these layers, the last one at the end."""
+        return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
+
+    def forward_stage(self, here: Segment, following: Segment | None) -> Stage:
+        """A segment's forward, while the next one's weights come in."""
+        need = here.kept_before + here.kept + here.workspace + here.weights
+        need += following.weights if following else 0
+        return Stage(here, following, need=need)
+
+    def backward_stage(self, before: Segment | None, here: Segment,
+                       behind: Segment | None) -> Stage:
+        """A segment's backward, while the weights of the one before it come in and the gradients of
+        the one behind it go out. Behind the last one nothing does: its neighbour is still there.
+        """
+        need = here.kept_before + here.kept + here.workspace + here.weights + here.gradients
+        need += (before.weights if before else 0) + (behind.gradients if behind else 0)
+        return Stage(here, before if behind else None, behind, True, need=need)
+
+    def stages(self, parts: Sequence[Segment]) -> Iterator[Stage]:
+        """All stages of a step in their order."""
+        padded = [None, *parts, None]
+        yield Stage(load=parts[0], need=parts[0].weights)
+        for here, following in pairwise(padded[1:]):
+            yield self.forward_stage(here, following)
+        for i in reversed(range(1, len(parts) + 1)):
+            yield self.backward_stage(*padded[i - 1:i + 2])
+        yield Stage(out=parts[0], need=parts[0].gradients)
+
+    def seconds(self, ends: Sequence[int]) -> float:
+        """Seconds of a step; inf where it does not fit."""
+        stages = list(self.stages(self.segments(ends)))
+        fits = all(self.base + stage.need <= self.limit for stage in stages)
+        return sum(stage.seconds for stage in stages) if fits else math.inf
+
+    def schedule(self, ends: Sequence[int]) -> OffloadSchedule:
+        """The cuts as a schedule."""
+        steps: list[Step] = []
+        before: tuple[str, ...] = ()
+        parts = self.segments(ends)
+        there = {parts[-1], *parts[-2:]}  # at the turn
+        for stage in self.stages(parts):
+            made = list(self._steps(stage, before, there))
+            steps += made
+            before = tuple(step.name for step in made)
+        return OffloadSchedule(tuple(steps), self.limit, self.base)
+
+    def _steps(self, stage: Stage, before: tuple[str, ...],
+               there: set[Segment]) -> Iterator[Step]:
+        if stage.compute:
+            yield self._compute(stage.compute, stage.backward, before, there)
+        if stage.load:
+            way = "again " if stage.backward else ""
+            yield Step(f"load {way}{self.label(stage.load)}", "in", stage.load.load_s, before,
+                       takes=stage.load.weights, block=self.label(stage.load))
+        if stage.out:
+            yield Step(f"gradients {self.label(stage.out)}", "out", stage.out.out_s, before,
+                       frees=stage.out.gradients, block=self.label(stage.out))
+
+    def _compute(self, part: Segment, backward: bool, before: tuple[str, ...],
+                 there: set[Segment]) -> Step:
+        label = self.label(part)
+        if backward:
+            return Step(f"backward {label}", "compute", part.backward_s, before,
+                        part.gradients + part.workspace, part.weights + part.kept + part.workspace,
+                        label)
+        left = 0 if part in there else part.weights
+        return Step(f"forward {label}", "compute", part.forward_s, before,
+                    part.kept + part.workspace, left + part.workspace, label)
+
+    def label(self, part: Segment) -> str:
+        """The names of the first and last layer."""
+        first, last = self.layers[part.begin].name, self.layers[part.end - 1].name
+        return first if first == last else f"{first}-{last}"

@@ -1,0 +1,230 @@
+"""What it costs to keep, recompute or swap the activations of each block, as a schedule.
+
+Forward computes the blocks in order; what a swapped block keeps for backward leaves the device
+behind it. Backward computes the last block first: swapped activations come back ahead of their
+block, as early as room that nothing needs until then allows, while other blocks are computed or
+recomputed. All waits for room are decided before the step starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from moe_plugin.messages import short
+from moe_plugin.planner.offload.profile import ModelProfile
+from moe_plugin.planner.offload.schedule import OffloadSchedule, Step
+
+KEEP, RECOMPUTE, SWAP = DECISIONS = ("keep", "recompute", "swap")
+Decisions = tuple[str, ...]  # by block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block. Times in seconds, see `BlockProfile` for the others.
+
+    Attributes:
+        swap_out_s, swap_in_s: seconds to copy its activations; inf: it cannot be swapped.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    kept_bytes: int = 0
+    workspace_bytes: int = 0
+    swap_out_s: float = math.inf
+    swap_in_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        for f in fields(self)[1:]:
+            value, swap = getattr(self, f.name), f.name.startswith("swap")
+            if not value >= 0 or (value == math.inf and not swap):
+                raise ValueError(f"block {short(self.name)}: {f.name}={value} must be a number >= 0"
+                                 + (", or inf" if swap else ""))
+        if self.kept_bytes > self.activation_bytes:
+            raise ValueError(f"block {short(self.name)}: kept_bytes={self.kept_bytes} must be at "
+                             f"most activation_bytes={self.activation_bytes}")
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Decisions that it allows."""
+        return DECISIONS if self.swap_out_s + self.swap_in_s < math.inf else (KEEP, RECOMPUTE)
+
+
+def blocks_of(profile: ModelProfile) -> list[Block]:
+    """The blocks of a profile, with the times of copies at its bandwidths."""
+    return [Block(name=b.name, forward_s=b.forward_s, backward_s=b.backward_s,
+                  activation_bytes=b.activation_bytes, kept_bytes=b.kept_bytes,
+                  workspace_bytes=b.workspace_bytes,
+                  swap_out_s=_copy_s(b.activation_bytes, profile.out_bytes_s),
+                  swap_in_s=_copy_s(b.activation_bytes, profile.in_bytes_s))
+            for b in profile.blocks]
+
+
+def _copy_s(size: int, bytes_s: float) -> float:
+    return size / bytes_s if bytes_s else math.inf
+
+
+@dataclass(frozen=True)
+class Waits:
+    """When steps start, so that memory is never exceeded. All by block; -1: no wait.
+
+    Attributes:
+        forward: the block whose swap out forward waits for. backward: the same of backward.
+        start: of a swapped block, the block whose turn in backward lets its swap in start.
+        started: by turn in backward, the last swap out that has ended then.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    start: list[int]
+    started: list[int]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Blocks in the order of forward, and the room for what they keep.
+
+    Attributes:
+        room: bytes for activations and workspace. duplex: see `OffloadSchedule`.
+    """
+
+    blocks: tuple[Block, ...]
+    room: int
+    duplex: bool = True
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Seconds of a step that keeps everything."""
+        return sum(b.forward_s + b.backward_s for b in self.blocks)
+
+    def waits(self, decisions: Decisions) -> Waits | None:
+        """See `Waits`; None where the decisions do not fit, whatever waits."""
+        size = len(self.blocks)
+        slack, forward, backward = [0] * size, [-1] * size, [-1] * size
+        start, started = [-1] * size, [-1] * size
+        held, queued = 0, 0  # bytes that stay, and that are on their way out
+        pending: deque[int] = deque()
+        for j, (block, decision) in enumerate(zip(self.blocks, decisions, strict=True)):
+            slack[j] = self.room - held - block.activation_bytes - block.workspace_bytes
+            if slack[j] < 0:
+                return None
+            while queued > slack[j]:
+                forward[j] = pending.popleft()
+                queued -= self.blocks[forward[j]].activation_bytes
+            if decision == SWAP:
+                pending.append(j)
+                queued += block.activation_bytes
+            else:
+                held += block.activation_bytes if decision == KEEP else block.kept_bytes
+        for i in reversed(range(size)):
+            if decisions[i] == SWAP:
+                start[i] = self._earliest(i, slack)
+        last = -1
+        for j in reversed(range(size)):
+            while queued > slack[j]:
+                last = backward[j] = pending.popleft()
+                queued -= self.blocks[last].activation_bytes
+            started[j] = last
+        return Waits(forward, backward, start, started)
+
+    def _earliest(self, i: int, slack: list[int]) -> int:
+        """The first turn of backward from which on there is room for block i's activations, which
+        it takes from `slack`.
+        """
+        turn, size = i, self.blocks[i].activation_bytes
+        while turn + 1 < len(slack) and slack[turn + 1] >= size:
+            turn += 1
+            slack[turn] -= size
+        return turn
+
+    def seconds(self, decisions: Decisions) -> float:
+        """Seconds of a step; inf where the decisions do not fit. What `schedule` takes."""
+        waits = self.waits(decisions)
+        if waits is None:
+            return math.inf
+        now = out = 0.0
+        size = len(self.blocks)
+        ended = [0.0] * (size + 1)  # of swaps out; the last entry is that of no wait
+        for j, block in enumerate(self.blocks):
+            now = max(now, ended[waits.forward[j]]) + block.forward_s
+            if decisions[j] == SWAP:
+                ended[j] = out = max(out, now) + block.swap_out_s
+        arrived = 0.0 if self.duplex else out
+        reached = [0.0] * size  # by block, when its turn in backward comes
+        for j in reversed(range(size)):
+            block, reached[j] = self.blocks[j], now
+            now = max(now, ended[waits.backward[j]])
+            if decisions[j] == SWAP:
+                turn = waits.start[j]
+                begin = max(arrived, ended[j], reached[turn], ended[waits.started[turn]])
+                arrived = begin + block.swap_in_s
+                now = max(now, arrived)
+            elif decisions[j] == RECOMPUTE:
+                now += block.forward_s
+            now += block.backward_s
+        return now
+
+    def schedule(self, decisions: Decisions, base: int = 0) -> OffloadSchedule:
+        """The decisions as a schedule. base: bytes on the device in addition to the room.
+
+        Raises: ValueError: the decisions do not fit, whatever waits.
+        """
+        waits = self.waits(decisions)
+        if waits is None:
+            raise ValueError(f"the decisions {short(decisions)} need more than the room of "
+                             f"{self.room} bytes; recompute or swap more blocks")
+        steps: list[Step] = []
+        for j, decision in enumerate(decisions):
+            steps += self._forward(j, decision, waits)
+        for j in reversed(range(len(decisions))):
+            steps += self._backward(j, decision=decisions[j], waits=waits)
+        return OffloadSchedule(tuple(steps), self.room + base, base, self.duplex)
+
+    def _out(self, block: int) -> tuple[str, ...]:
+        return (f"swap out {self.blocks[block].name}",) if block >= 0 else ()
+
+    def _forward(self, j: int, decision: str, waits: Waits) -> list[Step]:
+        block = self.blocks[j]
+        left = block.activation_bytes - block.kept_bytes if decision == RECOMPUTE else 0
+        name = f"forward {block.name}"
+        steps = [Step(name, "compute", block.forward_s, self._out(waits.forward[j]),
+                      block.activation_bytes + block.workspace_bytes, left + block.workspace_bytes,
+                      block.name)]
+        if decision == SWAP:
+            steps.append(Step(self._out(j)[0], "out", block.swap_out_s, (name,),
+                              frees=block.activation_bytes, block=block.name))
+        return steps
+
+    def _backward(self, j: int, decision: str, waits: Waits) -> list[Step]:
+        block, after = self.blocks[j], self._out(waits.backward[j])
+        steps, space = [], block.workspace_bytes
+        if decision == SWAP:
+            name, turn = f"swap in {block.name}", waits.start[j]
+            last = turn == len(self.blocks) - 1
+            before = (f"forward {self.blocks[turn].name}" if last
+                      else f"backward {self.blocks[turn + 1].name}")
+            begin = (*self._out(j), before, *self._out(waits.started[turn]))
+            steps.append(Step(name, "in", block.swap_in_s, begin, takes=block.activation_bytes,
+                              block=block.name))
+            after = (*after, name)
+        elif decision == RECOMPUTE:
+            again = block.activation_bytes - block.kept_bytes
+            steps.append(Step(f"recompute {block.name}", "compute", block.forward_s, after,
+                              again + space, space, block.name))
+        steps.append(Step(f"backward {block.name}", "compute", block.backward_s, after, space,
+                          block.activation_bytes + space, block.name))
+        return steps
+
+
+def least_bytes(blocks: Sequence[Block]) -> int:
+    """Bytes without which no decisions fit."""
+    held = most = 0
+    for block in blocks:
+        most = max(most, held + block.activation_bytes + block.workspace_bytes)
+        held += 0 if SWAP in block.choices else block.kept_bytes
+    return most

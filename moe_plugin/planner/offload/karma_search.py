@@ -1,0 +1,228 @@
+"""Searches keep, recompute or swap: good decisions first, then a proof by branch and bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+
+from moe_plugin.planner.offload.karma_problem import KEEP, RECOMPUTE, SWAP, Decisions, Problem
+
+MOST_NODES = 100_000  # of the proof; all 3 + 9 + ... + 3^10 of 10 blocks are fewer
+MOST_TRIALS = 40_000  # of the improvement: some seconds
+TOLERANCE = 1e-12  # relative; smaller differences are those of rounding
+
+
+def search(problem: Problem) -> tuple[Decisions, bool]:
+    """The best decisions that are found, and whether no others take less.
+
+    The problem must have decisions that fit.
+    """
+    best = improve(problem, min(seeds(problem), key=problem.seconds))
+    proof = _Proof(problem, best, problem.seconds(best))
+    proof.run()
+    return keep_more(problem, proof.best), proof.left > 0
+
+
+def keep_more(problem: Problem, decisions: Decisions) -> Decisions:
+    """The same with each block kept, the last first, where that takes no longer: fewer copies."""
+    best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
+    for j in reversed(range(len(best))):
+        kept = (*best[:j], KEEP, *best[j + 1:])
+        if problem.seconds(kept) <= seconds:
+            best = kept
+    return best
+
+
+def seeds(problem: Problem) -> Iterator[Decisions]:
+    """Decisions to start from: as little memory as possible; and, of the first blocks, some swapped
+    and some recomputed, in two rows or in turns, with the last ones kept (they are needed first).
+    """
+    blocks = problem.blocks
+    size = len(blocks)
+    allowed = [SWAP in b.choices for b in blocks]
+    yield tuple(SWAP if swap else RECOMPUTE for swap in allowed)
+    stride = max(1, size // 25)
+    for kept in range(0, size + 1, stride):
+        for period, first in product(range(1, 6), range(6)):
+            yield tuple(
+                KEEP if j >= size - kept else SWAP if allowed[j] and j % period < first
+                else RECOMPUTE for j in range(size))
+        for swapped in range(0, size - kept + 1, stride):
+            for early, late in ((SWAP, RECOMPUTE), (RECOMPUTE, SWAP)):
+                made = (early,) * swapped + (late,) * (size - kept - swapped) + (KEEP,) * kept
+                yield tuple(RECOMPUTE if d == SWAP and not swap else d
+                            for d, swap in zip(made, allowed, strict=True))
+
+
+def improve(problem: Problem, decisions: Decisions) -> Decisions:
+    """Change one block or two at a time while that takes less, for `MOST_TRIALS` trials."""
+    best, seconds, left = decisions, problem.seconds(decisions), MOST_TRIALS
+    improved = True
+    while improved and left > 0 and seconds > problem.compute_s * (1 + TOLERANCE):
+        improved = False
+        for changed in _neighbours(problem, best):
+            left -= 1
+            value = problem.seconds(changed)
+            if value < seconds * (1 - TOLERANCE):
+                best, seconds, improved = changed, value, True
+                break
+            if left <= 0:
+                break
+    return best
+
+
+def _neighbours(problem: Problem, decisions: Decisions) -> Iterator[Decisions]:
+    others = [[c for c in b.choices if c != d]
+              for b, d in zip(problem.blocks, decisions, strict=True)]
+    for count in (1, 2):
+        for where in combinations(range(len(decisions)), count):
+            for choice in product(*(others[j] for j in where)):
+                changed = list(decisions)
+                for j, decision in zip(where, choice, strict=True):
+                    changed[j] = decision
+                yield tuple(changed)
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """What the decisions for the first blocks cost at least.
+
+    held: bytes that stay. forward_s: of the first blocks. again_s: of recomputing. copies_s: of
+    swapping in. first: the first swapped block; -1: none. again_before_s: of recomputing what comes
+    before it.
+    """
+
+    decisions: Decisions = ()
+    held: int = 0
+    again_s: float = 0.0
+    copies_s: float = 0.0
+    first: int = -1
+    again_before_s: float = 0.0
+
+
+class _Proof:
+    """Depth-first over decisions block by block, without those that cannot take less than the best
+    ones so far.
+
+    Attributes:
+        best: decisions. left: nodes that may still be looked at; 0: the proof was given up.
+    """
+
+    def __init__(self, problem: Problem, best: Decisions, seconds: float) -> None:
+        self.problem, self.best, self.seconds, self.left = problem, best, seconds, MOST_NODES
+        self.forward_s = sum(b.forward_s for b in problem.blocks)
+        self.backward_s = [0.0]  # of the first blocks
+        for b in problem.blocks:
+            self.backward_s.append(self.backward_s[-1] + b.backward_s)
+
+    def run(self) -> None:
+        """Look at all decisions that can be better, or at `MOST_NODES` prefixes of them."""
+        if self._can_improve(_Prefix()):
+            self._visit(_Prefix())
+
+    def _visit(self, prefix: _Prefix) -> None:
+        j = len(prefix.decisions)
+        if j == len(self.problem.blocks):
+            seconds = self.problem.seconds(prefix.decisions)
+            if seconds < self.seconds:
+                self.best, self.seconds = prefix.decisions, seconds
+            return
+        block = self.problem.blocks[j]
+        if prefix.held + block.activation_bytes + block.workspace_bytes > self.problem.room:
+            return
+        for decision in block.choices:
+            self.left -= 1
+            if self.left <= 0:
+                self.left = 0
+                return
+            longer = self._longer(prefix, decision)
+            if self._can_improve(longer):
+                self._visit(longer)
+
+    def _longer(self, prefix: _Prefix, decision: str) -> _Prefix:
+        j = len(prefix.decisions)
+        block, decisions = self.problem.blocks[j], (*prefix.decisions, decision)
+        if decision == SWAP:
+            first = prefix.first if prefix.first >= 0 else j
+            before = prefix.again_before_s if prefix.first >= 0 else prefix.again_s
+            return _Prefix(decisions, prefix.held, prefix.again_s,
+                           prefix.copies_s + block.swap_in_s, first, before)
+        again = block.forward_s if decision == RECOMPUTE else 0.0
+        held = block.kept_bytes if decision == RECOMPUTE else block.activation_bytes
+        return _Prefix(decisions, prefix.held + held, prefix.again_s + again, prefix.copies_s,
+                       prefix.first, prefix.again_before_s)
+
+    def _can_improve(self, prefix: _Prefix) -> bool:
+        """Whether a lower bound is below the best: all compute; or forward, all swaps in, and
+        backward from the first swapped block on.
+        """
+        bound = self.problem.compute_s + prefix.again_s
+        if prefix.first >= 0:
+            after = self.backward_s[prefix.first + 1] + prefix.again_before_s
+            bound = max(bound, self.forward_s + prefix.copies_s + after)
+        return bound < self.seconds * (1 - TOLERANCE)
+
+
+def lower_bound(problem: Problem) -> float:
+    """Seconds that no decisions are below.
+
+    A relaxation: when a block's forward begins, recomputing and swapping must have made the room
+    that it finds missing. A step of T seconds has T minus all compute to recompute parts of blocks;
+    copies out have all forwards between the first block and this one, and as much again; copies in
+    have T minus all of forward and the shortest backward.
+    """
+    low = problem.compute_s
+    if _enough(problem, low):
+        return low
+    high = 2 * low + 1e-9
+    while not _enough(problem, high) and high < 1e12:
+        high *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _enough(problem, middle) else (middle, high)
+    return low
+
+
+def _enough(problem: Problem, seconds: float) -> bool:
+    """Whether the relaxation allows a step of so many seconds."""
+    blocks, budget = problem.blocks, seconds - problem.compute_s
+    swaps = [b for b in blocks if SWAP in b.choices and b.activation_bytes]
+    rate_in = max((_rate(b.activation_bytes, b.swap_in_s) for b in swaps), default=0.0)
+    rate_out = max((_rate(b.activation_bytes, b.swap_out_s) for b in swaps), default=0.0)
+    window_in = seconds - sum(b.forward_s for b in blocks) - min(b.backward_s for b in blocks)
+    before: list[tuple[int, float]] = []  # bytes that recomputing saves, and its seconds
+    total, forward, first = 0, 0.0, math.inf
+    for block in blocks:
+        missing = total + block.activation_bytes + block.workspace_bytes - problem.room
+        if missing > 0:
+            window_out = forward - first + budget if before else 0.0
+            swapped = min(_product(rate_in, window_in), _product(rate_out, window_out))
+            if missing > swapped + _recomputed(before, budget) + TOLERANCE * total:
+                return False
+        before.append((block.activation_bytes - block.kept_bytes, block.forward_s))
+        total, forward = total + block.activation_bytes, forward + block.forward_s
+        first = min(first, block.forward_s)
+    return True
+
+
+def _rate(size: int, seconds: float) -> float:
+    return size / seconds if seconds else math.inf
+
+
+def _product(rate: float, seconds: float) -> float:
+    """Bytes; at an infinite rate as many as there are, in no time, too."""
+    return math.inf if rate == math.inf else rate * max(0.0, seconds)
+
+
+def _recomputed(blocks: list[tuple[int, float]], budget: float) -> float:
+    """The most bytes that recomputing parts of blocks, (bytes, seconds), saves in a budget."""
+    saved = 0.0
+    for size, seconds in sorted(blocks, key=lambda b: b[1] / b[0] if b[0] else math.inf):
+        part = min(1.0, budget / seconds) if seconds else 1.0
+        saved += part * size
+        budget -= part * seconds
+        if budget <= 0 and seconds:
+            break
+    return saved

@@ -1,0 +1,179 @@
+"""Inference with experts in host memory: four designs, their times and their buffers.
+
+resident: all experts are on the device. on_demand: a layer's active experts are copied once its
+router has chosen them. prefetch_all: all experts of the next layer are copied while a layer
+computes. pre_gated: the router of a layer chooses the experts of the next one, so that those alone
+are copied while this one computes (Pre-gated MoE, Hwang et al., ISCA 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from moe_plugin.messages import short
+from moe_plugin.planner.offload.schedule import OffloadSchedule, Outcome, Step
+from moe_plugin.planner.units import show_size, show_time
+
+DESIGNS = ("resident", "on_demand", "prefetch_all", "pre_gated")
+Pass = Sequence[Sequence[int]]  # active experts by MoE layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertModel:
+    """A stack of MoE layers, and the machine that runs it.
+
+    Attributes:
+        layers: with experts. experts: of a layer. expert_bytes: of one expert's weights.
+        attention_s: seconds from the experts of a layer to the choice of the next layer's router.
+        expert_s: seconds of the rest of a layer, by active expert.
+        bytes_s: bandwidth from host memory to the device.
+        base_bytes: what else is on the device.
+    """
+
+    layers: int
+    experts: int
+    expert_bytes: int
+    attention_s: float
+    expert_s: float
+    bytes_s: float = 25e9
+    base_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            least = 0 if f.name in ("attention_s", "expert_s", "base_bytes") else 1
+            if not least <= value <= 1e16:
+                raise ValueError(f"{f.name}={short(value)} must be from {least} to 1e16")
+
+    def copy_s(self, experts: int) -> float:
+        """Seconds to copy so many experts."""
+        return experts * self.expert_bytes / self.bytes_s
+
+
+# Decoders of Switch Transformers in fp32 over 25 GB/s (PCIe 4), one token at a time. The times of
+# attention and experts are assumptions, not measurements: their sums, 0.72 and 0.97 ms a layer,
+# give 4.32 and 11.64 ms a token where all is resident. How a sum is divided changes only
+# prefetch_all, by less than a layer.
+SWITCH_BASE = ExpertModel(layers=6, experts=128, expert_bytes=18_874_368, attention_s=5e-5,
+                          expert_s=67e-5)
+SWITCH_LARGE = ExpertModel(layers=12, experts=128, expert_bytes=33_554_432, attention_s=5e-5,
+                           expert_s=92e-5)
+
+
+@dataclass(frozen=True)
+class DesignCost:
+    """What a design costs.
+
+    seconds: of a pass. buffer_bytes: of experts on the device, the most at a time.
+    """
+
+    design: str
+    seconds: float
+    buffer_bytes: int
+    outcome: Outcome
+
+
+def one_token(model: ExpertModel, passes: int = 1) -> list[Pass]:
+    """Passes in which one expert of each layer is active."""
+    return [[[0]] * model.layers] * passes
+
+
+def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
+             limit: int | None = None) -> OffloadSchedule:
+    """A design's schedule of some passes, one after another.
+
+    Args:
+        design: one of `DESIGNS`.
+        passes: of each, the active experts by layer, e.g. of a recorded trace.
+        limit: see `OffloadSchedule`.
+    Raises:
+        ValueError: another design; layers or experts that the model lacks.
+    """
+    if design not in DESIGNS:
+        raise ValueError(f"design {short(design)} must be one of {', '.join(DESIGNS)}")
+    base = model.base_bytes
+    if design == "resident":
+        base += model.layers * model.experts * model.expert_bytes
+    writer = _Writer(design, model)
+    for number, active in enumerate(passes):
+        _check(model, number, active)
+        writer.add(number, [sorted(set(experts)) for experts in active])
+    return OffloadSchedule(tuple(writer.steps), limit, base)
+
+
+def compare(model: ExpertModel, passes: Sequence[Pass]) -> list[DesignCost]:
+    """Time of a pass and expert buffers of all designs."""
+    costs = []
+    for design in DESIGNS:
+        outcome = schedule(design, model, passes).run()
+        costs.append(DesignCost(design, outcome.seconds / max(1, len(passes)),
+                                outcome.peak - model.base_bytes, outcome))
+    return costs
+
+
+def compare_text(costs: Sequence[DesignCost]) -> str:
+    """A table of `compare`."""
+    lines = [f"{'design':14}{'a pass':>12}{'stalls':>12}{'experts':>13}"]
+    lines += [f"{c.design:14}{show_time(c.seconds):>12}{show_time(c.outcome.stall_s):>12}"
+              f"{show_size(c.buffer_bytes):>13}" for c in costs]
+    return "\n".join(lines)
+
+
+def _check(model: ExpertModel, number: int, active: Pass) -> None:
+    if len(active) != model.layers:
+        raise ValueError(f"pass {number} has {len(active)} layers, the model {model.layers}; give "
+                         "the active experts of each MoE layer")
+    for layer, experts in enumerate(active):
+        unknown = [e for e in experts if not 0 <= e < model.experts]
+        if unknown:
+            raise ValueError(f"pass {number}, layer {layer}: expert {unknown[0]} must be from 0 to "
+                             f"{model.experts - 1}")
+
+
+class _Writer:
+    """Issues the steps of passes. All layers of all passes are numbered in one row."""
+
+    def __init__(self, design: str, model: ExpertModel) -> None:
+        self.design, self.model = design, model
+        self.steps: list[Step] = []
+        self.computed: list[str] = []  # by layer, the step that ends with its experts' buffers
+
+    def add(self, number: int, active: list[list[int]]) -> None:
+        """Issue one pass."""
+        ahead: list[Step] = []  # copies for the next layer
+        for layer, experts in enumerate(active):
+            label = f"{number}.{layer}"
+            attention = f"attention {label}"
+            copies = self._copy_all(label) if self.design == "prefetch_all" else ahead
+            self.steps.append(Step(attention, "compute", self.model.attention_s, block=label))
+            gated = self.design == "pre_gated"
+            if self.design == "on_demand" or (gated and layer == 0):
+                copies = self._copy(label, experts, attention)
+            if gated and layer + 1 < len(active):
+                ahead = self._copy(f"{number}.{layer + 1}", active[layer + 1], attention)
+            self._compute(label, len(experts), copies)
+
+    def _copy(self, label: str, experts: list[int], decided: str) -> list[Step]:
+        """Copies of the active experts, into what the layer before the last one has left."""
+        after = (decided, *self.computed[-1:])
+        made = [Step(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
+                     takes=self.model.expert_bytes, block=label) for e in experts]
+        self.steps += made
+        return made
+
+    def _copy_all(self, label: str) -> list[Step]:
+        """A copy of all experts of a layer, into what the layer before the last one has left."""
+        after = tuple(self.computed[-2:-1])
+        count = self.model.experts
+        made = Step(f"copy {label}", "in", self.model.copy_s(count), after,
+                    takes=count * self.model.expert_bytes, block=label)
+        self.steps.append(made)
+        return [made]
+
+    def _compute(self, label: str, active: int, copies: list[Step]) -> None:
+        name = f"experts {label}"
+        self.steps.append(Step(name, "compute", active * self.model.expert_s,
+                               tuple(c.name for c in copies), frees=sum(c.takes for c in copies),
+                               block=label))
+        self.computed.append(name)

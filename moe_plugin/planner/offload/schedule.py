@@ -1,0 +1,199 @@
+"""Schedules of compute and copies between a device and a slow tier, with a ledger of memory.
+
+A device has three streams: it computes, copies in and copies out at the same time; each stream runs
+one step at a time, in issue order. The ledger counts bytes and delays nothing: a step that needs
+room waits for the step that frees it by naming it in `after`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from moe_plugin.messages import short
+from moe_plugin.planner.events import Span, Task, Timeline, simulate
+
+STREAMS = ("compute", "in", "out")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a stream.
+
+    Attributes:
+        name: unique in a schedule.
+        stream: "compute", "in" (copies to the device) or "out" (copies from it).
+        seconds: how long it runs.
+        after: names of steps, issued before it, that must have ended.
+        takes: bytes that it allocates on the device when it starts.
+        frees: bytes that it releases when it ends.
+        block: what it belongs to, for people.
+        moves: bytes that it copies. None: what "in" takes, what "out" frees, 0 for "compute".
+    """
+
+    name: str
+    stream: str
+    seconds: float
+    after: tuple[str, ...] = ()
+    takes: int = 0
+    frees: int = 0
+    block: str = ""
+    moves: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.stream not in STREAMS:
+            raise ValueError(f"step {short(self.name)}: stream {short(self.stream)} must be one of "
+                             f"{', '.join(STREAMS)}")
+        if not (self.seconds >= 0 and math.isfinite(self.seconds)):
+            raise ValueError(f"step {short(self.name)}: seconds={self.seconds} must be a finite "
+                             "number >= 0; leave out copies that never end")
+        if min(self.takes, self.frees, self.moves or 0) < 0:
+            raise ValueError(f"step {short(self.name)}: takes={self.takes}, frees={self.frees} and "
+                             f"moves={self.moves} must be bytes >= 0")
+
+    @property
+    def moved(self) -> int:
+        """Bytes that it copies."""
+        if self.moves is not None:
+            return self.moves
+        return {"in": self.takes, "out": self.frees, "compute": 0}[self.stream]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a schedule does.
+
+    Attributes:
+        timeline: spans in issue order; resources are the streams, phases the blocks.
+        memory: (seconds, bytes on the device) after each change, in the order of time.
+        peak: the most bytes on the device at a time. peak_step: the step that reached it.
+        stalls: by compute step, the seconds for which the compute stream waited before it.
+        moved_in, moved_out: bytes copied to the device, and from it.
+    """
+
+    timeline: Timeline
+    memory: tuple[tuple[float, int], ...]
+    peak: int
+    peak_step: str
+    stalls: dict[str, float]
+    moved_in: int
+    moved_out: int
+
+    @property
+    def seconds(self) -> float:
+        """End of the last step."""
+        return self.timeline.seconds
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which the compute stream waited between or before its steps."""
+        return sum(self.stalls.values())
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the time in which the compute stream is busy; 1 of an empty schedule."""
+        return self.timeline.busy("compute") / self.seconds if self.seconds else 1.0
+
+    @cached_property
+    def ended(self) -> dict[str, float]:
+        """By step, when it ended."""
+        return {span.task.name: span.end for span in self.timeline.spans}
+
+    @cached_property
+    def started(self) -> dict[str, float]:
+        """By step, when it started."""
+        return {span.task.name: span.start for span in self.timeline.spans}
+
+    def trace(self) -> dict[str, Any]:
+        """The timeline in the trace format of Chrome and Perfetto, with a counter of bytes."""
+        events: list[dict[str, Any]] = [{
+            "name": span.task.name, "cat": span.task.phase, "ph": "X", "pid": 0,
+            "tid": STREAMS.index(span.task.resource), "ts": 1e6 * span.start,
+            "dur": 1e6 * span.task.seconds
+        } for span in self.timeline.spans]
+        events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": stream}}
+                   for i, stream in enumerate(STREAMS)]
+        events += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
+                    "args": {"bytes": size}} for at, size in self.memory]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+@dataclass(frozen=True)
+class OffloadSchedule:
+    """Steps in issue order.
+
+    limit: the most bytes that may be on the device at a time; None: any number. base: bytes that
+    stay on it all the time. duplex: copies in and out run at the same time; False: one after
+    another, in issue order, as those of a single queue do.
+    """
+
+    steps: tuple[Step, ...]
+    limit: int | None = None
+    base: int = 0
+    duplex: bool = True
+    _tasks: tuple[Task, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        other = {} if self.duplex else {"in": ("out",), "out": ("in",)}
+        tasks = (Task(s.name, s.stream, s.seconds, s.after, s.block, other.get(s.stream, ()))
+                 for s in self.steps)
+        object.__setattr__(self, "_tasks", tuple(tasks))
+
+    def run(self) -> Outcome:
+        """Simulate it.
+
+        Raises: ValueError: a step waits for one that is not issued before it, or occurs twice; the
+            bytes on the device exceed the limit, with the step; more is freed than was taken.
+        """
+        timeline = simulate(self._tasks)
+        memory: list[tuple[float, int]] = [(0.0, self.base)]
+        size, peak, peak_step = self.base, self.base, ""
+        self._check("what is resident all the time", peak)
+        for at, index, change in _changes(self.steps, timeline.spans):
+            size += change
+            if size < self.base:
+                raise ValueError(f"step {short(self.steps[index].name)} frees {-change} bytes, "
+                                 f"{self.base - size} more than steps took; free what was taken")
+            if size > peak:
+                peak, peak_step = size, self.steps[index].name
+                self._check(f"step {short(peak_step)}", peak)
+            memory.append((at, size))
+        moved = {stream: sum(s.moved for s in self.steps if s.stream == stream)
+                 for stream in STREAMS}
+        return Outcome(timeline, tuple(memory), peak, peak_step, _stalls(timeline), moved["in"],
+                       moved["out"])
+
+    def _check(self, what: str, size: int) -> None:
+        if self.limit is not None and size > self.limit:
+            raise ValueError(f"{what} brings the device to {size} bytes, above the limit of "
+                             f"{self.limit}; raise the limit or keep less on the device")
+
+
+def _changes(steps: tuple[Step, ...], spans: tuple[Span, ...]) -> Iterator[tuple[float, int, int]]:
+    """(seconds, step, bytes) of what steps take and free, in the order of time.
+
+    At the same time, steps that have been running end before others start; what starts then does so
+    in issue order, and a step of no length ends before the next one starts.
+    """
+    order = []
+    for index, (step, span) in enumerate(zip(steps, spans, strict=True)):
+        if step.takes:
+            order.append((span.start, 1, index, 0, step.takes))
+        if step.frees:
+            order.append((span.end, int(span.end == span.start), index, 1, -step.frees))
+    for at, _, index, _, change in sorted(order):
+        yield at, index, change
+
+
+def _stalls(timeline: Timeline) -> dict[str, float]:
+    """By compute step, seconds between the end of the one before and its start; without zeros."""
+    stalls, end = {}, 0.0
+    for span in timeline.spans:
+        if span.task.resource == "compute":
+            if span.start > end:
+                stalls[span.task.name] = span.start - end
+            end = span.end
+    return stalls

@@ -1,0 +1,68 @@
+"""Schedules in words: a table, and the timeline of one as lanes of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_plugin.planner.events import Timeline
+from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
+from moe_plugin.planner.units import show_size, show_time
+
+COLUMNS = 88  # of a lane
+
+
+def explain(profile: StageProfile) -> str:
+    """What each schedule takes, which one is chosen, and its timeline."""
+    every, best = predict(profile), choose(profile)
+    stages = len(profile.forward_s)
+    lines = [f"{profile.name}: {stages} stages, {profile.micro_batches} micro-batches,",
+             f"transfers of {show_time(profile.transfer_s)} over {profile.transport}"]
+    if profile.memory_bytes:
+        lines.append(f"{show_size(profile.memory_bytes)} for activations")
+    lines += ["", f"{'schedule':<14}{'step':>10}{'idle':>8}  micro-batches kept by stage"]
+    for one in every:
+        kept = " ".join(f"{count:.3g}" for count in one.alive)
+        kept += "" if one.fits else "  does not fit"
+        lines.append(f"{one.schedule:<14}{show_time(one.seconds):>10}{one.bubble:>8.1%}  {kept}")
+    cut = f", slices {','.join(map(str, best.slices))}" if best.slices else ""
+    return "\n".join([*lines, "", f"best: {best.schedule}{cut}", "",
+                      *lanes(best.timeline, stages), "",
+                      "digits: forward of this micro-batch (last digit), letters: backward (a is "
+                      "0), dots: idle"])
+
+
+def lanes(timeline: Timeline, stages: int) -> list[str]:
+    """One line for each stage: what it computes over time."""
+    cells = [["."] * COLUMNS for _ in range(stages)]
+    for span in timeline.spans:
+        if span.task.phase == "send":
+            continue
+        kind, stage, unit = span.task.name.split()
+        batch = unit.split(".")[0]  # of a slice: the number of its micro-batch, then its own
+        first, last = (round(COLUMNS * at / timeline.seconds) for at in (span.start, span.end))
+        mark = (chr(ord("a") + int(batch) % 26) if kind in ("backward", "weights")
+                else batch[-1])
+        cells[int(stage)][first:last] = mark * (last - first)
+    return [f"stage {stage:<3} {''.join(row)}" for stage, row in enumerate(cells)]
+
+
+def as_dict(profile: StageProfile) -> dict[str, object]:
+    """The same as JSON values."""
+    return {"best": choose(profile).schedule, "schedules": [{
+        "schedule": one.schedule, "seconds": one.seconds, "bubble": one.bubble,
+        "micro_batches_kept": list(one.alive), "fits": one.fits, "slices": list(one.slices)
+    } for one in predict(profile)]}
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """A pipeline's timeline in the trace format of Chrome and Perfetto: stages, then links."""
+    rows = sorted({span.task.resource for span in timeline.spans},
+                  key=lambda name: (name.startswith("link"), *map(int, name.split()[1:])))
+    events: list[dict[str, Any]] = [{
+        "name": span.task.name, "cat": span.task.phase, "ph": "X", "pid": 0,
+        "tid": rows.index(span.task.resource), "ts": 1e6 * span.start,
+        "dur": 1e6 * span.task.seconds
+    } for span in timeline.spans]
+    events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": number,
+                "args": {"name": name}} for number, name in enumerate(rows)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,165 @@
+"""Lengths of the token slices that flow through pipeline stages (TeraPipe, arXiv 2102.07988).
+
+Under causal attention a slice of a sequence needs the slices before it and none after it, so that
+slices of one sequence fill a pipeline as micro-batches do. With t(l, c) seconds of a slice of l
+tokens after c earlier ones, K stages need
+
+    sum of t_i + (K - 1) max of t_i.
+
+For a bound on the largest t_i the least sum is a dynamic program over the end of the last slice.
+Bounds are values that t takes, from the smallest one, until (K - 1) times a bound costs more than
+the best found; of values that lie within a gap only the largest one is tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Times = Callable[[int, int], float]  # (length of a slice, tokens before it) -> seconds
+BatchTimes = Callable[[int, int, int], float]  # (samples, length, tokens before it) -> seconds
+MOST_PIECES = 1024
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A sequence in slices.
+
+    slices: their lengths in tokens, first to last. seconds: of all stages together.
+    """
+
+    slices: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """A batch in groups, one after another. groups: (samples, their cut). seconds: of all."""
+
+    groups: tuple[tuple[int, Cut], ...]
+    seconds: float
+
+
+def latency(seconds: Sequence[float], stages: float) -> float:
+    """Seconds in which slices of so many seconds each pass equal stages, one after another.
+
+    stages: K; of one of m sequences in a row its share, with 1 + (K - 1) / m.
+    """
+    return sum(seconds) + (stages - 1) * max(seconds)
+
+
+def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of each slice, the tokens of those before it as its context."""
+    ends = np.cumsum([0, *slices]).tolist()
+    return tuple(times(length, start) for length, start in zip(slices, ends, strict=False))
+
+
+def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
+        gap_s: float = 0.0) -> Cut:
+    """The slices of a sequence that pass all stages first.
+
+    Args:
+        times: t(l, c), seconds >= 0; inf where a slice is not possible.
+        length: of the sequence, in tokens. stages: K; for one of m sequences in a row
+            1 + (K - 1) / m.
+        granularity: tokens that are not cut apart; a divisor of `length`.
+        gap_s: every value of t has a bound that is tried at most so many seconds above it; the
+            result is at most (K - 1) gap_s slower than the best.
+    Raises:
+        ValueError: bad sizes or seconds, or no cut is possible.
+    """
+    _check(length, stages, granularity, gap_s)
+    count = length // granularity
+    table = _table(times, count, granularity)
+    best, lengths = math.inf, []
+    for least, bound in _bounds(table, gap_s):
+        if (stages - 1) * least >= best:
+            break
+        total, found = _least_sum(np.where(table <= bound, table, np.inf))
+        if total + (stages - 1) * bound < best:
+            best, lengths = total + (stages - 1) * bound, found
+    if not lengths:
+        raise ValueError(f"no cut of {length} tokens is possible: every slice must have finite "
+                         "seconds; measure more lengths, or use a smaller granularity")
+    slices = tuple(granularity * pieces for pieces in lengths)
+    return Cut(slices, latency(slice_seconds(times, slices), stages))
+
+
+def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granularity: int = 1,
+              gap_s: float = 0.0) -> BatchCut:
+    """A batch in groups of samples that follow one another, and each group's slices, as published:
+    the least sum of the groups' own best seconds.
+
+    times: t(b, l, c), seconds of a slice of l tokens of b samples each. Other arguments and errors:
+    see `cut`.
+    """
+    if batch < 1:
+        raise ValueError(f"batch={batch} is out of bounds: must be >= 1")
+    cuts = {
+        size: cut(lambda l, c, size=size: times(size, l, c), length, stages,  # noqa: E741
+                  granularity=granularity, gap_s=gap_s)
+        for size in range(1, batch + 1)
+    }
+    least: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for samples in range(1, batch + 1):
+        least.append(min((least[samples - size][0] + cuts[size].seconds,
+                          (*least[samples - size][1], size)) for size in range(1, samples + 1)))
+    seconds, sizes = least[batch]
+    groups = sorted(sizes, reverse=True)
+    return BatchCut(tuple((size, cuts[size]) for size in groups), seconds)
+
+
+def _check(length: int, stages: float, granularity: int, gap_s: float) -> None:
+    if length < 1 or stages < 1:
+        raise ValueError(f"length={length}, stages={stages} are out of bounds: both must be >= 1")
+    if granularity < 1 or length % granularity:
+        raise ValueError(f"granularity={granularity} must be a divisor of the length {length}")
+    if length // granularity > MOST_PIECES:
+        raise ValueError(f"length={length} in pieces of granularity={granularity} is more than "
+                         f"{MOST_PIECES} pieces; use a larger granularity")
+    if not 0 <= gap_s < math.inf:
+        raise ValueError(f"gap_s={gap_s} is out of bounds: must be finite seconds >= 0")
+
+
+def _table(times: Times, count: int, granularity: int) -> np.ndarray:
+    # [end, pieces in the last slice - 1]: seconds of the slice; inf where it would begin before 0
+    table = np.full((count, count), np.inf)
+    for end in range(1, count + 1):
+        for pieces in range(1, end + 1):
+            seconds = times(pieces * granularity, (end - pieces) * granularity)
+            if not seconds >= 0:
+                raise ValueError(f"t({pieces * granularity}, {(end - pieces) * granularity})="
+                                 f"{seconds} is out of bounds: must be seconds >= 0")
+            table[end - 1, pieces - 1] = seconds
+    return table
+
+
+def _bounds(table: np.ndarray, gap_s: float) -> Iterator[tuple[float, float]]:
+    # (least, largest) of groups of seconds no more than gap_s apart, in order; all that t takes
+    seconds = np.unique(table[np.isfinite(table)])
+    first = 0
+    while first < len(seconds):
+        after = int(np.searchsorted(seconds, seconds[first] + gap_s, side="right"))
+        yield float(seconds[first]), float(seconds[after - 1])
+        first = after
+
+
+def _least_sum(table: np.ndarray) -> tuple[float, list[int]]:
+    # (least sum of slices' seconds, their pieces first to last); (inf, []) if none is possible
+    count = len(table)
+    least, last = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=int)
+    least[0] = 0.0
+    for end in range(1, count + 1):
+        sums = least[end - 1::-1][:end] + table[end - 1, :end]  # by pieces in the last slice
+        last[end] = 1 + int(np.argmin(sums))
+        least[end] = sums[last[end] - 1]
+    if not np.isfinite(least[count]):
+        return math.inf, []
+    pieces, end = [], count
+    while end:
+        pieces.append(int(last[end]))
+        end -= int(last[end])
+    return float(least[count]), pieces[::-1]

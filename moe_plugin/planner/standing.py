@@ -1,0 +1,167 @@
+"""Replicas of hot experts that stand for several steps; SWARM's wiring gives them their rows.
+
+Every n steps the loads of these steps say which experts have replicas on which ranks (EPLB's greedy
+placement, `replicas.host_replicas`), and interleaved weighted round robin over the ranks'
+throughputs (`wiring.Wiring`) which share of an expert's rows each of its ranks computes. Until the
+next time every call's rows are cut in these shares. A call follows them as it follows any plan of
+`spill`: owners lend weights, and get the gradients back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_plugin.planner.replicas import Loads, ReplicaMap, host_replicas
+from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan, saves
+from moe_plugin.planner.wiring import Wiring, round_shares
+
+TASKS = 32  # of a rank: its share of all rows, in so many parts
+SLACK = 0.02  # of the busiest rank's time: less is not worth a replica
+Shares = Mapping[int, Mapping[int, float]]  # of an expert's rows by rank, for those with replicas
+
+
+def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> Shares:
+    """Shares of the rows of each replicated expert, by rank.
+
+    An expert's load is cut into tasks, which go one by one to the rank that is predicted to be free
+    first among those that have the expert. First what one rank alone can compute, then by falling
+    load: what is small fills up. As many replicas as possible, of the smallest loads, are left out
+    if the busiest rank takes no more than `SLACK` longer without them: their weights would travel
+    for little.
+
+    Args:
+        loads: rows by expert, not all zero. speeds: rows per second of the ranks, any unit.
+    """
+    holders = {e: frozenset(placed.holders(e)) for e in range(len(loads))}
+    several = sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (loads[e], e))
+    best = _wired(loads, holders, speeds)
+    most = _busiest(best, loads, speeds) * (1 + SLACK)
+    low, high = 0, len(several)  # replicas of the first `low` are not needed
+    while low < high:
+        middle = (low + high + 1) // 2
+        fewer = {**holders, **{e: frozenset({e // _local(loads, speeds)})
+                               for e in several[:middle]}}
+        shares = _wired(loads, fewer, speeds)
+        if _busiest(shares, loads, speeds) <= most:
+            best, low = shares, middle
+        else:
+            high = middle - 1
+    return best
+
+
+def _local(loads: Loads, speeds: Sequence[float]) -> int:
+    """Experts that a rank stores."""
+    return len(loads) // len(speeds)
+
+
+def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence[float]) -> Shares:
+    wiring, everyone = Wiring(), frozenset(range(len(speeds)))
+    for rank, speed in enumerate(speeds):
+        wiring.announce(rank, speed)
+    fixed, task = Counter(), sum(loads) / (len(speeds) * TASKS)
+    for expert, ranks in holders.items():
+        if len(ranks) == 1:
+            fixed[min(ranks)] += loads[expert]
+    for rank, load in fixed.items():
+        wiring.choose(load, but=everyone - {rank})
+    shares: dict[int, dict[int, float]] = {}
+    for expert in sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (-loads[e], e)):
+        tasks, others = max(1, math.ceil(loads[expert] / task)), everyone - holders[expert]
+        given = Counter(wiring.choose(loads[expert] / tasks, but=others) for _ in range(tasks))
+        shares[expert] = {rank: given[rank] / tasks for rank in sorted(given)}
+    return shares
+
+
+def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
+    """Time of the busiest rank, in rows of a rank of speed 1."""
+    rows, local = [0.0] * len(speeds), _local(loads, speeds)
+    for expert, load in enumerate(loads):
+        for rank, share in shares.get(expert, {expert // local: 1.0}).items():
+            rows[rank] += share * load
+    return max(n / speed for n, speed in zip(rows, speeds, strict=True))
+
+
+class StandingReplicas:
+    """The replicas of one layer's experts, the same on all ranks.
+
+    Args:
+        ranks: W. costs: of a call, see `spill`. guests: experts that a rank may borrow.
+        every: steps from one placement to the next.
+
+    Attributes:
+        placed: who has what; None: nothing is replicated. shares: see `Shares`.
+    """
+
+    def __init__(self, ranks: int, costs: SpillCosts, guests: int, every: int) -> None:
+        self.ranks, self.costs, self.guests, self.every = ranks, costs, guests, every
+        self.placed: ReplicaMap | None = None
+        self.shares: Shares = {}
+        self._loads: list[int] = []
+        self._calls = self._steps = 0
+
+    def plan(self, counts_WV: Counts) -> SpillPlan | None:
+        """The plan of a call; None: every rank computes its own experts' rows."""
+        if not self.shares:
+            return None
+        amounts = {}
+        for expert, shares in self.shares.items():
+            rows = sum(row[expert] for row in counts_WV)
+            amounts[expert] = [0] * self.ranks
+            for rank, given in zip(shares, round_shares(list(shares.values()), rows), strict=True):
+                amounts[expert][rank] = given
+        return SpillPlan(counts_WV, amounts)
+
+    def add(self, counts_WV: Counts) -> None:
+        """Count the loads of a call in training."""
+        self._calls += 1
+        loads = [sum(column) for column in zip(*counts_WV, strict=True)]
+        before = self._loads or [0] * len(loads)
+        self._loads = [a + b for a, b in zip(before, loads, strict=True)]
+
+    def finish_step(self) -> bool:
+        """Count a step; whether `place` is due."""
+        self._steps += 1
+        return self._steps % self.every == 0
+
+    def place(self, speeds: Sequence[float] | None = None) -> None:
+        """Place replicas by the mean load since the last time, if that saves time.
+
+        speeds: of the ranks, in any unit; None: all alike.
+        """
+        loads, calls = self._loads, self._calls
+        self._loads, self._calls = [], 0
+        self.placed, self.shares = None, {}
+        if not any(loads):
+            return
+        pace = [1.0] * self.ranks if speeds is None else [s / max(speeds) for s in speeds]
+        placed = host_replicas(loads, self.ranks, self.guests, pace)
+        shares = wired_shares(loads, placed, pace)
+        local = len(loads) // self.ranks
+        self.shares = {e: given for e, given in shares.items()
+                       if any(rank != e // local for rank in given)}
+        # of a mean call, as if every rank had the same tokens
+        plan = self.plan([[round(load / calls / self.ranks) for load in loads]] * self.ranks)
+        if plan is not None and saves(plan.counts_WV, plan.amounts, self.costs,
+                                      None if speeds is None else pace):
+            self.placed = placed
+        else:
+            self.shares = {}
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {"ranks": self.ranks, "steps": self._steps, "calls": self._calls,
+                "loads": self._loads, "slots": None if self.placed is None else self.placed.logical,
+                "shares": {e: dict(given) for e, given in self.shares.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on as an earlier run; where it had other ranks, placement begins again."""
+        if state.get("ranks") != self.ranks:
+            return
+        self._steps, self._calls = state["steps"], state["calls"]
+        self._loads, slots = list(state["loads"]), state["slots"]
+        self.placed = None if slots is None else ReplicaMap(tuple(slots), self.ranks)
+        self.shares = {int(e): {int(rank): share for rank, share in given.items()}
+                       for e, given in state["shares"].items()}

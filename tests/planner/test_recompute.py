@@ -1,0 +1,62 @@
+"""Plans that fit with layers recomputed: what they cost by hand, and what fits no more."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.measured import DENSE, HEAD, MOE
+from moe_plugin.planner.model import Plan
+from moe_plugin.planner.model_cost import plan_cost
+from moe_plugin.planner.recompute import ACTIVATIONS, RECOMPUTED, activation_bytes, recomputed
+from moe_plugin.planner.trust import estimate, residuals
+from tests.planner.measurements import measurements
+from tests.planner.problems import A100, cluster, model
+
+M, C = model(), cluster(2, 4)
+PLAN = Plan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
+COST = plan_cost(M, C, A100, PLAN)
+BASE = COST.memory["dense parameters"] + COST.memory["expert parameters"]
+
+
+def test_what_fits_stays_as_it_is() -> None:
+    assert recomputed(M, [COST], COST.memory_bytes) == []
+
+
+def test_a_little_less_memory_costs_one_dense_layer() -> None:
+    [made] = recomputed(M, [COST], COST.memory_bytes - 1)
+    dense = COST.time["attention"] / M.layers + COST.time["dense FFN"] / (M.layers - M.moe_layers)
+    assert made.time[RECOMPUTED] == pytest.approx(dense / 3)  # forward is a third
+    assert made.seconds == pytest.approx(COST.seconds + dense / 3)
+    assert BASE < made.memory_bytes < COST.memory_bytes and ACTIVATIONS in made.memory
+
+
+def test_the_least_memory_recomputes_all_but_one_layer_or_all() -> None:
+    layer = COST.memory["activations"] / M.layers
+    inputs = layer / 17  # 34 bytes a number in 16 bits, of which the input is two
+    moe = layer + COST.memory["MoE rows and gathered"] / M.moe_layers
+    least = BASE + (M.layers - 1) * inputs + moe
+    [made] = recomputed(M, [COST], least + 1e4)
+    forward = sum(COST.time[name] for name in ("attention", "dense FFN", "MoE layers")) / 3
+    assert 0.5 * forward < made.time[RECOMPUTED] <= forward * (1 + 1e-9)
+    assert recomputed(M, [COST], least - inputs) == [] == recomputed(M, [COST], BASE)
+    assert activation_bytes(COST, least) == int(least - BASE)
+
+
+def test_stages_and_their_bubble_recompute_too() -> None:
+    cost = plan_cost(M, C, A100, dataclasses.replace(PLAN, pp=2, dp=4, ep=4))
+    [made] = recomputed(M, [cost], cost.memory_bytes - 1)
+    micro = cost.plan.micro_batches(M)
+    assert micro == 8
+    layer = (cost.time["attention"] / (M.layers / 2)
+             + cost.time["dense FFN"] / ((M.layers - M.moe_layers) / 2)) / micro
+    assert made.time[RECOMPUTED] == pytest.approx((micro + 1) * layer / 3)
+
+
+def test_it_is_corrected_as_the_layers_are() -> None:
+    [made] = recomputed(M, [COST], COST.memory_bytes - 1)
+    found = residuals(*measurements(M, C, {MOE: (2.0,), DENSE: (2.0,), HEAD: (9.0,)}))
+    low, middle, high = estimate(M, made, found).parts[RECOMPUTED]
+    assert low == middle == high == pytest.approx(2 * made.time[RECOMPUTED])
