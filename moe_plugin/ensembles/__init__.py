@@ -2,9 +2,12 @@
 
 from moe_plugin.ensembles.cmcl import (
     OracleLoss,
+    confidence_counts,
     confident_oracle_loss,
     ensemble_errors,
     responsible,
+    sequence_errors,
+    sequence_oracle,
     sequence_oracle_loss,
     share_features,
     uniform_divergence,
@@ -12,6 +15,7 @@ from moe_plugin.ensembles.cmcl import (
 from moe_plugin.ensembles.heads import EnsembleHeads
 
 __all__ = [
-    "EnsembleHeads", "OracleLoss", "confident_oracle_loss", "ensemble_errors", "responsible",
-    "sequence_oracle_loss", "share_features", "uniform_divergence"
+    "EnsembleHeads", "OracleLoss", "confidence_counts", "confident_oracle_loss", "ensemble_errors",
+    "responsible", "sequence_errors", "sequence_oracle", "sequence_oracle_loss", "share_features",
+    "uniform_divergence"
 ]

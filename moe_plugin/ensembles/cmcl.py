@@ -89,13 +89,13 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
         groups: G.
         mask_N: bool, True = the sample counts; the others have loss 0 and no effect on the choice.
     Raises:
-        ValueError: k outside 1..M, unknown labelling, negative beta.
+        ValueError: k outside 1..M, unknown labelling, beta negative or not finite.
     """
     if labels not in LABELLING:
         raise ValueError(
             f"labels={labels!r} is out of bounds: must be one of {', '.join(LABELLING)}")
-    if beta < 0:
-        raise ValueError(f"beta={beta} is out of bounds: must be >= 0; use 0.75")
+    if not 0 <= beta < math.inf:
+        raise ValueError(f"beta={beta} is out of bounds: must be >= 0 and finite; use 0.75")
     logits_NMC = logits_NMC.to(torch.promote_types(logits_NMC.dtype, torch.float32))
     real_N = torch.ones_like(target_N, dtype=torch.bool) if mask_N is None else mask_N
     real_N1 = real_N[:, None]
@@ -148,13 +148,48 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
         by_sequence: all tokens of a sequence have the same responsible members.
     Returns: errors "oracle" (no member is right) and "top1" (the mean of the members is wrong).
     """
-    real_N, target_N, logits_NMC = real_BT.flatten(), target_BT.flatten(), logits_BTMC.flatten(0, 1)
+    result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
+                             by_sequence=by_sequence)
+    real_N = real_BT.flatten()
+    oracle_N, top1_N = ensemble_errors(logits_BTMC.detach().flatten(0, 1), target_BT.flatten())
+    return result.loss_N, {"oracle": oracle_N & real_N, "top1": top1_N & real_N}
+
+
+def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int, beta: float, *,
+                    labels: str = "exact", by_sequence: bool = True) -> OracleLoss:
+    """`confident_oracle_loss` of all B * T tokens; arguments as of `sequence_oracle_loss`."""
     batch, length = target_BT.shape
     group_N = torch.arange(batch, device=target_BT.device).repeat_interleave(length)
-    result = confident_oracle_loss(logits_NMC, target_N, k, beta, labels=labels, mask_N=real_N,
-                                   group_N=group_N if by_sequence else None, groups=batch)
-    oracle_N, top1_N = ensemble_errors(logits_NMC.detach(), target_N)
-    return result.loss_N, {"oracle": oracle_N & real_N, "top1": top1_N & real_N}
+    return confident_oracle_loss(logits_BTMC.flatten(0, 1), target_BT.flatten(), k, beta,
+                                 labels=labels, mask_N=real_BT.flatten(),
+                                 group_N=group_N if by_sequence else None, groups=batch)
+
+
+def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -> dict[str, Tensor]:
+    """Shares of a sequence's tokens that are wrong, float64 [B] by name.
+
+    top1: by the mean of the members. member: by a member, mean over members. oracle: by the best
+    member of the sequence, or of each token (then: no member is right).
+
+    Args:
+        logits_BTMC: [B, T, M, C]. target_BT: int64.
+    """
+    wrong_BTM = (logits_BTMC.argmax(-1) != target_BT[..., None]).double()
+    mean_BTC = F.softmax(logits_BTMC.float(), dim=-1).mean(2)
+    oracle_B = wrong_BTM.mean(1).amin(1) if by_sequence else wrong_BTM.amin(2).mean(1)
+    return {"top1": (mean_BTC.argmax(-1) != target_BT).double().mean(1), "oracle": oracle_B,
+            "member": wrong_BTM.mean((1, 2))}
+
+
+def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
+    """How many distributions have their largest probability in each of `bins` equal parts of 0..1,
+    float64 [bins].
+
+    Args:
+        p: [..., C], probabilities. counted: bool [...], those that count.
+    """
+    place = (p.amax(-1) * bins).long().clamp(max=bins - 1)
+    return torch.bincount(place[counted], minlength=bins).double()
 
 
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:

@@ -43,10 +43,15 @@ class EnsembleHeads(nn.Module):
             for head in parameter:
                 nn.init.xavier_uniform_(head)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits [..., M, C] of x [..., D]; float."""
+    def forward(self, x: Tensor, own: bool = False) -> Tensor:
+        """Logits [..., M, C], float.
+
+        Args:
+            x: [..., D], of the trunk. own: x is [..., M, D], features of each head's own.
+        """
+        inputs = "...md" if own else "...d"
         if self.w_hidden_MDH is None:
-            return torch.einsum("...d,mdc->...mc", x, self.w_out_MHC)
-        h_MH = F.gelu(torch.einsum("...d,mdh->...mh", x, self.w_hidden_MDH))
+            return torch.einsum(f"{inputs},mdc->...mc", x, self.w_out_MHC)
+        h_MH = F.gelu(torch.einsum(f"{inputs},mdh->...mh", x, self.w_hidden_MDH))
         return torch.einsum("...mh,mhc->...mc", share_features(h_MH, self.sharing, self.training),
                             self.w_out_MHC)

@@ -23,9 +23,11 @@ class Experts(nn.Module):
     Attributes:
         supports_gather: can compute with parameters gathered from other ranks; then it has
             `local_parameters` and `compute_parameters`.
+        traceable: `torch.compile` may look inside; else it calls them as they are.
     """
 
     supports_gather: ClassVar[bool] = False
+    traceable: ClassVar[bool] = True
 
     @abstractmethod
     def forward(self, work: ExpertRows) -> Tensor:
@@ -49,6 +51,24 @@ class Experts(nn.Module):
                            first_shard: int | None = None) -> FFNParameters:
         """What to compute with: `tensors` in the form of `local_parameters`, or the stored ones."""
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
+
+    @property
+    def stored(self) -> bool:
+        """Whether they are outside the device, so that `prefetch` does something."""
+        return False
+
+    def prefetch(self, ids_TK: Tensor) -> None:
+        """Start to bring experts that a call will need; never waits for them.
+
+        ids_TK: int64, global numbers; -1: none.
+        """
+
+    def use_layer(self, number: int) -> None:
+        """These are the experts of MoE layer `number`, from 0; see `HostContext.numbered_later`."""
+
+    def taken_counts(self) -> dict[str, int]:
+        """What a store of these experts did since the last call of this; {}: there is none."""
+        return {}
 
     def mark(self) -> None:
         """Mark every parameter as an expert's."""

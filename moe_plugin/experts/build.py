@@ -34,7 +34,7 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
                  dtype: torch.dtype | None, device: Any) -> None:
     """Check, before anything is allocated, that this rank's weights can fit its memory at all.
 
-    Nothing is checked on the meta device, and for experts that are not ours.
+    Nothing is checked on the meta device, for experts that are not ours, and for those on disk.
 
     Args:
         factory: see `build_experts`.
@@ -42,9 +42,11 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
     Raises:
         ValueError: they are larger than the whole memory.
     """
-    like = torch.empty(0, dtype=dtype, device=device)
+    store = config.experts.store
+    like = torch.empty(0, dtype=dtype, device="cpu" if store == "host" else device)
     memory = memory_bytes(like.device)
-    if memory is None or factory is not None or config.experts.kind not in _MATRICES:
+    if (memory is None or store == "disk" or factory is not None
+            or config.experts.kind not in _MATRICES):
         return
     width, matrices = config.model_dim, _MATRICES[config.experts.kind]
     elements = width * (config.num_experts + matrices * (

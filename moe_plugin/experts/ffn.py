@@ -79,16 +79,23 @@ class FFNExperts(Experts):
         One draw from torch's generator seeds all experts by their global index, so that values do
         not depend on the number of ranks, and every rank's generator moves on alike.
         """
-        base = int(torch.randint(2**31, ()))
-        with torch.no_grad():
-            for slot in range(self.placement.local):
-                generator = torch.Generator().manual_seed(base + self.placement.first_expert + slot)
-                for weight, axis in ((self.w_in_LDF, 1), (self.w_gate_LDF, 1), (self.w_out_LFD, 0)):
-                    if weight is not None:
-                        weight[slot].copy_(self._draw(weight[slot], axis, generator))
-            for bias in (self.b_in_LF, self.b_gate_LF, self.b_out_LD):
-                if bias is not None:
-                    bias.zero_()
+        self.seed = int(torch.randint(2**31, ()))
+        if self.w_in_LDF.is_meta:
+            return
+        stored = {name: value for name, value in self.named_parameters() if name in SHARD_AXIS}
+        for slot in range(self.placement.local):
+            self.draw(slot, {name: value[slot] for name, value in stored.items()})
+
+    @torch.no_grad()
+    def draw(self, slot: int, targets: Mapping[str, Tensor]) -> None:
+        """Put the initial values of one of the `local` experts into tensors by parameter name."""
+        generator = torch.Generator().manual_seed(self.seed + self.placement.first_expert + slot)
+        for name, axis in (("w_in_LDF", 1), ("w_gate_LDF", 1), ("w_out_LFD", 0)):
+            if name in targets:
+                targets[name].copy_(self._draw(targets[name], axis, generator))
+        for name in ("b_in_LF", "b_gate_LF", "b_out_LD"):
+            if name in targets:
+                targets[name].zero_()
 
     def _draw(self, like: Tensor, axis: int, generator: torch.Generator) -> Tensor:
         shape = list(like.shape)

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from moe_plugin.ensembles import (
     EnsembleHeads,
+    confidence_counts,
     confident_oracle_loss,
     ensemble_errors,
     responsible,
+    sequence_errors,
     share_features,
     uniform_divergence,
 )
@@ -148,6 +150,19 @@ def test_errors_of_an_ensemble() -> None:
     assert oracle.tolist() == [False, False, True] and top1.tolist() == [False, True, True]
 
 
+def test_errors_of_sequences_and_confidences() -> None:
+    logits = torch.tensor([[[[4.0, 0], [0, 1.0]], [[4.0, 0], [0, 1.0]]],
+                           [[[4.0, 0], [4.0, 0]], [[0, 4.0], [0, 4.0]]]])  # [B, T, M, C]
+    y = torch.tensor([[0, 1], [1, 1]])
+    errors = sequence_errors(logits, y, True)
+    assert errors["top1"].tolist() == [0.5, 0.5] and errors["member"].tolist() == [0.5, 0.5]
+    assert errors["oracle"].tolist() == [0.5, 0.5]  # of the best member of a sequence
+    assert sequence_errors(logits, y, False)["oracle"].tolist() == [0, 0.5]  # of each token
+    p = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.3, 0.7], [0.9, 0.1]])
+    counted = torch.tensor([True, True, True, False])
+    assert confidence_counts(p, counted, 4).tolist() == [0, 0, 2, 1]
+
+
 def clusters(n: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Six overlapping Gaussians on a circle."""
     y = torch.randint(6, (n,), generator=g)
@@ -201,6 +216,8 @@ def test_heads() -> None:
     assert torch.equal(heads(x), heads(x))
     plain = EnsembleHeads(8, 5, 3)
     torch.testing.assert_close(plain(x)[..., 1, :], x @ plain.w_out_MHC[1])
+    own = torch.randn(2, 3, 8)
+    torch.testing.assert_close(plain(own, own=True)[:, 2], own[:, 2] @ plain.w_out_MHC[2])
     with pytest.raises(ValueError, match="sharing=0.5 has nothing to share"):
         EnsembleHeads(8, 5, 3, sharing=0.5)
     with pytest.raises(ValueError, match="heads=0"):
