@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.collectives import NATIVE, Collectives
+from moe_plugin.comm.compiled import key_of
+from moe_plugin.comm.gave_up import reason
 from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
 
@@ -57,6 +60,8 @@ class Comm(ABC):
         another one.
     key: by which operations of torch find the group (`comm.compiled`); None: they do not.
     tag: tells apart exchanges that run at the same time, see `with_tag`.
+    ranks: of the job, by rank of the group.
+    collectives: how data is gathered and summed here, see `with_collectives`.
     """
 
     receive_first: bool = False
@@ -65,6 +70,8 @@ class Comm(ABC):
     fails_later: bool = False
     key: str | None = None
     tag: int = 0
+    ranks: Sequence[int] = (0,)
+    collectives: Collectives = NATIVE
 
     def __init__(self, rank: int, size: int, name: str, state: GroupState | None = None) -> None:
         self.rank, self.size, self.name = rank, size, name
@@ -86,6 +93,14 @@ class Comm(ABC):
             recv: lengths of the pieces from each rank; None: equal pieces.
         Returns: a new tensor [sum(recv), ...] of the same dtype, pieces in rank order.
         """
+
+    def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to exchange equal pieces; what is returned waits for it and gives them.
+
+        x: as for `all_to_all`, left alone until then. All ranks start theirs in the same order.
+        """
+        received = self.all_to_all(x)
+        return lambda: received
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -162,10 +177,13 @@ class Comm(ABC):
         if size not in self.state.subgroups:
             made = [self.subgroup(range(start, start + size))
                     for start in range(0, self.size, size)]
-            self.state.subgroups[size] = made[self.rank // size]
+            own = made[self.rank // size]
+            assert own is not None  # this rank is in it
+            self.state.subgroups[size] = own
         view = copy.copy(self.state.subgroups[size])
         view.counters = self.counters
-        return view
+        first = self.rank // size * size
+        return view.with_collectives(self.collectives.part(range(first, first + size)))
 
     @abstractmethod
     def barrier(self) -> None:
@@ -232,6 +250,16 @@ class Comm(ABC):
         """A view of this group for another thread: its messages do not mix with other tags'."""
         view = copy.copy(self)
         view.tag = tag
+        return view
+
+    def with_collectives(self, collectives: Collectives) -> Comm:
+        """A view of this group whose data is gathered and summed by `collectives`."""
+        if collectives is self.collectives:
+            return self
+        view = copy.copy(self)
+        view.collectives = collectives
+        if self.key is not None:
+            view.key = key_of(view)
         return view
 
     def exchange_ints(self, sends: Mapping[int, Sequence[int]],
@@ -303,12 +331,12 @@ class Comm(ABC):
         return None
 
     def missing_ranks(self) -> str:
-        """The watchdog's report on ranks without heartbeats, for an error message.
-
-        Empty where no watchdog runs.
+        """Why a rank gave up, or else the watchdog's report on ranks without heartbeats, for an
+        error message; empty: neither is known.
         """
         watchdog = self.state.watchdog
-        return f"; {watchdog.report()}" if watchdog is not None else ""
+        said = reason() if self.separate else ""
+        return said or (f"; {watchdog.report()}" if watchdog is not None else "")
 
     def count_exchange(self, algorithm: str) -> None:
         """Called by each all-to-all algorithm when it runs."""

@@ -82,9 +82,11 @@ all_to_all.register_autograd(_exchange_back, setup_context=_keep_route)
 # collectives by name: what runs, and the number of rows that come out of n rows on W ranks
 _COLLECTIVES: dict[str, tuple[Callable[[Comm, Tensor], Tensor], Callable[[int, int], int]]] = {
     "all_to_all": (lambda comm, x: comm.all_to_all(x), lambda n, size: n),
-    "all_gather": (lambda comm, x: comm.all_gather(x), lambda n, size: n * size),
-    "reduce_scatter": (lambda comm, x: comm.reduce_scatter(x), lambda n, size: n // size),
-    "all_reduce": (lambda comm, x: comm.all_reduce(x), lambda n, size: n),
+    "all_gather": (lambda comm, x: comm.collectives.all_gather(comm, x),
+                   lambda n, size: n * size),
+    "reduce_scatter": (lambda comm, x: comm.collectives.reduce_scatter(comm, x),
+                       lambda n, size: n // size),
+    "all_reduce": (lambda comm, x: comm.collectives.all_reduce(comm, x), lambda n, size: n),
     "all_max": (lambda comm, x: comm.all_reduce(x, "max"), lambda n, size: n),
     "own_part": (lambda comm, x: x.chunk(comm.size)[comm.rank].clone(),
                  lambda n, size: n // size),

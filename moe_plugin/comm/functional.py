@@ -51,9 +51,9 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
 # by name, so that a compiler sees plain values
 _OPERATIONS: dict[str, Callable[[Comm, Tensor], Tensor]] = {
-    "all_gather": lambda comm, x: comm.all_gather(x.contiguous()),
-    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x.contiguous()),
-    "all_reduce": lambda comm, x: comm.all_reduce(x.contiguous()),
+    "all_gather": lambda comm, x: comm.collectives.all_gather(comm, x.contiguous()),
+    "reduce_scatter": lambda comm, x: comm.collectives.reduce_scatter(comm, x.contiguous()),
+    "all_reduce": lambda comm, x: comm.collectives.all_reduce(comm, x.contiguous()),
     "own_part": lambda comm, x: x.chunk(comm.size)[comm.rank].clone(),
     "identity": lambda comm, x: x,
 }

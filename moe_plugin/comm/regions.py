@@ -26,8 +26,8 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor, grad_TK: Tensor) -> tuple[Any, ...]:
         both = torch.cat([grad_TD, grad_TK.to(grad_TD.dtype)], dim=1)  # one all-reduce for both
-        x_TD, weights_TK = ctx.comm.all_reduce(both).split([grad_TD.shape[1], grad_TK.shape[1]],
-                                                           dim=1)
+        total = ctx.comm.collectives.all_reduce(ctx.comm, both)
+        x_TD, weights_TK = total.split([grad_TD.shape[1], grad_TK.shape[1]], dim=1)
         return x_TD.to(ctx.dtypes[0]), weights_TK.to(ctx.dtypes[1]), None, None
 
 

@@ -22,6 +22,7 @@ from moe_plugin.comm.compiled import collective, key_of
 from moe_plugin.comm.new_group import make_group
 from moe_plugin.comm.nodes import node_key
 from moe_plugin.comm.overdue import Overdue
+from moe_plugin.comm.started import started
 from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
 
@@ -34,7 +35,7 @@ _KEY_BYTES = 16
 # own group, or neither is ever freed.
 _STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 # the older name is deprecated where the newer exists
-_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 
 
 class TorchComm(Comm):
@@ -55,12 +56,11 @@ class TorchComm(Comm):
     separate = True
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> None:
-        self.group = group if group is not None else dist.group.WORLD
-        if self.group is None:
-            raise ValueError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group "
-                "first"
-            )
+        group = group if group is not None else dist.group.WORLD
+        if group is None:
+            raise ValueError("torch.distributed is not initialised; call "
+                             "torch.distributed.init_process_group first")
+        self.group: dist.ProcessGroup = group
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.ranks = dist.get_process_group_ranks(self.group)
         name = f"ranks {self.ranks}" if size <= 16 else f"{size} ranks from {self.ranks[0]}"
@@ -165,6 +165,15 @@ class TorchComm(Comm):
                           [n * factor for n in send])
         return out
 
+    def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Comm`: on gloo while this rank computes."""
+        if not self.receive_first or self.tag or torch.compiler.is_compiling():
+            return super().start_all_to_all(x)
+        x, out, rows = x.contiguous(), torch.empty_like(x), x.shape[0] // self.size
+        self._count_rows((self.size - 1) * bool(rows), x, rows * (self.size - 1))
+        return started(self, f"all_to_all of {x.dtype} {tuple(x.shape)} in equal pieces", out,
+                       dist.all_to_all_single, _as_supported(out), _as_supported(x))
+
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """See `Comm`. Not counted in bytes: the backend chooses the algorithm."""
         if torch.compiler.is_compiling():
@@ -176,18 +185,8 @@ class TorchComm(Comm):
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Comm`: in place, while this rank computes."""
-        def describe() -> str:
-            return f"all_reduce(sum) of {x.dtype} {tuple(x.shape)}"
-
-        with self.error_context(describe):
-            work = dist.all_reduce(x, group=self.group, async_op=True)
-
-        def wait() -> Tensor:
-            with self.error_context(describe):
-                self._wait(work)
-            return x
-
-        return wait
+        return started(self, f"all_reduce(sum) of {x.dtype} {tuple(x.shape)}", x, dist.all_reduce,
+                       x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Comm`; x: [n, ...] to [size * n, ...]. On gloo over nodes see `comm.by_nodes`."""
@@ -311,9 +310,10 @@ class TorchComm(Comm):
             child.prepare(self.topology.restrict([self.ranks.index(r) for r in child.ranks]))
         return child
 
-    def store(self) -> dist.Store | None:
+    def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
         """The job's store, on its own connection: the watchdog uses it while other threads wait."""
-        return dist.distributed_c10d._get_default_store().clone()
+        own: Any = dist.distributed_c10d._get_default_store()
+        return own.clone()
 
     def barrier(self) -> None:
         """See `Comm`."""
@@ -329,9 +329,9 @@ class TorchComm(Comm):
             collective(*args, group=self.group)
             self._passes()
             return
-        self._wait(collective(*args, group=self.group, async_op=True))
+        self.wait_for(collective(*args, group=self.group, async_op=True))
 
-    def _wait(self, work: Any) -> None:
+    def wait_for(self, work: Any) -> None:
         """Wait for a collective of torch, on gloo for `timeout_s` at most."""
         if not self.receive_first:
             work.wait()
@@ -350,7 +350,8 @@ class TorchComm(Comm):
         self._count_sent(messages, rows * math.prod(x.shape[1:]) * x.element_size())
 
 
-def _state_of(group: dist.ProcessGroup) -> GroupState:
+def _state_of(group: dist.ProcessGroup | None) -> GroupState:
+    assert group is not None  # the default group exists as long as one of its subgroups does
     if group not in _STATES:
         _STATES[group] = GroupState()
     return _STATES[group]

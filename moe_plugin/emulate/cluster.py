@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from moe_plugin.emulate.build import build_switch
@@ -22,8 +23,11 @@ from moe_plugin.emulate.ranks import (
     serve_store,
     stop,
 )
+from moe_plugin.planner.forest.network import Network
+from moe_plugin.planner.forest.part import shortest_paths
 
 MAX_NODES, MAX_PER_NODE = 64, 256
+FASTEST_BIT_S = 1e12  # of a node's own link, where a network's wires say how fast it is
 ERRORS_SHOWN = 3
 
 
@@ -180,6 +184,29 @@ class EmulatedCluster:
     def set_rate(self, node: int, rate_bit_s: float) -> None:
         """Change one node's link rate."""
         self._tell(f"rate {node} {rate_bit_s}")
+
+    def set_network(self, network: Network) -> None:
+        """Let frames between nodes take the wires of a network, each at its bandwidth.
+
+        Rank i of the network is node i here. A frame takes the way of fewest wires, and among equal
+        ones that whose wires come first in the network. Links of nodes are as fast as they can be.
+
+        Raises: ValueError: another number of ranks than nodes, or more wires than the switch has.
+        """
+        if len(network.ranks) != self.nodes_wanted:
+            raise ValueError(
+                f"network {network.name!r} has {len(network.ranks)} ranks, which does not fit "
+                f"{self.nodes_wanted} emulated nodes; use one rank per node")
+        index = {wire.ends: i for i, wire in enumerate(network.wires)}
+        for wire, i in zip(network.wires, index.values(), strict=True):
+            self._tell(f"wire {i} {float(wire.bandwidth) * 8e9}")
+        for source, node in enumerate(network.ranks):
+            for path in shortest_paths(network, node).values():
+                if path[-1] in network.ranks and len(path) > 1:
+                    hops = " ".join(str(index[hop]) for hop in pairwise(path))
+                    self._tell(f"route {source} {network.ranks.index(path[-1])} {hops}")
+        for node in range(self.nodes_wanted):
+            self.set_rate(node, FASTEST_BIT_S)
 
     def set_loss(self, node: int, probability: float) -> None:
         """Drop frames of one node at random, in each direction."""

@@ -37,7 +37,7 @@ from torch.optim.optimizer import (
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import MoEOutput
+from moe_plugin.output import MoEOutput
 
 KINDS = {
     "kill": "the process ends by SIGKILL",
@@ -47,7 +47,8 @@ KINDS = {
     "cut": "all network connections of the process break",
     "nan-data": "one number of a layer's input is NaN",
     "nan-gradient": "one number of the gradient of a layer's output is NaN",
-    "bit-flip": "one bit of one number of a layer's output is flipped: a chip that is wrong",
+    "bit-flip": "one bit of one number of a layer's output is flipped, once",
+    "wrong-product": "the same in each forward pass from here on: a chip that computes wrongly",
 }
 PLACES = {
     "forward": "a layer's forward pass begins",
@@ -56,8 +57,10 @@ PLACES = {
     "update": "the optimizer begins its step",
     "save": "a file that was written gets its name",
 }
-_ONLY = {"nan-data": "forward", "nan-gradient": "backward", "bit-flip": "forward"}
+_ONLY = {"nan-data": "forward", "nan-gradient": "backward", "bit-flip": "forward",
+         "wrong-product": "forward"}
 _LATER = ("slow",)  # kinds that happen again in every later step
+_ALWAYS = ("wrong-product",)  # and every time
 _EXCHANGES = ("send_receive", "all_to_all", "all_gather")
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 
@@ -73,7 +76,7 @@ class Fault:
         place: a name of `PLACES`; at its first time in that step.
         seconds: see `KINDS`.
         bytes: see `KINDS`.
-        bit: of the number that `bit-flip` changes, from 0, the lowest.
+        bit: of the number that `bit-flip` and `wrong-product` change, from 0, the lowest.
         record: a file to which a line "RANK TIME" is added when it happens; "": none.
     Raises:
         ValueError: a value out of bounds, or a kind that does not happen at that place.
@@ -126,9 +129,10 @@ class _Armed:
 
     def due(self) -> bool:
         """Whether it happens now, which is then noted; asked at its place alone."""
-        if self.step < self.fault.step or self.happened_in == self.step:
+        kind = self.fault.kind
+        if self.step < self.fault.step or self.happened_in == self.step and kind not in _ALWAYS:
             return False
-        if self.happened_in and self.fault.kind not in _LATER:
+        if self.happened_in and kind not in (*_LATER, *_ALWAYS):
             return False
         first, self.happened_in = not self.happened_in, self.step
         if first and self.fault.record:
@@ -139,7 +143,7 @@ class _Armed:
     def install(self) -> None:
         register_optimizer_step_post_hook(self._updated)
         kind, place = self.fault.kind, self.fault.place
-        if kind in ("nan-data", "bit-flip", "nan-gradient"):
+        if kind in _ONLY:
             register = (register_module_forward_pre_hook if kind == "nan-data" else
                         register_module_forward_hook)
             register(self._input if kind == "nan-data" else self._output)

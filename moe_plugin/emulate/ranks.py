@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -69,6 +70,8 @@ def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = 
         theirs.close()
         return RankProcess(rank, pid, ours, log)
     status = 1
+    # garbage of this process stays: ending a group here would join threads that a fork lacks
+    gc.freeze()
     try:
         die_with_parent(parent)
         os.dup2(log.fileno(), 2)

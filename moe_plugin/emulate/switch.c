@@ -10,10 +10,13 @@
  *   down port j  the same (several senders to one node share it), cut-through; a frame starts when the port is free or
  *                nearly (SLACK_NS), so that nothing piles up in the switch, as under a lossless fabric's credits;
  *   then a fixed delay, a random loss a port, ports that swallow everything, interfaces that are down.
+ * Between two ports a frame may pass further wires, each with a rate and a virtual clock of its own: "route" names them, so
+ * that a network of any shape can be emulated. A wire that is busy holds frames for it back in the sender's queue, as a port does.
  * MESSAGE_US is charged for every frame that ends a message (TCP push flag, more than 100 bytes): a card's cost a message.
  * Frames of up to 64 KiB cross as one unit (segmentation offload), their segments' headers are charged.
  *
- * Control (SOCK_SEQPACKET): "delay US", "message US", "rate PORT BIT_S", "loss PORT P", "hole PORT 0|1", "link PORT 0|1",
+ * Control (SOCK_SEQPACKET): "delay US", "message US", "rate PORT BIT_S", "wire WIRE BIT_S",
+ * "route PORT PORT WIRE...", "loss PORT P", "hole PORT 0|1", "link PORT 0|1",
  * "stats". Each gets one answer. The switch ends when the other end of the control socket is closed.
  */
 #define _GNU_SOURCE
@@ -34,7 +37,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PORTS = 64, FRAME = 70000, VNET = 10, ETH = 14, READ_AHEAD_NS = 30000, SLACK_NS = 1000000, AHEAD = 1 << 26, BATCH = 64 };
+enum { PORTS = 64, WIRES = 1024, HOPS = 16, FRAME = 70000, VNET = 10, ETH = 14, READ_AHEAD_NS = 30000, SLACK_NS = 1000000, AHEAD = 1 << 26, BATCH = 64 };
 
 typedef struct Packet {
     struct Packet *next;
@@ -55,7 +58,12 @@ typedef struct {
     uint64_t frames_in, bytes_in, frames_out, bytes_out, drops, messages;
 } Port;
 
+typedef struct { double rate; int64_t free; } Wire;
+typedef struct { int count, wire[HOPS]; } Route;
+
 static Port port[PORTS];
+static Wire wire[WIRES];
+static Route route[PORTS][PORTS];
 static int ports;
 static int64_t delay_ns, message_ns, late_max_ns;
 
@@ -131,6 +139,15 @@ static void push(Queue *q, Packet *p) {
     q->tail = p;
 }
 
+/* behind all that are due earlier: a frame over fast wires overtakes one over slow wires */
+static void insert(Queue *q, Packet *p) {
+    if (!q->tail || q->tail->due <= p->due) { push(q, p); return; }
+    Packet **at = &q->head;
+    while ((*at)->due <= p->due) at = &(*at)->next;
+    p->next = *at;
+    *at = p;
+}
+
 static Packet *pop(Queue *q) {
     Packet *p = q->head;
     if (!(q->head = p->next)) q->tail = 0;
@@ -162,6 +179,26 @@ static void accept_frame(int i, const uint8_t *frame, int size) {
     }
 }
 
+/* when a frame from i to j can start: its receiver and all wires on its way are free */
+static int64_t free_at(int i, int j) {
+    const Route *r = &route[i][j];
+    int64_t latest = port[j].down_free;
+    for (int k = 0; k < r->count; k++) if (wire[r->wire[k]].free > latest) latest = wire[r->wire[k]].free;
+    return latest;
+}
+
+/* a frame that starts now passes the wires from i to j; returns when the last of them has sent it */
+static int64_t pass(int i, int j, int size, int64_t start) {
+    const Route *r = &route[i][j];
+    int64_t done = start;
+    for (int k = 0; k < r->count; k++) {
+        Wire *w = &wire[r->wire[k]];
+        w->free = (start > w->free ? start : w->free) + (int64_t)(size * 8e9 / w->rate);
+        if (w->free > done) done = w->free;
+    }
+    return done;
+}
+
 /* port i sends the head of its queue for j */
 static void send_frame(int i, int j, int64_t t) {
     Port *from = &port[i], *to = &port[j];
@@ -169,11 +206,12 @@ static void send_frame(int i, int j, int64_t t) {
     from->waiting -= p->size;
     int64_t extra = p->last ? message_ns : 0, start = t > from->up_free ? t : from->up_free;
     from->up_free = start + (int64_t)(p->wire * 8e9 / from->rate) + extra;
+    int64_t passed = pass(i, j, p->wire, start);
     if (lost(to)) { to->drops++; free(p); return; }
     int64_t done = (start > to->down_free ? start : to->down_free) + (int64_t)(p->wire * 8e9 / to->rate) + extra;
     to->down_free = done > from->up_free ? done : from->up_free;
-    p->due = to->down_free + delay_ns;
-    push(&to->out, p);
+    p->due = (passed > to->down_free ? passed : to->down_free) + delay_ns;
+    insert(&to->out, p);
 }
 
 /* every port sends what it can now; returns when one can go on, at the latest `next` */
@@ -189,8 +227,9 @@ static int64_t forward(int64_t t, int64_t next) {
             for (int n = 0; n < ports && found < 0; n++) {
                 int j = (from->turn + n) % ports;
                 if (!from->to[j].head) continue;
-                if (port[j].down_free <= t + SLACK_NS) found = j;
-                else if (port[j].down_free < soonest) soonest = port[j].down_free;
+                int64_t when = free_at(i, j);
+                if (when <= t + SLACK_NS) found = j;
+                else if (when < soonest) soonest = when;
             }
             if (found < 0) {
                 if (soonest - SLACK_NS < next) next = soonest - SLACK_NS;
@@ -238,6 +277,18 @@ static int stats(char *out, size_t room) {
     return n;
 }
 
+/* "PORT PORT WIRE...": whether it names known ports and wires */
+static int set_route(const char *text) {
+    int i, j, used;
+    Route r = {0};
+    if (sscanf(text, "%d %d%n", &i, &j, &used) != 2 || i < 0 || j < 0 || i >= ports || j >= ports) return 0;
+    for (text += used; r.count < HOPS && sscanf(text, "%d%n", &r.wire[r.count], &used) == 1; text += used, r.count++)
+        if (r.wire[r.count] < 0 || r.wire[r.count] >= WIRES || wire[r.wire[r.count]].rate <= 0) return 0;
+    if (*text) return 0;
+    route[i][j] = r;
+    return 1;
+}
+
 /* returns 0 when the controller is gone */
 static int control(int fd) {
     static char in[256], out[16384];
@@ -249,6 +300,8 @@ static int control(int fd) {
     if (sscanf(in, "delay %lf", &x) == 1) delay_ns = (int64_t)(x * 1000);
     else if (sscanf(in, "message %lf", &x) == 1) message_ns = (int64_t)(x * 1000);
     else if (sscanf(in, "rate %d %lf", &i, &x) == 2 && i >= 0 && i < ports && x > 0) port[i].rate = x;
+    else if (sscanf(in, "wire %d %lf", &i, &x) == 2 && i >= 0 && i < WIRES && x > 0) wire[i].rate = x;
+    else if (!strncmp(in, "route ", 6) && set_route(in + 6)) ;
     else if (sscanf(in, "loss %d %lf", &i, &x) == 2 && i >= 0 && i < ports) port[i].loss = x;
     else if (sscanf(in, "hole %d %lf", &i, &x) == 2 && i >= 0 && i < ports) port[i].hole = x != 0;
     else if (sscanf(in, "link %d %lf", &i, &x) == 2 && i >= 0 && i < ports) { if (set_up(port[i].inet, "eth0", x != 0)) n = sprintf(out, "error %s", strerror(errno)); }

@@ -18,6 +18,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from moe_plugin.planner.units import show_time
+
 Bucket = TypeVar("Bucket", bound=Hashable)
 Choice = TypeVar("Choice", bound=Hashable)
 Agree = Callable[[list[float]], list[float]]
@@ -304,7 +306,7 @@ class Tuner(Generic[Bucket, Choice]):
         entry.measured.update({c: s for c, s in fresh.items() if c not in entry.pruned})
         if fresh:
             entry.settled = self._fastest(entry.settled, fresh)
-        listed = ", ".join(f"{c} {fresh[c] * 1e3:.3g} ms" if c in fresh else f"{c} not measured"
+        listed = ", ".join(f"{c} {show_time(fresh[c])}" if c in fresh else f"{c} not measured"
                            for c in entry.tried)
         why = f"measured: {listed}" if fresh else f"no time was measured: {listed}"
         self._note(bucket, entry, "settle" if fresh else "keep", why)
@@ -336,7 +338,8 @@ class Tuner(Generic[Bucket, Choice]):
             # the others' times are old: they keep their ranking, the settled one loses its lead
             if entry.settled in entry.measured:
                 entry.measured[entry.settled] *= now / entry.baseline
-            self._explore(bucket, entry, f"time went from {entry.baseline:.3g} s to {now:.3g} s")
+            self._explore(bucket, entry, f"time went from {show_time(entry.baseline)} to "
+                                         f"{show_time(now)}")
 
     def _note(self, bucket: Bucket, entry: _Entry[Choice], event: str, why: str) -> None:
         choice = entry.settled

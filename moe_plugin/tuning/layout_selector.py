@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import Experts
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, KeptRouting, Placement
+from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import LayoutCall, Layouts
 from moe_plugin.tuning.predicted import PredictedLayout
+from moe_plugin.tuning.prefill import PrefillPieces
 
 STATE_VERSION = 1
 
@@ -26,6 +29,7 @@ class LayoutSelector:
         host: what the host knows of the layer.
 
     Attributes:
+        prefill: cuts the calls of evaluation by their load; None: nothing does.
         available: what may be selected. tuner: of `parallel: auto` or `predicted`; None: the
             layout is fixed.
     """
@@ -35,6 +39,9 @@ class LayoutSelector:
         self.config, self.place, self.experts, self.host = config, place, experts, host
         self.available = Layouts(config, place, experts)
         self.tuner = self._make_tuner(host)
+        self.prefill = None
+        if config.parallel.prefill and experts.anchor is not None:
+            self.prefill = PrefillPieces(config, self.available, experts.anchor)
 
     def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> LayoutCall:
         """The layout of this call, the same on all ranks.
@@ -47,7 +54,19 @@ class LayoutSelector:
             layout = self.available.at(choice or self.available.fixed)
         else:
             layout, timer = self.tuner.layout(kept.routing, training)
+        if (self.prefill is not None and choice is None and not training
+                and not torch.compiler.is_compiling()):
+            pieces = self.prefill.choice(layout.choice, kept.routing.ids_TK.shape[0])
+            layout = self.available.at(pieces)
         return LayoutCall(layout, self.experts, timer, self.config.experts.weights_first)
+
+    def start_sizes(self, routing: Routing, training: bool) -> Any:
+        """See `Dispatcher.start_sizes`; of the layout that the next call probably has. One that
+        then runs in another layout agrees again. None: nothing was begun.
+        """
+        if self.config.experts.weights_first or (self.prefill is not None and not training):
+            return None
+        return self.available.at(self.current).dispatcher.start_sizes(routing)
 
     def follow_parameters(self) -> None:
         """After they moved to another device: what is none of them, but lies where they do."""
@@ -66,13 +85,17 @@ class LayoutSelector:
         return LocalComm() if self.available.traits.shares_tokens else self.place.comm
 
     def report(self, call: LayoutCall) -> dict[str, Any]:
-        """Fields of `LayerStats`: layout, decisions since the last call, copies of the tokens."""
+        """Fields of `LayerStats`: layout, collectives, decisions since the last call, copies of the
+        tokens.
+        """
         traced = torch.compiler.is_compiling()
         decisions = () if self.tuner is None or traced else self.tuner.pop_decisions()
         copies = self.place.replicas.size if self.place.replicas is not None else 1
         if self.available.traits.shares_tokens:
             copies = self.place.comm.size
-        return {"layout": call.layout.choice.label, "copies": copies,
+        comm = self.place.comm
+        collectives = comm.collectives.active(comm) if comm.size > 1 and not traced else None
+        return {"layout": call.layout.choice.label, "copies": copies, "collectives": collectives,
                 "decisions": tuple(decision.as_dict() for decision in decisions)}
 
     def forget_recordings(self) -> None:
@@ -80,9 +103,29 @@ class LayoutSelector:
         if self.tuner is not None:
             self.tuner.forget_recordings()
 
+    def finish_step(self) -> None:
+        """After an optimizer step, on all ranks."""
+        if self.available.replicas is not None:
+            self.available.replicas.finish_step()
+
+    @contextmanager
+    def by_rule(self) -> Iterator[None]:
+        """The fixed layout inside, and no replicas that earlier steps placed: whatever ranks have
+        seen and measured, the same bits.
+        """
+        tuner, replicas = self.tuner, self.available.replicas
+        self.tuner = None
+        try:
+            with nullcontext() if replicas is None else replicas.pause():
+                yield
+        finally:
+            self.tuner = tuner
+
     def state(self) -> dict[str, Any]:
-        """Where the local experts come from; with a tuner also what it learned."""
+        """Where the local experts come from; also what a tuner learned, and who has replicas."""
         place, more = self.place, {}
+        if self.available.replicas is not None:
+            more["replicas"] = self.available.replicas.standing.state()
         if self.tuner is not None:
             more["tuner"] = self.tuner.state()
         if place.cut is not None:
@@ -93,13 +136,15 @@ class LayoutSelector:
     def load_state(self, state: dict[str, Any]) -> None:
         """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""
         for key, mine in {"shards": None, **self.state()}.items():
-            if key != "tuner" and state.get(key) != mine:
+            if key not in ("tuner", "replicas") and state.get(key) != mine:
                 raise ValueError(
                     f"checkpoint has {key}={state.get(key)}, this layer has {key}={mine}; load it "
                     "with the same number of experts, expert-parallel ranks and shards, or reshard "
                     "it with moe_plugin.checkpoint.reshard")
         if self.tuner is not None and state.get("tuner") is not None:
             self.tuner.load_state(state["tuner"])
+        if self.available.replicas is not None and state.get("replicas") is not None:
+            self.available.replicas.standing.load_state(state["replicas"])
 
     def _make_tuner(self, host: HostContext) -> LayoutTuner | PredictedLayout | None:
         mode, probe = self.config.parallel.mode, self.experts.anchor

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,7 +197,8 @@ class LayoutTuner(Replaying):
             values["spill"] = values["spill"][:1]
         device = default_device(self.config, self.probe.device)
         costs = rank_choices(self.shape(bucket), default_cluster(self.comm, self.probe.device),
-                             device, combinations(values, self.comm.size))
+                             device, combinations(values, self.comm.size),
+                             collectives=partial(self.comm.collectives.seconds, self.comm))
         fitting = [c for c in costs if c.memory_bytes <= MEMORY_SHARE * device.memory_bytes]
         return {c.choice: c.seconds for c in fitting or costs[:1]}
 

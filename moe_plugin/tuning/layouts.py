@@ -44,6 +44,7 @@ from moe_plugin.records import (
 )
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
+from moe_plugin.tuning.standing import LayerReplicas
 from moe_plugin.tuning.timer import CallTimer
 
 
@@ -119,11 +120,12 @@ class LayoutCall:
     def runner(self) -> Callable[..., Any]:
         """What runs plan, dispatch, experts and combine: `runner(function, *args)`.
 
-        Where `plan` reads rows by expert on the host, that is outside compiled graphs: every new
-        load would be compiled again.
+        Where `plan` reads rows by expert on the host, or experts are fetched, that is outside
+        compiled graphs: every new load would be compiled again.
         """
         traits = self.layout.dispatcher.traits
-        if torch.compiler.is_compiling() and not (traits.fixed_slots or traits.bounded):
+        traced = self.experts.traceable and (traits.fixed_slots or traits.bounded)
+        if torch.compiler.is_compiling() and not traced:
             # imported here: it loads the compiler
             from moe_plugin.tuning.uncompiled import uncompiled
 
@@ -197,6 +199,7 @@ class Layouts:
     Attributes:
         limit: of a dispatcher that bounds rows; None: of another. stash: see `Layout`.
         spills: whether other ranks than its owner may compute rows of an expert.
+        replicas: of `parallel.spill: standing`; None: of another.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts) -> None:
@@ -215,6 +218,7 @@ class Layouts:
             self.stash = place.comm.state.get(PagedStash)
             self.stash.ask(self, config.dispatch)
         self.spills = place.comm.size > 1 and self.supports_gather and self.traits.spills
+        self.replicas: LayerReplicas | None = None
         self._made: dict[LayoutChoice, Layout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
@@ -333,12 +337,18 @@ class Layouts:
                 f"parallel.spill={choice.spill!r} does not fit {why}, or parallel.spill='never'")
 
     def _planner(self, policy: str) -> Planner:
-        """Plans from the loads of a call; predicted times depend on nothing else."""
+        """Plans from the loads of a call, or of earlier steps; predicted times depend on nothing
+        else.
+        """
         comm, probe = self.place.comm, self.experts.anchor
         shape = layer_shape(self.config, self.place, probe, tokens=1)
         costs = spill_costs(shape, default_cluster(comm, probe.device),
                             default_device(self.config, probe.device))
         parallel = self.config.parallel
+        if policy == "standing":
+            if self.replicas is None:
+                self.replicas = LayerReplicas(parallel, comm, self.experts, costs)
+            return self.replicas
         return partial(plan_spill, costs=costs, policy=policy, guests=parallel.guests,
                        speeds=parallel.rank_speeds(self.place.comm.size))
 

@@ -23,13 +23,15 @@ from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.experts.build import check_memory
 from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
+from moe_plugin.tuning.collectives import with_collectives
 from moe_plugin.tuning.default_hardware import default_cluster
 from moe_plugin.tuning.exchange import OPEN, exchange_name, log_once, prepare, spans_nodes
 
 log = logging.getLogger(__name__)
 # settings that each rank may have of its own: nothing that ranks exchange depends on them
 OWN_SETTINGS = ("observe.", "comm.timeout_s", "comm.watchdog_s")
-FILES = ("comm.cluster", "comm.topology", "parallel.device")  # settings that may name a file
+# settings that may name a file
+FILES = ("comm.cluster", "comm.network", "comm.topology", "parallel.device")
 REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule before any token is seen
 
 
@@ -77,6 +79,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
                       custom_router=router is not None, custom_experts=experts is not None)
     config.prepare()
     exchange = prepare(comm, config.comm, may_measure(config))
+    comm = with_collectives(comm, config.comm, may_measure(config) and not config.deterministic)
     place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
     place.check()
     config, place, sharing = with_schedule(config, place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerCost, rank_choices
+from moe_plugin.planner.units import show_time
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
@@ -99,8 +101,8 @@ class PredictedLayout(Replaying):
             return
         self.settled = True
         best, seconds, configured = self._best(tokens)
-        why = (f"predicted {seconds:.3g} s for {tokens} tokens on each rank, {configured:.3g} s as "
-               "configured")
+        why = (f"predicted {show_time(seconds)} for {tokens} tokens on each rank, "
+               f"{show_time(configured)} as configured")
         self.current = best
         self.decisions = (Decision(0, f"{tokens} tokens", best, "predict", why, seconds),)
         if self.comm.rank == 0:
@@ -116,7 +118,8 @@ class PredictedLayout(Replaying):
         device = default_device(self.config, self.probe.device)
         costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens, SKEW),
                              default_cluster(self.comm, self.probe.device), device,
-                             [fixed, *combinations(values, self.comm.size)])
+                             [fixed, *combinations(values, self.comm.size)],
+                             collectives=partial(self.comm.collectives.seconds, self.comm))
         mine, best = worth_taking(costs, fixed, device.memory_bytes)
         return best.choice, best.seconds, mine.seconds
 

@@ -57,7 +57,19 @@ def _all_cases() -> list[str]:
                 algorithms.get(name)(comm, rows_of(comm.rank, even, dtype)).view(torch.uint8),
                 expected_of(comm.rank, even, dtype).view(torch.uint8)):
             wrong.append(f"{name} {dtype} {place} even")
-    return wrong
+    return wrong + _started_early()
+
+
+def _started_early() -> list[str]:
+    """Exchanges that other collectives overtake, in every dtype."""
+    comm, wrong, even = TorchComm(), [], [[2] * WORLD] * WORLD
+    waits = [comm.start_all_to_all(rows_of(comm.rank, even, dtype)) for dtype in DTYPES]
+    total = comm.all_reduce(torch.ones(3))
+    for dtype, wait in reversed(list(zip(DTYPES, waits, strict=True))):
+        if not torch.equal(wait().view(torch.uint8),
+                           expected_of(comm.rank, even, dtype).view(torch.uint8)):
+            wrong.append(f"started all_to_all {dtype}")
+    return wrong if bool((total == WORLD).all()) else [*wrong, "all_reduce"]
 
 
 def test_every_algorithm_placement_and_dtype() -> None:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.emulate import EmulatedCluster, why_not
+from moe_plugin.emulate import EmulatedCluster, networks, why_not
 from moe_plugin.emulate.build import build_switch
+from moe_plugin.planner.forest.network import Network
 
 pytestmark = pytest.mark.distributed
 Make = Callable[..., EmulatedCluster]
@@ -60,6 +61,27 @@ def test_nothing_is_faster_than_the_link(cluster: Make) -> None:
     small = cluster(2, 1, rate_bit_s=40e6, delay_s=10e-3)
     assert min(small.run(_send, 1_000_000)) > 1_000_000 * 8 / 40e6
     assert min(small.run(_send, 1, 5)) > 0.02
+
+
+def _both_ways(size: int) -> float:
+    """Seconds in which each of three ranks sends to both others."""
+    comm = TorchComm()
+    x, others = torch.zeros(size, dtype=torch.uint8), [p for p in range(3) if p != comm.rank]
+    comm.barrier()
+    begun = time.perf_counter()
+    comm.send_receive([(p, x) for p in others], [(p, torch.empty_like(x)) for p in others])
+    return time.perf_counter() - begun
+
+
+def test_a_network_shapes_what_passes_between_two_nodes(cluster: Make) -> None:
+    """A lower bound: node 0 receives 0.5 MB from the others over one wire of 10 Mbit/s."""
+    made = cluster(3, 1, rate_bit_s=1e9, delay_s=2e-4)
+    made.set_network(Network.from_dict({
+        "ranks": 3, "switches": 2, "links": [["0", "s0", 0.00125], ["s0", "s1", 1],
+                                             ["1", "s1", 1], ["2", "s1", 1]]}))
+    assert made.run(_both_ways, 250_000)[0] > 0.4
+    with pytest.raises(ValueError, match="has 4 ranks, which does not fit 3"):
+        made.set_network(networks.equal(4, 1e9))
 
 
 def test_the_switch_counts_what_passes(cluster: Make) -> None:

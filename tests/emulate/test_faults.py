@@ -72,7 +72,7 @@ def _well_in(cluster: EmulatedCluster, folder: Path, fn: Callable, *args:
 
 def _check_errors(ends: Sequence[RankEnd], lost: Sequence[int], at: float) -> list[str]:
     """Every survivor got an error that names it, no later than two time-outs (one for the exchange,
-    one for a peer that had just begun).
+    one for a peer that had just begun) and what a busy machine adds.
     """
     told = []
     for end in ends:
@@ -80,7 +80,7 @@ def _check_errors(ends: Sequence[RankEnd], lost: Sequence[int], at: float) -> li
             continue
         assert end.ok, end.error
         assert end.value["error"] is not None and 0 < end.value["done"] < ROUNDS, end.value
-        assert end.value["ended"] - at < 2 * TIMEOUT_S + 5 and end.value["waited"] < TIMEOUT_S + 5
+        assert end.value["ended"] - at < 2 * TIMEOUT_S + 12 and end.value["waited"] < TIMEOUT_S + 12
         assert f"rank {end.rank} of {NODES * PER_NODE} in group" in end.value[
             "error"] and "torch.float32" in end.value["error"]
         told.append(end.value["error"])

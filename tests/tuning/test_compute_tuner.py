@@ -21,6 +21,7 @@ from moe_plugin.config import ExpertsConfig, from_dict
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.layer import MoELayer
+from moe_plugin.planner.units import show_time
 from moe_plugin.routing.replay import checkpoint
 from moe_plugin.tuning import compute_candidates as choice
 from moe_plugin.tuning import compute_tuner as auto
@@ -145,7 +146,7 @@ def test_the_decision(seconds: dict[str, float], name: str, tmp_path: Path,
                       caplog: pytest.LogCaptureFixture) -> None:
     made = choose(MeasuredChoices(tmp_path), "key", Times(seconds, "abc"))
     assert made.name == name
-    assert all(f"{s * 1e3:.3g} ms" in made.why for s in seconds.values())
+    assert all(show_time(s) in made.why for s in seconds.values())
     for left_out in set("abc") - set(seconds):
         assert f"{left_out} cannot be measured: full" in caplog.text
         assert f"{left_out} not measured" in made.why
@@ -162,7 +163,7 @@ def test_measured_once_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert choose(again, "key", None) == choose(known, "key", None)
     assert {(key, made.name)
             for key, made in again.files.listed()} == {("key", "b"), ("other key", "a")}
-    assert choose(again, "key", None).why == "measured: a 2e+03 ms, b 1e+03 ms"
+    assert choose(again, "key", None).why == "measured: a 2 s, b 1 s"
     assert len([r for r in caplog.records if "experts, key: b (measured" in r.getMessage()
                 ]) == 1, "who restores it is silent"
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
+from moe_plugin.emulate import networks
 from moe_plugin.planner.choice import LayoutChoice
 from tests.distributed import run_gloo
 
@@ -39,6 +43,18 @@ def labels(comm: Comm, tree: dict, tokens: list[int]) -> list[str]:
 def test_the_layout_follows_the_bytes(tree: dict, tokens: list[int], wanted: str) -> None:
     """The least predicted of the fullest rank's tokens; ranks without any stay as configured."""
     assert run_simulated(2, lambda comm: labels(comm, tree, tokens)) == [[wanted] * 3] * 2
+
+
+@pytest.mark.parametrize("collectives,rate,wanted", [
+    ("forest", 1e-3, 1), ("forest", 1e3, 0), ("auto", 1e-3, 0)])
+def test_gathered_parameters_cost_what_the_configured_collectives_do(
+        tmp_path: Path, collectives: str, rate: float, wanted: int) -> None:
+    """Trees over slow links rule r=0 out; `auto` would not take them. rate: GB/s."""
+    path = tmp_path / "network.yaml"
+    path.write_text(yaml.safe_dump(networks.equal(2, rate * 8e9).to_dict()))
+    tree = {**SMALL, "comm": {"collectives": collectives, "network": str(path)}}
+    for found in run_simulated(2, lambda comm: labels(comm, tree, [4096])):
+        assert {label.split()[0] for label in found} == {f"r={wanted}"}
 
 
 def test_no_token_decides_nothing_and_the_next_call_does() -> None:

@@ -1,0 +1,148 @@
+"""`Forest`: a group's collectives along throughput-optimal trees of its network (ForestColl)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm import trees
+from moe_plugin.comm.base import Comm, FunctionExchange
+from moe_plugin.comm.collectives import NATIVE, Collectives, FindNetwork, kinds
+from moe_plugin.comm.handles import start
+from moe_plugin.comm.tree_rounds import predicted_s
+from moe_plugin.comm.trees import Trees
+from moe_plugin.planner.cluster import Cluster
+from moe_plugin.planner.forest import Network, Schedule
+from moe_plugin.planner.forest.forest import plan
+from moe_plugin.planner.forest.part import part_of
+
+log = logging.getLogger(__name__)
+FEW = 4  # trees of a root that are executed as they are
+NEAR = 1.03  # fewer trees are taken where they need at most so many times the seconds
+EXAMPLE = 1 << 20
+
+
+@dataclass
+class _Planned:
+    """The trees of one group by network, planned once."""
+
+    by_network: dict[str, Trees] = field(default_factory=dict)
+
+
+@kinds.register("forest")
+@dataclass(frozen=True)
+class Forest(Collectives):
+    """Along throughput-optimal trees, planned for the network of the group (ForestColl).
+
+    network: rank i of it is rank i of the group. source: where it comes from, in words.
+    """
+
+    network: Network
+    source: str
+    name = "forest"
+
+    @classmethod
+    def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
+        """See `Collectives`. The trees are planned now, so that an error comes before training."""
+        made = cls(*network())
+        made.trees(comm)
+        return made
+
+    def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
+        """See `Collectives`."""
+        return trees.all_gather(comm, self.trees(comm), x)
+
+    def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
+        """See `Collectives`."""
+        return trees.reduce_scatter(comm, self.trees(comm), x)
+
+    def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
+        """See `Collectives`."""
+        return trees.all_reduce(comm, self.trees(comm), x)
+
+    def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
+        """See `Collectives`: in the background where the group can do that (`comm.handles`)."""
+        found = self.trees(comm)  # here, in program order: it may be collective
+        return start(comm, FunctionExchange(
+            lambda comm, x, send, recv: trees.all_reduce(comm, found, x)), x).wait
+
+    def seconds(self, comm: Comm, kind: str, size: int) -> float:
+        """See `Collectives`."""
+        found = self.trees(comm)
+        halves = {"all_gather": [found.gather], "reduce_scatter": [found.reduce]}.get(
+            kind, [found.reduce, found.gather])
+        return sum(predicted_s(half, size) for half in halves)
+
+    def part(self, ranks: Sequence[int]) -> Collectives:
+        """See `Collectives`. Native where these ranks have no network of their own."""
+        try:
+            return dataclasses.replace(self, network=part_of(self.network, ranks))
+        except ValueError as error:
+            log.warning("collectives of ranks %s run natively: %s", list(ranks), error)
+            return NATIVE
+
+    def trees(self, comm: Comm) -> Trees:
+        """The trees of a group; collective at the first call: its first rank plans them.
+
+        Raises: ValueError: on all ranks, what the planner refuses.
+        """
+        known = comm.state.get(_Planned).by_network
+        if self.key not in known:
+            known[self.key] = _agreed(comm, self.network)
+        return known[self.key]
+
+    @cached_property
+    def key(self) -> str:
+        """Its network as text, by which trees and predictions are kept."""
+        return json.dumps(self.network.to_dict())
+
+    def describe(self, comm: Comm) -> str:
+        """See `Collectives`."""
+        gather = self.trees(comm).gather
+        speed = 1e-9 * EXAMPLE / gather.seconds(EXAMPLE)
+        return (f"forest, {gather.k} tree{'s' * (gather.k > 1)} per rank that gather at "
+                f"{speed:.3g} GB/s; the network is {self.source}")
+
+
+def plan_few(network: Network, collective: str) -> Schedule:
+    """The optimum; where it takes more than `FEW` trees per rank, fewer of nearly its speed: each
+    tree costs messages.
+    """
+    best = plan(network, collective)
+    for k in range(1, FEW + 1) if best.k > FEW else ():
+        fewer = plan(network, collective, trees=k)
+        if fewer.seconds(EXAMPLE) <= NEAR * best.seconds(EXAMPLE):
+            return fewer
+    return best
+
+
+def _agreed(comm: Comm, network: Network) -> Trees:
+    """What the group's first rank plans, on all ranks."""
+    text = ""
+    if comm.rank == 0:
+        try:
+            made = [plan_few(network, each).to_json() for each in ("all_gather", "reduce_scatter")]
+            text = "\n".join(made)
+        except ValueError as error:
+            text = f"!{error}"
+    text = _broadcast_text(comm.hosts, text)
+    if text.startswith("!"):
+        raise ValueError(text[1:])
+    gather, reduce = map(Schedule.from_json, text.split("\n"))
+    return Trees(gather, reduce)
+
+
+def _broadcast_text(comm: Comm, text: str) -> str:
+    """The text of the group's first rank."""
+    data = text.encode()
+    length = int(comm.broadcast(torch.tensor([len(data)])))
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 else (
+        torch.empty(length, dtype=torch.uint8))
+    return bytes(comm.broadcast(mine).tolist()).decode()

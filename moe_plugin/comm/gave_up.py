@@ -1,0 +1,132 @@
+"""A rank that cannot go on says why in the job's store and breaks its connections: the others end
+at once by an error with its words, instead of by a timeout without.
+
+While all is well nothing is sent and nobody waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+_KEY = "moe_plugin/gave_up"
+_TAG = (1 << 31) - 1  # of a message that nobody sends
+_ANSWER_S = 3.0  # for the store, which may be in a rank that is gone
+
+
+@contextmanager
+def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
+    """An error of this kind inside is of this rank alone, and no rank can go on without it."""
+    try:
+        yield
+    except kind as error:
+        give_up(error)
+        raise
+
+
+def give_up(error: BaseException) -> None:
+    """End the waits of all ranks of the job for this one; the groups of this process are of no use
+    afterwards. A job of one process is left alone.
+
+    error: why; gets a note with this rank's number. On NCCL ranks that are in a kernel see it where
+        their host waits for the next sizes, or by their own timeout.
+    """
+    if not _several() or _why(error) in getattr(error, "__notes__", ()):
+        return
+    error.add_note(_why(error))
+    _bounded(lambda store: _say(store, _why(error)))
+    _break_connections()
+    if dist.get_rank() == 0:  # the store may end with this process
+        _bounded(_all_know)
+
+
+def reason() -> str:
+    """What a rank that gave up said, for an error message; empty: none did.
+
+    Where one did, this rank's connections break, too: others may wait for it.
+    """
+    if not _several():
+        return ""
+    said = _bounded(_hear)
+    if not said:
+        return ""
+    _break_connections()
+    return f"; {said}"
+
+
+def _why(error: BaseException) -> str:
+    return f"rank {dist.get_rank()} of the job gave up: {type(error).__name__}: {error}"
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _say(store: Any, text: str) -> None:
+    if not store.check([_KEY]):
+        store.set(_KEY, text)
+    store.add(f"{_KEY}/known", 1)
+
+
+def _hear(store: Any) -> str:
+    if not store.check([_KEY]):
+        return ""
+    store.add(f"{_KEY}/known", 1)
+    return store.get(_KEY).decode()
+
+
+def _all_know(store: Any) -> None:
+    until = time.monotonic() + _ANSWER_S
+    while store.add(f"{_KEY}/known", 0) < dist.get_world_size() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _break_connections() -> None:
+    """Of all groups of this process."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() > 1:
+            _break(group)
+
+
+def _break(group: Any) -> None:
+    for kind in ("cpu", "cuda"):
+        try:
+            backend = group._get_backend(torch.device(kind))
+        except RuntimeError:  # none for this kind of device
+            continue
+        try:
+            if isinstance(backend, dist.ProcessGroupGloo):
+                # its `abort` does nothing, but a message that is overdue ends the group
+                nothing, peer = torch.empty(1), (group.rank() + 1) % group.size()
+                backend.recv([nothing], peer, _TAG).wait(timedelta(milliseconds=1))
+            else:
+                backend.abort()
+        except RuntimeError as error:
+            log.debug("connections were broken: %s", error)
+
+
+def _bounded(call: Callable[[Any], Any]) -> Any:
+    """`call(store)` of the job's store, on a connection of its own, which other threads do not
+    hold; None where it does not answer.
+    """
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call(dist.distributed_c10d._get_default_store().clone()))
+        except (RuntimeError, ValueError) as error:
+            log.debug("the job's store does not answer: %s", error)
+
+    thread = threading.Thread(target=run, name="gave-up", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    return found[0] if found else None

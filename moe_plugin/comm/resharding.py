@@ -1,0 +1,165 @@
+"""A tensor's way from the layout of some ranks to that of others, as `planner.relays` has it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.state import MAX_TAG
+from moe_plugin.planner.relays import Hop, relays
+from moe_plugin.planner.resharding import Slice, TensorLayout, unique_slices
+
+DEPTHS = 64  # tags of one resharding: more nodes in a chain than a job has
+
+
+class Resharding:
+    """Moves tensors from one layout over ranks of a group to another one.
+
+    All ranks of the group make it, in the same order. On gloo only ranks with a part in a layout
+    need take part in a move, and several moves may be under way: they end in the order in which
+    they began. Elsewhere all ranks meet in `Move.end`.
+
+    Args:
+        comm: the group; the layouts' devices are its ranks.
+        source, target: where the tensor is before and after.
+        nodes: by rank, the node that it is on; None: as the group's topology says.
+    Raises: ValueError: see `planner.resharding.unique_slices`.
+    """
+
+    def __init__(self, comm: Comm, source: TensorLayout, target: TensorLayout,
+                 nodes: Sequence[int] | None = None) -> None:
+        self.comm = comm.with_tag(comm.state.next_tag())
+        self.source, self.target = source.boxes.get(comm.rank), target.boxes.get(comm.rank)
+        self.slices = unique_slices(source, target)
+        hops = relays(self.slices, comm.prepare().node_of if nodes is None else nodes)
+        self.rounds = 1 + max((hop.depth for hop in hops), default=0)
+        self.sent = [hop for hop in hops if hop.sender == comm.rank]
+        self.received = [hop for hop in hops if hop.receiver == comm.rank]
+        self.kept = [each for each in self.slices if comm.rank in each.keepers]
+
+    def start(self, x: Tensor | None, dtype: torch.dtype) -> Move:
+        """Begin a move: what this rank stores is sent, what it needs is expected.
+
+        x: of the shape of this rank's box in the source layout, not to be changed until the end;
+            None where it stores nothing. dtype: of the tensor.
+        Raises: ValueError: `x` has another shape or dtype.
+        """
+        shape = None if self.source is None else tuple(stop - first for first, stop in self.source)
+        given = None if x is None else tuple(x.shape)
+        if given != shape or (x is not None and x.dtype != dtype):
+            raise ValueError(f"rank {self.comm.rank} stores a tensor of shape {shape} and {dtype} "
+                             f"in the source layout: must be given, not one of shape {given}"
+                             f"{'' if x is None else f' and {x.dtype}'}")
+        return (_Posted if self.comm.receive_first else _InRounds)(
+            self, None if x is None else x.detach(), dtype)
+
+    def __call__(self, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """A move at once; see `start` and `Move.end`."""
+        return self.start(x, dtype).end()
+
+
+class Move(ABC):
+    """A tensor under way, see `Resharding`."""
+
+    def __init__(self, plan: Resharding, x: Tensor | None, dtype: torch.dtype) -> None:
+        self.plan, self.x = plan, x
+        self.buffers = {_key(hop): torch.empty(hop.part[1] - hop.part[0], dtype=dtype,
+                                               device=plan.comm.device) for hop in plan.received}
+        self.dtype = dtype
+        self._flat: dict[int, Tensor] = {}
+        self.begin()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """What is done at once."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Wait for the rest, and relay."""
+
+    def end(self) -> Tensor | None:
+        """Wait for what this rank needs and sends, and relay what others need.
+
+        Returns: what it stores after, None where it stores nothing.
+        """
+        self.arrive()
+        plan = self.plan
+        if plan.target is None:
+            return None
+        made = torch.empty([stop - first for first, stop in plan.target], dtype=self.dtype,
+                           device=plan.comm.device)
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for hop in plan.received:
+            parts.setdefault(hop.slice, []).append(hop.part)
+        for index, found in parts.items():
+            each = plan.slices[index]
+            whole = torch.cat([self.buffers[index, part] for part in sorted(found)])
+            made[each.within(plan.target)] = whole.view([b - a for a, b in each.box])
+        for each in plan.kept:
+            made[each.within(plan.target)] = self._stored(each)
+        return made
+
+    def part(self, hop: Hop) -> Tensor:
+        """What this rank sends by a hop, contiguous: its own, or what it got."""
+        if hop.depth:
+            return self.buffers[_key(hop)]
+        if hop.slice not in self._flat:
+            stored = self._stored(self.plan.slices[hop.slice])
+            self._flat[hop.slice] = stored.contiguous().view(-1)
+        return self._flat[hop.slice][hop.part[0]:hop.part[1]]
+
+    def _stored(self, each: Slice) -> Tensor:
+        assert self.x is not None and self.plan.source is not None
+        return self.x[each.within(self.plan.source)]
+
+
+class _Posted(Move):
+    """gloo: all receives are posted at once; a part goes on as soon as it is there."""
+
+    def begin(self) -> None:
+        self._arrivals = [self._at(hop).post([], [(hop.sender, self.buffers[_key(hop)])])
+                          for hop in self.plan.received]
+        self._sends: list[Callable[[], None]] = []
+        self._post(hop for hop in self.plan.sent if not hop.depth)
+
+    def arrive(self) -> None:
+        onward: dict[tuple[int, tuple[int, int]], list[Hop]] = {}
+        for hop in self.plan.sent:
+            if hop.depth:
+                onward.setdefault(_key(hop), []).append(hop)
+        for hop, arrived in zip(self.plan.received, self._arrivals, strict=True):
+            arrived()
+            self._post(onward.get(_key(hop), ()))
+        for sent in self._sends:
+            sent()
+
+    def _post(self, hops: Iterable[Hop]) -> None:
+        self._sends += [self._at(hop).post([(hop.receiver, self.part(hop))], []) for hop in hops]
+
+    def _at(self, hop: Hop) -> Comm:
+        # messages between two ranks meet in the order in which they are posted, which is the same
+        # on both for hops of one depth: each depth has its tag, above those that are drawn
+        comm = self.plan.comm
+        return comm.with_tag(MAX_TAG + 1 + comm.tag * DEPTHS + hop.depth)
+
+
+class _InRounds(Move):
+    """Elsewhere: one round of messages for each depth, in which all ranks of the group meet."""
+
+    def begin(self) -> None:
+        pass
+
+    def arrive(self) -> None:
+        for depth in range(self.plan.rounds):
+            self.plan.comm.send_receive(
+                [(hop.receiver, self.part(hop)) for hop in self.plan.sent if hop.depth == depth],
+                [(hop.sender, self.buffers[_key(hop)]) for hop in self.plan.received
+                 if hop.depth == depth])
+
+
+def _key(hop: Hop) -> tuple[int, tuple[int, int]]:
+    return hop.slice, hop.part

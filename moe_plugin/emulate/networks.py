@@ -1,0 +1,62 @@
+"""Networks with unequal links for `EmulatedCluster.set_network`; one rank per node.
+
+All functions: rate_bit_s: of an ordinary link in each direction. Wires have no alpha: what a
+message costs on this machine is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from moe_plugin.planner.forest.network import Network, Wire
+
+
+def equal(nodes: int, rate_bit_s: float) -> Network:
+    """Nodes around one switch, all links alike."""
+    return _linked("equal links", nodes, 1, [(str(i), "s0", rate_bit_s) for i in range(nodes)])
+
+
+def slow_node(nodes: int, rate_bit_s: float, slower: float = 4) -> Network:
+    """Nodes around one switch; the link of node 0 is `slower` times slower."""
+    links = [(str(i), "s0", rate_bit_s / (1 if i else slower)) for i in range(nodes)]
+    return _linked("one slow node", nodes, 1, links)
+
+
+def ring(nodes: int, rate_bit_s: float, slower: float = 1) -> Network:
+    """Each node is linked to two others; the link from the last one to node 0 is `slower` times
+    slower. At least three nodes.
+    """
+    links = [(str(i), str((i + 1) % nodes), rate_bit_s / (1 if i + 1 < nodes else slower))
+             for i in range(nodes)]
+    return _linked("ring of nodes" if slower == 1 else "ring with a slow link", nodes, 0, links)
+
+
+def chain(nodes: int, rate_bit_s: float) -> Network:
+    """Each node is linked to the one before and the next one, as pipeline stages are."""
+    return _linked("chain", nodes, 0, [(str(i), str(i + 1), rate_bit_s) for i in range(nodes - 1)])
+
+
+def two_clusters(nodes: int, rate_bit_s: float, slower: float = 2) -> Network:
+    """Two switches with half of the nodes each, joined by a link `slower` times slower than that of
+    a node.
+    """
+    links = [(str(i), f"s{2 * i // nodes}", rate_bit_s) for i in range(nodes)]
+    return _linked("two clusters", nodes, 2, [*links, ("s0", "s1", rate_bit_s / slower)])
+
+
+SHAPES: dict[str, Callable[[int, float], Network]] = {
+    "equal": equal, "slow-node": slow_node, "ring": ring,
+    "ring-slow-link": lambda nodes, rate_bit_s: ring(nodes, rate_bit_s, 4),
+    "two-clusters": two_clusters,
+}
+
+
+def _linked(name: str, nodes: int, switches: int,
+            links: list[tuple[str, str, float]]) -> Network:
+    wires = []
+    for a, b, rate_bit_s in links:
+        bandwidth = Fraction(f"{rate_bit_s / 8e9:.6g}")
+        wires += [Wire(a, b, bandwidth), Wire(b, a, bandwidth)]
+    return Network(name, tuple(map(str, range(nodes))), tuple(f"s{i}" for i in range(switches)),
+                   tuple(wires))

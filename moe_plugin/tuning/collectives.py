@@ -1,0 +1,275 @@
+"""`comm.collectives`: how a group gathers and sums data, from the settings; `auto`, which chooses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.collectives import NATIVE, Collectives, FindNetwork, kinds
+from moe_plugin.comm.forest import Forest
+from moe_plugin.config import CommConfig
+from moe_plugin.messages import short
+from moe_plugin.planner.cluster import Cluster, load_cluster
+from moe_plugin.planner.collectives import Group, all_gather_s, all_reduce_s, reduce_scatter_s
+from moe_plugin.planner.forest import Network
+from moe_plugin.planner.forest.part import part_of
+from moe_plugin.planner.forest.source import find_network
+from moe_plugin.tuning.default_hardware import Calibration, default_cluster
+from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.tuning.exchange import log_once
+from moe_plugin.tuning.exchange_tuner import bucket_of
+
+log = logging.getLogger(__name__)
+RULES = TunerSettings(tries=None, warm_up=1, samples=6, statistic=statistics.median, ordered=True,
+                      allowance=math.inf)
+LEAST_BETA_S = 1e-12  # seconds per byte: 1000 GB/s
+GAIN = 0.97  # predicted seconds of forest over native, below which it is taken
+
+
+def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
+    """A prepared group with the collectives of its settings; itself, where these are its own.
+
+    Collective: the first rank plans the trees.
+
+    measures: whether `auto` may measure; else it predicts, also without a cluster file.
+    Raises: ValueError: a network file that cannot be read or does not fit the group.
+    """
+    kind = kinds.get(config.collectives)
+    if kind is Collectives or comm.size == 1:
+        return comm
+    known = comm.state.get(Calibration).cluster
+    chosen = kind.make(comm, lambda: network_of(comm, config),
+                       None if measures and known is None else _cluster(comm))
+    made = comm.with_collectives(chosen)
+    log_once(comm, f"collectives {config.collectives}",
+             f"collectives over {comm.name}: {chosen.describe(made)}")
+    return made
+
+
+def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
+    """A new group of ranks that store the same experts, with the collectives of the settings.
+
+    See `with_collectives`; where these are native, nothing is sent.
+    """
+    if kinds.get(config.collectives) is not Collectives:
+        comm.prepare()
+        if config.cluster:
+            comm.state.get(Calibration).cluster = load_cluster(config.cluster)
+    return with_collectives(comm, config, measures)
+
+
+def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
+    """The network between the ranks of a prepared group, and where it comes from in words.
+
+    `comm.network` (see `find_network`) has as many ranks as the group, or all those of the job; a
+    file of one node stands for as many as the group has. Without it, the network has the nodes of
+    the topology with the links of the cluster file, else typical ones.
+
+    Raises: ValueError: see `with_collectives`.
+    """
+    if config.network is not None:
+        where = f"comm.network={short(config.network)}"
+        network, note = _named_network(config.network, comm)
+        return _of_group(network, comm, where), f"{where} ({note})" if note else where
+    nodes = comm.topology.nodes
+    width = max(map(len, nodes))
+    network = Network.from_cluster(_of_some_cost(_cluster(comm).resized(len(nodes), width)))
+    place = {rank: node * width + index for node, ranks in enumerate(nodes)
+             for index, rank in enumerate(ranks)}
+    links = f"comm.cluster={short(config.cluster)}" if config.cluster else "typical links"
+    return (part_of(network, [place[rank] for rank in range(comm.size)]),
+            f"{len(nodes)} node{'s' * (len(nodes) > 1)} (comm.topology) with {links}")
+
+
+def _named_network(text: str, comm: Comm) -> tuple[Network, str]:
+    nodes = len(comm.topology.nodes)
+    try:
+        network, note = find_network(text)
+        if nodes > 1 and len(network.ranks) * nodes == comm.size:
+            network, note = find_network(text, nodes)
+    except ValueError as error:
+        raise ValueError(f"comm.network: {error}") from error
+    return network, note
+
+
+def _of_group(network: Network, comm: Comm, where: str) -> Network:
+    count = len(network.ranks)
+    if count == comm.size:
+        return network
+    if count % comm.size or count <= max(comm.ranks):
+        raise ValueError(
+            f"{where} has {count} ranks, which does not fit {comm.name!r} with {comm.size}: must "
+            "have as many as the group, or as the whole job; correct its ranks")
+    return part_of(network, comm.ranks)
+
+
+def _of_some_cost(cluster: Cluster) -> Cluster:
+    """Links that a calibration found to cost next to nothing, as those inside emulated nodes, have
+    a bandwidth all the same.
+    """
+    intra, inter = (replace(link, beta_s=max(link.beta_s, LEAST_BETA_S))
+                    for link in (cluster.intra, cluster.inter))
+    return replace(cluster, intra=intra, inter=inter)
+
+
+def _cluster(comm: Comm) -> Cluster:
+    nodes = comm.topology.nodes
+    return default_cluster(comm, comm.device).resized(len(nodes), max(map(len, nodes)))
+
+
+@kinds.register("auto")
+@dataclass(frozen=True)
+class Auto(Collectives):
+    """The faster of native and forest for each collective and size, predicted or measured.
+
+    Trials are as those of the all-to-all (`tuning.exchange_tuner`): seven calls each, round robin,
+    the median of the slowest rank. cluster: by which it predicts; None: it measures.
+    """
+
+    forest: Forest
+    cluster: Cluster | None
+    name = "auto"
+
+    @classmethod
+    def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
+        """See `Collectives`. Native where no trees can be planned."""
+        try:
+            forest = Forest(*network())
+            forest.trees(comm)
+        except ValueError as error:
+            log_once(comm, "no forest", f"collectives auto over {comm.name} are native: {error}")
+            return NATIVE
+        return cls(forest, cluster)
+
+    def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
+        """See `Collectives`."""
+        return self._run(comm, "all_gather", x, x.nbytes * comm.size)
+
+    def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
+        """See `Collectives`."""
+        return self._run(comm, "reduce_scatter", x, x.nbytes)
+
+    def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
+        """See `Collectives`."""
+        return self._run(comm, "all_reduce", x, x.nbytes)
+
+    def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
+        """See `Collectives`. A measured trial is complete on return."""
+        chosen = self.chosen(comm, "all_reduce", x.nbytes)
+        if chosen is not None:
+            return chosen.start_all_reduce(comm, x)
+        total = self.all_reduce(comm, x)
+        return lambda: total
+
+    def part(self, ranks: Sequence[int]) -> Collectives:
+        """See `Collectives`."""
+        forest = self.forest.part(ranks)
+        return Auto(forest, self.cluster) if isinstance(forest, Forest) else NATIVE
+
+    def describe(self, comm: Comm) -> str:
+        """See `Collectives`."""
+        how = "measured in the first calls" if self.cluster is None else "predicted by the links"
+        settled = [f"{entry.settled} for {kind} of up to {2 ** size} bytes" for (kind, size), entry
+                   in Choices.of(comm).tuner.entries.items() if entry.known]
+        return f"auto: native or {self.forest.describe(comm)}; {', '.join(settled) or how}"
+
+    def seconds(self, comm: Comm, kind: str, size: int) -> float:
+        """See `Collectives`: of the faster one."""
+        return min(self.predicted(comm, kind, size).values())
+
+    def active(self, comm: Comm) -> str:
+        """See `Collectives`: with what has been chosen for any size so far."""
+        predicted = set(Predictions.of(comm).known.values())
+        tuner = Choices.of(comm).tuner
+        measured = {entry.settled for entry in tuner.entries.values() if entry.known}
+        return f"auto: {', '.join(sorted(predicted | measured))}".rstrip(": ")
+
+    def chosen(self, comm: Comm, kind: str, size: int) -> Collectives | None:
+        """What runs for a collective of `size` bytes of the whole; None: trials are not over."""
+        if self.cluster is not None:
+            known, key = Predictions.of(comm).known, (self.forest.key, self.cluster, kind, size)
+            if key not in known:
+                seconds = self.predicted(comm, kind, size)
+                known[key] = "forest" if seconds["forest"] < GAIN * seconds["native"] else "native"
+            return self._named(known[key])
+        tuner, bucket = Choices.of(comm).tuner, (kind, bucket_of(size))
+        return self._named(tuner.latest(bucket).choice) if tuner.known(bucket) else None
+
+    def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
+        """Seconds of native and forest by the cost model; size: bytes of the whole."""
+        group, piece = Group(comm.size), size / comm.size
+        native = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s,
+                  "all_reduce": all_reduce_s}[kind]
+        cluster = _cluster(comm) if self.cluster is None else self.cluster
+        return {"native": native(cluster, group, size if kind == "all_reduce" else piece),
+                "forest": self.forest.seconds(comm, kind, size)}
+
+    def measured(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
+        """Seconds of native and forest, where trials are over: medians of the slowest rank."""
+        return dict(Choices.of(comm).tuner.entries[kind, bucket_of(size)].measured)
+
+    def _named(self, name: str) -> Collectives:
+        return self.forest if name == "forest" else NATIVE
+
+    def _run(self, comm: Comm, kind: str, x: Tensor, size: int) -> Tensor:
+        chosen = self.chosen(comm, kind, size)
+        if chosen is not None:
+            return getattr(chosen, kind)(comm, x)
+        return self._trial(comm, kind, x, (kind, bucket_of(size)))
+
+    def _trial(self, comm: Comm, kind: str, x: Tensor, bucket: tuple[str, int]) -> Tensor:
+        tuner = Choices.of(comm).tuner
+        self.forest.trees(comm)  # planned outside of what is measured
+        comm.agree_max([0.0])  # all begin together
+        _synchronize(x)
+        begun = time.perf_counter()
+        name = tuner.choose(bucket)
+        out = getattr(self._named(name), kind)(comm, x)
+        _synchronize(out)
+        tuner.record(bucket, name, time.perf_counter() - begun, comm.agree_max)
+        for decision in tuner.pop_decisions():
+            if decision.event == "settle" and comm.rank == 0:
+                log.info("collectives auto over %s: %s for %s of about %d bytes (slowest rank, %s)",
+                         comm.name, decision.choice, kind, 2 ** bucket[1], decision.why)
+        return out
+
+
+@dataclass
+class Predictions:
+    """What `auto` with a cluster file takes, by network, cluster, collective and bytes of the
+    whole, of which a model has a few. Lives with the group.
+    """
+
+    known: dict[tuple[str, Cluster, str, int], str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, comm: Comm) -> Predictions:
+        """Those of a group, made at the first use."""
+        return comm.state.get(cls)
+
+
+class Choices:
+    """The trials of one group. Lives with the group."""
+
+    def __init__(self, rules: TunerSettings = RULES) -> None:
+        self.tuner: Tuner[tuple[str, int], str] = Tuner(
+            lambda bucket: dict.fromkeys(("native", "forest")), rules)
+
+    @classmethod
+    def of(cls, comm: Comm) -> Choices:
+        """Those of a group, made at the first use."""
+        return comm.state.get(cls)
+
+
+def _synchronize(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)

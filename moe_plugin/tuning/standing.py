@@ -1,0 +1,126 @@
+"""Replicas of hot experts that stand for several steps (`planner.standing`), in a layer that
+trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.config.parallel import MEASURED, ParallelConfig
+from moe_plugin.experts import Experts
+from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan
+from moe_plugin.planner.standing import StandingReplicas
+from moe_plugin.planner.wiring import Throughput
+from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.routing.replay import inside_backward
+
+log = logging.getLogger(__name__)
+
+
+class LayerReplicas:
+    """A `dispatch.spill.Planner` whose plans change between steps only: a recomputation repeats the
+    plan of its first pass.
+
+    Args:
+        parallel: the layer's settings. comm: its ranks. experts: of the layer. costs: of a call.
+
+    Attributes:
+        standing: who has what. speeds: measures this rank; None: they are given, or all alike.
+    """
+
+    def __init__(self, parallel: ParallelConfig, comm: Comm, experts: Experts,
+                 costs: SpillCosts) -> None:
+        self.comm, self.experts, self._paused = comm, experts, False
+        self.given = parallel.rank_speeds(comm.size)
+        self.speeds = MeasuredSpeeds(comm, experts) if parallel.speeds == MEASURED else None
+        self.standing = StandingReplicas(comm.size, costs, parallel.guests, parallel.replan)
+
+    def __call__(self, counts_WV: Counts) -> SpillPlan | None:
+        """The plan of a call; its load counts in training."""
+        if self._paused:
+            return None
+        if self.experts.training and not inside_backward():
+            self.standing.add(counts_WV)
+        return self.standing.plan(counts_WV)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside no call has a plan, and none counts."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def finish_step(self) -> None:
+        """After an optimizer step; collective where placement is due and speeds are measured."""
+        if not self.standing.finish_step():
+            return
+        before = self.standing.placed
+        self.standing.place(self.given if self.speeds is None else self.speeds.agreed())
+        placed = self.standing.placed
+        if placed != before and self.comm.rank == 0:
+            log.info("experts of %d ranks by slot: %s", self.comm.size,
+                     "no replicas" if placed is None else list(placed.logical))
+
+
+class MeasuredSpeeds:
+    """Rows per second of each rank's experts, as SWARM averages throughput.
+
+    Forward passes count: those that wait for no other rank.
+
+    Args:
+        comm: the ranks. experts: of the layer; hooks measure them.
+    """
+
+    def __init__(self, comm: Comm, experts: Experts) -> None:
+        self.comm, self._average = comm, Throughput()
+        self._rows, self._marks = 0, []
+        experts.register_forward_pre_hook(self._before)
+        experts.register_forward_hook(self._after)
+
+    def agreed(self) -> list[float] | None:
+        """Of all ranks, the same on each; a rank that has computed nothing has the mean of others.
+        None: no rank has. Collective; on GPU waits for the device.
+        """
+        seconds = sum(_between(start, end) for start, end in self._marks)
+        if self._rows and seconds > 0:
+            self._average.add(self._rows, seconds)
+        self._rows, self._marks = 0, []
+        mine_1 = torch.tensor([self._average.value or 0.0], dtype=torch.float64)
+        speeds = self.comm.hosts.all_gather(mine_1).tolist()
+        known = [speed for speed in speeds if speed]
+        mean = sum(known) / len(known) if known else 0.0
+        return [speed or mean for speed in speeds] if known else None
+
+    def _before(self, experts: Experts, args: tuple[ExpertRows]) -> None:
+        self._start = _mark(args[0].x)
+
+    def _after(self, experts: Experts, args: tuple[ExpertRows], output: Tensor) -> None:
+        rows = args[0].rows
+        if experts.training and isinstance(rows, RowCounts) and rows.total:
+            self._rows += rows.total
+            self._marks.append((self._start, _mark(output)))
+
+
+def _mark(x: Tensor) -> Any:
+    if x.device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
