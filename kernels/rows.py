@@ -53,10 +53,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
         return rows_RD.new_zeros(tokens, rows_RD.shape[1])
     index_TK, scale_TK, none_T = _reads(position_TK, weights_TK, dtype, complete)
     if rows_RD.device.type == "cpu":
-        # 16-bit values are also added in float32, but with weights of their own dtype alone; a copy
-        # of all rows takes a third of the time of operations on two dtypes
-        values_RD = rows_RD if scale_TK is None else rows_RD.to(dtype)
-        y_TD = F.embedding_bag(index_TK, values_RD, mode="sum", per_sample_weights=scale_TK)
+        y_TD = sum_bags(rows_RD, *bags(index_TK, scale_TK, rows_RD.dtype))
     else:
         y_TD = torch.zeros(tokens, rows_RD.shape[1], dtype=dtype, device=rows_RD.device)
         for j, index_T in enumerate(index_TK.unbind(1)):
@@ -64,6 +61,32 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
             y_TD += rows_TD if scale_TK is None else rows_TD * scale_TK[:, j, None]
     y_TD = y_TD.to(rows_RD.dtype)
     return y_TD if none_T is None else _clear(y_TD, none_T)
+
+
+def bags(index_BK: Tensor, scale_BK: Tensor | None,
+         dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """What `sum_bags` takes for rows of `dtype`: (index, scale), [B, K] or [B, 2 K].
+
+    bfloat16 rows are multiplied by bfloat16 factors alone, so that a float32 factor goes in as two
+    whose sum is off by at most 2^-17 of it: the row is in the cache when it is read again, while a
+    copy of all rows in float32 goes through memory twice.
+    """
+    if scale_BK is None or dtype != torch.bfloat16:
+        return index_BK, scale_BK
+    high_BK = scale_BK.to(dtype)
+    low_BK = (scale_BK - high_BK.to(scale_BK.dtype)).to(dtype)
+    return index_BK.repeat_interleave(2, 1), torch.stack([high_BK, low_BK], 2).flatten(1)
+
+
+def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
+    """out[b] = sum_j scale[b, j] * x[index[b, j]] on a CPU, [B, D] in x's dtype.
+
+    index_BK, scale_BK: as of `bags`; int64 without -1. Summed in float32 (float64), rounded once.
+    """
+    dtype = x_ND.dtype
+    if scale_BK is not None:
+        x_ND = x_ND.to(scale_BK.dtype)
+    return F.embedding_bag(index_BK, x_ND, mode="sum", per_sample_weights=scale_BK).to(dtype)
 
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
@@ -104,12 +127,23 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
         return torch.zeros(position_TK.shape, dtype=dtype, device=rows_RD.device)
-    index_TK = position_TK if complete else position_TK.clamp(min=0)
     grad_TD = grad_TD.to(dtype)
+    if _on_host(position_TK):
+        return _dots_in_one_pass(grad_TD, rows_RD.to(dtype), position_TK)
+    index_TK = position_TK if complete else position_TK.clamp(min=0)
     columns = [(rows_RD.index_select(0, index_T).to(dtype) * grad_TD).sum(1)
                for index_T in index_TK.unbind(1)]
     dots_TK = torch.stack(columns, dim=1)
     return dots_TK if complete else dots_TK.masked_fill_(position_TK < 0, 0)
+
+
+def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
+    """`dot_rows` on a CPU, of one dtype: the gradient of a bag's factors; -1 gives 0 there."""
+    choices = position_TK.shape[1]
+    token_N = torch.arange(position_TK.shape[0]).repeat_interleave(choices)
+    dots_N = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad_TD, rows_RD, position_TK.reshape(-1), token_N[:0], token_N, 0, -1)
+    return dots_N.view(position_TK.shape)
 
 
 class _Gather(torch.autograd.Function):

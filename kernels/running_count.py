@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.registry import op
+from moe_plugin.kernels.stable_order import stable_order
 
 
 @op
@@ -15,7 +16,8 @@ def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     ids_N: int64 in -1..E-1; the rank of id -1 is -1. One stable sort; no tensor is [N, E].
     """
     key_N = torch.where(ids_N < 0, experts, ids_N)
-    sorted_N, order_N = torch.sort(key_N, stable=True)
+    order_N = stable_order(key_N, experts + 1)
+    sorted_N = key_N[order_N]
     start_E = torch.searchsorted(sorted_N, torch.arange(experts + 1, device=ids_N.device))
     place_N = torch.arange(ids_N.numel(), device=ids_N.device) - start_E[sorted_N]
     rank_N = torch.empty_like(ids_N).index_copy_(0, order_N, place_N)

@@ -25,10 +25,22 @@ class _WideLinear(torch.autograd.Function):
         x_TD, weight_ED = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype)
+            grad_x = _grad_tokens(grad_TE, weight_ED, x_TD.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(weight_ED.dtype)
         return grad_x, grad_weight
+
+
+def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad weight in `dtype`, [T, D]; grad_TE: float32 (float64)."""
+    narrow = dtype == weight_ED.dtype == torch.bfloat16 and grad_TE.device.type == "cpu"
+    if not narrow or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return (grad_TE @ weight_ED.to(grad_TE.dtype)).to(dtype)
+    # one product of 16 bits, summed in float32 and rounded once, takes half as long as one of 32:
+    # each gradient goes in as two whose sum is off by at most 2^-17 of it
+    high_TE = grad_TE.to(dtype)
+    low_TE = (grad_TE - high_TE.to(grad_TE.dtype)).to(dtype)
+    return torch.cat([high_TE, low_TE], 1) @ weight_ED.repeat(2, 1)
 
 
 def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

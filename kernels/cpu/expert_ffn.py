@@ -30,7 +30,7 @@ from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategi
 from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.kernels.main_grad import WEIGHTS, MainGrad
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.rows import at_choices, sum_rows
+from moe_plugin.kernels.rows import bags, dot_rows, sum_bags, sum_rows
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
@@ -254,7 +254,14 @@ class _Backward:
         }
         need_input = W_IN in self.grads or W_GATE in self.grads
         self.input = _GatheredInput(call, x, "gathered") if need_input else None
-        self.grad_output = _GatheredInput(call, grad_y, "gathered grad")
+        self.grad_y, self.need_gates, self.grad_bags = grad_y, need_gates, None
+        if self.gates_TK is None:
+            self.grad_output = _GatheredInput(call, grad_y, "gathered grad")
+        else:
+            dtype = grad_y.dtype
+            scale_R = self.gates_TK.reshape(-1).index_select(0, call.source_R)
+            scale_R1 = scale_R.to(accumulate_dtype(dtype))[:, None]
+            self.grad_bags = bags(call.token_R[:, None], scale_R1, dtype)
         self.grad_rows = _RowBuffer(call, "grad rows", width, grad_y, full=True) if need_x else None
         self.recomputed_act = None
         if self.after is None:
@@ -262,7 +269,6 @@ class _Backward:
         self.activation_grad = _RowBuffer(call, "activation grad", inner, grad_y)
         self.up_grad, self.gated = (None if w_gate is None else _RowBuffer(call, n, inner, grad_y)
                                     for n in ("up grad", "gated"))
-        self._make_gates(need_gates, grad_y)
 
     def _make_grads(self, weights: dict[str, Tensor | None], needs: list[bool]) -> None:
         call = self.call
@@ -276,18 +282,6 @@ class _Backward:
             for (name, w), need in zip(weights.items(), needs[1::2], strict=True) if need
         }
         self.bias_into = {name: g.unbind(0) for name, g in self.bias_grads.items()}
-
-    def _make_gates(self, need_gates: bool, grad_y: Tensor) -> None:
-        call, dtype = self.call, accumulate_dtype(grad_y.dtype)
-        self.scale_R1 = self.dots_R = self.dot_terms = self.wide = None
-        if self.gates_TK is None:
-            return
-        self.scale_R1 = self.gates_TK.reshape(-1)[call.source_R].to(dtype)[:, None]
-        if dtype != grad_y.dtype:
-            self.wide = _RowBuffer(call, "wide grad", grad_y.shape[1], self.scale_R1)
-        if need_gates:
-            self.dots_R = grad_y.new_zeros(call.total, dtype=dtype)
-            self.dot_terms = _RowBuffer(call, "dot", grad_y.shape[1], self.dots_R)
 
     def run(self) -> tuple[Tensor | None, ...]:
         """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; None: not needed."""
@@ -321,19 +315,10 @@ class _Backward:
         return a_NF
 
     def _grad_output(self, block: Block) -> Tensor:
-        """Gradient of one block's output rows [N, D]; also computes the gates' gradients."""
-        grad_ND = self.grad_output.at(block)
-        if self.scale_R1 is None:
-            return grad_ND
-        # an operation on two dtypes takes several times as long as copies of both
-        wide_ND = grad_ND if self.wide is None else self.wide.at(block).copy_(grad_ND)
-        if self.dots_R is not None:
-            rows_ND, terms_ND = block.of(self.outputs_RD), self.dot_terms.at(block)
-            if self.wide is not None:
-                rows_ND = terms_ND.copy_(rows_ND)
-            torch.sum(torch.mul(wide_ND, rows_ND, out=terms_ND), 1, out=block.of(self.dots_R))
-        wide_ND.mul_(block.of(self.scale_R1))
-        return grad_ND if self.wide is None else grad_ND.copy_(wide_ND)
+        """Gradient of one block's output rows [N, D]."""
+        if self.grad_bags is None:
+            return self.grad_output.at(block)
+        return sum_bags(self.grad_y, *map(block.of, self.grad_bags))
 
     def _add_weight_grads(self, name: str, block: Block, x_NI: Tensor | None,
                           grad_NO: Tensor) -> None:
@@ -364,7 +349,7 @@ class _Backward:
         return sum_rows(self.grad_rows.full, self.call.position_TK, None, self.call.complete)
 
     def _grad_gates(self) -> Tensor | None:
-        if self.dots_R is None:
+        if not self.need_gates:
             return None
-        dots_TK = at_choices(self.dots_R, self.call.position_TK, self.call.complete)
+        dots_TK = dot_rows(self.grad_y, self.outputs_RD, self.call.position_TK, self.call.complete)
         return dots_TK.to(self.gates_TK.dtype)

@@ -114,11 +114,12 @@ def _all_ids(comm: Comm, ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def _gather(comm: Comm, x: Tensor, wanted: Wanted | None) -> Tensor:
-    return comm.all_gather(x) if wanted is None else gather_by_nodes(comm, x, wanted)
+    return comm.collectives.all_gather(comm, x) if wanted is None else gather_by_nodes(
+        comm, x, wanted)
 
 
 def _reduce(comm: Comm, x: Tensor, wanted: Wanted | None) -> Tensor:
-    return (comm.reduce_scatter(x.contiguous()) if wanted is None else
+    return (comm.collectives.reduce_scatter(comm, x.contiguous()) if wanted is None else
             reduce_scatter_by_nodes(comm, x, wanted))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,12 @@ class Dispatcher(ABC):
     @abstractmethod
     def plan(self, kept: KeptRouting) -> DispatchPlan:
         """Agree on all sizes. The only step in which the host may wait for the device."""
+
+    def start_sizes(self, routing: Routing) -> Any:
+        """Begin what `plan` agrees on, for a call whose choices are known early and all kept;
+        None: nothing. It goes into the routing's `sizes`. All ranks begin theirs in the same order.
+        """
+        return None
 
     @abstractmethod
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan,

@@ -6,16 +6,13 @@ planner, other ranks than the owner may compute an expert's rows, see `dispatch.
 
 from __future__ import annotations
 
-import torch
-
 from moe_plugin.dispatch.base import DispatchTraits, dispatchers, expand
 from moe_plugin.dispatch.cuts import CUTS
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
-from moe_plugin.dispatch.rows import sort_by_expert
+from moe_plugin.dispatch.sizes import SentSizes, agreed_sizes, start_sizes
 from moe_plugin.dispatch.spill import Planner, spilling_plan
-from moe_plugin.kernels.expert_load import known_load
-from moe_plugin.records import KeptRouting, Overlap, Placement
+from moe_plugin.records import KeptRouting, Overlap, Placement, Routing
 
 
 @dispatchers.register("ragged")
@@ -44,10 +41,15 @@ class RaggedDispatcher(ExchangeDispatcher):
         place = self.placement
         if self.planner is not None:
             return spilling_plan(kept, place, self.overlap, self.planner)
+        sizes = kept.routing.sizes
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
-        known = known_load(kept.routing) if place.shards == 1 else ()
-        order_N, send_V = sort_by_expert(ids_TK, place.virtual, *known)
-        recv_V = place.comm.all_to_all(send_V)
-        counts_2V = torch.stack([send_V, recv_V]).view(2, place.comm.size, place.local)
-        send_WL, recv_WL = counts_2V.tolist()
-        return ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, self.overlap)
+        if sizes is None or sizes.owner is not self or kept.capacity is not None:
+            sizes = agreed_sizes(self, place, ids_TK, kept.routing)
+        return ragged_plan(sizes.order_N, *sizes.rows(), ids_TK, weights_TK, place, self.overlap)
+
+    def start_sizes(self, routing: Routing) -> SentSizes | None:
+        """See `Dispatcher`."""
+        if self.planner is not None:
+            return None
+        ids_TK, _ = expand(self.placement, routing, None)
+        return start_sizes(self, self.placement, ids_TK, routing)

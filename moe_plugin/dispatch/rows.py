@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_plugin.kernels import expert_load
 from moe_plugin.kernels.running_count import running_count
+from moe_plugin.kernels.stable_order import stable_order
 from moe_plugin.records import Placement, Routing, RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
@@ -25,7 +26,7 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
     if not complete:
         key_N = torch.where(key_N < 0, experts, key_N)
     count_E = expert_load(ids_TK, experts) if load_KE is None else load_KE.sum(0)
-    return torch.argsort(key_N, stable=True), count_E
+    return stable_order(key_N, experts + 1), count_E
 
 
 def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tensor:

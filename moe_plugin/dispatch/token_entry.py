@@ -71,7 +71,7 @@ class TokenEntry:
                 parameter.register_hook(self._summed)
 
     def _summed(self, grad: Tensor) -> Tensor:
-        return self.sharing.all_reduce(grad.contiguous())
+        return self.sharing.collectives.all_reduce(self.sharing, grad.contiguous())
 
     def _check(self, x: Tensor, token_mask: Tensor | None, dtype: torch.dtype | None) -> None:
         if x.dim() < 2 or x.shape[-1] != self.model_dim:

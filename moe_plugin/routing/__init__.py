@@ -1,7 +1,7 @@
 """Routers, balance losses and capacity."""
 
 from moe_plugin.routing import registry
-from moe_plugin.routing.contract import RouterModule, finish_step, needs_of
+from moe_plugin.routing.contract import EndsSteps, RouterModule, finish_step, needs_of
 from moe_plugin.routing.losses import LossInputs, losses
 from moe_plugin.routing.registry import build_router, layer_router
 from moe_plugin.routing.router_selection import SelectionCall, router_selections
@@ -27,10 +27,10 @@ from moe_plugin.routing.selector import RouterSelector, number_layers
 routers = registry.routers  # the registry; the package of this name holds its members
 
 __all__ = [
-    "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
-    "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter", "PrototypeRouter",
-    "Router", "RouterModule", "RouterSelector", "SAMRouter", "SelectionCall", "SigmoidBiasRouter",
-    "SinkhornRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",
-    "build_router", "finish_step", "layer_router", "losses", "needs_of", "number_layers",
-    "router_selections", "routers",
+    "BASERouter", "CosineRouter", "DenseToSparseRouter", "EndsSteps", "ExpertChoiceRouter",
+    "GShardRouter", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
+    "PrototypeRouter", "Router", "RouterModule", "RouterSelector", "SAMRouter", "SelectionCall",
+    "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter", "TAMoERouter", "TopKRouter",
+    "TopologyQuotaRouter", "build_router", "finish_step", "layer_router", "losses", "needs_of",
+    "number_layers", "router_selections", "routers",
 ]

@@ -35,11 +35,11 @@ def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
 def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostContext) -> None:
     """`warn_unbalanced` for a layer that has neither a balance loss nor a router that balances.
 
-    The first rank of the first layer speaks for all; a router of another kind than `RouterModule`
-    is believed to balance.
+    The first rank of the first layer speaks for all, none where the host does not train; a router
+    of another kind than `RouterModule` is believed to balance.
     """
-    speaks = comm.rank == 0 and host.layer_number in (None, 0) and (host.batch_comm is None
-                                                                    or host.batch_comm.rank == 0)
+    speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
+        host.batch_comm is None or host.batch_comm.rank == 0)
     if not speaks or config.router.top_k >= config.num_experts or balances_by_itself(router):
         return
     if not has_balance_loss(config.losses):

@@ -59,6 +59,11 @@ class CapacityLimit:
         any_load = rule.factor == 0 and _load_unknown(rule, routing, asked)
         return KeptRouting(kept, slots_TK, made, routing, any_load)
 
+    def keeps_all(self, training: bool) -> bool:
+        """Whether the settings say that no choice is dropped."""
+        rule = _Rule.of(self.dispatch, training)
+        return rule.factor is None and not rule.fraction
+
     def _limit(self, routing: Routing, made: int | None, asked: Comm,
                training: bool) -> int | Tensor | None:
         """What drops: `made`, or less where only the device knows, or this rank has fewer tokens.
@@ -254,7 +259,8 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
         routing: before dropping.
         slots_TK: int64, see `slots`; not read without a limit.
         limit: slots per expert and source rank, a number or an int64 scalar; None: no limit.
-        normalize_after: divide the remaining weights by their sum (top_k > 1).
+        normalize_after: divide the remaining weights by their sum, or by the dtype's epsilon where
+            they are less: a token whose router is sure of one expert is lost with it (top_k > 1).
     """
     if limit is None and not normalize_after:
         return routing

@@ -13,7 +13,14 @@ from moe_plugin.routing.replay import Replaying, ReplayLog
 T = TypeVar("T")
 
 
-class RouterModule(Replaying, nn.Module):
+class EndsSteps:
+    """Base of modules that do something once per step."""
+
+    def finish_step(self) -> None:
+        """Called after each optimizer step, on all ranks (`moe_plugin.routing.finish_step`)."""
+
+
+class RouterModule(Replaying, EndsSteps, nn.Module):
     """Base of all routers, with what a router declares and what it does once per step.
 
     A router that shares nothing with the provided ones derives from this class; most derive from
@@ -57,9 +64,6 @@ class RouterModule(Replaying, nn.Module):
         """See `moe_plugin.routing.replay.forget`."""
         self.recordings.forget()
 
-    def finish_step(self) -> None:
-        """Called after each optimizer step, on all ranks (`moe_plugin.routing.finish_step`)."""
-
 
 def needs_of(router: nn.Module) -> frozenset[str]:
     """`RouterModule.needs`; nothing for another module."""
@@ -67,12 +71,14 @@ def needs_of(router: nn.Module) -> frozenset[str]:
 
 
 def finish_step(model: nn.Module) -> None:
-    """Call `finish_step` of all routers of a model: biases and temperatures move, counts restart.
+    """Call `finish_step` of all routers and layers of a model: biases and temperatures move, counts
+    restart, replicas are placed again.
 
-    Collective if a router's state depends on all ranks (sigmoid_bias): every rank calls it once
-    after each optimizer step, not once per micro-batch. The hosts do so; a custom training loop
-    must do so if it uses sigmoid_bias, dense_to_sparse, global_batch or `router.selection`.
+    Collective if state depends on all ranks (sigmoid_bias, measured speeds): every rank calls it
+    once after each optimizer step, not once per micro-batch. The hosts do so; a custom training
+    loop must do so if it uses sigmoid_bias, dense_to_sparse, global_batch, `router.selection` or
+    `parallel.spill: standing`.
     """
     for module in model.modules():
-        if isinstance(module, RouterModule):
+        if isinstance(module, EndsSteps):
             module.finish_step()

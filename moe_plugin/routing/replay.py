@@ -18,7 +18,7 @@ Under torch.compile nothing is recorded: the compiled backward reuses the values
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -32,9 +32,13 @@ _active: ContextVar["_Tape | None"] = ContextVar("moe_plugin_routing_tape", defa
 
 
 class _Tape:
-    """Chosen experts of one checkpointed call, in call order."""
+    """Chosen experts of one checkpointed call, in call order.
 
-    def __init__(self) -> None:
+    recomputes: for activation checkpointing, within one pass; else to be kept and used again.
+    """
+
+    def __init__(self, recomputes: bool = False) -> None:
+        self.recomputes = recomputes
         self.ids: list[Any] = []
         self.position: int | None = None  # None while recording
 
@@ -50,7 +54,7 @@ class _Tape:
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The pair (first pass, recomputation) for `context_fn` of `torch.utils.checkpoint`."""
-    tape = _Tape()
+    tape = _Tape(recomputes=True)
     return _use(tape, None), _use(tape, 0)
 
 
@@ -108,10 +112,11 @@ class ReplayLog:
         self.enabled = enabled
         self.records: deque[Any] = deque()
 
-    def replayed(self, choose: Callable[[], T], training: bool) -> T:
+    def replayed(self, choose: Callable[[], T], training: bool, *, values: bool = True) -> T:
         """`choose()` in a first or plain pass; the recorded choice in a recomputation.
 
-        training: of the layer; without it nothing is recorded here.
+        training: of the layer; without it nothing is recorded here. values: False for what belongs
+        to one pass and its recomputation, and is no part of `record_routing`.
         Raises: RuntimeError: recordings and recomputations do not match.
         """
         if torch.compiler.is_compiling():
@@ -119,7 +124,7 @@ class ReplayLog:
             return choose()
         tape = _active.get()
         if tape is not None:
-            return tape.replayed(choose)
+            return tape.replayed(choose) if values or tape.recomputes else choose()
         if not self.enabled or not training:
             return choose()
         if inside_backward():
@@ -128,6 +133,15 @@ class ReplayLog:
         if not torch.is_grad_enabled():
             self._add(choice)
         return choice
+
+    def turn(self, counts: Sequence[int]) -> None:
+        """The last calls will be recomputed in reverse order. counts: recordings of each call,
+        first to last.
+        """
+        taken = [self.records.pop() for _ in range(sum(counts))][::-1]
+        for start in reversed([sum(counts[:i]) for i in range(len(counts))]):
+            self.records.extend(taken[start:])
+            del taken[start:]
 
     def forget(self) -> None:
         """Drop all recordings."""
@@ -167,6 +181,15 @@ def forget(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Replaying):
             module.forget_recordings()
+
+
+def replaying() -> bool:
+    """Whether this code runs in the second pass of a call that a tape recorded.
+
+    It has gradients as the first one had; what counts passes must count one of them.
+    """
+    tape = _active.get()
+    return tape is not None and tape.position is not None and inside_backward()
 
 
 def inside_backward() -> bool:

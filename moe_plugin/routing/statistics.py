@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.kernels.expert_load import expert_load, known_load
-from moe_plugin.records import KeptRouting, LayerStats
+from moe_plugin.output import LayerStats
+from moe_plugin.records import KeptRouting
 
 
 def call_stats(kept: KeptRouting, traffic: TrafficMeter, experts: int, rows: int | Tensor,

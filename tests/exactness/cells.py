@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_plugin.comm import algorithms
+from moe_plugin.comm.collectives import kinds as collectives
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.base import DispatchTraits
 from moe_plugin.experts import expert_kinds, strategies
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
+from moe_plugin.offload.policies import policies
 from moe_plugin.planner.choice import legal_r
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.harness import config_of
@@ -113,7 +115,34 @@ def fp8_cells(dispatch: str) -> list[Cell]:
                      tokens=["even", "uneven", "padding", "none"], pieces=PIECES[:2],
                      factor=[None, 1.0, 0.0], all_to_all=["linear", "2dh"],
                      activation=["gelu", "gelu_tanh", "silu"])
+    dropping = [cell for cell in cells if cell["prioritized"] and cell["factor"] == 1.0]
+    cells += [{**cell, "tokens": "starving"} for cell in dropping[:2]]
+    # the weights of a token sum to a constant: its terms of the router's gradient cancel
+    summing = {"tokens": "starving", "score": "sigmoid", "normalize": "after_drop", "factor": 0.0}
+    cells += [{**cell, **summing, "k": k} for k in (2, 4) for cell in cells[:2]]
     return [{**cell, "precision": "fp8"} for cell in cells]
+
+
+# ranks, experts, shards: alone, together, cut
+STORED_SIZES = [(1, 8, None), (2, 8, None), (4, 4, 2)]
+
+
+def stored_cells(dispatch: str) -> list[Cell]:
+    """All pairs of the settings that go with experts in host memory, in the layout in which they
+    are stored.
+    """
+    traits = traits_of(dispatch)
+    one = traits.single_layout or traits.splits_slots
+    sizes = [Size(world, experts, shards, None if one else shards or 1)
+             for world, experts, shards in STORED_SIZES]
+    settings = _settings(dispatch, sizes) | {
+        "slots": [0, 1], "policy": policies.names(), "dropout": [0.0], "k": [2],
+        "pieces": PIECES[:2] if traits.cuts else PIECES[:1], "compute": ["loop", "fused"],
+        "activation": ["gelu"], "score": ["softmax"], "normalize": ["after_drop"],
+        "all_to_all": ["linear"], "collectives": ["native"], "tokens": ["uneven", "none"],
+        "factor": [0.0] if traits.fixed_slots else [None, 1.0],
+    }
+    return _pairs(settings | ({"replicas": ["all"]} if traits.shares_tokens else {}), {})
 
 
 def parm_cells(dispatch: str,
@@ -154,6 +183,7 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
         "kind": expert_kinds.names(),
         "compute": ["auto", *strategies.names()],
         "all_to_all": algorithms.names(),
+        "collectives": collectives.names(),
         "bias": [True, False],
         "activation": list(ACTIVATIONS),
         "score": ["softmax", "sigmoid"],
@@ -178,6 +208,9 @@ def case_of(cell: Cell) -> Case:
     tokens, masked, skew = TOKENS[cell["tokens"]]
     # sums of few products are off by more of their norm
     width, hidden = (64, 96) if cell.get("precision") == "fp8" else (8, 16)
+    # logits pull as much at any width: where the scores of all experts but one vanish (1e-60), and
+    # that one drops a token, `after_drop` divides by the dtype's epsilon instead of their sum
+    skew *= 8 / width
     return Case(groups, size.experts, min(cell["k"], size.experts), tokens[:groups],
                 None if masked is None else masked[:groups], cell["factor"], cell["kind"],
                 cell["activation"], cell["bias"], cell["score"], cell["normalize"], 1.7,
@@ -186,15 +219,34 @@ def case_of(cell: Cell) -> Case:
                 width=width, hidden=hidden)
 
 
+def rounded(cell: Cell) -> Case:
+    """The case of a cell in fp8 with the rounding of its products: a rank rounds its part of an
+    expert, of which a layout has as many as ranks that share its rows.
+    """
+    size = cell["size"]
+    parts = size.r
+    if parts is None:
+        parts = size.shards or max(1, size.world // size.experts)
+    return replace(case_of(cell), fp8_parts=max(1, parts))
+
+
 def settings_of(cell: Cell) -> MoEConfig:
     """The layer's settings for a cell."""
     forward, backward = cell["pieces"]
     config = config_of(case_of(cell), dispatch__name=cell["dispatch"], parallel__r=cell["size"].r,
                        parallel__d=forward, parallel__d_backward=backward,
                        parallel__cut=cell["cut"], comm__all_to_all=cell["all_to_all"],
-                       experts__compute=cell["compute"])
+                       comm__collectives=cell["collectives"], experts__compute=cell["compute"])
     config.experts.precision = cell.get("precision", "ieee")
     config.dispatch.stash_mib = cell.get("stash_mib", 0.0)
+    if "slots" in cell:
+        case, shards = case_of(cell), cell["size"].shards or 1
+        inner, maps = case.hidden // shards, 2 if case.kind == "gated_ffn" else 1
+        elements = (maps + 1) * case.width * inner
+        if case.bias:
+            elements += maps * inner + case.width // shards
+        config.experts.store, config.experts.cache_policy = "host", cell["policy"]
+        config.experts.cache = str(8 * elements * cell["slots"])
     if "schedule" in cell:
         config.parallel.replicas, config.parallel.schedule = replicas_of(cell), cell["schedule"]
     return config

@@ -40,7 +40,7 @@ WORLD = 2
 # fixed slots and promised numbers of tokens: nothing is read by the host, so it is one graph
 ONE_GRAPH: list[Cell] = all_pairs({
     "dispatch": ["padded"], "experts": [4, 1], "factor": [1.0, 0.5], "d": [1, 2],
-    "all_to_all": ["linear", "2dh"], "r": [None, 0],
+    "all_to_all": ["linear", "2dh"], "r": [None, 0], "collectives": ["native", "forest"],
 })
 ONE_GRAPH += [
     {"dispatch": "bounded", "experts": 4, "factor": None, "d": d, "all_to_all": "linear", "r": r}
@@ -59,6 +59,7 @@ def case_of(cell: Cell) -> Case:
 def settings_of(cell: Cell) -> MoEConfig:
     return config_of(case_of(cell), dispatch__name=cell["dispatch"], parallel__d=cell["d"],
                      parallel__r=cell["r"], comm__all_to_all=cell["all_to_all"],
+                     comm__collectives=cell.get("collectives", "native"),
                      dispatch__equal_tokens=cell in ONE_GRAPH,
                      dispatch__max_tokens=6 * (cell["dispatch"] == "bounded"))
 

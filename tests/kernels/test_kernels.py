@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.kernels import combine_rows, gather_rows, kernels, permute_rows
-from moe_plugin.kernels.rows import sum_rows
+from moe_plugin.kernels.registry import accumulate_dtype
+from moe_plugin.kernels.rows import bags, dot_rows, sum_bags, sum_rows
 
 PROBLEM = st.tuples(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6),
                     st.integers(0, 10**6))
@@ -84,6 +85,15 @@ def test_every_kernel_says_what_it_picks() -> None:
             entry.value.implementation("cobol")
 
 
+def assert_rounded_once(got: torch.Tensor, terms: torch.Tensor) -> None:
+    """got [N, D] is the sum over axis 1 of terms [N, K, D], which are exact; no term was rounded to
+    got's dtype.
+    """
+    want, rounding = terms.sum(1), torch.finfo(got.dtype).eps / 2
+    slack = terms.abs().sum(1) * 2**-16 + torch.finfo(got.dtype).smallest_normal
+    assert bool(((got - want).abs() <= want.abs() * rounding + slack).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 33, 256])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -97,5 +107,30 @@ def test_rows_of_16_bits_are_summed_in_float32(dtype: torch.dtype, width: int,
     position_TK = torch.arange(40).view(5, 8)
     weights_TK = torch.rand(5, 8, generator=g) if weighted else None
     got = sum_rows(rows_RD, position_TK, weights_TK, True)
-    want = sum_rows(rows_RD.float(), position_TK, weights_TK, True).to(dtype)
-    assert got.dtype == dtype and torch.equal(got, want)
+    scale_TK = torch.ones(5, 8) if weights_TK is None else weights_TK
+    assert got.dtype == dtype
+    assert_rounded_once(got, rows_RD.double()[position_TK] * scale_TK.double()[..., None])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_weighed_rows_are_rounded_once(dtype: torch.dtype) -> None:
+    """As the backward pass of a CPU's experts makes them: each row one token's."""
+    g = torch.Generator().manual_seed(0)
+    x_TD, index_R1 = torch.randn(9, 65, generator=g).to(dtype), torch.arange(40)[:, None] % 9
+    scale_R1 = torch.rand(40, 1, generator=g, dtype=accumulate_dtype(dtype))
+    got = sum_bags(x_TD, *bags(index_R1, scale_R1, dtype))
+    assert got.dtype == dtype
+    assert_rounded_once(got, x_TD.double()[index_R1] * scale_R1.double()[..., None])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dots_of_16_bits_are_not_rounded_to_them(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    position_TK, source_R, _ = problem(9, 2, 5, 3, 0)
+    grad_TD = torch.randn(9, 65, generator=g).to(dtype)
+    rows_RD = torch.randn(source_R.numel(), 65, generator=g).to(dtype)
+    rows_TKD = rows_RD.double()[position_TK.clamp(min=0)]
+    want = ((rows_TKD * grad_TD.double()[:, None]).sum(2)).masked_fill(position_TK < 0, 0)
+    got = dot_rows(grad_TD, rows_RD, position_TK)
+    assert got.dtype == torch.float32 and bool((position_TK < 0).any())
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

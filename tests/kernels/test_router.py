@@ -72,3 +72,22 @@ def test_scores_in_float32_keep_no_float32_copy_of_the_tokens() -> None:
     got = torch.autograd.grad(scores_TE, [x_TD, weight_ED], grad_TE)
     for mine, theirs in zip(got, torch.autograd.grad(want_TE, wanted, grad_TE), strict=True):
         torch.testing.assert_close(mine, theirs.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_scores_are_rounded_once(dtype: torch.dtype) -> None:
+    """Those of tokens and weights in 16 bits, from scores' in float32 that have more."""
+    g = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(33, 40, generator=g).to(dtype).requires_grad_()
+    weight_ED = torch.randn(12, 40, generator=g).to(dtype).requires_grad_()
+    grad_TE = torch.randn(33, 12, generator=g)
+    scores_TE = linear_scores(x_TD, weight_ED)
+    want_TE = x_TD.double() @ weight_ED.double().t()
+    torch.testing.assert_close(scores_TE.double(), want_TE, rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad(scores_TE, (x_TD, weight_ED), grad_TE)
+    grad_TE, x_TD, weight_ED = (t.detach().double() for t in (grad_TE, x_TD, weight_ED))
+    for mine, a, b in zip(got, (grad_TE, grad_TE.t()), (weight_ED, x_TD), strict=True):
+        slack = a.abs() @ b.abs() * 2**-16 + torch.finfo(dtype).smallest_normal
+        want = a @ b
+        assert mine.dtype == dtype
+        assert bool(((mine - want).abs() <= want.abs() * torch.finfo(dtype).eps / 2 + slack).all())

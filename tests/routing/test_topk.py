@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -316,3 +317,21 @@ def test_one_pass_gives_what_single_steps_give(case: str, masked: bool) -> None:
                       *([router.load_E] if case.startswith("sigmoid_bias") else [])])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weights_that_vanish_are_divided_by_epsilon_after_a_drop(dtype: torch.dtype) -> None:
+    """A router sure of one expert gives the others next to nothing; without a slot there, such a
+    token is lost, as with fairseq's branch: its other weights are not blown up to a sum of 1.
+    """
+    epsilon = torch.finfo(dtype).eps
+    weights_TK = torch.tensor([[1.0, 1e-30], [1.0, 1e-30], [0.5, 0.25]], dtype=dtype)
+    ids_TK = torch.tensor([[0, 1]] * 3)
+    routing = Routing(ids_TK, weights_TK, weights_TK[:, 0], {}, torch.zeros(()), torch.tensor(3))
+    kept = drop(routing, slots(routing, 2, False), 1, normalize_after=True)
+    torch.testing.assert_close(kept.weights_TK[0], weights_TK[0])
+    assert kept.weights_TK[1].tolist() == [0, 0]
+    routing = dataclasses.replace(routing, ids_TK=torch.tensor([[0, 1], [0, 2], [0, 3]]))
+    kept = drop(routing, slots(routing, 4, False), 1, normalize_after=True)
+    torch.testing.assert_close(kept.weights_TK[1:, 1],
+                               torch.tensor([1e-30 / epsilon, 1.0], dtype=dtype))

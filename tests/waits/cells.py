@@ -24,6 +24,7 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import routers
+from moe_plugin.routing.pregate import link
 from moe_plugin.tuning.default_hardware import Calibration
 from tests.combinations import Cell, all_pairs
 from tests.exactness import cells
@@ -36,8 +37,9 @@ from tests.waits.device import EVENTS, CountingDevice, Event, OnDevice, inner, r
 from tests.waits.ranks import CountingComm
 
 ROOT = Path(__file__).resolve().parents[2]
-WORLDS = (1, 4)
-ALONE, TOGETHER = (1, 8, None), ((4, 8, None), (4, 2, None))  # ranks, experts, shards
+WORLDS = (1, 2, 4)
+# ranks, experts, shards; an exchange over nodes needs two of two ranks, all else two ranks
+ALONE, PAIR, NODES = (1, 8, None), ((2, 8, None), (2, 1, None)), ((4, 8, None), (4, 2, None))
 # how experts are computed where the device alone may know the counts
 FROM_DEVICE = ("auto", "kernels", "grouped")
 BASE_READS = 2  # which tokens are real; and now and then whether the auction is over
@@ -45,8 +47,11 @@ COMMON: dict[str, Any] = {
     "factor": (None, 1.0, 0.0, -1.0), "tokens": ("even", "uneven", "padding"), "k": (2,),
     "kind": ("gated_ffn",), "bias": (True,), "activation": ("gelu",), "score": ("softmax",),
     "normalize": ("none",), "prioritized": (False,), "dropout": (0.0,), "weights_first": (False,),
-    "pieces": ((1, 0), (2, 0), (1, 2))
+    "pieces": ((1, 0), (2, 0), (1, 2)), "collectives": ("native", "forest")
 }
+
+# over nodes: waits of the dispatchers are seen on two ranks, those of exchanges here
+_FEW: dict[str, Any] = {"tokens": ("uneven",), "factor": (None, 1.0), "pieces": ((1, 0), (2, 0))}
 
 
 @dataclass
@@ -71,35 +76,42 @@ def matrix() -> list[Cell]:
     """
     return [cell for name in dispatchers.names()
             for cell in (*_alone(name), *_together(name), *_spilling(name))] + [
-                *_sharing(), *_routed()]
+                *_sharing(), *_pre_gated(), *_routed()]
 
 
 def _alone(dispatch: str) -> list[Cell]:
     # a rank alone sends nothing: dispatchers differ in whether they make slots
-    more = {} if dispatch in ("ragged", "padded") else {"compute": ("kernels",)}
-    return cells.cells_of(dispatch, [ALONE], **COMMON, **more, all_to_all=("linear",))
+    more = {} if dispatch in ("ragged", "padded") else {
+        "compute": ("kernels",), "tokens": ("padding",), "pieces": ((1, 0),)}
+    return cells.cells_of(dispatch, [ALONE], **COMMON | more, all_to_all=("linear",))
 
 
 def _together(dispatch: str) -> list[Cell]:
-    settings = COMMON | {"all_to_all": ("linear", "2dh", "leader", "auto"),
-                         "compute": ("kernels", "grouped", "loop")}
-    if not cells.traits_of(dispatch).cuts:
-        # rows go by other collectives, or by one exchange as of those with pieces
-        settings |= {"all_to_all": ("linear", "2dh"), "compute": ("kernels",),
-                     "tokens": ("uneven",)}
-    if cells.traits_of(dispatch).bounded:  # for strategies that take numbers from the device
-        settings |= {"compute": ("kernels", "grouped")}
-    return cells.cells_of(dispatch, TOGETHER, **settings)
+    traits = cells.traits_of(dispatch)
+    compute = ("kernels", "grouped") if traits.bounded else ("kernels", "grouped", "loop")
+    factors = (None, 1.0) if traits.bounded else COMMON["factor"]  # which have no part in pages
+    if not traits.cuts:  # rows go by other collectives, or by one exchange
+        return cells.cells_of(dispatch, PAIR, **COMMON | {
+            "all_to_all": ("linear",), "compute": ("kernels",), "tokens": ("uneven",)})
+    nodes = {"size": [size for size in cells.layouts(dispatch, NODES) if size.r != 0],
+             "all_to_all": ("2dh", "leader", "auto"), "compute": ("kernels",),
+             "cut": traits.cuts_by[:1], **_FEW}
+    return [*cells.cells_of(dispatch, PAIR, **COMMON | {
+        "factor": factors, "compute": compute, "all_to_all": ("linear",)}),
+            *cells.cells_of(dispatch, NODES, **COMMON | nodes)]
 
 
 def _spilling(dispatch: str) -> list[Cell]:
     """Rows that ranks compute for others, in the layout in which they may."""
     if not cells.traits_of(dispatch).spills:
         return []
-    found = cells.cells_of(dispatch, TOGETHER, **COMMON | {
-        "size": (cells.Size(4, 8, None, 1), cells.Size(4, 2, None, 2)),
-        "compute": ("kernels", "loop"), "all_to_all": ("linear", "2dh")
-    })
+    pair = {"size": (cells.Size(2, 8, None, 1), cells.Size(2, 1, None, 2)),
+            "compute": ("kernels", "loop"), "all_to_all": ("linear",), "factor": (None, 1.0),
+            "tokens": ("uneven",)}
+    nodes = {"size": (cells.Size(4, 8, None, 1), cells.Size(4, 2, None, 2)),
+             "compute": ("kernels",), "all_to_all": ("2dh",), **_FEW}
+    found = [*cells.cells_of(dispatch, PAIR, **COMMON | pair),
+             *cells.cells_of(dispatch, NODES, **COMMON | nodes)]
     return [{**cell, "spill": "least_loaded"} for cell in found]
 
 
@@ -108,14 +120,22 @@ def _sharing() -> list[Cell]:
     few = {**COMMON, "tokens": ("even",), "pieces": ((1, 0), (2, 0)), "replicas": (2,),
            "compute": ("kernels",), "all_to_all": ("linear",)}
     return [cell for name in ("ragged", "padded")
-            for cell in cells.parm_cells(name, TOGETHER[:1], **few)]
+            for cell in cells.parm_cells(name, NODES[:1], **few)]
+
+
+def _pre_gated() -> list[Cell]:
+    """The second of two blocks, whose choices the first one makes."""
+    few = {**COMMON, "tokens": ("uneven",), "factor": (None,), "compute": ("kernels",),
+           "all_to_all": ("linear",), "collectives": ("native",)}
+    return [{**cell, "pre_gate": True} for cell in cells.cells_of("ragged", PAIR, **few)
+            if cell["size"].r != 0]
 
 
 def _routed() -> list[Cell]:
     """Every router, with and without slots."""
     pairs = all_pairs({
         "router": routers.names(), "dispatch": ["ragged", "padded"],
-        "size": [cells.Size(1, 8, None, 1), cells.Size(4, 8, None, 1)]
+        "size": [cells.Size(1, 8, None, 1), cells.Size(2, 8, None, 1)]
     })
     return [{"factor": 1.0 if pair["dispatch"] == "padded" else None, "tokens": "padding",
              "compute": "kernels", "all_to_all": "linear", "cut": "rows", **_first(COMMON), **pair}
@@ -134,6 +154,7 @@ def config_of(cell: Cell) -> MoEConfig:
     tree["dispatch"]["equal_tokens"] = cell["tokens"] == "even"
     tree["parallel"]["mode"] = "fixed"
     tree["parallel"]["spill"] = cell.get("spill", "never")
+    tree["router"]["pre_gate"] = int("pre_gate" in cell)
     if "router" in cell:
         for name, value in reference_of(cell["router"]).settings.items():
             known = tree["router"][name]
@@ -144,8 +165,11 @@ def config_of(cell: Cell) -> MoEConfig:
 
 def reads(cell: Cell) -> int:
     """How often the host reads the device in a forward pass, before any row leaves its rank, by
-    what the page promises; BASE has at least `BASE_READS` more.
+    what the page promises; BASE has at least `BASE_READS` more. Of pre-gated blocks all but the
+    first.
     """
+    if "pre_gate" in cell:
+        return 0
     size, traits, factor = cell["size"], cells.traits_of(cell["dispatch"]), cell["factor"]
     if traits.bounded:
         return 0
@@ -185,9 +209,10 @@ def _measured(cell: Cell, group: TorchComm | None) -> Seen:
     try:
         with contextlib.ExitStack() as inside:
             plans = inside.enter_context(planned(random_planner(0))) if "spill" in cell else []
-            want = _Call(cell, group or LocalComm(), torch.device("cpu"))
+            config = config_of(cell)
+            want = _Call(cell, config, group or LocalComm(), torch.device("cpu"))
             with CountingDevice():
-                call = _Call(cell, LocalComm() if group is None else CountingComm(group),
+                call = _Call(cell, config, LocalComm() if group is None else CountingComm(group),
                              register())
                 call.forward()  # what a first call agrees on is not counted
                 call.run(seen)
@@ -202,10 +227,10 @@ def _measured(cell: Cell, group: TorchComm | None) -> Seen:
 class _Call:
     """A layer of a cell on one device, with its inputs."""
 
-    def __init__(self, cell: Cell, comm: Comm, device: torch.device) -> None:
+    def __init__(self, cell: Cell, config: MoEConfig, comm: Comm, device: torch.device) -> None:
         case = cells.case_of(cell)
         torch.manual_seed(0)
-        self.layer = MoELayer(config_of(cell), comm, dtype=torch.float32, device=device)
+        self.layer = MoELayer(config, comm, dtype=torch.float32, device=device)
         ranks = dataclasses.replace(case, world=comm.size)
         load_experts(self.layer, make_parameters(case, torch.float32), ranks)
         if "router" in cell:
@@ -215,12 +240,19 @@ class _Call:
         self.x = xs[mine].to(device).requires_grad_()
         self.mask = None if masks[mine] is None else masks[mine].to(device)
         self.ids = (torch.arange(len(self.x)) * 7 % 11).to(device)
-        self.output = self.x
+        self.output, self.before = self.x, None
+        if "pre_gate" in cell:
+            self.before = MoELayer(config, comm, dtype=torch.float32, device=device)
+            load_experts(self.before, make_parameters(case, torch.float32), ranks)
+            link(torch.nn.ModuleList([self.before, self.layer]))
 
     def forward(self) -> None:
-        """One call."""
+        """One call; of two blocks, what the first one decides and the second one does."""
         torch.manual_seed(1)
-        self.output = self.layer(self.x, self.mask, info=TokenInfo(self.ids)).output
+        x, info = self.x, TokenInfo(self.ids)
+        if self.before is not None:
+            x = x + self.before(x, self.mask, info=info).output
+        self.output = self.layer(x, self.mask, info=info).output
 
     def run(self, seen: Seen) -> None:
         """One call and its backward pass."""

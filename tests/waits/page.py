@@ -25,9 +25,13 @@ processes. It is not measured on a GPU.
   rank, where exact rows are computed.
 - **Dropless**: on one rank none, also where parameters are gathered (`parallel.r: 0`), if the
   experts' compute strategy takes the numbers of rows from the device (below). Over ranks one, for
-  the counts, before any row leaves, whatever the exchange and the number of pieces; so with
+  the counts, before any row leaves, with any exchange and number of pieces; the same with
   `parallel.spill`, where each rank gets the counts of all. `bounded`: none with such a strategy;
   with another, one for each piece.
+- **Pre-gates** (`router.pre_gate: 1`), `ragged` and dropless: a block's counts are exchanged and
+  copied to the host as soon as the block before has chosen, in front of that block's rows and
+  experts. So the host waits for nothing that is still to be computed. A recomputation exchanges
+  none.
 - **Backward**: none.
 - Nothing is copied to the device from memory that is not pinned.
 - Hosts also wait for each other, and for no device: for the longest batch (fixed slots without the
@@ -35,12 +39,12 @@ processes. It is not measured on a GPU.
   other before each exchange, from host to host.
 
 Not in the tables: `deepep`, whose package needs a GPU: the sizes arrive with the rows, so the host
-waits once a call, in `dispatch`, after rows have left; in backward it does not. The first call of a
-layer agrees on more, and trials of `auto` (layouts, exchanges) wait to measure. Experts that are
-modules of a user (`MoELayer(experts=...)`) need the numbers of rows on the host: one wait on one
-rank, too. So does `grouped` where it passes rows to `loop` (on a GPU: other dtypes than bfloat16,
-widths that are no multiples of 16 bytes, autocast). A CPU has nothing to wait for, and takes counts
-as they are.
+waits once in each call, in `dispatch`, after rows have left; in backward it does not. The first
+call of a layer agrees on more, and trials of `auto` (layouts, exchanges) wait to measure. Experts
+that are modules of a user (`MoELayer(experts=...)`) need the numbers of rows on the host: one wait
+on one rank, too. So does `grouped` where it passes rows to `loop` (on a GPU: other dtypes than
+bfloat16, widths that are not multiples of 16 bytes, autocast). A CPU has nothing to wait for, and
+takes counts as they are.
 """
 
 
@@ -71,7 +75,8 @@ def text() -> str:
 def _dispatcher(cell: Cell) -> str:
     name = "parm_s2" if cell.get("schedule") == "s2" else cell["dispatch"]
     if not traits_of(name).fixed_slots:
-        return f"`{name}`" + ", `parallel.spill`" * ("spill" in cell)
+        return (f"`{name}`" + ", `parallel.spill`" * ("spill" in cell)
+                + ", `router.pre_gate`, not the first block" * ("pre_gate" in cell))
     return f"`{name}`, f {'>' if cell['factor'] > 0 else '<='} 0"
 
 
