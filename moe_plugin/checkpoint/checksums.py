@@ -10,13 +10,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from moe_plugin.regular_files import check_input
 
-CHUNK = 1 << 22
+try:
+    from isal.isal_zlib import crc32  # the same sums, several times as fast
+except ImportError:
+    from zlib import crc32
+
+CHUNK = 1 << 20
 _TRAILER, _TRAILER_BYTES = re.compile(rb"\nmoe-plugin crc32 ([0-9a-f]{8})\n"), 27
 _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 _JSON_START = '{"sealed": true'
@@ -42,7 +46,7 @@ class _SummingStream:
         except OSError as error:
             self.error = self.error or error
             raise
-        self.crc = zlib.crc32(data, self.crc)
+        self.crc = crc32(data, self.crc)
         return written
 
     def flush(self) -> None:
@@ -85,9 +89,10 @@ def seal_of(path: str | os.PathLike[str]) -> int | None:
 def crc_of(path: str | os.PathLike[str], size: int | None = None) -> int:
     """CRC-32 of a file, or of its first `size` bytes."""
     crc, left = 0, os.path.getsize(path) if size is None else size
+    buffer = memoryview(bytearray(min(CHUNK, max(left, 1))))  # in the processor's cache
     with open(path, "rb", buffering=0) as stream:
-        while left > 0 and (data := stream.read(min(CHUNK, left))):
-            crc, left = zlib.crc32(data, crc), left - len(data)
+        while left > 0 and (count := stream.readinto(buffer[:left])):
+            crc, left = crc32(buffer[:count], crc), left - count
     return crc
 
 
@@ -118,7 +123,7 @@ def verify(path: str | os.PathLike[str]) -> bool:
 def seal_json(values: Mapping[str, Any]) -> str:
     """JSON text of a mapping with its checksum."""
     body = json.dumps({"sealed": True, **values})[:-1]
-    return f'{body}, "crc32": "{zlib.crc32(body.encode()):08x}"}}\n'
+    return f'{body}, "crc32": "{crc32(body.encode()):08x}"}}\n'
 
 
 def open_json(text: str) -> tuple[Any, bool]:
@@ -132,7 +137,7 @@ def open_json(text: str) -> tuple[Any, bool]:
     if found := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
         end = len(text) - len(text[-64:]) + found.start()
     if start or end is not None:
-        if not start or end is None or zlib.crc32(text[:end].encode()) != int(found[1], 16):
+        if not start or end is None or crc32(text[:end].encode()) != int(found[1], 16):
             raise DamagedFile("its checksum is not the one it was written with")
     try:
         values = json.loads(text)

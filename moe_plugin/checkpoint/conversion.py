@@ -8,11 +8,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -136,8 +137,9 @@ class Conversion:
         with ThreadPoolExecutor(1) as pool:  # sums take as long as the disk
             verified = pool.submit(self._verify, stop)
             try:
-                formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None),
-                                             progress)
+                with _one_thread():  # blocks are small, and the sums have another one
+                    formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None),
+                                                 progress)
             except BaseException:
                 stop.set()
                 raise
@@ -149,6 +151,16 @@ class Conversion:
         move_into_place(scratch, self.target)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Progress(Progress):
     """Keeps the list of finished files next to them."""
 
@@ -158,13 +170,15 @@ class _Progress(Progress):
         found = _read_plan(self._folder)
         same = found.get("plan") == self._plan
         self.finished: dict[str, list[int]] = dict(found.get("finished", {})) if same else {}
+        self._lock = Lock()  # writers finish a file in another thread while they ask for the next
 
     def keeps(self, name: str) -> bool:
         """See `Progress`: its size and checksum are as they were."""
         path = self._folder / name
         size, crc = self.finished.get(name, (-1, 0))
         if not path.is_file() or path.stat().st_size != size or not _is_as_written(path, crc):
-            self.finished.pop(name, None)
+            with self._lock:
+                self.finished.pop(name, None)
             return False
         self._conversion.kept.append(name)
         self.advance(size)
@@ -178,8 +192,12 @@ class _Progress(Progress):
         """See `Progress`."""
         path = self._folder / name
         crc = checksums.seal_of(path)
-        self.finished[name] = [path.stat().st_size,
-                               checksums.crc_of(path) if crc is None else crc]
+        crc = checksums.crc_of(path) if crc is None else crc
+        with self._lock:
+            self.finished[name] = [path.stat().st_size, crc]
+            self._save()
+
+    def _save(self) -> None:
         half = self._folder / (PLAN + ".new")
         with open(half, "w", encoding="utf-8") as stream:
             stream.write(checksums.seal_json({"plan": self._plan, "finished": self.finished}))
@@ -218,13 +236,16 @@ def _cast_model(one: Derived, dtype: torch.dtype) -> Derived:
     return cast(one, dtype) if one.key[0] == MODEL and one.entry.dtype.is_floating_point else one
 
 
-def move_into_place(scratch: Path, target: Path) -> None:
+def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
     """Give a complete folder its name; a killed process leaves the old folder or the new one
     complete, the old one perhaps as `NAME.old`.
+
+    keep_old: leave it there in any case.
     """
     old = target.with_name(target.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         os.rename(target, old)
     os.rename(scratch, target)
-    shutil.rmtree(old, ignore_errors=True)
+    if not keep_old:
+        shutil.rmtree(old, ignore_errors=True)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from moe_plugin.checkpoint import checksums, torch_files
 from moe_plugin.checkpoint.conversion import move_into_place
 from moe_plugin.checkpoint.plain import (
-    UNREADABLE,
     check_part,
     open_folder,
     part_name,
@@ -29,10 +28,11 @@ from moe_plugin.checkpoint.plain import (
     write_index,
 )
 from moe_plugin.checkpoint.reshard import moe_layers
-from moe_plugin.checkpoint.source import CheckpointError, Derived
+from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Derived
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.messages import short
+from moe_plugin.offload.stored import stored_names, without_values
 from moe_plugin.regular_files import write_remedy
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 def save(directory: str | os.PathLike[str], model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None, comm: Comm | None = None,
-         extra: Mapping[str, Any] | None = None) -> None:
+         extra: Mapping[str, Any] | None = None, keep_old: bool = False) -> None:
     """Write a checkpoint; all ranks of `comm` (the expert-parallel group) call it.
 
     Everything is written next to the target and moved into place at the end, so that a killed run
@@ -48,6 +48,8 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
 
     Args:
         extra: JSON values of the caller (step, seed, ...), equal on all ranks.
+        keep_old: the checkpoint that was there stays as `DIRECTORY.old`, which `load` takes where
+            this one is damaged later.
     Raises:
         CheckpointError: a rank could not write; on every rank.
     """
@@ -65,7 +67,7 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
     with _together(comm, target):
         if comm.rank == 0:
             write_index(scratch, comm.size, extra or {})
-            move_into_place(scratch, target)
+            move_into_place(scratch, target, keep_old)
 
 
 @contextmanager
@@ -109,7 +111,9 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
     comm = comm or LocalComm()
     folder, index = _whole_folder(Path(directory), comm)
     with _as_saved(folder):
-        source, own = open_folder(folder), model.state_dict()
+        source, on_disk = open_folder(folder), stored_names(model)
+        with without_values(model):
+            own = model.state_dict()
         mine = moe_layers(own)
         _check_layers(folder, source.layers, mine)
         shards = {prefix: origin["shards"] for prefix, origin in mine.items() if "shards" in origin}
@@ -118,7 +122,10 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
         if optimizer is not None:
             _check_optimizer(folder, part["optimizer"], model, optimizer)
             _load_optimizer(torch_files.read_all(part["optimizer"]), model, optimizer)
-        model.load_state_dict(torch_files.read_all(part["model"], copy=False))
+        # experts in a file are read one by one, as they are written there
+        model.load_state_dict({name: value if name in on_disk
+                               else torch_files.read_all(value, copy=False)
+                               for name, value in part["model"].items()})
     return index["extra"]
 
 
@@ -138,8 +145,8 @@ def _as_saved(source: Path) -> Iterator[None]:
 
 
 def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
-    """Folder and index of the checkpoint; of its predecessor where a save was killed before it
-    removed that one, and the checkpoint is missing or damaged. The same on all ranks.
+    """Folder and index of the checkpoint; of its predecessor where that was kept, or a save was
+    killed before it removed it, and the checkpoint is missing or damaged. The same on all ranks.
     """
     old = target.with_name(target.name + ".old")
     [older, found] = comm.agree_max([float(old.exists()), float(target.exists())])
@@ -161,8 +168,7 @@ def _verify(source: Path, comm: Comm) -> dict[str, Any]:
     try:
         index, sealed = read_index(source)
         for rank in range(comm.rank, index["parts"], comm.size):
-            part = check_part(source / part_name(rank, index["parts"]), index["bytes"][rank])
-            sealed = sealed and part
+            sealed = check_part(source, index, rank) and sealed
     except CheckpointError as caught:
         error = caught
     [failed, unsealed] = comm.agree_max([float(error is not None), float(not sealed)])

@@ -6,13 +6,17 @@ A host registers its formats in a module of its own, so that this room needs no 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from moe_plugin.checkpoint.source import CheckpointError, Source
+from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source
+from moe_plugin.checkpoint.trust import UntrustedFile
+from moe_plugin.messages import short
 from moe_plugin.registry import Registry
 
 
@@ -161,7 +165,7 @@ def detect(path: Path) -> str:
     Raises:
         CheckpointError: nothing is there, or no format or more than one knows it.
     """
-    found = [name for name in formats.names() if formats.get(name)().detect(path)]
+    found = [name for name in formats.names() if _detects(name, path)]
     if not found and not path.exists():
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; give its folder or file")
     if len(found) != 1:
@@ -171,24 +175,54 @@ def detect(path: Path) -> str:
     return found[0]
 
 
+def _detects(name: str, path: Path) -> bool:
+    try:
+        return formats.get(name)().detect(path)
+    except UNREADABLE:  # what a file may hold that is of another format, or damaged
+        return False
+
+
 def open_source(path: Path, format: str | None = None, trust: bool = False) -> Source:
     """Open a checkpoint for reading.
 
     Args:
         format: its name; None: detected.
         trust: see `Format.open`.
+    Raises:
+        CheckpointError: a file is missing, damaged, or holds something else than the format.
+        UntrustedFile: see `Format.open`.
     """
-    return formats.get(format or detect(path))().open(path, trust)
+    reader = formats.get(format or detect(path))()
+    with _as_checkpoint_error(f"checkpoint {str(path)!r}", reader.name):
+        return reader.open(path, trust)
+
+
+@contextmanager
+def _as_checkpoint_error(what: str, format: str) -> Iterator[None]:
+    """Files of other programs may hold anything: what a reader stumbles over is an error that names
+    the checkpoint.
+    """
+    try:
+        yield
+    except (CheckpointError, UntrustedFile):
+        raise
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{what} holds something else than format {format!r} ({type(error).__name__}: "
+            f"{short(error, 500)}); use another checkpoint, or name its format with --from"
+        ) from error
 
 
 def convert(source: Source, to: str) -> Source:
     """A view of a source with the names of another format.
 
     Raises:
-        CheckpointError: see `Format.as_format`, `Format.to_neutral` and `Format.from_neutral`.
+        CheckpointError: see `Format.as_format`, `Format.to_neutral` and `Format.from_neutral`; the
+            source holds something else than its format.
     """
     if source.format == to:
         return source
     reader, writer = formats.get(source.format)(), formats.get(to)()
-    view = reader.as_format(source, to) or writer.from_format(source)
-    return view or writer.from_neutral(reader.to_neutral(source))
+    with _as_checkpoint_error(f"the {source.format} checkpoint", source.format):
+        view = reader.as_format(source, to) or writer.from_format(source)
+        return view or writer.from_neutral(reader.to_neutral(source))

@@ -10,9 +10,17 @@ from torch import Tensor
 
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.reshard import merge
-from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, derive
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    CheckpointError,
+    Derived,
+    Source,
+    derive,
+    part_of,
+)
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.layer import MoELayer
+from moe_plugin.offload.stored import stored_names, without_values
 from moe_plugin.records import Placement
 
 # below a layer: neutral name -> name in `MoELayer.state_dict()`; biases of the shared expert too
@@ -100,8 +108,10 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
     """
     theirs = {name.removeprefix(prefix): entry for (kind, name), entry in source.entries.items()
               if kind == MODEL and name.startswith(prefix)}
-    mine: dict[str, Tensor] = {name: value for name, value in layer.state_dict().items()
-                               if isinstance(value, torch.Tensor)}
+    with without_values(layer):
+        mine: dict[str, Tensor] = {name: value for name, value in layer.state_dict().items()
+                                   if isinstance(value, torch.Tensor)}
+    on_disk, stored = stored_names(layer), {}
     wanted = {LAYER_NAMES[name]: name for name in theirs}
     if odd := sorted(set(wanted) ^ set(mine)):
         raise CheckpointError(f"{prefix}: {odd[0]!r} is not in both the source and the layer; "
@@ -111,11 +121,17 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
         if name.startswith("experts."):
             window = local_window(name.removeprefix("experts."), theirs[name].shape,
                                   layer.placement)
+        if ours in on_disk:
+            whole = derive(source, (MODEL, prefix + name))
+            stored[ours.removeprefix("experts.")] = part_of(whole, window)
+            continue
         value = source.read((MODEL, prefix + name), window)
         if value.shape != mine[ours].shape:
             raise CheckpointError(f"{prefix + name!r} has shape {tuple(value.shape)}, the layer "
                                   f"has {tuple(mine[ours].shape)}")
         mine[ours].copy_(value)
+    if stored:
+        layer.experts.load_state_dict(stored)
 
 
 def layer_tensors(source: Source, prefix: str, neutral_prefix: str) -> Iterator[Derived]:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.agreement import agree
+from moe_plugin.comm.resharding import Resharding
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.layer import MoELayer
-from moe_plugin.planner.resharding import Message, Slice, TensorLayout, messages, unique_slices
+from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.records import Placement
 
 # what a layer has of its group; its router and experts are moved one by one
@@ -62,6 +63,10 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 def _check(name: str, layer: MoELayer, comm: Comm) -> None:
     config = layer.given
+    if config.experts.store != "device":
+        raise ValueError(f"layer {name!r} has experts.store={config.experts.store}, whose experts "
+                         "do not travel between ranks: must be device; save a checkpoint and start "
+                         "again with other ranks")
     if not layer.experts.supports_gather:
         raise ValueError(f"layer {name!r} has custom experts, whose parameters cannot be told apart"
                          " by expert: use experts of a registered kind, or a checkpoint")
@@ -120,10 +125,10 @@ def _change(layer: MoELayer, optimizer: torch.optim.Optimizer | None, comm: Comm
         target = new.experts.get_parameter(name)
         layouts = [_layout(place, name, tensor, positions) for place, tensor, positions in (
             (old, parameter, before), (new.placement, target, after))]
-        move = _Move(world, *layouts)
-        state = {key: move(value, target) if _moves(value, parameter) else value
+        move = Resharding(world, *layouts)
+        state = {key: move(value, value.dtype) if _moves(value, parameter) else value
                  for key, value in _state(optimizer, parameter).items()}
-        target.data = move(parameter.data, target)
+        target.data = move(parameter.data, parameter.dtype)
         target.requires_grad_(parameter.requires_grad)
         if optimizer is not None:
             _replace(optimizer, parameter, target, state)
@@ -165,40 +170,6 @@ def _layout(place: Placement, name: str, local: Tensor, positions: Positions) ->
             box[axis] = (shard * local.shape[axis], (shard + 1) * local.shape[axis])
         boxes[rank] = tuple(box)
     return TensorLayout(tuple(shape), boxes)
-
-
-class _Move:
-    """Moves tensors from one layout over the ranks of `world` to another. Calls are collective."""
-
-    def __init__(self, world: Comm, source: TensorLayout, target: TensorLayout) -> None:
-        self.world = world
-        slices = unique_slices(source, target)
-        self.kept = [each for each in slices if world.rank in each.keepers]
-        planned: list[Message] = messages(slices)
-        self.sent = [m for m in planned if m.sender == world.rank]
-        self.received = [m for m in planned if m.receiver == world.rank]
-        self.source, self.target = source.boxes[world.rank], target.boxes[world.rank]
-
-    @torch.no_grad()
-    def __call__(self, x: Tensor, like: Tensor) -> Tensor:
-        """x: what this rank stores before. Returns what it stores after, in the shape of `like`."""
-        made = torch.empty(like.shape, dtype=x.dtype, device=x.device)
-        sends = [(m.receiver, self._before(m.slice, x).contiguous()) for m in self.sent]
-        recvs = [(m.sender, torch.empty_like(self._after(m.slice, made),
-                                             memory_format=torch.contiguous_format))
-                 for m in self.received]
-        self.world.send_receive(sends, recvs)
-        for each in self.kept:
-            self._after(each, made).copy_(self._before(each, x))
-        for message, (_, buffer) in zip(self.received, recvs, strict=True):
-            self._after(message.slice, made).copy_(buffer)
-        return made
-
-    def _before(self, each: Slice, x: Tensor) -> Tensor:
-        return x[each.within(self.source)]
-
-    def _after(self, each: Slice, x: Tensor) -> Tensor:
-        return x[each.within(self.target)]
 
 
 def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: nn.Parameter,

@@ -30,17 +30,29 @@ positions, E the experts, F the width inside an expert or MLP, G the shared expe
 
 Rotary positions pair element i of a head with i + H/2 (as Hugging Face and Megatron do). Optimizer
 fields have the same names and shapes. A source's `layers` has the prefixes `layers.N.moe.`, its
-`values["model"]` is `DecoderSettings.to_dict()`, `values["step"]` the number of updates.
+`values["model"]` is `DecoderSettings.to_dict()`, `values["step"]` the number of updates,
+`values["optimizer"]` what `OPTIMIZER_VALUES` names, where there is optimizer state.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from moe_plugin.checkpoint.source import CheckpointError
+import torch
+
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    CheckpointError,
+    Derived,
+    Entry,
+    Source,
+    View,
+    cast,
+    window_shape,
+)
 
 _NORM = r"(?:weight|bias)"
 NAMES = re.compile("|".join((
@@ -54,6 +66,9 @@ NAMES = re.compile("|".join((
     r"layers\.\d+\.moe\.experts\.(?:w_in_LDF|w_gate_LDF|w_out_LFD|b_in_LF|b_gate_LF|b_out_LD)",
     r"layers\.\d+\.moe\.shared\.(?:w_in|w_gate|w_out|gate)\.(?:weight|bias)",
 )))
+
+# of an optimizer's groups: of all parameters alike; "step": updates that it counts
+OPTIMIZER_VALUES = ("step", "lr", "betas", "eps", "weight_decay", "momentum")
 
 # DeepSeek's latent attention: ranks of the latents of queries (None: none) and of keys and values;
 # widths of a head's part without and with rotary positions, and of its values; whether rotary
@@ -73,6 +88,7 @@ class DecoderSettings:
         gated: MLP and experts are act(x w_gate) * (x w_in).
         positions: "rotary" (with `rotary_base`), "learned", "sinusoidal" or "none".
         tied: the output matrix is the embedding.
+        embed_scale: embeddings (not positions) are multiplied by it; see `without_embed_scale`.
         top_k: experts per token; 0 without MoE layers.
         router: "softmax" or "sigmoid" scores; `normalize_top_k`: the chosen ones sum to 1, then
             times `router_scale`.
@@ -96,6 +112,7 @@ class DecoderSettings:
     pre_norm: bool = True
     rotary_base: float = 10000.0
     max_positions: int = 0
+    embed_scale: float = 1.0
     top_k: int = 0
     router: str = "softmax"
     normalize_top_k: bool = False
@@ -130,3 +147,53 @@ def check_names(names: Any) -> None:
         if not NAMES.fullmatch(name):
             raise CheckpointError(f"tensor {name!r} has no neutral name, so that it cannot become "
                                   "another format's; convert to the checkpoint's own format")
+
+
+def without_embed_scale(source: Source) -> Source:
+    """A neutral source whose embedding has its scale in it; the output matrix, where it was tied to
+    the embedding, is a tensor of its own then.
+
+    The numbers are the same, up to rounding where the scale is no power of two. Training goes
+    another way, so that optimizer state does not carry over.
+
+    Raises:
+        CheckpointError: there is optimizer state.
+    """
+    model = DecoderSettings.from_dict(source.values["model"])
+    if model.embed_scale == 1.0:
+        return source
+    if any(field != MODEL for field, _ in source.entries):
+        raise CheckpointError(
+            f"embed_scale={model.embed_scale:g}: the other format has no factor on embeddings, so "
+            "that it goes into their weights, which the optimizer's state does not fit then; "
+            "convert the model alone (--model-only), or train with --no-scale-embedding")
+    derived = {key: source.tensor(key) for key in source.entries}
+    embed = derived[MODEL, "embed.weight"]
+    if model.tied:
+        derived[MODEL, "output.weight"] = embed.renamed("output.weight")
+    derived[embed.key] = replace(embed, read=lambda window: (
+        embed.read(window).double() * model.embed_scale).to(embed.entry.dtype))
+    changed = replace(model, embed_scale=1.0, tied=False)
+    return View(source, derived.values(), values={**source.values, "model": changed.to_dict()})
+
+
+def zeros(like: Derived, name: str) -> Derived:
+    """A vector of zeros, one for each row of a matrix: a bias that changes nothing."""
+    entry = Entry(like.entry.shape[:1], like.entry.dtype)
+    return Derived((like.key[0], name), entry,
+                   lambda window: torch.zeros(window_shape(window), dtype=entry.dtype))
+
+
+def is_zero(source: Source, name: str) -> bool:
+    """Whether a small tensor is zero in every field that has it."""
+    return not any(bool(source.read(key).any()) for key in source.entries if key[1] == name)
+
+
+def masters(source: Source) -> list[Derived]:
+    """Float32 copies of 16-bit parameters that optimizer state is for, where there are none."""
+    trained = {name for field, name in source.entries if field != MODEL}
+    if any(field == "master" for field, _ in source.entries):
+        return []
+    found = (source.tensor((MODEL, name)) for name in trained)
+    return [replace(cast(one, torch.float32), key=("master", one.key[1])) for one in found
+            if one.entry.dtype in (torch.float16, torch.bfloat16)]

@@ -1,15 +1,15 @@
 """The folder of a checkpoint of plain PyTorch training: its index, its parts, and the format.
 
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
-    index.json                   format version, number of parts, their sizes in bytes, the caller's
-    `extra` values
+    index.json                   format version, number of parts, their sizes in bytes and their
+                                 checksums, the caller's `extra` values
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,20 @@ from moe_plugin.checkpoint.ranks import (
     sizes_of,
 )
 from moe_plugin.checkpoint.reshard import moe_layers
-from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Source, View
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    MODEL_ONLY,
+    UNREADABLE,
+    CheckpointError,
+    Source,
+    View,
+)
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 
 VERSION = 1
 INDEX = "index.json"
-# what torch.load raises for a damaged file
-UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
-              AttributeError, AssertionError, TypeError, ImportError, ArithmeticError)
+_NEUTRAL = ("model", "optimizer")  # values of a neutral source that `extra` keeps
 
 
 def part_name(rank: int, size: int) -> str:
@@ -42,9 +47,10 @@ def part_name(rank: int, size: int) -> str:
 
 def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
     """Write the index of parts that are complete."""
-    sizes = [(folder / part_name(rank, parts)).stat().st_size for rank in range(parts)]
-    text = checksums.seal_json({"version": VERSION, "parts": parts, "bytes": sizes,
-                                "extra": dict(extra)})
+    paths = [folder / part_name(rank, parts) for rank in range(parts)]
+    text = checksums.seal_json({
+        "version": VERSION, "parts": parts, "bytes": [path.stat().st_size for path in paths],
+        "seals": [checksums.seal_of(path) for path in paths], "extra": dict(extra)})
     with open(folder / INDEX, "w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -87,23 +93,31 @@ def _checked_index(source: Path, index: dict[str, Any]) -> dict[str, Any]:
             f"checkpoint {str(source)!r}: index.json is damaged (parts={short(parts)}, "
             f"bytes={short(sizes)} and extra must be there, with one size for each part); use an "
             "older checkpoint")
-    return index
+    seals = index.get("seals", [None] * parts)  # older checkpoints have none
+    if not isinstance(seals, list) or len(seals) != parts:
+        raise CheckpointError(f"checkpoint {str(source)!r}: index.json is damaged (seals="
+                              f"{short(seals)} must be one for each part); use an older checkpoint")
+    return {**index, "seals": seals}
 
 
-def check_part(path: Path, size: int) -> bool:
-    """Verify a part's size and checksum; whether it is sealed.
+def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
+    """Verify the size and checksum of a rank's part; whether it is sealed.
 
     Raises:
-        CheckpointError: it is missing, truncated or damaged.
+        CheckpointError: it is missing, truncated, damaged, or of another rank or checkpoint.
     """
+    path = folder / part_name(rank, index["parts"])
+    size, seal = index["bytes"][rank], index["seals"][rank]
     found = path.stat().st_size if path.exists() else None
     if found != size:
         raise CheckpointError(
             f"checkpoint file {str(path)!r} has {'no' if found is None else found} bytes, its "
-            f"index says {size}: it is truncated or "
-            "missing; use an older checkpoint")
+            f"index says {short(size)}: it is truncated or missing; use an older checkpoint")
     try:
-        return checksums.verify(path)
+        sealed = checksums.verify(path)
+        if sealed and seal is not None and seal != checksums.seal_of(path):
+            raise ValueError("it is of another rank or another checkpoint than its index")
+        return sealed
     except UNREADABLE as error:
         raise _unreadable(path, error) from error
 
@@ -198,12 +212,12 @@ class PlainFormat(Format):
               progress: Progress = Progress()) -> None:
         """See `Format`."""
         size = self._size(source, layout)
-        for rank in range(size):
-            name = part_name(rank, size)
-            if not progress.keeps(name):
-                part = part_of_rank(source, rank, size, layout.shards)
-                torch_files.write_sealed(path / name, part, progress.advance)
-                progress.wrote(name)
+        with torch_files.SealedWriter(progress.advance) as writer:
+            for rank in range(size):
+                name = part_name(rank, size)
+                if not progress.keeps(name):
+                    writer.write(path / name, part_of_rank(source, rank, size, layout.shards),
+                                 partial(progress.wrote, name))
         write_index(path, size, source.values.get("extra") or {"step": source.values.get("step")})
         progress.wrote(INDEX)
 
@@ -228,16 +242,23 @@ class PlainFormat(Format):
             return huggingface.to_neutral(View(source, map(source.tensor, source.entries), values={
                 **source.values, "config": extra["hf_config"]}))
         check_names(name for _, name in source.entries)
-        settings = {"model": extra["model"]} if isinstance(extra, Mapping) and "model" in extra \
-            else {}
+        settings = {name: extra[name] for name in _NEUTRAL if name in extra} if isinstance(
+            extra, Mapping) else {}
         return View(source, map(source.tensor, source.entries),
                     values={**source.values, **settings})
 
     def from_neutral(self, source: Source) -> Source:
         """The source: a plain checkpoint has any names."""
         return View(source, map(source.tensor, source.entries), format=self.name,
-                    values={**source.values, "extra": _extra(source)})
+                    values={**source.values, "extra": _extra(source), **_groups(source)})
 
 
 def _extra(source: Source) -> dict[str, Any]:
-    return {name: source.values[name] for name in ("step", "model") if name in source.values}
+    return {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
+
+
+def _groups(source: Source) -> dict[str, Any]:
+    """The one group of a neutral source's optimizer."""
+    found = source.values.get("optimizer")
+    return {} if found is None else {GROUPS: [
+        {name: value for name, value in found.items() if name != "step"}]}

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
+import struct
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +28,10 @@ Window = tuple[slice, ...]
 MODEL = "model"
 WEIGHTS = (MODEL, "criterion", "ema", "ema_fp32")  # fields that are no optimizer state
 MODEL_ONLY = "model_only"  # of `Source.values`: optimizer state is left out on purpose
+# what torch, pickle and zipfile raise for damaged files, and readers for values of other types
+UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
+              AttributeError, AssertionError, TypeError, ImportError, ArithmeticError, MemoryError,
+              struct.error, zipfile.BadZipFile, zlib.error)
 
 
 class CheckpointError(ValueError):

@@ -4,9 +4,9 @@ written before them.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.source import Derived, Entry, Window, blocks, full_window
 
-BLOCK = 1 << 25  # bytes of a tensor in memory at a time, while it is written
+BLOCK = 1 << 22  # bytes of a tensor in memory at a time, while it is written; fits in a cache
 FLUSH = 1 << 26  # bytes after which the disk begins to write, while the next ones are read
 
 
@@ -77,6 +76,8 @@ def _structure(load: Callable[..., Any]) -> Any:
     """What `load` gives, with tensors that know their places in the file instead of values."""
     if TorchVersion(torch.__version__) >= "2.13":
         return load(map_location="meta")
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
     with FakeTensorMode():  # slow to begin with, but all releases note places there
         return load()
 
@@ -98,13 +99,6 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
         return trust.load(path, allowed, what, **options)
 
     return _lazily(path, _structure(load))
-
-
-def read_lazily(path: Path, load: Callable[[Path], Any]) -> Any:
-    """`open_lazily` of a file that is read by another function: `load(path)`."""
-    with FakeTensorMode():
-        state = load(path)
-    return _lazily(path, state)
 
 
 def _lazily(path: Path, state: Any) -> Any:
@@ -143,27 +137,119 @@ def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def write_sealed(path: Path, state: Any, advance: Callable[[int], None] = lambda _: None) -> None:
-    """Write what `torch.save` would, with `Derived` tensors read block by block; sealed, flushed
-    to disk. Tensors that are read by one function are stored once.
+    """`SealedWriter.write` of one file.
 
     Args:
         advance: called with the number of bytes of tensors that were written.
     """
-    tensors: dict[Any, tuple[Derived, Tensor]] = {}
+    with SealedWriter(advance) as writer:
+        writer.write(path, state)
 
-    def empty(one: Derived) -> Tensor:  # memory that is never touched
-        if one.read not in tensors:
-            tensors[one.read] = one, torch.empty(one.entry.shape, dtype=one.entry.dtype)
-        return tensors[one.read][1]
 
-    skeleton = _each(state, Derived, empty)
-    with torch.serialization.skip_data():
-        torch.save(skeleton, path)
-    written = _structure(lambda **options: torch.load(path, weights_only=False, **options))
-    placed = _places(written, skeleton)
-    order = sorted(((placed[id(fake)], one) for one, fake in tensors.values()),
-                   key=lambda pair: pair[0])
-    _fill(path, order, advance)
+class SealedWriter:
+    """Writes files as `torch.save` would, with `Derived` tensors read block by block; sealed.
+
+    The disk takes what is written meanwhile, and the end of one file while the next one is
+    written: all are on it when the context ends. Tensors that are read by one function are stored
+    once in a file.
+
+    Args:
+        advance: called with the number of bytes of tensors that were written.
+    """
+
+    def __init__(self, advance: Callable[[int], None] = lambda _: None) -> None:
+        self._advance = advance
+        self._pool = ThreadPoolExecutor(1)
+        self._waiting, self._flushing, self._ending = 0, None, None
+
+    def write(self, path: Path, state: Any, done: Callable[[], None] = lambda: None) -> None:
+        """Write one file.
+
+        Args:
+            done: called when it is on the disk, by another thread.
+        Raises:
+            OSError: the disk is full, for example; also where the file before was not complete.
+        """
+        tensors: dict[Any, tuple[Derived, Tensor]] = {}
+
+        def empty(one: Derived) -> Tensor:  # memory that is never touched
+            if one.read not in tensors:
+                tensors[one.read] = one, torch.empty(one.entry.shape, dtype=one.entry.dtype)
+            return tensors[one.read][1]
+
+        skeleton = _each(state, Derived, empty)
+        with torch.serialization.skip_data():
+            torch.save(skeleton, path)
+        written = _structure(lambda **options: torch.load(path, weights_only=False, **options))
+        placed = _places(written, skeleton)
+        order = sorted(((placed[id(fake)], one) for one, fake in tensors.values()),
+                       key=lambda pair: pair[0])
+        file = open(path, "r+b", buffering=0)  # noqa: SIM115 - closed when it is on the disk
+        try:
+            self._fill(file, order)
+            self._wait()
+        except BaseException:
+            self._pool.shutdown()  # what is under way needs the file
+            file.close()
+            raise
+        self._ending = self._pool.submit(_end, file, done)
+
+    def _fill(self, file: io.FileIO, order: list[tuple[int, Derived]]) -> None:
+        size, at, crc = os.path.getsize(file.name), 0, 0
+        for start, one in order:
+            at, crc = _keep(file, at, start, crc)
+            for window in blocks(one.entry, BLOCK):
+                data = memoryview(one.read(window).contiguous().reshape(-1).view(torch.uint8)
+                                  .numpy())
+                file.seek(at)
+                written = 0
+                while written < len(data):
+                    written += file.write(data[written:])
+                at, crc = at + len(data), checksums.crc32(data, crc)
+                self._flush(file, len(data))
+                self._advance(len(data))
+        at, crc = _keep(file, at, size, crc)
+        file.seek(size)
+        file.write(checksums.trailer(crc))
+
+    def _flush(self, file: io.FileIO, nbytes: int) -> None:
+        """So many bytes more are in the file."""
+        self._waiting += nbytes
+        if self._waiting < FLUSH or (self._flushing is not None and not self._flushing.done()):
+            return
+        if self._flushing is not None:
+            self._flushing.result()  # raises what the disk said
+        self._waiting, self._flushing = 0, self._pool.submit(os.fsync, file.fileno())
+
+    def _wait(self) -> None:
+        """Until what was begun is on the disk; raises what the disk said."""
+        for running in (self._flushing, self._ending):
+            if running is not None:
+                running.result()
+        self._flushing = self._ending = None
+
+    def __enter__(self) -> SealedWriter:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with self._pool:
+            if kind is None:
+                self._wait()
+
+
+def _keep(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
+    """Sum what is between tensors, and there already; the new place and sum."""
+    while at < until:
+        file.seek(at)
+        data = file.read(min(until - at, BLOCK))
+        at, crc = at + len(data), checksums.crc32(data, crc)
+    return at, crc
+
+
+def _end(file: io.FileIO, done: Callable[[], None]) -> None:
+    with file:
+        os.fsync(file.fileno())
+    done()
 
 
 def _places(written: Any, skeleton: Any) -> dict[int, int]:
@@ -181,55 +267,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif type(value) in (list, tuple):
         for entry in value:
             yield from _tensors(entry)
-
-
-def _fill(path: Path, order: list[tuple[int, Derived]], advance: Callable[[int], None]) -> None:
-    size, at, crc = os.path.getsize(path), 0, 0
-    with open(path, "r+b", buffering=0) as file, _Flusher(file.fileno()) as flusher:
-
-        def keep(until: int) -> None:
-            nonlocal at, crc
-            while at < until:  # what is between tensors is there already
-                file.seek(at)
-                data = file.read(min(until - at, BLOCK))
-                at, crc = at + len(data), zlib.crc32(data, crc)
-
-        for start, one in order:
-            keep(start)
-            for window in blocks(one.entry, BLOCK):
-                data = memoryview(one.read(window).contiguous().reshape(-1).view(torch.uint8)
-                                  .numpy())
-                file.seek(at)
-                written = 0
-                while written < len(data):
-                    written += file.write(data[written:])
-                at, crc = at + len(data), zlib.crc32(data, crc)
-                flusher.wrote(len(data))
-                advance(len(data))
-        keep(size)
-        file.seek(size)
-        file.write(checksums.trailer(crc))
-
-
-class _Flusher:
-    """Lets the disk write in the background, and waits for all of it at the end."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._waiting = descriptor, 0
-        self._pool, self._running = ThreadPoolExecutor(1), None
-
-    def wrote(self, nbytes: int) -> None:
-        """So many bytes are in the file."""
-        self._waiting += nbytes
-        if self._waiting >= FLUSH and (self._running is None or self._running.done()):
-            self._waiting, self._running = 0, self._pool.submit(os.fsync, self._descriptor)
-
-    def __enter__(self) -> _Flusher:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        with self._pool:
-            if kind is None:
-                if self._running is not None:
-                    self._running.result()  # raises what the disk said
-                os.fsync(self._descriptor)

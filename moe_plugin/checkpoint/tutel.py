@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ import torch
 
 from moe_plugin.checkpoint import torch_files, trust
 from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
-from moe_plugin.checkpoint.plain import UNREADABLE
 from moe_plugin.checkpoint.ranks import COLUMNS
 from moe_plugin.checkpoint.source import (
     MODEL,
+    UNREADABLE,
     CheckpointError,
     Derived,
     DerivedSource,
@@ -120,13 +121,8 @@ def _pattern_of(folder: Path, names: Sequence[str]) -> str:
 
 
 def _open_file(path: Path, trusted: bool) -> dict[str, Any]:
-    def load(path: Path) -> Any:
-        if trusted:
-            return torch.load(path, weights_only=False)
-        return trust.load(path, (), f"checkpoint file {str(path)!r}")
-
     try:
-        state = torch_files.read_lazily(path, load)
+        state = torch_files.open_lazily(path, (), f"checkpoint file {str(path)!r}", trusted)
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise ValueError("it holds no state_dict()")
         return state
@@ -326,12 +322,12 @@ class TutelFormat(Format):
             if experts % size and size % experts:
                 raise ValueError(f"--world {size} does not fit {experts} experts: must be a "
                                  "divisor or a multiple")
-        for rank in range(size):
-            name = f"{rank}-of-{size}.pt"
-            if not progress.keeps(name):
-                state = _state_of_rank(source, rank, size)
-                torch_files.write_sealed(path / name, state, progress.advance)
-                progress.wrote(name)
+        with torch_files.SealedWriter(progress.advance) as writer:
+            for rank in range(size):
+                name = f"{rank}-of-{size}.pt"
+                if not progress.keeps(name):
+                    writer.write(path / name, _state_of_rank(source, rank, size),
+                                 partial(progress.wrote, name))
 
 
 def _state_of_rank(source: Source, rank: int, size: int) -> dict[str, Any]:

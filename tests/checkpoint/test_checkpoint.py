@@ -285,6 +285,30 @@ def test_a_damaged_copy_gives_way_to_its_predecessor(tmp_path: Path,
     assert "part-00001-of-00002.pt" in caplog.text and "ckpt.old" in caplog.text
 
 
+def test_the_checkpoint_before_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = Model(LocalComm())
+    for step in (1, 2, 3):
+        save(tmp_path / "ckpt", model, extra={"step": step}, keep_old=step < 3)
+        assert (tmp_path / "ckpt.old").exists() == (step == 2)
+        if step == 2:
+            shutil.copytree(tmp_path, tmp_path / "two")
+    os.truncate(tmp_path / "two" / "ckpt" / "part-00000-of-00001.pt", 100)
+    assert load(tmp_path / "two" / "ckpt", model) == {"step": 1}
+    assert load(tmp_path / "ckpt", model) == {"step": 3}
+
+
+def test_parts_in_each_others_place(tmp_path: Path) -> None:
+    """Whole files, but not those of the index: the older checkpoint is taken, where there is one.
+    """
+    path = saved(tmp_path)
+    shutil.copytree(path, path.with_name("kept"))
+    shutil.copyfile(path / "part-00000-of-00002.pt", path / "part-00001-of-00002.pt")
+    with pytest.raises(CheckpointError, match="part-00001-of-00002.pt.*of another rank"):
+        load(path, Model(LocalComm()))
+    path.with_name("kept").rename(path.with_name("ckpt.old"))
+    load(path, Model(LocalComm()))
+
+
 @pytest.mark.parametrize("content", ['{"version": 1}', '{"version": 1, "parts": 1}',
                                      '{"version": 1, "parts": -1, "bytes": [], "extra": {}}',
                                      '{"version": 1, "parts": 2, "bytes": [1], "extra": {}}',

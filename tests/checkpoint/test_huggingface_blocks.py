@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ from moe_plugin.checkpoint.layers import LAYER_NAMES
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
 from moe_plugin.comm import TorchComm
+from moe_plugin.hosts.plain.blocks import auxiliary_loss
 from moe_plugin.hosts.plain.gradients import sync_gradients
 from moe_plugin.hosts.plain.huggingface import (
     restore_moe_blocks,
-    router_loss,
     swap_moe_blocks,
     swapped_blocks,
 )
+from moe_plugin.routing.balance import UnbalancedTraining
 from tests.checkpoint.hf_models import MODELS, logits, tiny, tokens
 from tests.distributed import run_gloo
 
@@ -83,7 +86,7 @@ def train(model: Any, steps: int, comm: TorchComm | None = None) -> None:
         if comm is not None:
             ids = ids.chunk(comm.size)[comm.rank]
         optimizer.zero_grad()
-        (model(ids, labels=ids).loss + router_loss(model)).backward()
+        (model(ids, labels=ids).loss + auxiliary_loss(model)).backward()
         if comm is not None:
             sync_gradients(model, comm)
         optimizer.step()
@@ -154,3 +157,19 @@ def test_what_cannot_be_swapped_is_named() -> None:
         swap_moe_blocks(tiny("deepseek_v2", norm_topk_prob=True))
     with pytest.raises(ValueError, match="no MoE block to swap"):
         swap_moe_blocks(tiny("qwen3_moe", mlp_only_layers=[0, 1, 2]))
+
+
+def _warned(act: Callable[[], Any]) -> int:
+    """How often it warns that nothing keeps experts balanced."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")  # as in a fresh interpreter
+        act()
+    return sum(each.category is UnbalancedTraining for each in shown)
+
+
+def test_balance_is_missed_in_training_alone() -> None:
+    model = tiny("mixtral")
+    assert _warned(lambda: swap_moe_blocks(model)) == 0
+    assert _warned(model.train) == 1
+    model = tiny("mixtral").train()
+    assert _warned(lambda: swap_moe_blocks(model)) == 1

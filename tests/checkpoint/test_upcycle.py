@@ -15,7 +15,8 @@ from moe_plugin.checkpoint.formats import formats, open_source
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.checkpoint.upcycle import Upcycling, upcycle
 from moe_plugin.cli.main import main
-from moe_plugin.hosts.plain.huggingface import router_loss, swap_moe_blocks
+from moe_plugin.hosts.plain.blocks import auxiliary_loss
+from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
 from tests.checkpoint.hf_models import logits, tiny, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -108,7 +109,7 @@ def test_an_upcycled_model_trains(tmp_path: Path) -> None:
     optimizer, ids, losses = torch.optim.SGD(model.parameters(), lr=0.1), tokens(model), []
     for _ in range(4):
         optimizer.zero_grad()
-        loss = model(ids, labels=ids).loss + router_loss(model)
+        loss = model(ids, labels=ids).loss + auxiliary_loss(model)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))

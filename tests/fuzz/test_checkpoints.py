@@ -68,3 +68,12 @@ def test_other_widths_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"w_in_LDF' has shape \(4, 8, 16\).*\(4, 8, 24\)"):
         load(tmp_path / "ckpt", wide)
     assert torch.equal(wide.experts.w_in_LDF, before)
+
+
+def test_a_size_of_many_digits_is_not_written_out(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", _model())
+    path = tmp_path / "ckpt" / "index.json"
+    path.write_text(json.dumps({"version": 1, "parts": 1, "bytes": [10**3000], "extra": {}}))
+    with pytest.raises(CheckpointError, match="its index says 1000.*truncated or missing") as found:
+        load(tmp_path / "ckpt", _model())
+    assert is_named(found.value)

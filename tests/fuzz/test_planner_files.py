@@ -14,16 +14,26 @@ from hypothesis import strategies as st
 from moe_plugin.planner import load_cluster, predict_table
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device, load_device
+from moe_plugin.planner.forest import Network
+from moe_plugin.planner.forest.source import find_network
 from moe_plugin.planner.model import load_model
 from moe_plugin.planner.model_search import search
 from tests.fuzz.hostile import bounded, is_named, replaced
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def load_network(path: Path) -> Network:
+    """A network from any kind of file."""
+    return find_network(str(path))[0]
+
+
 FILES = {
     load_cluster: sorted((CONFIGS / "clusters").glob("*.yaml")),
     load_device: sorted((CONFIGS / "devices").glob("*.yaml")),
     load_model: [p for p in sorted((CONFIGS / "plans").glob("*.yaml"))
                  if "global_batch" in p.read_text()],
+    load_network: sorted((CONFIGS / "networks").glob("*.yaml")),
 }
 
 

@@ -14,6 +14,7 @@ from moe_plugin.checkpoint.huggingface.families import (
 )
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
+from moe_plugin.messages import cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,7 @@ def refusals(family: Family, model: Model) -> Iterator[str]:
         (f"qk_norm={model.qk_norm}", model.qk_norm == family.qk_norm, f"has {family.qk_norm}"),
         ("latent attention", bool(s.latent) == family.latent,
          "has it" if family.latent else "has none"),
+        (f"embed_scale={s.embed_scale:g}", s.embed_scale == 1.0, "has none"),
         (f"window={s.window}", family.window or not s.window, "looks at all tokens"),
         ("neighbouring rotary positions", model.settings.latent.get("interleaved", True)
          or family.model_type == "deepseek_v3", "has them"),
@@ -151,7 +153,7 @@ def refusals(family: Family, model: Model) -> Iterator[str]:
         ]
     for name, value in s.extra.items():
         checks.append((f"{name}={value}", name in family.extras, "does not know it"))
-    return (f"{what}, it {why}" for what, fits, why in checks if not fits)
+    return (cut(f"{what}, it {why}") for what, fits, why in checks if not fits)
 
 
 def config_of(family: Family, model: Model, original: Mapping[str, Any]) -> dict[str, Any]:

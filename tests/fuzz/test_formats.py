@@ -1,0 +1,149 @@
+"""Checkpoints of all formats whose files hold anything: what is read is what is said to be there,
+or the checkpoint is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_plugin.checkpoint import CheckpointError, checksums
+from moe_plugin.checkpoint.formats import convert, detect, open_source
+from moe_plugin.checkpoint.source import Key, Source, full_window
+from moe_plugin.emulate.damage import WAYS, damage, files_of
+from tests.fuzz.hostile import bounded, is_named
+from tests.fuzz.samples import TARGETS, damage_content, sample
+
+LARGE = 1 << 24  # bytes of a tensor that is not read
+
+
+def _all_tensors(source: Source) -> dict[Key, Tensor]:
+    found = {}
+    for key in source.entries:
+        one = source.tensor(key)
+        if one.entry.nbytes <= LARGE:
+            found[key] = one.read(full_window(one.entry.shape))
+            assert tuple(found[key].shape) == one.entry.shape, key
+            assert found[key].dtype == one.entry.dtype, key
+    return found
+
+
+def _read(path: Path, format: str) -> dict[Key, Tensor] | None:
+    """All that a checkpoint holds, also by the names of other formats; None: refused."""
+    try:
+        detect(path)
+    except ValueError as error:
+        assert is_named(error), error
+    found = None
+    try:
+        with open_source(path, format) as source:
+            for file in source.files():
+                checksums.verify(file)
+            source.describe()
+            found = _all_tensors(source)
+            for to in TARGETS[format]:
+                _all_tensors(convert(source, to))
+    except ValueError as error:
+        assert is_named(error), error
+    return found
+
+
+def _copy(format: str, path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(sample(format), path)
+    return path
+
+
+@pytest.mark.parametrize("format", TARGETS)
+def test_samples_are_whole(format: str, tmp_path: Path) -> None:
+    assert detect(sample(format)) == format
+    with open_source(_copy(format, tmp_path / "ckpt")) as source:
+        assert _all_tensors(source)
+        for to in TARGETS[format]:
+            assert _all_tensors(convert(source, to))
+
+
+@given(st.sampled_from(sorted(TARGETS)), st.data())
+@bounded(200)
+def test_content_of_checkpoints(tmp_path: Path, format: str, data: st.DataObject) -> None:
+    path = _copy(format, tmp_path / "ckpt")
+    for _ in range(data.draw(st.integers(1, 2))):
+        try:
+            damage_content(data.draw(st.sampled_from(files_of(path))), data.draw)
+        except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError,
+                OverflowError):  # nothing writes this
+            continue
+    _read(path, format)
+
+
+# formats whose files all have checksums
+SEALED = ("fairseq", "plain")
+
+
+@given(st.sampled_from(sorted(TARGETS)), st.sampled_from(WAYS), st.integers(0, 1 << 30))
+@bounded(200)
+def test_bytes_of_checkpoints(tmp_path: Path, format: str, way: str, seed: int) -> None:
+    path = _copy(format, tmp_path / "ckpt")
+    files = files_of(path)
+    try:
+        damage(files[seed % len(files)], way, seed)
+    except ValueError:  # it is the only one, or empty
+        return
+    found = _read(path, format)
+    if found is not None and format in SEALED:
+        with open_source(sample(format)) as source:
+            wanted = _all_tensors(source)
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize(("setting", "value"), [
+    ("hidden_act", []), ("model_type", {}), ("rms_norm_eps", "small"), ("rope_parameters", "yes"),
+    ("layer_types", 3), ("num_attention_heads", 0), ("num_local_experts", "two")])
+def test_settings_of_other_types_are_named(tmp_path: Path, setting: str, value: Any) -> None:
+    config = _copy("hf", tmp_path / "ckpt") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), setting: value}))
+    with open_source(tmp_path / "ckpt") as source:
+        try:
+            _all_tensors(convert(source, "plain"))
+            _all_tensors(convert(source, "megatron"))
+        except CheckpointError as error:
+            assert is_named(error), error
+
+
+def test_a_long_setting_is_shortened_for_each_family(tmp_path: Path) -> None:
+    index = _copy("plain", tmp_path / "ckpt") / "index.json"
+    values, _ = checksums.open_json(index.read_text())
+    values["extra"]["model"]["activation"] = ["9" * 1000]
+    index.write_text(checksums.seal_json(values))
+    with open_source(tmp_path / "ckpt") as source, pytest.raises(CheckpointError) as found:
+        convert(source, "hf")
+    assert is_named(found.value) and "no Hugging Face family" in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["files", "checksums", "layout", "model", "settings"])
+def test_a_description_of_other_types_is_named(tmp_path: Path, name: str) -> None:
+    path = _copy("megatron", tmp_path / "ckpt")
+    [meta] = path.rglob("moe_plugin.json")
+    values, _ = checksums.open_json(meta.read_text())
+    meta.write_text(checksums.seal_json({**values, name: [1]}))
+    with pytest.raises(CheckpointError, match=f"{name}=.* must be a mapping"):
+        open_source(path, "megatron")
+
+
+def test_names_that_are_not_text_are_named(tmp_path: Path) -> None:
+    path = _copy("fairseq_branch", tmp_path / "ckpt")
+    for file in path.iterdir():
+        state = torch.load(file, weights_only=False)
+        torch.save({**state, "model": {**state["model"], 5: torch.zeros(3)}}, file)
+    with pytest.raises(CheckpointError, match="is of no known format"):
+        detect(path)
+    with pytest.raises(CheckpointError, match="it has no model"):
+        open_source(path, "fairseq_branch")
