@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from moe_plugin.checkpoint.source import (
     View,
 )
 from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.hosts.fairseq import neutral
 from moe_plugin.hosts.fairseq.branch_names import (
     branch_order,
     expert_of,
@@ -38,12 +40,13 @@ from moe_plugin.hosts.fairseq.branch_names import (
     to_branch,
     to_ours,
 )
-from moe_plugin.hosts.fairseq.checkpoint_format import PARAMETERS, read_file
+from moe_plugin.hosts.fairseq.checkpoint_format import read_file
+from moe_plugin.hosts.fairseq.file_entries import OPTIMIZER as _OPTIMIZER
+from moe_plugin.hosts.fairseq.file_entries import PARAMETERS, trained_names
+from moe_plugin.hosts.fairseq.file_entries import STATE as _STATE
 
-_OPTIMIZER, _STATE, _GATE = "last_optimizer_state", "fairseq", ".gate.wg.weight"
+_GATE = ".gate.wg.weight"
 _SHARED = re.compile(r"-shared(?=\.pt$)")
-# what fairseq registers and no optimizer updates
-_BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
 State = Mapping[str, Any]
 
 
@@ -180,17 +183,11 @@ def _trained(model: State, count: int, path: str) -> list[str]:
     """Names of the parameters that an optimizer with `count` of them has, in its order."""
     if not count:
         return []
-    names = [name for name in branch_order(model) if not _BUFFERS.fullmatch(name)]
-    known: dict[Any, str] = {}  # tied parameters have one storage, and count once
-    for name in names:
-        known.setdefault(model[name].read, name)
-    for kept in (names, list(known.values()),
-                 [name for name in names if not name.endswith("output_projection.weight")]):
-        if len(kept) == count:
-            return kept
+    if names := trained_names(branch_order(model), model, count):
+        return names
     raise CheckpointError(f"checkpoint file {path!r} has optimizer state of {count} parameters, "
-                          f"its model has {len(names)}: they do not fit together; save it with "
-                          "--no-save-optimizer-state")
+                          f"its model has {len(model)} tensors: they do not fit together; save it "
+                          "with --no-save-optimizer-state")
 
 
 @formats.register("fairseq_branch")
@@ -224,6 +221,14 @@ class BranchFormat(Format):
         """See `Format`."""
         return to_branch(source) if source.format == "fairseq" else None
 
+    def to_neutral(self, source: Source) -> Source:
+        """See `Format`."""
+        return neutral.to_neutral(_for_ours(to_ours(source)))
+
+    def from_neutral(self, source: Source) -> Source:
+        """See `Format`."""
+        return to_branch(neutral.from_neutral(source))
+
     def write(self, source: Source, path: Path, layout: Layout,
               progress: Progress = Progress()) -> None:
         """See `Format`. The ranks that store one copy of the experts write a file each."""
@@ -237,16 +242,16 @@ class BranchFormat(Format):
         if count % size or (layout.world or size) != size:
             raise ValueError(f"--ep {size} does not fit {count} experts: must be a divisor, and "
                              "--world the same")
-        writer = _Writer(source)
-        for rank in (None, *range(size)):
-            name = f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt"
-            if not progress.keeps(name):
-                state = writer.state(rank, count // size)
-                torch_files.write_sealed(path / name, state, progress.advance)
-                progress.wrote(name)
+        content = _Content(source)
+        with torch_files.SealedWriter(progress.advance) as writer:
+            for rank in (None, *range(size)):
+                name = f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt"
+                if not progress.keeps(name):
+                    writer.write(path / name, content.state(rank, count // size),
+                                 partial(progress.wrote, name))
 
 
-class _Writer:
+class _Content:
     """Files' content from a source with the branch's names."""
 
     def __init__(self, source: Source) -> None:
@@ -319,4 +324,4 @@ def _for_ours(view: View) -> View:
         "version": files.VERSION, "num_experts": experts, "world_size": 1, "rank": 0,
         "expert_parallel_size": 1, "num_updates": view.values["step"] or 0, PARAMETERS: order}
     return View(view, map(view.tensor, view.entries), values={
-        **view.values, _STATE: rest, "step": view.values["step"] or 0})
+        **view.values, _STATE: rest, "step": view.values["step"] or 0, PARAMETERS: order})

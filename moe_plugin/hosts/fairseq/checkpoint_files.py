@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError, checksums, trust
-from moe_plugin.checkpoint.plain import UNREADABLE
+from moe_plugin.checkpoint.source import UNREADABLE
 from moe_plugin.hosts.plain.named_errors import gather_objects, named
 from moe_plugin.messages import short
 from moe_plugin.regular_files import write_remedy
@@ -342,7 +342,7 @@ def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
             f"checkpoint {path!r} was written by fairseq's moe branch (it has {names[0]!r}), whose "
             f"experts are stored in another way: convert it by moe-plugin reshard {name} OUT --to "
             "fairseq and give OUT/checkpoint_last.pt, or run it in that branch, where --user-dir "
-            "moe_plugin puts this layer in the place of the branch's own (docs/fairseq.md)")
+            "moe_plugin puts this layer in the place of the branch's own (docs/fairseq_branch.md)")
 
 
 def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:

@@ -11,6 +11,7 @@ import glob
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,17 @@ from moe_plugin.checkpoint.ranks import (
 from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Source
 from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.hosts.fairseq import neutral
+from moe_plugin.hosts.fairseq.file_entries import (
+    AVERAGES,
+    CRITERION,
+    OPTIMIZER,
+    PARAMETERS,
+    STATE,
+    names_by_order,
+)
+from moe_plugin.hosts.fairseq.flat_state import by_parameter
 from moe_plugin.messages import short
-
-# of the manifest: names of the optimizer's parameters, in its order
-PARAMETERS = "parameters"
-_STATE = "fairseq"  # of `Source.values`: the rest of the file
-_CRITERION, _OPTIMIZER = "criterion", "last_optimizer_state"
-# averaged weights in "extra_state": key -> field
-_AVERAGES = {"ema": "ema", "ema_fp32_params": "ema_fp32"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
     """
     try:
         state = torch_files.open_lazily(Path(path), files.ALLOWED, f"checkpoint {path!r}", trusted)
-        if not isinstance(state, dict) or not isinstance(state.get(MODEL), dict):
+        if not isinstance(state, dict) or not isinstance(state.get(MODEL), dict) or not all(
+                isinstance(name, str) for name in state[MODEL]):
             raise ValueError("it has no model")
         files.check_manifest(state)
         return state
@@ -114,12 +119,12 @@ def open_written(written: Written, trusted: bool = False) -> RankedSource:
     Raises:
         CheckpointError: a file is damaged.
     """
-    states = [read_file(path, trusted) for path in written.paths]
+    states = [by_parameter(read_file(path, trusted)) for path in written.paths]
     first = states[0]
     rest = torch_files.read_all(_without_columns(first))
-    optimizer = first.get(_OPTIMIZER) or {}
+    optimizer = first.get(OPTIMIZER) or {}
     values = {"step": _step(first), "settings": first.get("cfg") or first.get("args"),
-              _STATE: rest, GROUPS: optimizer.get("param_groups")}
+              STATE: rest, GROUPS: optimizer.get("param_groups"), PARAMETERS: _names(first)}
     description = {"ranks": written.world, **sizes_of(moe_layers(first[MODEL])), "ep": written.ep}
     if not _names(first) and optimizer.get("state"):
         description["optimizer_state"] = "without names: it loads at its own number of ranks alone"
@@ -140,17 +145,17 @@ def _step(state: Mapping[str, Any]) -> int | None:
 
 
 def _names(state: Mapping[str, Any]) -> list[str]:
-    return list((state.get(files.MANIFEST) or {}).get(PARAMETERS) or [])
+    return list((state.get(files.MANIFEST) or {}).get(PARAMETERS) or names_by_order(state))
 
 
 def _columns(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     columns: dict[str, dict[str, Any]] = {MODEL: state[MODEL]}
-    if state.get(_CRITERION):
-        columns[_CRITERION] = state[_CRITERION]
+    if state.get(CRITERION):
+        columns[CRITERION] = state[CRITERION]
     extra, names = state.get("extra_state") or {}, _names(state)
-    columns |= {field: extra[key] for key, field in _AVERAGES.items() if key in extra}
+    columns |= {field: extra[key] for key, field in AVERAGES.items() if key in extra}
     if names:
-        for index, values in ((state.get(_OPTIMIZER) or {}).get("state") or {}).items():
+        for index, values in ((state.get(OPTIMIZER) or {}).get("state") or {}).items():
             for field, value in values.items():
                 columns.setdefault(field, {})[names[index]] = value
     return columns
@@ -158,11 +163,11 @@ def _columns(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _without_columns(state: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in state.items()
-            if key != MODEL and not (key == _CRITERION and value)}
+            if key != MODEL and not (key == CRITERION and value)}
     rest["extra_state"] = {key: value for key, value in (state.get("extra_state") or {}).items()
-                           if key not in _AVERAGES}
-    if rest.get(_OPTIMIZER):
-        rest[_OPTIMIZER] = {key: value for key, value in rest[_OPTIMIZER].items() if key != "state"}
+                           if key not in AVERAGES}
+    if rest.get(OPTIMIZER):
+        rest[OPTIMIZER] = {key: value for key, value in rest[OPTIMIZER].items() if key != "state"}
     return rest
 
 
@@ -180,30 +185,30 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
         CheckpointError: the source has optimizer state without the parameters' names.
         ValueError: the experts do not fit.
     """
-    if _STATE not in source.values:
+    if STATE not in source.values:
         raise CheckpointError(
             f"the {source.format} checkpoint has no settings and histories of fairseq: only "
             "checkpoints of fairseq become ones")
     columns = columns_of_rank(source, rank % ep, ep, shards)
-    rest, old = source.values[_STATE], source.describe().get("ranks", 1)
+    rest, old = source.values[STATE], source.describe().get("ranks", 1)
     if source.values.get(MODEL_ONLY):
-        rest = {key: value for key, value in rest.items() if key != _OPTIMIZER}
-    order = list(_manifest(rest).get(PARAMETERS) or [])
-    if rest.get(_OPTIMIZER) and not order:
+        rest = {key: value for key, value in rest.items() if key != OPTIMIZER}
+    order = source.values.get(PARAMETERS) or []
+    if rest.get(OPTIMIZER) and not order:
         raise CheckpointError(
             "the checkpoint has optimizer state without the names of its parameters, so that it "
             "is kept for no other file; give --model-only, or resume with --reset-optimizer")
     state = {**rest, MODEL: columns.pop(MODEL)}
-    if _CRITERION in columns:
-        state[_CRITERION] = columns.pop(_CRITERION)
-    averages = {key: columns.pop(field) for key, field in _AVERAGES.items() if field in columns}
+    if CRITERION in columns:
+        state[CRITERION] = columns.pop(CRITERION)
+    averages = {key: columns.pop(field) for key, field in AVERAGES.items() if field in columns}
     state["extra_state"] = _moved(rest["extra_state"], old, world) | averages
-    if rest.get(_OPTIMIZER) is not None:
-        state[_OPTIMIZER] = {**rest[_OPTIMIZER], "state": _by_index(columns, order)}
+    if rest.get(OPTIMIZER) is not None:
+        state[OPTIMIZER] = {**rest[OPTIMIZER], "state": _by_index(columns, order)}
     if source.layers:
         state[files.MANIFEST] = {
             **_manifest(rest), "version": files.VERSION, "world_size": world, "rank": rank,
-            "expert_parallel_size": ep, "num_updates": source.values["step"]}
+            "expert_parallel_size": ep, "num_updates": source.values["step"], PARAMETERS: order}
     elif world > 1:
         raise ValueError(f"a model without experts has one file; --world {world} must be 1")
     return state
@@ -250,18 +255,25 @@ class FairseqFormat(Format):
                                   "give its folder, or NAME.pt for NAME-rank-N.pt")
         return open_written(written, trust)
 
+    def to_neutral(self, source: Source) -> Source:
+        """See `Format`."""
+        return neutral.to_neutral(source)
+
+    def from_neutral(self, source: Source) -> Source:
+        """See `Format`."""
+        return neutral.from_neutral(source)
+
     def write(self, source: Source, path: Path, layout: Layout,
               progress: Progress = Progress()) -> None:
         """See `Format`."""
         world, ep = _sizes(source, layout)
-        for rank in range(world):
-            name = "checkpoint_last.pt" if world == 1 else f"checkpoint_last-rank-{rank}.pt"
-            if progress.keeps(name):
-                continue
-            state = state_of_rank(source, rank, world, ep, layout.shards)
-            torch_files.write_sealed(path / name, state, progress.advance)
-            progress.wrote(name)
-
+        with torch_files.SealedWriter(progress.advance) as writer:
+            for rank in range(world):
+                name = "checkpoint_last.pt" if world == 1 else f"checkpoint_last-rank-{rank}.pt"
+                if not progress.keeps(name):
+                    writer.write(path / name,
+                                 state_of_rank(source, rank, world, ep, layout.shards),
+                                 partial(progress.wrote, name))
 
     def nbytes(self, source: Source, layout: Layout) -> int:
         """See `Format`."""

@@ -27,7 +27,8 @@ from moe_plugin.hosts.plain.overflow import until_rows_fit
 from moe_plugin.hosts.plain.replicas import mark_replicas
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext, LayerStats, MoEOutput, TokenInfo, weighted_loss
+from moe_plugin.output import LayerStats, MoEOutput, weighted_loss
+from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import needs_of
 
 
@@ -57,22 +58,29 @@ class LayerSettings:
         elif self.groups.replicas > 1 and self.groups.world > 1:
             batch_comm = default_comm(self.config.comm.timeout_s)
         return HostContext(layer_number=self.layer_number, replay=self.replay,
-                           batch_comm=batch_comm, own_capacity=self.evaluation is not None)
+                           batch_comm=batch_comm, own_capacity=self.evaluation is not None,
+                           training=self.evaluation is None)
 
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     config = settings.config
+    if config.router.pre_gate and dispatchers.get(config.dispatch.name).traits.bounded:
+        raise ValueError(
+            f"router.pre_gate=1 does not fit dispatch.name={config.dispatch.name!r} in fairseq, "
+            "whose evaluation repeats a layer's call where rows did not fit: must be 0; use "
+            "dispatch.name='ragged'")
     name, replicas = config.dispatch.name, config.parallel.replicas
     asked = []
     if dispatchers.get(name).traits.shares_tokens:
         asked.append(f"dispatch.name={name!r}")
     if replicas > 1:
         asked.append(f"parallel.replicas={replicas}")
-    if config.parallel.shards is not None:
+    store = config.experts.store
+    if store != "device" and settings.evaluation is None:
         raise ValueError(
-            f"parallel.shards={config.parallel.shards} does not fit fairseq, whose checkpoints "
-            "know experts that are cut only where there are "
-            "fewer of them than ranks; leave it out")
+            f"experts.store={store} does not fit training in fairseq, which reduces and updates "
+            "parameters on the device: must be device; evaluation (fairseq-validate, "
+            "fairseq-eval-lm, fairseq-generate) takes --moe-experts-on")
     if asked and settings.groups.expert.size > 1:
         raise ValueError(
             f"{asked[0]} does not fit fairseq, whose data-parallel ranks have different tokens: it "
@@ -144,7 +152,7 @@ class ExpertFFN(TakesTokenIds, nn.Module):
     def _without_tokens(self) -> None:
         """Take part in other ranks' call; leaves nothing of it in `stats`."""
         self.moe.eval()
-        x_BTD = next(self.moe.experts.parameters()).new_empty(1, 0, self.moe.config.model_dim)
+        x_BTD = self.moe.experts.anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
         ids_BT = x_BTD.new_empty(1, 0, dtype=torch.int64) if "token_ids" in self.needs else None
         self._compute(x_BTD, None, token_info(x_BTD, ids_BT, self.needs, batch_axis=0))
 

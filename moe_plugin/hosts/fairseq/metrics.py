@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.hosts.fairseq.groups import MeasuredComm
-from moe_plugin.records import LayerStats
+from moe_plugin.output import LayerStats
 
 SHARE = 0.2  # the most and the least used 20 % of experts
 METRICS = ("overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_balance_top",

@@ -37,6 +37,7 @@ from moe_plugin.hosts.fairseq.translate import (
     setting,
 )
 from moe_plugin.hosts.plain.gradients import exclude_experts
+from moe_plugin.routing.pregate import link
 
 
 class MoETransformerLanguageModel(TransformerLanguageModel):
@@ -98,6 +99,7 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
             determinism.enable()
         if evaluation is not None:
             config.dispatch.equal_tokens = False  # evaluating ranks have batches of any size
+            config.parallel.shards = None  # there may be fewer of them
         groups = groups or _groups(args, config, evaluation)
         settings = LayerSettings(config, groups, masks_padding(args, config),
                                  gradient_factor(args, groups.world),
@@ -134,6 +136,7 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
         if module.cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=module.cfg.offload_activations)
         module.layers[index] = layer
+    link(module)
     give_token_ids(module)
     if stack == "encoder":
         for layer in module.layers:

@@ -65,11 +65,12 @@ class BranchFlags(FairseqDataclass):
         "ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller groups "
         "store replicas"
     )
-    moe_check_twins: int = _option(
-        0,
-        "> 0: every so many steps ranks that store the same experts compute one micro-batch alike, "
-        "and one that gets other bits is named (docs/robustness.md); 0: never"
+    moe_lighthouse: Optional[str] = _option(
+        None,
+        "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that come "
+        "and go (docs/faults.md); left out: it is the only one"
     )
+    moe_replica: int = _option(0, "number of this run among the replicas of --moe-lighthouse")
 
 
 @dataclass

@@ -15,11 +15,14 @@ from moe_plugin.hosts.fairseq.checkpoint_format import open_written, survey
 from moe_plugin.hosts.fairseq.resume import damage
 
 
-def part_state(path: str, rank: int = 0, size: int = 1) -> dict[str, Any]:
+def part_state(path: str, rank: int = 0, size: int = 1,
+               leave_experts: bool = False) -> dict[str, Any]:
     """Model state of rank `rank` of `size` that share the experts, from the file of any rank.
 
     The files of the other ranks are next to it; any number of ranks may have written them.
 
+    Args:
+        leave_experts: their values are `Derived`, which `StoredExperts` reads one by one.
     Raises:
         CheckpointError: a file is missing, or of another step; a file of this rank's share is
             damaged.
@@ -34,4 +37,6 @@ def part_state(path: str, rank: int = 0, size: int = 1) -> dict[str, Any]:
     if found := damage(steps[0].paths[rank::size], "--path"):
         raise CheckpointError(found)
     with open_written(steps[0], trusted) as source:
-        return torch_files.read_all(columns_of_rank(source, rank, size)[MODEL], copy=False)
+        state = columns_of_rank(source, rank, size)[MODEL]
+        return {name: value if leave_experts and ".moe.experts." in name
+                else torch_files.read_all(value, copy=False) for name, value in state.items()}

@@ -25,6 +25,7 @@ from moe_plugin.comm import TorchComm
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.hosts.plain.parts import Part, piece, publish
 from moe_plugin.hosts.plain.replicas import ReplicaReducer
+from moe_plugin.routing.pregate import PreGated
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,10 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
 
     from moe_plugin.hosts.plain.sharding import shard_routers
 
+    if any(layer.gating.asked for layer in model.modules() if isinstance(layer, PreGated)):
+        raise ValueError(
+            "--moe-pre-gate 1 does not fit --ddp-backend fully_sharded, which gathers a layer's "
+            "parameters for that layer alone: must be 0; use --zero-sharding os")
     settings = cfg.distributed_training
     experts = set(expert_parameters(model).values())
     device = next(model.parameters()).device.type
@@ -179,7 +184,7 @@ def reduce_replicas(optimizer: Any, reducer: ReplicaReducer) -> None:
     dense ones. In place; its class keeps its name, which checkpoints compare.
     """
     optimizer.reducer = reducer
-    _join(optimizer, _ReducingOptimizer)
+    join(optimizer, _ReducingOptimizer)
 
 
 def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
@@ -194,9 +199,12 @@ def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
             f"sharded optimizer state does not fit {type(optimizer).__name__}, which does not "
             "update every element by itself; use adam, sgd, adadelta or adamax, or no sharding")
     optimizer.parts = parts
-    _join(optimizer, _ShardedOptimizer)
+    join(optimizer, _ShardedOptimizer)
 
 
-def _join(optimizer: Any, mixin: type) -> None:
+def join(optimizer: Any, mixin: type) -> None:
+    """Put the methods of a class before those of an optimizer's class, which keeps its name. In
+    place.
+    """
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (mixin, kind), {})

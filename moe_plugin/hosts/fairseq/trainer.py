@@ -7,6 +7,7 @@ For a model without experts it is fairseq's trainer.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -22,16 +23,20 @@ from moe_plugin.dispatch.overflow import overflowed
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import checkpoint_files as files
 from moe_plugin.hosts.fairseq import sharding
-from moe_plugin.hosts.fairseq.checkpoint_format import PARAMETERS
+from moe_plugin.hosts.fairseq.activations import activations_of
+from moe_plugin.hosts.fairseq.changed_settings import changed_line
 from moe_plugin.hosts.fairseq.compat.checkpoints import giving
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
+from moe_plugin.hosts.fairseq.elastic import ElasticUpdates, wants_replicas
+from moe_plugin.hosts.fairseq.file_entries import PARAMETERS
 from moe_plugin.hosts.fairseq.gradients import norm_squared
+from moe_plugin.hosts.fairseq.guards import StepVotes, assignment_of, guard_of
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from moe_plugin.hosts.fairseq.observe import observer
+from moe_plugin.hosts.fairseq.observe import FirstStep, observer
 from moe_plugin.hosts.fairseq.resume import newest_of_other_size, read_part
-from moe_plugin.hosts.fairseq.translate import setting
+from moe_plugin.hosts.plain import multi_tensor
 from moe_plugin.hosts.plain.drops import DropWarning
 from moe_plugin.hosts.plain.named_errors import collectives_named
 from moe_plugin.hosts.plain.overflow import StepRepeat, StepStart, limits_of
@@ -43,7 +48,9 @@ from moe_plugin.hosts.plain.replicas import (
     replicas_of,
 )
 from moe_plugin.hosts.plain.twins import TwinCheck
+from moe_plugin.hosts.plain.vote import Ballots
 from moe_plugin.routing import finish_step
+from moe_plugin.tuning.collectives import prepare_replicas
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +65,15 @@ class MoETrainer(Trainer):
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
-        self._skipped, self._warn_of_drops = 0, DropWarning()
+        self._skipped, self._warn_of_drops, self._first_step = 0, DropWarning(), FirstStep(cfg)
         self._limits, self._validating = limits_of([model]), False
         self._reducer: ReplicaReducer | None = None  # made with the first optimizer
         self._twins: TwinCheck | None = None  # made in the first step
+        self._elastic: ElasticUpdates | None = None  # the same
+        self._has_replicas = wants_replicas(cfg, self.has_experts)
+        self._guard, self._votes = guard_of(cfg, model), None
         if self.has_experts:
             _refuse_unsupported(cfg)
-            _wants_twins(cfg)
             if cfg.distributed_training.distributed_rank == 0:
                 check_balance(model, criterion)
             with open_dict(cfg):
@@ -72,7 +81,24 @@ class MoETrainer(Trainer):
         if shards_optimizer_state(cfg):
             sharding.check(cfg, criterion)
         super().__init__(cfg, task, model, criterion, quantizer)
+        if self.is_data_parallel_master:
+            logger.info(changed_line(cfg))
         self._observer = observer(model, self._group)
+        several = self.data_parallel_world_size > 1
+        self._activations = activations_of(cfg, self._model,
+                                           self._world if several else LocalComm())
+        if self._observer is not None and self._activations is not None:
+            self._observer.recorder.watch("activations", self._activations.swapper.copier,
+                                          self._activations.on_device)
+        if self._guard.votes:
+            ballots = Ballots(assignment_of(self._guard, self.data_parallel_world_size),
+                              self._world, self._guard.aggregate)
+            self._votes = StepVotes(ballots, self._model, self._criterion, self._group)
+
+    @property
+    def use_distributed_wrapper(self) -> bool:
+        """Whether DistributedDataParallel reduces gradients; not where ranks vote on them."""
+        return not self._guard.votes and super().use_distributed_wrapper
 
     @property
     def _group(self) -> Any:
@@ -81,22 +107,36 @@ class MoETrainer(Trainer):
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """fairseq's, and now and then a record of the experts' statistics."""
-        before = self.get_num_updates()
+        if self._elastic is None and self._has_replicas:
+            self._elastic = ElasticUpdates(self)
+        before, begun = self.get_num_updates(), time.perf_counter()
         self._check_twins(before + 1, samples)
         with nullcontext() if self._observer is None else self._observer.around_step(before + 1):
             logged = self._until_rows_fit(samples, raise_oom)
-        if self.has_experts and self.get_num_updates() > before:
+        # in a step that was lost, another replica's state may have been taken
+        stepped = (self.get_num_updates() > before
+                   and not (self._elastic is not None and self._elastic.lost))
+        if self.has_experts and stepped:
             finish_step(self._model)
+        if self._activations is not None:
+            self._activations.after_step()
         if logged and self.is_data_parallel_master:
             self._warn_of_drops(self.get_num_updates(), _dropped(logged))
-        if self._observer is not None and self.get_num_updates() > before:
-            self._observer.after_step(self.get_num_updates())
+            if self.has_experts and stepped:
+                self._first_step(time.perf_counter() - begun, self.get_num_updates())
+        if self._observer is not None and stepped:
+            self._observer.after_step(self.get_num_updates(), self.cfg.common.log_interval)
         return logged
 
+    def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        """fairseq's."""
+        batches = super().get_train_iterator(*args, **kwargs)
+        self._first_step.epoch(batches)
+        return batches
+
     def _check_twins(self, step: int, samples: Any) -> None:
-        if self._twins is None and _wants_twins(self.cfg):
-            self._twins = TwinCheck(self._model, self._world,
-                                    every=self.cfg.model.moe_check_twins)
+        if self._twins is None and self._guard.twins:
+            self._twins = TwinCheck(self._model, self._world, every=self._guard.twins)
         if self._twins is not None and self._twins.due(step):
             batch, _ = self._prepare_sample(samples[0])
             self._twins(step, batch, lambda batch: self._criterion(self._model, batch)[0])
@@ -107,10 +147,24 @@ class MoETrainer(Trainer):
             if self._reducer is not None:
                 self._reducer.passes = len(samples)
             try:
-                with collectives_named(_OF_STEP, self._group):
-                    return super().train_step(samples, raise_oom)
+                with collectives_named(_OF_STEP, self._group), self._voting(samples) as batches:
+                    return super().train_step(batches, raise_oom)
             except StepRepeat:
                 start.rewind()
+
+    def _voting(self, samples: Any) -> Any:
+        if self._votes is None:
+            return nullcontext(samples)
+        return self._votes.around(self.get_num_updates() + 1, samples)
+
+    def _aggregate_logging_outputs(self, logging_outputs: Any, *sums: Any,
+                                   ignore: bool = False) -> Any:
+        """fairseq's; where ranks vote, each batch counts on one rank."""
+        if self._votes is None or not self._votes.running:
+            return super()._aggregate_logging_outputs(logging_outputs, *sums, ignore=ignore)
+        logged, (_, *others) = super()._aggregate_logging_outputs(
+            self._votes.counted(logging_outputs), *sums)
+        return logged, (self._votes.sample_size(), *others)
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
         """fairseq's; where rows did not fit, an error on all ranks or the same batch again."""
@@ -186,7 +240,8 @@ class MoETrainer(Trainer):
         return TorchComm(self.data_parallel_process_group)
 
     def _build_optimizer(self) -> None:
-        if self._reducer is None and self.has_experts and self.data_parallel_world_size > 1:
+        reduces = self.data_parallel_world_size > 1 and self._votes is None
+        if self._reducer is None and self.has_experts and reduces:
             self._average_replicas()
         if not self.is_sharded:
             super()._build_optimizer()
@@ -203,6 +258,8 @@ class MoETrainer(Trainer):
                 self._wrapped_model = model
         if self._reducer is not None:
             sharding.reduce_replicas(self._optimizer, self._reducer)
+        if self._votes is not None:
+            self._votes.attach(self._optimizer)
         if self.is_sharded:
             sharding.shard_optimizer(self._optimizer, [p for p in parts if p.local.requires_grad])
         for parameter, copy in fp32_copies(self._optimizer):
@@ -213,6 +270,7 @@ class MoETrainer(Trainer):
         timeout_s = moe.config.comm.timeout_s
         comm = replica_comm(moe.comm, TorchComm(self.data_parallel_process_group, timeout_s))
         if comm is not None:
+            comm = prepare_replicas(comm, moe.config.comm, not moe.config.deterministic)
             experts = expert_parameters(self.model).values()
             self._reducer = ReplicaReducer(experts, comm, at_end_of_backward=False)
 
@@ -230,21 +288,25 @@ class MoETrainer(Trainer):
         Raises:
             OverflowError: the norm is not finite: fairseq then skips the step, here on every rank,
                 because every rank has the same norm. At most `MAX_SKIPPED_STEPS` steps in a row;
-                with fp16 the loss scaler decides instead.
+                with fp16 the loss scaler decides instead. Also where a replica was lost, see
+                `hosts.fairseq.elastic`.
             RowsOverflow, StepRepeat: rows of this step did not fit, see `hosts.plain.overflow`.
         """
         self._check_rows()
+        if self._elastic is not None:
+            self._elastic.average()
         if not self.has_experts and not self.is_sharded:
             return super().clip_grad_norm(clip_norm)
         norm = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self._whole_norm)
         if torch.isfinite(norm).all():
             self._skipped = 0
         elif self.has_experts and not self.cfg.common.amp and self._skipped < MAX_SKIPPED_STEPS:
-            self._skipped += 1
+            self._skipped, step = self._skipped + 1, self.get_num_updates() + 1
+            if self._observer is not None:
+                self._observer.skipped(step)
             raise OverflowError(
-                f"gradient norm is {float(norm)}: step skipped on all ranks ({self._skipped} in a "
-                "row, "
-                f"at most {MAX_SKIPPED_STEPS})")
+                f"gradient norm is {float(norm)}: step {step} skipped on all ranks "
+                f"({self._skipped} in a row, at most {MAX_SKIPPED_STEPS})")
         return norm
 
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
@@ -252,6 +314,8 @@ class MoETrainer(Trainer):
         parameters = [p for p in self.optimizer.params if p.grad is not None]
         if self.is_sharded:
             squared = norm_squared(parameters, self._group, shared_norm.device)
+        elif self._votes is not None:  # all ranks have all of them
+            squared = multi_tensor.squared_norm([p.grad for p in parameters], shared_norm.device)
         else:
             experts = [p for p in parameters if is_expert(p)]
             squared = shared_norm.double() ** 2 + norm_squared(experts, self._group,
@@ -326,22 +390,6 @@ def _dropped(logged: Mapping[str, Any]) -> float:
     """The share of first and second choices that a step dropped, from fairseq's log line."""
     lost = [logged[key] for key in ("overflow_expert1", "overflow_expert2") if key in logged]
     return sum(lost) / len(lost) / 100 if lost else 0.0
-
-
-def _wants_twins(cfg: Any) -> bool:
-    """Whether ranks are to check each other. `ValueError`: they cannot."""
-    every = setting(cfg.model, "moe_check_twins", 0) or 0
-    if not every:
-        return False
-    for what, remedy, ok in (
-            ("--checkpoint-activations", "drop one of both",
-             not setting(cfg.model, "checkpoint_activations", False)),
-            ("--ddp-backend fully_sharded", "use legacy_ddp or pytorch_ddp (c10d)",
-             cfg.distributed_training.ddp_backend != "fully_sharded"),
-            ("one rank", "use several, or 0", cfg.distributed_training.distributed_world_size > 1)):
-        if not ok:
-            raise ValueError(f"--moe-check-twins {every} does not fit {what}: {remedy}")
-    return True
 
 
 def _refuse_unsupported(cfg: Any) -> None:

@@ -21,6 +21,8 @@ from moe_plugin.config.flags import (
     parse_value,
     setting_specs,
 )
+from moe_plugin.config.options import check
+from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,10 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
     base = {path: value for path, value in base.items() if path not in in_file or path in changed}
     _refuse_contradictions(args, flags, base, changed)
     config = config_from_flags(flags, {**base, "model_dim": model_dim})
+    check(config.pipeline.schedule == "1f1b", "pipeline.schedule", config.pipeline.schedule,
+          "'1f1b' in fairseq, which has no pipeline stages",
+          "leave it out, or train with moe_plugin.hosts.megatron.train")
+    refuse_streamed_weights(config.offload, "fairseq")
     _warn(args, config)
     return config
 

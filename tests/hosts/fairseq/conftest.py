@@ -103,9 +103,8 @@ def command(tool: str, arguments: str, ranks: int = 1) -> list[str]:
     start = [sys.executable] if tool.endswith(".py") else []
     if ranks > 1:
         start = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node",
-            str(ranks), "--master_port",
-            str(free_port())
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+            str(ranks)
         ]
     return [*start, program, *arguments.split()]
 

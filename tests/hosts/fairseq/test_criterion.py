@@ -17,7 +17,7 @@ from moe_plugin.hosts.fairseq.criterion import (
 )
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
-from moe_plugin.records import LayerStats
+from moe_plugin.output import LayerStats
 from tests.hosts.fairseq.small import language_model, task, tokens
 
 

@@ -196,3 +196,27 @@ def test_translations_of_several_processes_are_those_of_one(corpus: Corpus,
     part = run("fairseq-generate",
                f"{arguments} --distributed-world-size 2 --distributed-rank 1").ok().log
     assert 0 < len(hypotheses(part)) < len(wanted)
+
+
+@pytest.mark.distributed
+def test_experts_outside_the_device_give_the_same_tokens_and_losses(
+        corpus: Corpus, tmp_path: Path, ep2: tuple[Path, Result]) -> None:
+    """The files are of two ranks; one process, or two, have all experts in a store."""
+    base, folder = evaluation(corpus, ep2[0]), tmp_path / "experts"
+    stores = {"host": "--moe-experts-on host --moe-experts-cache 64KiB --moe-predict-experts true",
+              "disk": f"--moe-experts-on disk --moe-experts-store-path {folder}"}
+    generate = (f"{base} --task language_modeling --gen-subset test --tokens-per-sample 32 "
+                "--sample-break-mode eos --beam 2 --max-len-b 4 --batch-size 20")
+    wanted = hypotheses(run("fairseq-generate", generate).ok().log)
+    score = f"{base} --gen-subset valid --tokens-per-sample 32 --num-workers 0 --batch-size 16"
+    validate = f"{base} --task language_modeling --batch-size 16 --valid-subset valid"
+    losses = scores(run("fairseq-eval-lm", score)), validated(run("fairseq-validate", validate))
+    host, disk = stores["host"], stores["disk"]
+    assert hypotheses(run("fairseq-generate", f"{generate} {host}").ok().log) == wanted
+    assert (scores(run("fairseq-eval-lm", f"{score} {host}")),
+            validated(run("fairseq-validate", f"{validate} {disk}"))) == losses
+    [two] = scores(run("fairseq-eval-lm", f"{score} {disk}", ranks=2))
+    assert two == pytest.approx(losses[0][0], abs=1.1e-2, rel=2e-5)
+    assert folder.is_dir() and not list(folder.iterdir())
+    run("fairseq-eval-lm", f"{score} --moe-experts-on host --moe-experts-cache 1KiB").failed_with(
+        "experts.cache=1 KiB does not hold one expert")

@@ -182,7 +182,6 @@ def test_a_checkpoint_of_another_expert_count_is_refused() -> None:
 @pytest.mark.parametrize(("settings", "words"), [
     ({"dispatch": {"name": "index_slice"}}, "dispatch.name='index_slice' does not fit fairseq"),
     ({"parallel": {"replicas": 2}}, "parallel.replicas=2 does not fit fairseq"),
-    ({"parallel": {"shards": 2}}, "parallel.shards=2 does not fit fairseq"),
 ])
 def test_what_needs_tensor_parallel_ranks_is_refused(settings: dict[str, Any], words: str) -> None:
     from moe_plugin.comm import run_simulated
@@ -194,3 +193,47 @@ def test_what_needs_tensor_parallel_ranks_is_refused(settings: dict[str, Any], w
     with pytest.raises(ValueError, match=words):
         run_simulated(
             2, lambda comm: ExpertFFN(LayerSettings(config, Groups(comm, 1, 2), True, 1.0, False)))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_pre_gates_join_a_stack_and_start_from_an_ordinary_checkpoint(
+        again: bool, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"decoder_layers": 3, "moe_freq": 1, **DROPLESS}
+    ordinary = language_model(**settings)
+    caplog.set_level("INFO", "moe_plugin.routing.pregate")
+    one = language_model(moe_pre_gate=1, **settings)
+    assert "MoE layers 2 to 3 of 3" in caplog.text and "starts as the gate" in caplog.text
+    two = language_model(moe_pre_gate=1, checkpoint_activations=again, **settings)
+    for model in (one, two):  # the same names
+        model.load_state_dict(ordinary.state_dict())
+    grads = []
+    for model in (one, two):
+        ids = tokens()
+        loss = (model(ids)[0] ** 2).sum() + sum(layer.gate_loss for layer in moe_layers(model))
+        loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+    assert all(grads[0][name].abs().sum() > 0 for name in grads[0] if name.endswith("weight_ED"))
+    assert not torch.equal(one(tokens())[0], ordinary(tokens())[0])
+
+
+def test_pre_gates_generate_as_they_read() -> None:
+    model = language_model(moe_freq=1, moe_pre_gate=1, **DROPLESS).eval()
+    ids, state = tokens(batch=2), {}
+    with torch.no_grad():
+        whole = model(ids)[0]
+        for i in range(1, ids.shape[1] + 1):
+            step = model(ids[:, :i], incremental_state=state)[0]
+            torch.testing.assert_close(step[:, 0], whole[:, i - 1], atol=1e-5, rtol=1e-5)
+
+
+def test_pre_gates_of_encoder_and_decoder_are_apart() -> None:
+    model = translation_model(moe_freq=1, moe_pre_gate=1)
+    gatings = [layer.moe_layer.moe.gating for layer in moe_layers(model)]
+    assert [gating.source is None for gating in gatings] == [True, False, True, False]
+    with pytest.raises(ValueError, match="pre_gate=1 does not fit dispatch.name='bounded'"):
+        language_model(moe_pre_gate=1, **{**DROPLESS, "moe_dispatch": "bounded"})
+    from moe_plugin.hosts.fairseq.sharding import shard_model
+
+    with pytest.raises(ValueError, match="--moe-pre-gate 1 does not fit --ddp-backend fully_shard"):
+        shard_model(model, None, None)

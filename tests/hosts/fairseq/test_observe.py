@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from fairseq import options
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-from moe_plugin.hosts.fairseq.observe import observer
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
+from moe_plugin.hosts.fairseq.changed_settings import changed
+from moe_plugin.hosts.fairseq.observe import FirstStep, observer
+from tests.hosts import ill
+from tests.hosts.fairseq.commands import run_command
+from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run, run_alone
 from tests.hosts.fairseq.small import language_model, tokens
+from tests.observe import wandb_files
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -23,7 +33,7 @@ def test_each_training_pass_counts_once(tmp_path: Path, recomputed: bool) -> Non
         model.train()(tokens())[0].sum().backward()
         with torch.no_grad():
             model.eval()(tokens())
-        watcher.after_step(update)
+        watcher.after_step(update, 1)
     (record,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (record["step"], record["layer"], record["calls"],
             record["tokens"]) == (2, "decoder.layers.1", 2, 2 * tokens().numel())
@@ -41,6 +51,7 @@ def test_training_on_two_ranks_writes_the_sum_over_ranks(corpus: Corpus, tmp_pat
              "4 --no-save --disable-validation")
     result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags}",
                  ranks=2).ok()
+    assert result.log.count('"max-update": ["4", "0"]') == 1  # one rank names what differs
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     records, (timeline,) = [r for r in rows if "layer" in r], [r for r in rows if "timeline" in r]
     assert timeline["step"] == 3 and {"layers", "exchange"
@@ -50,3 +61,99 @@ def test_training_on_two_ranks_writes_the_sum_over_ranks(corpus: Corpus, tmp_pat
     assert all(
         sum(r["load"]) == 2 * r["tokens"] and r["dropped"] == 0 and r["bytes_sent"] > 0
         for r in records)
+
+
+@pytest.mark.parametrize("arch", ["moe_lm_small", "transformer_lm"])
+def test_settings_that_differ_from_the_defaults_are_named(corpus: Corpus, arch: str) -> None:
+    parser = options.get_training_parser()
+    given = ["--max-update", "24", "--lr", "0.5", "--seed", "1", "--task", "language_modeling",
+             "--criterion", "cross_entropy", "--optimizer", "adam", "--decoder-layers", "3"]
+    args = options.parse_args_and_arch(parser, [str(corpus.lm), "--arch", arch, *given])
+    found = changed(convert_namespace_to_omegaconf(args))
+    assert found["max-update"] == ("24", "0") and found["lr"] == ("[0.5]", "[0.25]")
+    assert found["decoder-layers"] == ("3", "6")
+    assert not {"seed", "clip-norm", "adam-eps", "moe-capacity-factor", "device-id"} & set(found)
+    assert ("moe-expert-count" in found) == (arch == "moe_lm_small")
+    assert len(found) < 30
+
+
+def _train_ill(arguments: str) -> None:
+    from moe_plugin.hosts.fairseq.trainer import MoETrainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        made, step = ill.Ill(int(os.environ["RANK"]), patch), MoETrainer.train_step
+
+        def taken(trainer: MoETrainer, *args: Any, **kwargs: Any) -> Any:
+            made.begin(trainer.model)
+            if made.step == 2:
+                trainer.set_num_updates(ill.JUMP_TO)
+            return step(trainer, *args, **kwargs)
+
+        patch.setattr(MoETrainer, "train_step", taken)
+        run_command("fairseq-train", arguments.split())
+
+
+@pytest.mark.distributed
+def test_each_finding_is_in_the_log_once_in_watch_and_in_the_report(
+        corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-freq 1 --decoder-layers 3 --no-save "
+             "--moe-expert-count 16 --moe-second-expert-policy all --disable-validation")
+    log = fork(2, _train_ill, f"{flags} {ill.FLAGS} --max-update {ill.LAST} "
+               f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'}").ok().log
+    (tmp_path / "train.log").write_text(log)
+    ill.check(tmp_path, log, capsys)
+
+
+def _train_well(arguments: str) -> None:
+    from moe_plugin.hosts.fairseq.trainer import MoETrainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        made, step = ill.Well(patch), MoETrainer.train_step
+
+        def taken(trainer: MoETrainer, *args: Any, **kwargs: Any) -> Any:
+            made.begin()
+            return step(trainer, *args, **kwargs)
+
+        patch.setattr(MoETrainer, "train_step", taken)
+        run_command("fairseq-train", arguments.split())
+
+
+def test_a_run_that_is_well_has_no_findings(corpus: Corpus, tmp_path: Path) -> None:
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-freq 1 --no-save --moe-gate-loss-wt 1 "
+             "--moe-expert-count 8 --moe-second-expert-policy all --disable-validation "
+             "--batch-size 16")
+    log = fork(1, _train_well, f"{flags} {ill.WELL_FLAGS} --max-update {ill.WELL_STEPS} "
+               f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'}").ok().log
+    (tmp_path / "train.log").write_text(log)
+    ill.check_well(tmp_path, log)
+
+
+@pytest.mark.parametrize(("max_update", "max_epoch", "batches", "update_freq", "total"), [
+    (100, 0, 0, [1], 100), (0, 0, 40, [1], None), (0, 3, 41, [1], 123), (0, 3, 41, [1, 4], 63),
+    (50, 3, 41, [1], 50), (200, 1, 41, [2, 9], 21), (0, 3, 0, [1], None)])
+def test_a_run_ends_by_updates_or_epochs(max_update: int, max_epoch: int, batches: int,
+                                         update_freq: list[int], total: int | None) -> None:
+    step = FirstStep(SimpleNamespace(optimization=SimpleNamespace(
+        max_update=max_update, max_epoch=max_epoch, update_freq=update_freq)))
+    if batches:
+        data = torch.utils.data.TensorDataset(torch.zeros(batches))
+        step.epoch(EpochBatchIterator(data, None, [[i] for i in range(batches)]))
+    assert step.total() == total
+
+
+@pytest.mark.distributed
+def test_weights_and_biases_gets_layers_and_the_training_log(
+        corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    flags = "--moe-stats-wandb moe --moe-stats-interval 2 --max-update 4 --no-save"
+    result = run_alone(
+        "fairseq-train",
+        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --disable-validation {flags}", ranks=2).ok()
+    found = wandb_files.rows(tmp_path)  # of one run: rank 0's
+    layer = [row for row in found if "moe/decoder.layers.1/tokens" in row]
+    assert [row["moe/step"] for row in layer] == [2, 4]
+    assert sum(row["moe/decoder.layers.1/tokens"] for row in layer) == sum(
+        step["wpb"] for step in result.steps)
+    assert [row["moe/step"] for row in found if "moe/training/loss" in row] == [1, 2, 3, 4]

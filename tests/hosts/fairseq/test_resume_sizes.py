@@ -19,7 +19,8 @@ from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.fairseq import checkpoint_files as files
-from moe_plugin.hosts.fairseq.checkpoint_format import PARAMETERS, survey
+from moe_plugin.hosts.fairseq.checkpoint_format import survey
+from moe_plugin.hosts.fairseq.file_entries import PARAMETERS
 from tests.checkpoint.test_conversion import same
 from tests.hosts.fairseq.conftest import (
     DROPLESS,
@@ -124,10 +125,23 @@ def test_the_newest_complete_step_of_any_number_of_ranks_is_found(tmp_path: Path
     assert survey(str(home / "checkpoint_last.pt")) == []
 
 
-def test_optimizer_state_without_names_is_not_dropped_silently(tmp_path: Path) -> None:
+def test_optimizer_state_without_names_is_known_by_its_order(tmp_path: Path) -> None:
+    home = write(tmp_path / "home", 4, 4)
+    for rank in range(4):
+        path = str(home / name_of(rank, 4))
+        state = files.read(path)
+        del state[files.MANIFEST][PARAMETERS]
+        files.write(state, path)
+    convert(home, tmp_path / "2", world=2)
+    check(tmp_path / "2", 2, 2, 48)
+
+
+def test_optimizer_state_of_flattened_parameters_is_not_dropped_silently(tmp_path: Path) -> None:
     home = write(tmp_path / "home", 1, 1)
     state = files.read(str(home / "checkpoint_last.pt"))
     del state[files.MANIFEST][PARAMETERS]
+    flat = torch.zeros(100)
+    state["last_optimizer_state"]["state"] = {0: {"step": 6, "exp_avg": flat, "exp_avg_sq": flat}}
     files.write(state, str(home / "checkpoint_last.pt"))
     with pytest.raises(CheckpointError, match="without the names.*--model-only"):
         convert(home, tmp_path / "x", world=2)
@@ -140,7 +154,9 @@ def test_optimizer_state_without_names_is_not_dropped_silently(tmp_path: Path) -
 @pytest.mark.distributed
 def test_a_run_resumes_at_other_numbers_of_ranks_to_the_same_losses(
         corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
-    """From the same checkpoint of two ranks, 16 sentences a step each time."""
+    """From the same checkpoint of two ranks, 16 sentences a step each time; on four ranks each
+    expert is cut over two.
+    """
     curves: dict[int, list[float]] = {}
     for ranks in (2, 1, 4):
         home = tmp_path / str(ranks)
@@ -148,7 +164,8 @@ def test_a_run_resumes_at_other_numbers_of_ranks_to_the_same_losses(
         result = run(
             "fairseq-train",
             f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 16 --save-dir {home} "
-            f"--update-freq {4 // ranks} --disable-validation", ranks=ranks).ok()
+            f"--update-freq {4 // ranks} --disable-validation"
+            + " --moe-expert-shards 2" * (ranks == 4), ranks=ranks).ok()
         assert re.findall(r"Loaded checkpoint .*@ (\d+) updates", result.log)[0] == "12"
         curves[ranks] = result.losses
     assert len(curves[2]) == 4

@@ -17,6 +17,7 @@ from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, 
 
 NAN_TRAIN = str(Path(__file__).with_name("nan_train.py"))
 FLIP_TRAIN = str(Path(__file__).with_name("flip_train.py"))
+VOTE_TRAIN = str(Path(__file__).with_name("vote_train.py"))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,30 @@ def test_ranks_that_compute_otherwise_are_named(corpus: Corpus, tmp_path: Path) 
 
 
 @pytest.mark.distributed
+def test_ranks_that_send_wrong_gradients_are_outvoted(corpus: Corpus, tmp_path: Path) -> None:
+    """Each step another attack of the last rank: losses are those of a run without it."""
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 6 --save-dir "
+             f"{tmp_path} --moe-expert-parallel-size 1 --dropout 0.1")
+    clean = run("fairseq-train", f"{flags} --ddp-backend legacy_ddp", ranks=3).ok()
+    attacked = run(VOTE_TRAIN, f"{flags} --moe-votes 3 --update-freq 1", ranks=3).ok()
+    for step, (mine, theirs) in enumerate(zip(attacked.steps, clean.steps, strict=True), 1):
+        for name in ("loss", "inner_loss", "gnorm", "wpb"):
+            assert mine[name] == pytest.approx(theirs[name], abs=2.1e-3), (name, step)
+        assert f"step {step}: outvoted ranks: [2]; parts without a majority: []" in attacked.log
+
+
+@pytest.mark.distributed
+def test_votes_that_cannot_be_held_are_refused(corpus: Corpus, tmp_path: Path) -> None:
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 1 --save-dir "
+             f"{tmp_path} --moe-votes 3")
+    for more, said in (("", "experts of layer"),
+                       ("--moe-expert-parallel-size 1", "copies=3 must be <= 2 workers"),
+                       ("--zero-sharding os", "one rank updates for all"),
+                       ("--moe-losses global_batch=0.01", "two ranks compute it alike")):
+        run("fairseq-train", f"{flags} {more}", ranks=2).failed_with(said)
+
+
+@pytest.mark.distributed
 def test_rows_that_do_not_fit_repeat_the_step(one_rank: Result, corpus: Corpus,
                                               tmp_path: Path) -> None:
     flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-dispatch bounded "
@@ -134,7 +159,7 @@ def test_fewer_experts_than_ranks(corpus: Corpus, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("precision", "words"), [("", "step skipped on all ranks (1 in a row"),
+@pytest.mark.parametrize(("precision", "words"), [("", "step 3 skipped on all ranks (1 in a row"),
                                                   ("--fp16", "setting loss scale to: 64.0")])
 def test_nan_in_one_expert_on_one_rank_skips_the_step_on_all(corpus: Corpus, tmp_path: Path,
                                                              precision: str, words: str) -> None:

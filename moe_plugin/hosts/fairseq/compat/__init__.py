@@ -24,6 +24,7 @@ def install() -> None:
         branch_flags,
         checkpoints,
         evaluation,
+        expert_store,
         fields,
         launch,
         optimizers,
@@ -31,8 +32,11 @@ def install() -> None:
         saving,
         userdir,
     )
+    from moe_plugin.quiet import FAIRSEQ, FAIRSEQ_LINES, hide
 
+    hide(FAIRSEQ, FAIRSEQ_LINES)
     for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, saving.SHIMS, checkpoints.SHIMS,
-                  evaluation.SHIMS, branch_flags.SHIMS, optimizers.SHIMS, fields.SHIMS):
+                  evaluation.SHIMS, expert_store.SHIMS, branch_flags.SHIMS, optimizers.SHIMS,
+                  fields.SHIMS):
         for shim in shims:
             shim()

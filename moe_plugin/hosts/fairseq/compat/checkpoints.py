@@ -58,6 +58,7 @@ def evaluation_from_rank_files() -> None:
     from fairseq import checkpoint_utils
 
     from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.hosts.fairseq.compat.expert_store import place_experts
     from moe_plugin.hosts.fairseq.groups import current_evaluation, evaluating
     from moe_plugin.hosts.fairseq.part_state import part_state
 
@@ -83,9 +84,10 @@ def evaluation_from_rank_files() -> None:
         state, evaluation = load(path, *args, **kwargs), current_evaluation()
         if evaluation is not None:  # its model is built by the settings in the checkpoint
             _refuse_imports(path, state, (args[0] if args else kwargs.get("arg_overrides")) or {})
+            on_disk = place_experts(state) == "disk"
             if files.MANIFEST in state:
                 size = evaluation.expert_ranks(state[files.MANIFEST]["num_experts"])
-                state["model"] = part_state(path, evaluation.rank % size, size)
+                state["model"] = part_state(path, evaluation.rank % size, size, on_disk)
         return state
 
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task

@@ -29,7 +29,7 @@ from moe_plugin.hosts.fairseq.metrics import stats_metrics
 from moe_plugin.hosts.fairseq.translate import layer_config
 from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import weighted_loss
+from moe_plugin.output import weighted_loss
 
 logger = logging.getLogger(__name__)
 # arguments of later versions of the branch's layer that change what it computes: off here

@@ -1,0 +1,33 @@
+"""fairseq-train on two ranks as a user starts it: no screen of warnings before the first step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_plugin.planner.units import parse_time
+from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run_alone
+
+FIRST = r"first step: ([\d.]+ m?s), ([\d,]+) tokens/s; 2 steps left, .* if all take as long"
+
+
+@pytest.mark.distributed
+def test_known_warnings_are_hidden_on_all_ranks(corpus: Corpus, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 3 --no-save "
+                 "--disable-validation --num-workers 1")
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    result = run_alone("fairseq-train", arguments, ranks=2).ok()
+    assert "Warning" not in result.log and "already been imported" not in result.log
+    assert len(result.steps) == 3  # of rank 0 alone
+    (first,) = re.findall(FIRST, result.log)
+    tokens = float(first[1].replace(",", "")) * parse_time(first[0])
+    assert tokens == pytest.approx(result.steps[0]["wpb"], rel=0.02)
+    before, _, after = result.log.partition("first step: ")
+    assert "train_inner |" not in before and after.count("train_inner |") == 3
+    monkeypatch.setenv("PYTHONWARNINGS", "default")
+    shown = run_alone("fairseq-train", arguments, ranks=2).ok()
+    assert shown.log.count("Hydra14MigrationWarning") == 2 and shown.losses == result.losses
+    assert len(shown.log.splitlines()) > len(result.log.splitlines()) + 20
