@@ -9,14 +9,27 @@ import torch
 import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
+from moe_plugin.hosts.megatron import ensemble
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
+from moe_plugin.hosts.plain.elastic import check_settings
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import Parser, short
 
 MOST = 10**9  # beyond any use of a size or a number of steps
 _Flag = tuple[str, dict[str, Any]]
 _ON: dict[str, Any] = {"action": "store_true"}
+
+
+def _layer_freq(text: str) -> int | list[int]:
+    """Every so many layers, or 0 and 1 for each layer: `0,1,0,1`."""
+    if "," not in text:
+        return int(text)
+    pattern = [int(part) for part in text.split(",")]
+    if set(pattern) - {0, 1}:
+        raise ValueError(text)
+    return pattern
+
 
 FUSED_ADAM: _Flag = ("moe-fused-adam", {
     **_ON, "help": "Adam by torch's fused kernels, on CPU and GPU, where Megatron uses torch's "
@@ -43,7 +56,7 @@ _MODEL: tuple[_Flag, ...] = (("num-layers", {"type": int, "required": True}), ("
                              )
 _MOE: tuple[_Flag, ...] = (("num-experts", {"type": int}), ("moe-ffn-hidden-size", {
     "type": int
-}), ("moe-layer-freq", {"type": int, "default": 1}), ("moe-router-topk", {
+}), ("moe-layer-freq", {"type": _layer_freq, "default": 1}), ("moe-router-topk", {
     "type": int, "default": 2
 }), ("moe-router-score-function", {
     "default": "softmax", "choices": ("softmax", "sigmoid")
@@ -101,6 +114,8 @@ _TRAINING: tuple[_Flag, ...] = (("micro-batch-size", {
                                      _ON), ("exit-interval", {"type": int}), ("eval-interval", {
                                          "type": int
                                      }), ("eval-iters", {"type": int, "default": 10}),
+                                ("skip-train", {**_ON, "help": "evaluate the checkpoint of --load, "
+                                                "without gradients and optimizer, and end"}),
                                 )
 _PARALLEL: tuple[_Flag, ...] = (("tensor-model-parallel-size", {
     "type": int, "default": 1
@@ -109,6 +124,10 @@ _PARALLEL: tuple[_Flag, ...] = (("tensor-model-parallel-size", {
 }), ("num-virtual-stages-per-pipeline-rank", {"type": int}), ("expert-model-parallel-size", {
     "type": int, "default": 1
 }), ("expert-tensor-parallel-size", {"type": int}),
+                                ("stage-layouts", {
+                                    "nargs": "+", "metavar": "tp=N,ep=N",
+                                    "help": "pipeline stages of unequal layout, one entry a stage"
+                                }),
                                 ("context-parallel-size", {"type": int, "default": 1}),
                                 ("sequence-parallel", _ON),
                                 ("overlap-moe-expert-parallel-comm", _ON),
@@ -126,7 +145,11 @@ _OURS: tuple[_Flag, ...] = (("vocab-size", {
     "help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"
 }), ("native-moe", {**_ON, "help": "train with Megatron's own MoE layer, for comparison"}),
                             ("cpu", {**_ON, "help": "train on CPU although a GPU is there"}),
-                            FUSED_ADAM,
+                            FUSED_ADAM, ("moe-lighthouse", {
+    "help": "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that "
+    "come and go (docs/faults.md); default: it is the only one"
+}), ("moe-replica", {"type": int, "default": 0,
+                     "help": "number of this run among the replicas of --moe-lighthouse"}),
                             )
 
 
@@ -136,12 +159,20 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m moe_plugin.hosts.megatron.train", allow_abbrev=False,
         description="Train a GPT language model with MoE layers on Megatron-core.")
     for title, flags in (("model", _MODEL), ("mixture of experts", _MOE), ("training", _TRAINING),
-                         ("parallelism", _PARALLEL), ("files", _FILES), ("this script", _OURS)):
+                         ("parallelism", _PARALLEL), ("files", _FILES),
+                         ("ensemble", ensemble.FLAGS), ("this script", _OURS)):
         group = p.add_argument_group(title)
         for name, options in flags:
             group.add_argument("--" + name, **options)
     add_arguments(p, NATIVE_ARGUMENTS)
     return p
+
+
+def changed_defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """By name: the defaults of the flags whose values differ from them."""
+    ours = parser()
+    return {name: ours.get_default(name) for name, value in vars(args).items()
+            if value != ours.get_default(name)}
 
 
 def check(args: argparse.Namespace, world: int) -> None:
@@ -173,6 +204,10 @@ def check(args: argparse.Namespace, world: int) -> None:
     _need(args.global_batch_size % step == 0, "global_batch_size", args.global_batch_size,
           f"a multiple of micro_batch_size * data-parallel size = {step}",
           f"use {max(1, args.global_batch_size // step) * step}")
+    _need(not args.skip_train or args.load, "skip_train", args.skip_train, "False without --load",
+          "give the folder of the checkpoints to evaluate")
+    _need(not args.skip_train or args.eval_iters >= 1, "eval_iters", args.eval_iters, ">= 1",
+          "give a positive number, or train without --skip-train")
     _need(args.save_interval is None or args.save_interval >= 1, "save_interval",
           args.save_interval, ">= 1", "leave it out to save at the end only")
     _need(
@@ -192,6 +227,7 @@ def check(args: argparse.Namespace, world: int) -> None:
           "num_virtual_stages_per_pipeline_rank", stages, "1 without pipeline stages",
           "use --pipeline-model-parallel-size 2 or more, or leave it out")
     _check_training(args)
+    ensemble.ensemble_of(args)
     parts = stages * args.pipeline_model_parallel_size
     _need(args.num_layers % parts == 0, "num_layers", args.num_layers,
           f"a multiple of the {parts} pipeline stages", "change one of the two")
@@ -207,6 +243,15 @@ def _check_training(args: argparse.Namespace) -> None:
     _need(not args.overlap_param_gather or sharded, "overlap_param_gather",
           args.overlap_param_gather,
           "False without --use-distributed-optimizer and --overlap-grad-reduce", "give both")
+    if args.moe_lighthouse:
+        whole = not (args.fp16 or args.bf16 or args.use_distributed_optimizer)
+        _need(whole, "moe_lighthouse", args.moe_lighthouse,
+              "left out with --fp16, --bf16 and --use-distributed-optimizer",
+              "leave these three out: replicas average float32 gradients of whole parameters")
+        _need(not args.moe_router_enable_expert_bias, "moe_router_enable_expert_bias", True,
+              "off with --moe-lighthouse, where Megatron's biases follow each replica's own loads",
+              "use --moe-router sigmoid_bias")
+        check_settings(args.moe_replica)
 
 
 def _need(ok: bool, name: str, value: Any, bound: str, remedy: str) -> None:

@@ -30,8 +30,8 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.model import Training
+from moe_plugin.hosts.megatron.offline.folders import BACKEND
 from moe_plugin.hosts.megatron.offline.source import (
-    BACKEND,
     MegatronSource,
     refuse_other_optimizers,
 )
@@ -41,6 +41,7 @@ from moe_plugin.regular_files import check_input
 
 logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
+STAGES = "stage_layouts"  # of `layout`
 # settings that say which tensors there are, and those that change what is computed with them
 _TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
             "untie_embeddings_and_output_weights", "moe_shared_expert_intermediate_size",
@@ -58,13 +59,16 @@ class Progress:
     consumed_samples: int = 0
 
 
-def layout() -> dict[str, int]:
-    """The parallel sizes of this run."""
+def layout(training: Training) -> dict[str, Any]:
+    """The parallel sizes of this run, equal on all ranks."""
     from megatron.core import parallel_state as ps
 
+    sizes = {"world": dist.get_world_size(),
+             "pipeline": ps.get_pipeline_model_parallel_world_size()}
+    if training.stage_layouts:
+        return {**sizes, STAGES: list(training.stage_layouts)}
     return {
-        "world": dist.get_world_size(), "tensor": ps.get_tensor_model_parallel_world_size(),
-        "pipeline": ps.get_pipeline_model_parallel_world_size(),
+        **sizes, "tensor": ps.get_tensor_model_parallel_world_size(),
         "expert": ps.get_expert_model_parallel_world_size(),
         "expert_tensor": ps.get_expert_tensor_parallel_world_size()
     }
@@ -78,11 +82,12 @@ def shape(training: Training) -> dict[str, Any]:
     names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
              "num_moe_experts", "moe_ffn_hidden_size", "gated_linear_unit", "add_bias_linear",
              "normalization")
+    found = {name: getattr(config, name) for name in names}
+    if training.optimizer is None:
+        return found
     parts = optimizers.parts(training.optimizer)
-    return {
-        **{name: getattr(config, name) for name in names}, "distributed_optimizer": isinstance(
-            parts[0], DistributedOptimizer), "optimizer": type(parts[0].optimizer).__name__
-    }
+    return {**found, "distributed_optimizer": isinstance(parts[0], DistributedOptimizer),
+            "optimizer": type(parts[0].optimizer).__name__}
 
 
 def folder(root: str, iteration: int) -> str:
@@ -119,7 +124,8 @@ def save(root: str, training: Training, progress: Progress) -> str:
             files.write_text(os.path.join(root, LATEST), str(progress.iteration))
 
     files.together(final, make_folder)
-    state = _state(training, loading=False, same_layout=True)
+    state = _state(training, loading=False, same_layout=True,
+                   layers_apart=bool(training.stage_layouts))
     files.together(final, lambda: dist_checkpointing.save({**state, "progress": asdict(progress)},
                                                           part))
     sums = files.sums(part)
@@ -142,7 +148,7 @@ def _refuse_not_finite(root: str, training: Training) -> None:
 
 def _description(training: Training, progress: Progress) -> dict[str, Any]:
     return {
-        "model": shape(training), "settings": dict(training.settings), "layout": layout(),
+        "model": shape(training), "settings": dict(training.settings), "layout": layout(training),
         **asdict(progress), "megatron_core": core.core_version
     }
 
@@ -202,15 +208,20 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
     if meta is None:
         path, meta = _newest_whole(root, iteration)
     check(path, meta, training)
-    same = meta["layout"] == layout()
-    optimizers.prepare_optimizer_for_load(training.optimizer)
+    same = meta["layout"] == layout(training)
+    apart = bool(meta["layout"].get(STAGES))
+    if training.optimizer is not None:
+        optimizers.prepare_optimizer_for_load(training.optimizer)
+    with_optimizer = training.optimizer is not None
     try:
         if not trust:
             checkpoint_trust.check(path)
-        state = _state(training, loading=True, same_layout=same)
-        if not (with_optimizer := _has_optimizer(path, trust)):
+        state = _state(training, loading=True, same_layout=same, layers_apart=apart)
+        if with_optimizer and not (with_optimizer := _has_optimizer(path, trust)):
             del state["optimizer"]
-        found = dist_checkpointing.load(state, path)
+        # of layers that the checkpoint has as one tensor unequal stages ask for unequal parts
+        found = dist_checkpointing.load(
+            state, path, validate_access_integrity=apart or not training.stage_layouts)
     except (UntrustedFile, CheckpointError):
         raise
     # Megatron, torch and pickle raise many kinds for a damaged file
@@ -223,14 +234,14 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         model.load_state_dict(found[f"model{index}"])
     if with_optimizer:
         optimizers.load_optimizer(training.optimizer, found["optimizer"])
-    else:
+    elif training.optimizer is not None:
         training.optimizer.reload_model_params()
         logger.info("checkpoint %s has no optimizer state: the optimizer starts anew", path)
     if same:
         _set_random(found["random"])
     else:
         logger.info("checkpoint of %s loaded on %s; random states start from the seed",
-                    meta["layout"], layout())
+                    meta["layout"], layout(training))
     return Progress(meta["iteration"], meta["consumed_samples"])
 
 
@@ -296,18 +307,24 @@ def _differs(path: str, name: str, saved: Any, mine: Any) -> str:
             "the same arguments as when it was saved, or another --load")
 
 
-def _state(training: Training, *, loading: bool, same_layout: bool) -> dict[str, Any]:
+def _state(training: Training, *, loading: bool, same_layout: bool,
+           layers_apart: bool) -> dict[str, Any]:
+    # layers_apart: each layer's tensors by themselves. Megatron takes those of equal layers as one
+    # tensor, whose parts must all have the same size
     metadata = optimizers.checkpoint_metadata()
+    if layers_apart:
+        metadata["non_homogeneous_layers"] = True
     models = {
         f"model{i}": core.call_supported(m.sharded_state_dict, metadata=metadata)
         for i, m in enumerate(training.bare())
     }
-    # nested: with virtual stages every chunk numbers its layers from 0, and keys would hide one
-    # another
-    optimizer = core.call_supported(training.optimizer.sharded_state_dict,
-                                      model_sharded_state_dict=models, is_loading=loading,
-                                      metadata=metadata)
-    state: dict[str, Any] = {**models, "optimizer": optimizer}
+    state: dict[str, Any] = dict(models)
+    if training.optimizer is not None:
+        # nested: with virtual stages every chunk numbers its layers from 0, and keys would hide one
+        # another
+        state["optimizer"] = core.call_supported(training.optimizer.sharded_state_dict,
+                                                 model_sharded_state_dict=models,
+                                                 is_loading=loading, metadata=metadata)
     if same_layout:
         state["random"] = _random_shard()
     return state

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from moe_plugin.messages import Parser, short
+from moe_plugin.quiet import MEGATRON, hidden, own_log
 from moe_plugin.regular_files import check_input, check_output, make_folder, write_remedy
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("moe_plugin.hosts.megatron.data")  # also where it is a command
 BYTE_VOCABULARY = 257
 
 
@@ -218,9 +219,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-prefix", required=True,
                         help="path of the dataset without .bin/.idx")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    own_log()
     try:
-        tokens = write_indexed(documents(args.input), args.output_prefix)
+        with hidden(MEGATRON):
+            tokens = write_indexed(documents(args.input), args.output_prefix)
     except ValueError as error:
         parser.error(str(error))
     logger.info("%s.bin, %s.idx: %d tokens, vocabulary %d", args.output_prefix, args.output_prefix,

@@ -4,33 +4,100 @@ the forward step.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_plugin.ensembles import EnsembleHeads, sequence_oracle_loss
+from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
+
+# arguments of the training script, named and meant as in fairseq
+FLAGS = flags("sentence", "token", "sequence")
+ERRORS = ("oracle error", "top-1 error")  # what `oracle_loss_function` logs in addition
+
+
+@dataclass(frozen=True)
+class Ensemble(EnsembleSettings):
+    """What the arguments of an ensemble ask for; see `FLAGS`."""
+
+    def loss_function(self, labels_BS: Tensor, loss_mask_BS: Tensor, *, training: bool,
+                      per_token: bool) -> Callable[[Tensor], Any]:
+        """See `oracle_loss_function`; in evaluation labels are exact. Its loss is also logged under
+        Megatron's name.
+        """
+        loss = oracle_loss_function(labels_BS, loss_mask_BS, self.k, self.beta, per_token=per_token,
+                                    labelling=self.labels if training else "exact",
+                                    by_sequence=self.by_sequence)
+
+        def named(logits_BSMV: Tensor) -> Any:
+            *found, logged = loss(logits_BSMV)
+            return *found, {"lm loss": logged["oracle loss"], **logged}
+
+        return named
+
+
+def ensemble_of(args: argparse.Namespace) -> Ensemble | None:
+    """The ensemble that a training run's arguments ask for; None: one output layer.
+
+    Raises: ValueError: an argument out of bounds, or one that does not fit an ensemble.
+    """
+    untied = args.untie_embeddings_and_output_weights
+    found = given_settings(args, FLAGS, (
+        (args.ensemble_hidden or not args.ensemble_sharing, "ensemble_sharing",
+         "0 without ensemble_hidden: heads share features of a layer of their own",
+         "give --ensemble-hidden"),
+        (args.tensor_model_parallel_size == 1, "tensor_model_parallel_size", "1 with ensemble_heads"
+         ": the heads are whole", "use 1"),
+        (untied, "untie_embeddings_and_output_weights", "True with ensemble_heads, which have "
+         "weights of their own", "use --untie-embeddings-and-output-weights"),
+        (not args.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm",
+         "False with ensemble_heads", "leave it out")))
+    return found and Ensemble(**vars(found))
 
 
 class _OutputHeads(nn.Module):
-    """Heads behind the interface of Megatron's output layer: [S, B, H] to ([S, B, M, V], None)."""
+    """Heads behind the interface of Megatron's output layer: [S, B, H] to ([S, B, M, V], None).
+
+    In checkpoints what makes the logits is `weight`, for which Megatron looks.
+    """
+
+    _NAMES = ("heads.w_out_MHC", "weight")  # here, in checkpoints
 
     def __init__(self, heads: EnsembleHeads) -> None:
         super().__init__()
         self.heads = heads
+        self.register_state_dict_post_hook(_saved)
+        self.register_load_state_dict_pre_hook(_to_load)
 
     def forward(self, x_SBH: Tensor, weight: Any = None, **_unused: Any) -> tuple[Tensor, None]:
         return self.heads(x_SBH), None
 
 
-def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float = 0.0) -> nn.Module:
+def _saved(layer: _OutputHeads, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    here, there = layer._NAMES
+    state[prefix + there] = state.pop(prefix + here)
+
+
+def _to_load(layer: _OutputHeads, state: dict[str, Any], prefix: str, *_unused: Any) -> None:
+    here, there = layer._NAMES
+    if prefix + there in state:
+        state[prefix + here] = state.pop(prefix + there)
+
+
+def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float = 0.0,
+              classes: int | None = None) -> nn.Module:
     """Put an ensemble of heads in place of a GPT model's output layer.
 
     Without labels it then returns logits [B, S, M, V].
 
     On stages without an output layer nothing is done. Call it before the data-parallel wrapper.
 
+    classes: of the heads, the tokens that occur: heads that are not responsible are pulled to the
+        uniform distribution over them. None: the model's, which Megatron pads.
     Raises:
         ValueError: tensor parallelism, where the output layer is cut over ranks.
     """
@@ -47,7 +114,7 @@ def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float =
             "share_embeddings_and_output_weights=True cannot be used with ensemble heads, which "
             "have weights of their own; "
             "set it to False")
-    made = EnsembleHeads(config.hidden_size, model.vocab_size, heads, hidden=hidden,
+    made = EnsembleHeads(config.hidden_size, classes or model.vocab_size, heads, hidden=hidden,
                          sharing=sharing, dtype=config.params_dtype)
     model.output_layer = _OutputHeads(made).to(next(model.parameters()).device)
     return model

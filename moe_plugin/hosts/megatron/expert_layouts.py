@@ -26,7 +26,8 @@ from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.offline.common import fitted
-from moe_plugin.hosts.megatron.offline.torch_dist import METADATA, DistributedFiles
+from moe_plugin.hosts.megatron.offline.folders import METADATA
+from moe_plugin.hosts.megatron.offline.torch_dist import DistributedFiles
 
 _NATIVE = "mlp.experts.experts."
 # ours, Megatron's, whether the last two axes are swapped; of the first maps, the gate comes first

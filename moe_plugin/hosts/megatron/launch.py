@@ -29,6 +29,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.messages import short
+from moe_plugin.quiet import MEGATRON, hidden
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -59,8 +60,12 @@ def main(argv: list[str] | None = None) -> None:
             f"script {short(argv[0] if argv else '')} not found; give the path of Megatron-LM's "
             "pretrain_gpt.py"
         )
-    script = os.path.abspath(argv[0])
-    sys.argv = [script, *argv[1:]]
+    with hidden(MEGATRON):
+        _run(os.path.abspath(argv[0]), argv[1:], on_cpu)
+
+
+def _run(script: str, arguments: list[str], on_cpu: bool) -> None:
+    sys.argv = [script, *arguments]
     # its own modules; a source checkout has Megatron there, too: before anything imports Megatron,
     # so that megatron.core and megatron.training are those of one tree
     sys.path.insert(0, os.path.dirname(script))

@@ -28,10 +28,12 @@ from moe_plugin.hosts.megatron.translate import (
 from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext, LayerStats, MoEOutput, TokenInfo
+from moe_plugin.output import LayerStats, MoEOutput
+from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.marks import keeps_init
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.pregate import joined
+from moe_plugin.routing.replay import inside_backward, replaying
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,10 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             _refuse_other_layers(config)
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
+        if plan.config.router.pre_gate and extra.get("is_mtp_layer"):
+            raise ValueError(
+                "router.pre_gate=1 does not fit mtp_num_layers, whose layers read other tokens "
+                "than the block before: must be 0; leave out one of the two")
         groups = core.groups(pg_collection)
         core.init_base(self, config, layer_number, groups.collection, extra)
         self.submodules, self.groups, self.plan = submodules, groups, plan
@@ -95,12 +101,19 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if setting(config, "overlap_moe_expert_parallel_comm"):
             stages.check(self)
         self._clock = StepClock()
+        self.continues = False  # a slice of a micro-batch whose first slice has passed
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
 
     def _build(self, config: Any, plan: Translation, native: nn.Module | None) -> MoELayer:
         device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available(
         ) else torch.device("cuda", torch.cuda.current_device())
+        experts = plan.config.experts
+        if experts.store == "disk" and not (experts.store_path or "").endswith(".safetensors"):
+            raise ValueError(
+                f"experts.store_path={experts.store_path!r} does not fit experts.store=disk in "
+                "Megatron, whose checkpoints are loaded into memory: must be a .safetensors file "
+                "with the experts of all layers (docs/offload.md), or use experts.store=host")
         router = None if native is None else NativeRouter(native, config.moe_router_topk,
                                                           plan.native_balance)
         moe = MoELayer(layer_config(config, plan.config),
@@ -117,7 +130,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def _host_context(self, config: Any, plan: Translation, native: bool) -> HostContext:
         number = None if self.layer_number is None else _moe_layers_before(
             config, self.layer_number, self._is_mtp)
-        host = HostContext(layer_number=number, replay=config.recompute_granularity is not None,
+        host = HostContext(layer_number=number, numbered_later=number is None,
+                           replay=config.recompute_granularity is not None,
                            adds_to_main_grad=bool(config.gradient_accumulation_fusion))
         if native:
             return host
@@ -155,7 +169,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def set_layer_number(self, layer_number: int) -> None:
         """Called by Megatron; the number goes into the log's rows, and to a list of routers."""
         self.layer_number = layer_number
-        number_layers(self.router, _moe_layers_before(self.config, layer_number, self._is_mtp))
+        number = _moe_layers_before(self.config, layer_number, self._is_mtp)
+        number_layers(self.router, number)
+        self.experts.use_layer(number)
         if layer_number == _first_moe_layer(self.config):
             _announce(self.plan)
         if self.plan.native_router:
@@ -190,6 +206,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return self._run(hidden_states, real_SB), None
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
+        self._check_store()
         ranks, shared = self.groups.tensor.size(), None
         if self.shared_experts is not None:
             shared = functools.cache(functools.partial(self.shared_experts, x_SBD))
@@ -199,6 +216,13 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         else:
             output = self._routed(x_SBD, real_SB, overlapped)
         return output if shared is None else output + shared()
+
+    def _check_store(self) -> None:
+        store = self.plan.config.experts.store
+        if store != "device" and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"experts.store={store} does not fit training in Megatron, whose gradient buffers "
+                "are on the device: must be device, except in evaluation")
 
     def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int,
                    overlapped: Callable[[], Tensor] | None) -> Tensor:
@@ -232,21 +256,27 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def _before_routing(self, x_SBD: Tensor) -> TokenInfo | None:
         if self.plan.native_router:
             self.moe.router.batch_size = x_SBD.shape[1]
-        if self.training and not inside_backward() and self._clock.new_step(
-                core.microbatches_a_step()):
-            finish_step(self.router)
+        # a pre-gate begins its layer's step in the block before
+        if (self.moe.gating.source is None and self.training and not inside_backward()
+                and not self.continues and self._clock.new_step(core.microbatches_a_step())):
+            self._finish_step()
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
         ids_SB = ids_of(x_SBD, self.tokens_BT, self.needs, part)
         return token_info(x_SBD, ids_SB, self.needs)
 
+    def _finish_step(self) -> None:
+        for moe in joined(self.moe):
+            finish_step(moe)
+
     def _observe(self, out: MoEOutput) -> None:
-        if torch.is_grad_enabled() or not self.training:  # else the first pass of a recomputation
+        # counts one pass where activations are recomputed
+        if (torch.is_grad_enabled() and not replaying()) or not self.training:
             self.last_stats = out.stats
             if self.observer is not None and out.stats is not None:
                 self.observer(out.stats)
 
     def _with_losses(self, y: Tensor, losses: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
-        # once a micro-batch: not in a recomputation's first pass
+        # not in a recomputation's first pass without gradients
         if not (self.training and torch.is_grad_enabled()):
             return y
         parts = self.groups.context if self.shares_tokens else self.groups.tokens
@@ -257,8 +287,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 # by tokens: Megatron then divides every gradient by the number of tokens
                 y = core.attach_loss(
                     y, weight * loss * (tokens if self.config.calculate_per_token_loss else 1))
-                core.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number,
-                                self.config, group)
+                if not replaying():
+                    core.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number,
+                                  self.config, group)
         return y
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
@@ -275,7 +306,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 core.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
         else:  # saved under the native router's name, so that either router loads it
             if self._clock.ended():
-                finish_step(self.router)
+                self._finish_step()
             for name, tensor in self.router.state_dict(keep_vars=True).items():
                 saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)
                 found.update(

@@ -5,39 +5,57 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.config import MoEConfig, OffloadConfig, with_overrides
+from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.arguments import model_settings
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.norm import LocalNorm
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.data import Batch
+from moe_plugin.hosts.megatron.ensemble import Ensemble, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.spec import swap_moe
+from moe_plugin.hosts.megatron.pipeline import pipeline_settings
+from moe_plugin.hosts.megatron.spec import swap_attention, swap_moe
 from moe_plugin.hosts.megatron.tokens import give_token_ids
+from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
+from moe_plugin.observe import StatsRecorder
+from moe_plugin.offload.activations import Activations
+from moe_plugin.routing.pregate import link
 
 
 @dataclass
 class Training:
     """What a training step needs: model chunks, optimizer, Megatron's config.
 
-    chunks: wrapped; one, or one per virtual pipeline stage.
+    chunks: wrapped; one, or one per virtual pipeline stage. Without an optimizer they are bare.
+    optimizer: None: the model only evaluates.
     settings: what the model computes, for checkpoints (`arguments.model_settings`).
+    activations: what its layers do with theirs; None: they keep them.
+    ensemble: of output heads and its loss; None: one output layer.
+    passes: in the place of what Megatron's `get_forward_backward_func` returns; None: that.
+    stage_layouts: of stages of unequal layout, first to last; empty: all are alike.
     """
 
     chunks: list[Any]
     optimizer: Any
     config: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
+    activations: Activations | None = None
+    ensemble: Ensemble | None = None
+    passes: Callable[..., Any] | None = None
+    stage_layouts: Sequence[str] = ()
 
     def bare(self) -> list[nn.Module]:
         """The model chunks without their data-parallel wrapper."""
-        return [chunk.module for chunk in self.chunks]
+        return list(self.chunks) if self.optimizer is None else [
+            chunk.module for chunk in self.chunks]
 
     def moe_layers(self) -> list[PluginMoELayer]:
         """Our layers on this rank."""
@@ -45,20 +63,25 @@ class Training:
             m for chunk in self.chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)
         ]
 
+    def watch(self, recorder: StatsRecorder) -> None:
+        """Let a recorder watch copies that are not of activations; here there are none."""
+
     def gather_parameters(self) -> None:
         """Complete the parameters after a step, before anything but the next step reads them.
 
         Under `overlap_param_gather` each rank has the new values of its own shards only, until the
         next step's forward pass gathers them. A collective call.
         """
-        for chunk in self.chunks:
+        for chunk in () if self.optimizer is None else self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
 def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
           vocab_size: int) -> Training:
-    """Model, wrapper and optimizer for this rank. Megatron's groups must be initialised."""
+    """Model, wrapper and optimizer for this rank; the model alone with `--skip-train`. Megatron's
+    groups must be initialised.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -66,6 +89,8 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     )
     from megatron.core.transformer.module import Float16Module
 
+    offload = offload_of(settings)
+    refuse_streamed_weights(offload, "this program")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     sharded = args.use_distributed_optimizer
     wrapper = DistributedDataParallelConfig(use_distributed_optimizer=sharded,
@@ -73,16 +98,29 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
                                             overlap_grad_reduce=args.overlap_grad_reduce,
                                             overlap_param_gather=args.overlap_param_gather,
                                             bucket_size=args.ddp_bucket_size)
-    chunks = []
+    chunks, ensemble = [], ensemble_of(args)
+    if ensemble and pipeline_settings(settings).schedule == "terapipe":
+        raise ValueError(f"ensemble_heads={ensemble.heads} does not fit pipeline.schedule="
+                         f"{pipeline_settings(settings).schedule}: a sequence's heads are chosen by"
+                         " its whole loss, not by slices; use 1f1b or eager-1f1b")
     for stage in range(stages):
-        model = _gpt(args, config, settings, vocab_size, stage if stages > 1 else None)
+        model = _stage(args, config, settings, vocab_size, stage if stages > 1 else None)
+        if ensemble:
+            add_heads(model, ensemble.heads, hidden=ensemble.hidden, sharing=ensemble.sharing,
+                      classes=vocab_size)
+        link(model)
         give_token_ids(model)
         model = Float16Module(config, model) if args.bf16 or args.fp16 else model
         if torch.cuda.is_available() and not args.cpu:
             model = model.cuda()
+        if args.skip_train:
+            chunks.append(model)
+            continue
         # as in Megatron's training: what other chunks send overlaps with the first one's compute
         chunks.append(DistributedDataParallel(config=config, ddp_config=wrapper, module=model,
                                               disable_bucketing=stage > 0))
+    if args.skip_train:
+        return Training(chunks, None, config, model_settings(args, config), ensemble=ensemble)
     for chunk in chunks:
         chunk.broadcast_params()
     optimizer = _optimizer(args, config, chunks)
@@ -92,31 +130,45 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     if args.overlap_grad_reduce:  # gradients leave in a step's last micro-batch only
         held_back = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = held_back if stages > 1 else held_back[0]
-    return Training(chunks, optimizer, config, model_settings(args, config))
+    activations = activations_of(offload, config, [chunk.module for chunk in chunks])
+    return Training(chunks, optimizer, config, model_settings(args, config), activations, ensemble)
 
 
-def _gpt(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int,
-         stage: int | None) -> nn.Module:
+def offload_of(settings: Mapping[str, Any]) -> OffloadConfig:
+    """Our `offload` settings."""
+    given = {path: value for path, value in settings.items() if path.startswith("offload.")}
+    return with_overrides(MoEConfig(), given).offload
+
+
+def _stage(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int,
+           stage: int | None) -> nn.Module:
     from megatron.core import parallel_state as ps
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
     here = {"ignore_virtual": False, "vp_stage": stage}
+    return gpt(args, config, layer_spec(args, config, settings, stage), vocab_size,
+               pre_process=core.call_supported(ps.is_pipeline_first_stage, **here),
+               post_process=core.call_supported(ps.is_pipeline_last_stage, **here), vp_stage=stage)
+
+
+def gpt(args: argparse.Namespace, config: Any, spec: Any, vocab_size: int,
+        **part: Any) -> nn.Module:
+    """Megatron's `GPTModel`. spec: of its layers. part: of the model, if it is one."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
     # for any usual size the same vocabulary, so that checkpoints fit
     step = math.lcm(128, args.tensor_model_parallel_size)
     padded = -(-vocab_size // step) * step
     return core.call_supported(
-        GPTModel, config=config, transformer_layer_spec=_spec(args, config, settings,
-                                                              stage), vocab_size=padded,
+        GPTModel, config=config, transformer_layer_spec=spec, vocab_size=padded,
         max_sequence_length=args.seq_length, position_embedding_type=args.position_embedding_type,
         rotary_base=args.rotary_base,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        parallel_output=True, pre_process=core.call_supported(ps.is_pipeline_first_stage, **here),
-        post_process=core.call_supported(ps.is_pipeline_last_stage, **here), vp_stage=stage,
-    )
+        parallel_output=True, **part)
 
 
-def _spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
-          stage: int | None) -> Any:
+def layer_spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
+               stage: int | None) -> Any:
+    """Megatron's spec of a stage's layers, with ours in it."""
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -126,6 +178,8 @@ def _spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
                                  use_transformer_engine=engine, vp_stage=stage)
     for native in () if engine else (WrappedTorchNorm, FusedLayerNorm):
         spec = core.replace_norms(spec, native, LocalNorm)
+    if pipeline_settings(settings).cuts:
+        spec = swap_attention(spec)
     if args.native_moe or not args.num_experts:
         return spec
     return swap_moe(spec, settings, allow_none=True)  # a pipeline stage may have dense layers only
@@ -145,10 +199,18 @@ def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(settings, chunks)
 
 
-def forward_step(batches: Iterator[Batch], model: Any,
-                 return_schedule_plan: bool = False) -> tuple[Any, Callable[[Tensor], Any]]:
+def causal_mask(length: int, device: torch.device) -> Tensor | None:
+    """[1, 1, T, T], True where nothing is seen; None: attention does without."""
+    if core.has_transformer_engine():
+        return None
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+
+
+def forward_step(batches: Iterator[Batch], model: Any, return_schedule_plan: bool = False, *,
+                 ensemble: Ensemble | None = None) -> tuple[Any, Callable[[Tensor], Any]]:
     """Megatron's `forward_step_func`.
 
+    ensemble: see `Training`.
     return_schedule_plan: as under `overlap_moe_expert_parallel_comm`.
     Returns: output or per-token loss (or the plan to compute it), and the function from it to the
         loss and what is logged.
@@ -157,13 +219,13 @@ def forward_step(batches: Iterator[Batch], model: Any,
 
     batch = next(batches)
     length = batch.tokens.shape[1]
-    mask = None
-    if not core.has_transformer_engine():
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool,
-                          device=batch.tokens.device).triu(1)
+    mask = causal_mask(length, batch.tokens.device)
+    per_token = get_model_config(model).calculate_per_token_loss
+    if ensemble is not None:  # without labels the model returns logits
+        return model(batch.tokens, batch.positions, mask), ensemble.loss_function(
+            batch.labels, batch.loss_mask, training=model.training, per_token=per_token)
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch.tokens, batch.positions, mask, labels=batch.labels)
-    per_token = get_model_config(model).calculate_per_token_loss
 
     def loss(loss_BS: Tensor) -> Any:
         tokens = batch.loss_mask.sum()

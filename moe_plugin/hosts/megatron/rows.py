@@ -42,7 +42,7 @@ class FittingSteps(RowsCheck):
             self.overflowed()
             return done
         taken = [list(itertools.islice(each, microbatches)) for each in batches]
-        start = _Start(self.chunks)
+        start = Start(self.chunks)
         while True:
             done = passes([iter(each) for each in taken])
             if not self.overflowed():
@@ -51,7 +51,7 @@ class FittingSteps(RowsCheck):
             start.rewind()
 
 
-class _Start(StepStart):
+class Start(StepStart):
     """And the random generators that Megatron keeps for its parallel regions."""
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -61,7 +61,7 @@ class _Start(StepStart):
         self._tracker = get_cuda_rng_tracker()
         self._states = {name: state.clone() for name, state in self._tracker.get_states().items()}
 
-    def rewind(self) -> None:
+    def restore(self) -> None:
         """Set them as they were."""
-        super().rewind()
+        super().restore()
         self._tracker.set_states({name: state.clone() for name, state in self._states.items()})

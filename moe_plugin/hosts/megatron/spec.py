@@ -28,6 +28,8 @@ from moe_plugin.config import settings_from_yaml
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, all_layers_moe
+from moe_plugin.hosts.megatron.pipeline import pipeline_settings
+from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.messages import short
 
 
@@ -52,6 +54,16 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
             "num_experts set, and pass the "
             "transformer layer's spec or a TransformerBlockSubmodules")
     return swapped
+
+
+def swap_attention(spec: Any) -> Any:
+    """A copy of a Megatron layer or block spec whose attention can take slices of sequences, for
+    `pipeline.schedule=terapipe`; with whole sequences it is Megatron's `DotProductAttention`.
+    """
+    # imported here: it imports Megatron's layers, which other schedules may not have
+    from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention
+
+    return core.replace_attention(spec, SliceAttention)
 
 
 def moe_layer_spec(settings: Mapping[str, Any] | str | None = None, *,
@@ -99,7 +111,7 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
 def _block(settings: Mapping[str, Any] | str | None, transformer_engine: bool | None) -> Any:
     config = script_config()
     if not config.virtual_pipeline_model_parallel_size:
-        return swap_moe(core.gpt_block_spec(config, transformer_engine), settings, allow_none=True)
+        return _swapped(core.gpt_block_spec(config, transformer_engine), settings)
     if not all_layers_moe(config):  # a spec does not know which virtual stage it is for
         raise ValueError(
             f"moe_layer_freq={short(config.moe_layer_freq)} cannot be used with virtual pipeline "
@@ -117,8 +129,15 @@ def _later_block(settings: Mapping[str, Any] | str | None, transformer_engine: b
             "builds its model from a GPTModelConfig: Megatron's builder takes its own MoE layer "
             "for multi-token prediction; pass `pretrain` a model provider, as "
             "scripts/pretrain_gpt_moe.py does")
-    return swap_moe(core.gpt_block_spec(config, transformer_engine, vp_stage), settings,
-                    allow_none=True)
+    return _swapped(core.gpt_block_spec(config, transformer_engine, vp_stage), settings)
+
+
+def _swapped(block: Any, settings: Mapping[str, Any] | str | None) -> Any:
+    settings = settings_from_yaml(settings) if isinstance(settings, str) else settings
+    given = settings_from_flags(script_arguments()) if settings is None else settings
+    if pipeline_settings(given).cuts:
+        block = swap_attention(block)
+    return swap_moe(block, settings, allow_none=True)
 
 
 _OTHER_LAYERS = ("yaml_cfg", "heterogeneous_layers_config_path", "experimental_attention_variant",

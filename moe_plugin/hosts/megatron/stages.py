@@ -26,7 +26,8 @@ from torch import Tensor
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.dispatch.local import TokenPlan, with_weights
 from moe_plugin.hosts.megatron import parameters
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, MoEOutput, RowPlan, Tokens
+from moe_plugin.output import MoEOutput
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
 from moe_plugin.routing.statistics import call_stats
 from moe_plugin.tuning.layouts import CallPlan, LayoutCall
 
@@ -143,6 +144,7 @@ def check(layer: Any) -> None:
             ("dispatch.name", config.dispatch.name, "'ragged' or 'padded'",
              traits.cuts and not traits.bounded),
             ("sequence_parallel", False, True, native.sequence_parallel or not split),
+            ("router.pre_gate", config.router.pre_gate, 0, not config.router.pre_gate),
             ("router.name", config.router.name, "a router that reads no token ids",
              "token_ids" not in layer.needs),
             # 0.16 to 0.19: the schedule has the final norm in an MoE layer's last step alone

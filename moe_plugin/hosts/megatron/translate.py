@@ -24,6 +24,7 @@ from moe_plugin.config import (
     with_overrides,
 )
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
+from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
 from moe_plugin.messages import short
 
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not
@@ -95,6 +96,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     _check_agreement("experts.init_std", settings, setting(native, "init_method_std"))
     known["losses"] = _losses(native, settings.get("losses"), bool(reasons))
     config = with_overrides(from_dict({"losses": {}}), {**settings, **known})
+    refuse_streamed_weights(config.offload, "Megatron")
     if reasons:
         _check_native_router_settings(settings, reasons)
     balance = injected_router or _native_router_balances(native)

@@ -22,6 +22,7 @@ class Case:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     gated: bool = False
     native: dict[str, Any] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Case:
             "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False,
             "tensor_model_parallel_size": self.tp, "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp, "sequence_parallel": self.sequence_parallel,
+            "context_parallel_size": self.cp,
             "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
             "moe_router_load_balancing_type": "none", "gated_linear_unit": self.gated,
             "params_dtype": self.dtype, "bf16": self.dtype == torch.bfloat16,
@@ -89,7 +91,8 @@ def initialise_parallel(case: Case, pp: int = 1) -> None:
     from moe_plugin.hosts.megatron.compat import core
 
     core.destroy_groups()
-    parallel_state.initialize_model_parallel(case.tp, pp, expert_model_parallel_size=case.ep,
+    parallel_state.initialize_model_parallel(case.tp, pp, context_parallel_size=case.cp,
+                                             expert_model_parallel_size=case.ep,
                                              expert_tensor_parallel_size=case.etp)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
@@ -190,7 +193,8 @@ def whole_gradients(layer: Any, case: Case, of: Any = lambda p: p.grad) -> Weigh
 
 def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
     """(input [s, b, D], weights of the outputs, padding mask [b, s] or None) of this rank: whole
-    sequences by data-parallel rank, under sequence parallelism cut by tensor-parallel rank.
+    sequences by data-parallel rank, cut by context-parallel rank, and under sequence parallelism by
+    tensor-parallel rank.
     """
     from megatron.core import parallel_state as ps
 
@@ -201,9 +205,11 @@ def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
         padding[-3:, 1] = True
         padding[2:, 2] = True
         weigh = weigh * ~padding[..., None]
-    if case.sequence_parallel:
-        x, weigh, padding = (t.chunk(case.tp)[ps.get_tensor_model_parallel_rank()].contiguous()
-                             for t in (x, weigh, padding))
+    for parts, part in ((case.cp, ps.get_context_parallel_rank()),
+                        (case.tp if case.sequence_parallel else 1,
+                         ps.get_tensor_model_parallel_rank())):
+        if parts > 1:
+            x, weigh, padding = (t.chunk(parts)[part].contiguous() for t in (x, weigh, padding))
     return x.to(case.dtype), weigh, padding.t().contiguous() if case.padding else None
 
 

@@ -187,7 +187,7 @@ def _evaluated(argv: list[str], log: str) -> str:
     loop = train.Loop(args, built, SimpleNamespace(layers=[]), RunLog(log), train_set,
                       valid_set)
     try:
-        loop._evaluate(0)
+        loop.evaluate(0)
     except RowsOverflow as error:
         return str(error)
     return ""

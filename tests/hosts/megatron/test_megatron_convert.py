@@ -5,6 +5,7 @@ the other layout of experts.
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import io
 import os
 import pickle
@@ -19,7 +20,11 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from safetensors.torch import load_file
+
+from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats import Layout, convert, detect, formats, open_source
+from moe_plugin.checkpoint.source import MODEL as MODEL_FIELD
 from moe_plugin.checkpoint.source import (
     MODEL_ONLY,
     CheckpointError,
@@ -31,8 +36,11 @@ from moe_plugin.checkpoint.source import (
     derive,
 )
 from moe_plugin.checkpoint.trust import UntrustedFile
+from moe_plugin.config import from_dict
 from moe_plugin.hosts.megatron.offline import formats as _registers  # noqa: F401
 from moe_plugin.hosts.megatron.offline.writer import _Writer
+from moe_plugin.layer import MoELayer
+from moe_plugin.records import HostContext
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, losses_of, refusal, trained
 
@@ -205,6 +213,25 @@ def test_reshard_and_inspect(runs: Any, tmp_path: Path, capsys: Any) -> None:
         _same(convert(source, "megatron"), read)
 
 
+def test_experts_of_a_run_become_a_file_for_the_store(runs: Any, tmp_path: Path) -> None:
+    path = tmp_path / "experts.safetensors"
+    with open_source(Path(runs("Adam", True))) as source:
+        write_experts(source, path)
+        plain, written = convert(source, "plain"), load_file(path)
+        assert {name.rpartition(".")[2] for name in written} == {
+            "w_in_LDF", "w_gate_LDF", "w_out_LFD"}
+        for name, value in written.items():
+            assert torch.equal(value, plain.read((MODEL_FIELD, name))), name
+    shape = written["layers.0.moe.experts.w_in_LDF"].shape
+    config = {"model_dim": shape[1], "num_experts": shape[0], "experts": {
+        "kind": "gated_ffn", "hidden_dim": shape[2], "bias": False, "store": "disk",
+        "store_path": str(path)}}
+    layer = MoELayer(from_dict(config), host=HostContext(layer_number=1))
+    stored = layer.experts.state_dict()
+    for name, value in stored.items():
+        assert torch.equal(value, written[f"layers.1.moe.experts.{name}"])
+
+
 def test_windows_are_what_megatron_wrote(runs: Any) -> None:
     """Against torch's own reader, at random windows."""
     from torch.distributed import checkpoint as dcp
@@ -235,6 +262,9 @@ def _saved_by_rank(argv: list[str]) -> None:
         trained(argv)
 
 
+@pytest.mark.skipif(importlib.metadata.version("megatron-core") < "0.16", reason=(
+    "distrib_optim_sharding_type=dp_reshardable asserts that every tensor of Adam's state has the "
+    "parameter's shape, and torch's has a scalar step"))
 def test_optimizer_state_that_only_its_ranks_can_read_is_refused_by_name(
         data: str, tmp_path: Path) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--use-distributed-optimizer"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from moe_plugin.ensembles import confident_oracle_loss, ensemble_errors
 from moe_plugin.hosts.megatron.ensemble import oracle_loss_function
 from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import MODEL, PP2
 
 pytestmark = pytest.mark.megatron
 
@@ -80,3 +83,51 @@ def test_a_gpt_model_with_heads_learns() -> None:
     [(losses, message)] = on_ranks(1, _train, 30)
     assert losses[-1] < 0.75 * losses[0]
     assert "share_embeddings_and_output_weights=True cannot be used" in message
+
+
+FLAGS = ["--ensemble-heads", "3", "--ensemble-hidden", "8", "--ensemble-sharing", "0.7",
+         "--untie-embeddings-and-output-weights"]
+
+
+def _by_flags(argv: list[str], folder: str) -> list[dict[str, Any]]:
+    """Records of a run that saves, and of one that resumes from it."""
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron import train as script
+
+    logs = []
+    for name, more in (("first", ["--train-iters", "4", "--save", f"{folder}/ckpt"]),
+                       ("then", ["--train-iters", "5", "--load", f"{folder}/ckpt"])):
+        args = arguments.parser().parse_args([*argv, *more, "--log-file", f"{folder}/{name}"])
+        if name == "first":
+            script.start(args)
+        script.run(args)
+        logs += map(json.loads, Path(f"{folder}/{name}").read_text().splitlines())
+    return logs
+
+
+@pytest.mark.distributed
+def test_heads_by_flags_over_two_stages(data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, *PP2, *FLAGS, "--data-path", data, "--eval-interval", "4", "--eval-iters", "1"]
+    logs = on_ranks(2, _by_flags, argv, str(tmp_path))[0]
+    steps = [row for row in logs if "lm_loss" in row]
+    [valid] = [row for row in logs if "valid_loss" in row]
+    assert [row["iteration"] for row in steps] == [1, 2, 3, 4, 5]
+    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
+    for row in [*steps, valid]:
+        assert 0 < row["oracle_error"] <= 1 and 0 < row["top1_error"] <= 1
+
+
+@pytest.mark.parametrize("more,said", [
+    (["--oracle-k", "4"], "oracle_k=4 is out of bounds: must be in 1..3"),
+    (["--ensemble-heads", "1"], "ensemble_heads=1 is out of bounds"),
+    (["--ensemble-hidden", "0"], "ensemble_sharing=0.7 is out of bounds: must be 0 without"),
+    (["--tensor-model-parallel-size", "2"], "tensor_model_parallel_size=2 is out of bounds"),
+    (["--oracle-beta", "nan"], "oracle_beta=nan is out of bounds"),
+    (["--ensemble-heads", "0"], "--ensemble-hidden has no effect without an ensemble"),
+])
+def test_flags_of_heads_are_checked(more: list[str], said: str) -> None:
+    from moe_plugin.hosts.megatron import arguments
+
+    argv = [*MODEL, *FLAGS, "--data-path", "x", "--train-iters", "1", *more]
+    with pytest.raises(ValueError, match=said):
+        arguments.check(arguments.parser().parse_args(argv), 2)

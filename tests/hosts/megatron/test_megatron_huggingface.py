@@ -17,7 +17,7 @@ import transformers
 import moe_plugin.cli.checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats import Layout, convert, formats, open_source
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import refusal
+from tests.hosts.megatron.training import logits, refusal
 
 pytestmark = pytest.mark.megatron
 VOCABULARY = 384  # the training script's for bytes
@@ -28,22 +28,6 @@ ARGUMENTS = [
     "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--num-experts",
     "4", "--moe-ffn-hidden-size", "48", "--moe-router-dtype", "fp32", "--micro-batch-size", "1",
     "--train-iters", "1", "--lr", "1e-3", "--data-path", "none"]
-
-
-def _logits(argv: list[str], root: str, tokens_BT: torch.Tensor) -> torch.Tensor:
-    from moe_plugin.hosts.megatron import arguments, checkpoint, model
-    from moe_plugin.hosts.megatron import train as script
-
-    args = arguments.parser().parse_args(argv)
-    script.start(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True),
-                           arguments.our_settings(args), 257)
-    checkpoint.load(root, training)
-    length = tokens_BT.shape[1]
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    positions = torch.arange(length).expand_as(tokens_BT)
-    with torch.no_grad():
-        return training.bare()[0].eval()(tokens_BT, positions, mask)
 
 
 def _written(source: Any, path: Path) -> Path:
@@ -67,7 +51,7 @@ def test_mixtral_has_the_same_logits_in_megatron_and_comes_back(data: str,
         root = _written(convert(source, "megatron"), tmp_path / "megatron")
         native = _written(convert(source, "megatron_native"), tmp_path / "native")
     for argv, path in ((ARGUMENTS, root), ([*ARGUMENTS, "--native-moe"], native)):
-        [found] = on_ranks(1, _logits, argv, str(path), tokens_BT)
+        [found] = on_ranks(1, logits, argv, str(path), tokens_BT)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     with open_source(root) as source:
         back = _written(convert(source, "hf"), tmp_path / "back")

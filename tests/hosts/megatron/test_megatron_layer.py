@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
@@ -263,6 +265,8 @@ REFUSED = {
     }, ("experts.init_std=0.5", "--init-method-std")), "unknown dispatcher": ({}, {
         "dispatch.name": "carrier_pigeon"
     }, ("carrier_pigeon", "ragged")),
+    "streamed weights": ({}, {"offload.weights": "host"},
+                         ("offload.weights=host", "Megatron", "--weights-on device")),
 }
 
 
@@ -328,3 +332,37 @@ def test_swap_moe_needs_an_moe_layer() -> None:
 
     with pytest.raises(ValueError, match="no MoE layer found"):
         swap_moe(get_gpt_layer_local_spec())
+
+
+def _stored(case: Case, store: str, folder: Path) -> None:
+    from moe_plugin.hosts.megatron.layer import PluginMoELayer
+    from moe_plugin.offload.stored import StoredExperts
+
+    initialise_parallel(case)
+    resident, path = build(case, True), folder / "experts.safetensors"
+    x = torch.randn(5, 2, resident.config.hidden_size)
+    save_file({f"decoder.layers.0.mlp.experts.{name}": value for name, value
+               in resident.experts.state_dict().items()}, path)
+
+    def stored(path: Path) -> PluginMoELayer:
+        return PluginMoELayer(case.config(), layer_number=1, settings={
+            "experts.store": store, "experts.store_path": str(path), "experts.cache": "8KiB"})
+
+    layer = stored(path)
+    assert isinstance(layer.experts, StoredExperts)
+    state = resident.state_dict()
+    if store == "disk":  # the file has them
+        state = {name: value for name, value in state.items() if ".w_" not in name}
+    layer.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(x)[0], resident(x)[0])
+    with pytest.raises(ValueError, match=f"experts.store={store} does not fit training"):
+        layer.train()(x)
+    if store == "disk":
+        with pytest.raises(ValueError, match="must be a .safetensors file"):
+            stored(folder)
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_experts_outside_the_device_evaluate_alike(store: str, tmp_path: Path) -> None:
+    on_ranks(1, _stored, Case(gated=True, training=False, native=AUX), store, tmp_path)

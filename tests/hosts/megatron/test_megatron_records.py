@@ -5,22 +5,27 @@ starts.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from tests.hosts.megatron.ranks import on_ranks
+from moe_plugin.observe.history import read_run
+from tests.hosts import ill
+from tests.hosts.megatron.ranks import on_ranks, run_main
 from tests.hosts.megatron.training import EP2, MODEL, PP2, trained
+from tests.observe import wandb_files
 
 pytestmark = pytest.mark.megatron
 
 
 def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None:
-    from moe_plugin.observe.history import read_run
     from moe_plugin.observe.report import render
 
     files = [
@@ -32,6 +37,8 @@ def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None
     run = read_run(tmp_path)
     assert [r.step for r in run.steps
             ] == [1, 2, 3] and run.host == "megatron" and run.total_steps == 3 and run.notes == []
+    assert run.defaults is not None and run.settings["train-iters"] == "3"
+    assert run.defaults["moe-z-loss-coeff"] == "–" and "seed" not in run.defaults
     assert {name: [r.step for r in records]
             for name, records in run.layers.items()} == {"layer1": [1, 2, 3], "layer2": [1, 2, 3]}
     shown = {
@@ -57,7 +64,7 @@ def _launched(argv: list[str], steps: int) -> None:
     args = arguments.parser().parse_args(argv)
     train.start(args)
     tokenizer, train_set, _ = train._datasets(args)
-    state = argparse.Namespace(curr_iteration=0)
+    state = argparse.Namespace(curr_iteration=0, global_batch_size=8, seq_length=32)
     training_module = SimpleNamespace()
     sys.modules["megatron.training.global_vars"] = SimpleNamespace(  # type: ignore[assignment]
         _GLOBAL_ARGS=state)
@@ -73,12 +80,18 @@ def _launched(argv: list[str], steps: int) -> None:
     loop = train.Loop(args, built, idle, RunLog(None), train_set, None)
     batches = [loop._batches(train_set, 0) for _ in built.chunks]
     training_module.setup_model_and_optimizer = lambda: (built.chunks, built.optimizer, None)
-    training_module.train_step = lambda: loop.step(batches, args.lr)
+    training_module.train_step = lambda: _as_megatron(*loop.step(batches, args.lr))
     training_module.evaluate = lambda: None
     script.observe_script()
     training_module.setup_model_and_optimizer()
     for state.curr_iteration in range(steps):
         training_module.train_step()
+
+
+def _as_megatron(loss_2: torch.Tensor, norm: float | None) -> tuple[Any, ...]:
+    """What Megatron's `train_step` returns: losses by name on the last stage, skipped, ..."""
+    losses = {"lm loss": loss_2[0] / loss_2[1]} if float(loss_2[1]) else {}
+    return losses, 0, False, False, 0, norm, None
 
 
 @pytest.mark.distributed
@@ -99,3 +112,82 @@ def test_a_launched_script_writes_records_and_hands_over_token_ids(sizes: list[s
     # two steps of all micro-batches and ranks of a stage
     assert calls == {8} and all(row["step"] == 3 for row in rows if "timeline" in row)
     assert len([row for row in rows if "timeline" in row]) == (2 if sizes == PP2 else 1)
+    steps = [r for r in read_run(tmp_path).steps if r.loss is not None]
+    assert [r.step for r in steps] == [2, 4]
+    assert all(0 < r.loss < 10 and r.tokens_per_s > 0 and not r.not_finite for r in steps)
+
+
+def _trained_ill(argv: list[str], log: str) -> None:
+    from moe_plugin.hosts.megatron import train
+    from moe_plugin.hosts.megatron.checkpoint import Progress
+
+    with pytest.MonkeyPatch.context() as patch:
+        rank = torch.distributed.get_rank()
+        made, step, after = ill.Ill(rank, patch), train.Loop.step, train.Loop._after_step
+
+        def taken(loop: train.Loop, *args: Any) -> Any:
+            made.begin(loop.training.bare()[0])
+            return step(loop, *args)
+
+        def jumped(loop: train.Loop, before: Progress) -> Any:
+            jumps = made.step == 2
+            return (Progress(ill.JUMP_TO + 1, 16), True) if jumps else after(loop, before)
+
+        patch.setattr(train.Loop, "step", taken)
+        patch.setattr(train.Loop, "_after_step", jumped)
+        if rank == 0:
+            logging.basicConfig(filename=log, format="%(message)s", force=True)
+        trained(argv)
+
+
+@pytest.mark.distributed
+def test_each_finding_is_in_the_log_once_in_watch_and_in_the_report(
+        data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*MODEL, "--num-layers", "3", "--num-experts", "16", *EP2, "--data-path", data,
+            "--train-iters", str(ill.LAST), "--log-file", str(tmp_path / "log.jsonl"),
+            "--moe-stats-jsonl", str(tmp_path / "stats.jsonl"), *ill.FLAGS.split()]
+    on_ranks(2, _trained_ill, argv, str(tmp_path / "train.log"))
+    ill.check(tmp_path, (tmp_path / "train.log").read_text(), capsys)
+
+
+def _trained_well(argv: list[str], log: str) -> None:
+    from moe_plugin.hosts.megatron import train
+
+    with pytest.MonkeyPatch.context() as patch:
+        made, step = ill.Well(patch), train.Loop.step
+
+        def taken(loop: train.Loop, *args: Any) -> Any:
+            made.begin()
+            return step(loop, *args)
+
+        patch.setattr(train.Loop, "step", taken)
+        logging.basicConfig(filename=log, format="%(message)s", force=True)
+        trained(argv)
+
+
+def test_a_run_that_is_well_has_no_findings(data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, "--num-experts", "8", "--moe-router", "sinkhorn", "--moe-aux-loss-coeff", "0",
+            "--moe-z-loss-coeff", "0", "--data-path", data,
+            "--train-iters", str(ill.WELL_STEPS), "--log-file", str(tmp_path / "log.jsonl"),
+            "--moe-stats-jsonl", str(tmp_path / "stats.jsonl"), *ill.WELL_FLAGS.split()]
+    on_ranks(1, _trained_well, argv, str(tmp_path / "train.log"))
+    ill.check_well(tmp_path, (tmp_path / "train.log").read_text())
+
+
+@pytest.mark.distributed
+def test_weights_and_biases_gets_layers_and_the_training_log(
+        data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "4", "--log-interval", "2", "--cpu",
+            "--moe-stats-wandb", "moe", "--moe-stats-interval", "2"]
+    run_main("moe_plugin.hosts.megatron.train", argv, 2, tmp_path)
+    found = wandb_files.rows(tmp_path)
+    assert {row["moe/step"] for row in found} == {2, 4}
+    for number in (1, 2):
+        mine = [row[f"moe/layer{number}/tokens"] for row in found
+                if f"moe/layer{number}/tokens" in row]
+        assert mine == [2 * 8 * 32] * 2
+    assert [0 < row["moe/training/loss"] < 10 for row in found if "moe/training/loss" in row] == [
+        True, True]

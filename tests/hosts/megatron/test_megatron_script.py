@@ -135,6 +135,16 @@ def test_virtual_stages_over_two_ranks_continue_a_run_without_them(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_pipeline_schedules_reach_the_script() -> None:
+    flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule"]
+    native, eager, auto = (train(2, *flags, name) for name in ("1f1b", "eager-1f1b", "auto"))
+    assert native.losses == eager.losses == auto.losses
+    done = launch(2, *FLAGS, *flags, "eager-1f1b", "--num-layers-per-virtual-pipeline-stage", "1",
+                  "--num-layers", "4")
+    assert done.returncode and "does not fit virtual stages" in done.stderr
+
+
+@pytest.mark.slow
 def test_overlapped_exchanges_train_the_same_model() -> None:
     """In bf16, as Megatron demands, so that a step's rounding shows in the next ones."""
     flags = ["--expert-model-parallel-size", "2", "--bf16", "--train-iters", "4",
@@ -276,3 +286,26 @@ def test_launcher_adds_our_arguments_to_the_scripts_own(checkout: Path, tmp_path
 def test_launcher_offers_no_second_name_for_native_arguments(checkout: Path) -> None:
     done = _launch_alone(str(checkout / "pretrain_gpt.py"), "--moe-top-k", "3")
     assert done.returncode == 2 and "unrecognized arguments: --moe-top-k 3" in done.stderr
+
+
+@pytest.mark.slow
+def test_experts_elsewhere_evaluate_alike(tmp_path: Path) -> None:
+    from moe_plugin.checkpoint.expert_file import write_experts
+    from moe_plugin.checkpoint.formats import open_source
+    from moe_plugin.hosts.megatron.offline import formats as _registers  # noqa: F401
+
+    flags = [*FLAGS, "--expert-model-parallel-size", "2", "--moe-parallel", "fixed",
+             "--train-iters", "2", "--eval-iters", "2"]
+    folder, file = str(tmp_path / "run"), tmp_path / "experts.safetensors"
+    done = launch(2, *flags, "--save", folder, "--save-interval", "2")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    with open_source(Path(folder, "iter_0000002")) as source:
+        write_experts(source, file)
+    seen = []
+    for more in ([], ["--moe-experts-on", "host", "--moe-experts-cache", "64KiB"],
+                 ["--moe-experts-on", "disk", "--moe-experts-store-path", str(file)]):
+        done = launch(2, *flags, "--load", folder, "--skip-train", *more)
+        log = done.stdout + done.stderr
+        assert done.returncode == 0, log[-6000:]
+        seen.append(re.findall(r"on (\w+) set \| lm loss value: (\S+)", log))
+    assert len(seen[0]) == 2 and seen[0] == seen[1] == seen[2]

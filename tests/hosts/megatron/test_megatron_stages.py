@@ -102,6 +102,7 @@ def test_what_cannot_be_cut_into_steps_is_refused() -> None:
         "dispatch.name='all_gather'": {"dispatch.name": "all_gather"},
         "moe_layer_freq=2": {"moe_layer_freq": 2},
         "experts.weights_first=True": {"moe_apply_probs_on_input": True},
+        "router.pre_gate=1": {"router.pre_gate": 1},
         "router.name='hash'": {"router.name": "hash", "router.hash.vocabulary": 16},
     }
     for messages in on_ranks(2, _refusals, list(every.values())):

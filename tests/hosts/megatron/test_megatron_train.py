@@ -25,6 +25,7 @@ def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
     """
     from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
     from moe_plugin.hosts.megatron.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.start import seed_everything
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -32,7 +33,7 @@ def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
     tokenizer, train_set, _ = train._datasets(args)
     built = []
     for args.native_moe in (True, False):
-        train.seed_everything(args.seed)
+        seed_everything(args.seed)
         built.append(
             model.build(args, arguments.transformer_config(args, cpu=True), settings,
                         tokenizer.vocab_size))

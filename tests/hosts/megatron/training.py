@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
+
 MODEL = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
     "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3", "--num-experts", "4",
@@ -40,3 +42,20 @@ def losses_of(path: str) -> dict[int, float]:
     """Loss by iteration of a log."""
     with open(path, encoding="utf-8") as stream:
         return {record["iteration"]: record["lm_loss"] for record in map(json.loads, stream)}
+
+
+def logits(argv: list[str], root: str, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T, V] of the model of these arguments with the checkpoint under `root`."""
+    from moe_plugin.hosts.megatron import arguments, checkpoint, model
+    from moe_plugin.hosts.megatron import train as script
+
+    args = arguments.parser().parse_args(argv)
+    script.start(args)
+    training = model.build(args, arguments.transformer_config(args, cpu=True),
+                           arguments.our_settings(args), 257)
+    checkpoint.load(root, training)
+    length = tokens_BT.shape[1]
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    positions = torch.arange(length).expand_as(tokens_BT)
+    with torch.no_grad():
+        return training.bare()[0].eval()(tokens_BT, positions, mask)

@@ -12,11 +12,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,6 +193,32 @@ def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
 
+@contextlib.contextmanager
+def scaled_losses(factor: float) -> Iterator[None]:
+    """Inside, gradients of auxiliary losses are this many times as large."""
+    scaler = moe_utils.MoEAuxLossAutoScaler
+    scale = scaler.main_loss_backward_scale
+    if scale is not None:
+        scaler.main_loss_backward_scale = scale * factor
+    try:
+        yield
+    finally:
+        if scale is not None:
+            scaler.main_loss_backward_scale = scale
+
+
+@contextlib.contextmanager
+def auxiliary_scale(scale: float) -> Iterator[None]:
+    """Inside, gradients of auxiliary losses have this scale, which Megatron's schedules set."""
+    scaler = moe_utils.MoEAuxLossAutoScaler
+    before = scaler.main_loss_backward_scale
+    scaler.set_loss_scale(torch.ones(1) * scale)
+    try:
+        yield
+    finally:
+        scaler.main_loss_backward_scale = before
+
+
 def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
              part_of: Group | None) -> None:
     """Add a raw loss to Megatron's log of auxiliary losses.
@@ -278,21 +305,11 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
         swapped = [swap_spec(layer, replacement, settings) for layer in spec.layer_specs]
         return replace(spec,
                        layer_specs=[layer for layer, _ in swapped]), sum(n for _, n in swapped)
-    submodules = getattr(spec, "submodules", None)
-    if isinstance(spec, functools.partial):
-        submodules = spec.keywords.get("submodules")
+    submodules = _submodules(spec)
     if submodules is None or not hasattr(submodules, "mlp"):
         return spec, 0
     mlp = swap_mlp(submodules.mlp, replacement, settings)
-    if mlp is submodules.mlp:
-        return spec, 0
-    inner = copy.copy(submodules)
-    inner.mlp = mlp
-    if isinstance(spec, functools.partial):
-        return functools.partial(spec.func, *spec.args, **{**spec.keywords, "submodules": inner}), 1
-    outer = copy.copy(spec)
-    outer.submodules = inner
-    return outer, 1
+    return (spec, 0) if mlp is submodules.mlp else (_with_submodules(spec, "mlp", mlp), 1)
 
 
 def has_transformer_engine() -> bool:
@@ -328,6 +345,35 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization,
         qk_l2_norm=setting(config, "qk_l2_norm", False), vp_stage=vp_stage)  # from 0.16 on
+
+
+def replace_attention(spec: Any, ours: type) -> Any:
+    """A copy of a block or layer spec with `ours` as `core_attention` of its self-attention."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        return replace(spec, layer_specs=[replace_attention(s, ours) for s in spec.layer_specs])
+    submodules = _submodules(spec)
+    if submodules is None:
+        return spec
+    if "core_attention" in vars(submodules):
+        return _with_submodules(spec, "core_attention", ours)
+    attention = vars(submodules).get("self_attention")
+    return _with_submodules(spec, "self_attention", replace_attention(attention, ours))
+
+
+def _submodules(spec: Any) -> Any:
+    if isinstance(spec, functools.partial):  # 0.18 on
+        return spec.keywords.get("submodules")
+    return getattr(spec, "submodules", None)
+
+
+def _with_submodules(spec: Any, name: str, value: Any) -> Any:
+    inner = copy.copy(_submodules(spec))
+    setattr(inner, name, value)
+    if isinstance(spec, functools.partial):
+        return functools.partial(spec.func, *spec.args, **{**spec.keywords, "submodules": inner})
+    outer = copy.copy(spec)
+    outer.submodules = inner
+    return outer
 
 
 def replace_norms(spec: Any, native: type, ours: type) -> Any:

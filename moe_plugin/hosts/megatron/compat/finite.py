@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,15 @@ class FiniteSteps:
 
     Args:
         optimizer: Megatron's outermost optimizer; its `step` then skips.
+        average: makes gradients their mean over replicas of the run, given whether they are bad
+            here; False: they are lost, and so is the step, which is not counted.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any,
+                 average: Callable[[Sequence[Tensor], bool], bool] | None = None) -> None:
+        self.optimizer, self._average = optimizer, average
         self.comm = comm_of(None, timeout_of(settings_from_flags(script_arguments())))
-        self.skipped = self.in_a_row = 0
+        self.skipped = self.in_a_row = self._unscaled = 0
         self.loss_is_finite = True
         self._prepare: Callable[[], bool] = optimizer.prepare_grads
         optimizer.prepare_grads = self
@@ -51,16 +54,19 @@ class FiniteSteps:
             FloatingPointError: `MAX_SKIPPED_STEPS` steps in a row were skipped. Skips by which a
                 loss scale falls do not count.
         """
-        bad = self._prepare()
-        bad |= not self.loss_is_finite or not all_finite(self._gradients())
+        bad = self._prepare() or not self.loss_is_finite
         self.loss_is_finite = True
+        if self._average is not None and not self._average(list(self._gradients()), bad):
+            return True
+        bad = bad or not all_finite(self._gradients())
         bad = any_rank(bad, self.comm)
         self._update_scale(bad)
         if not bad:
             self.in_a_row = 0
             return False
         self.skipped += 1
-        self.in_a_row += not any(map(_scale_falls, parts(self.optimizer)))
+        unscaled = not any(map(_scale_falls, parts(self.optimizer)))
+        self.in_a_row, self._unscaled = self.in_a_row + unscaled, self._unscaled + unscaled
         logger.warning(
             "step skipped on all ranks: a loss or gradient is not finite "
             "(%d in a row, %d in total)",
@@ -71,6 +77,11 @@ class FiniteSteps:
                 "training stops; the newest checkpoint is from before them. Resume from it with a "
                 "lower learning rate or other data")
         return True
+
+    def take_unscaled(self) -> int:
+        """Steps skipped since the last call, without those by which a loss scale falls."""
+        taken, self._unscaled = self._unscaled, 0
+        return taken
 
     def _gradients(self) -> Iterable[Tensor]:
         for part in parts(self.optimizer):

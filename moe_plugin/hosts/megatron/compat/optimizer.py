@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ logger = logging.getLogger(__name__)
 def parts(optimizer: Any) -> list[Any]:
     """The optimizers of a chain; 0.15 to 0.19 chain only where there is more than one."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def gradients_of_norm(part: Any) -> list[Tensor]:
+    """This rank's gradients that count in the norm; 0.19 has another name for them."""
+    get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
+    return list(get())
 
 
 def checkpoint_metadata() -> dict[str, Any]:
@@ -132,8 +138,45 @@ def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
 
 def load_optimizer(optimizer: Any, state: Any) -> None:
     """`optimizer.load_state_dict(state)`, and the torch Adam's step number with it."""
+    _complete_groups(optimizer, state)
     with _step_out_of_sight(optimizer):
         optimizer.load_state_dict(state)
+
+
+def _complete_groups(optimizer: Any, state: Any) -> None:
+    """0.19 finds saved parameter groups by their learning rates, too, which those of older versions
+    and of other programs do not state: there they are the run's own.
+    """
+    from megatron.core.optimizer import optimizer as core
+
+    keys = getattr(core, "param_group_identifier_keys", ())  # not in 0.15
+    running = [group for part in parts(optimizer) if part.optimizer is not None
+               for group in part.optimizer.param_groups]
+    for saved in _saved_groups(state):
+        stated = {key: value for key in keys if (value := group_value(saved, key)) is not None}
+        alike = [group for group in running
+                 if all(group_value(group, key) == value for key, value in stated.items())]
+        for key in keys:
+            if alike and key not in stated and group_value(alike[0], key) is not None:
+                saved[key] = group_value(alike[0], key)
+
+
+def group_value(group: Mapping[str, Any], key: str) -> Any:
+    """What a parameter group says, under Megatron's name or NeMo's; None: nothing."""
+    return group.get(key, group.get(f"pre_{key}"))
+
+
+def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
+    """Parameter groups of a chain's state, or of one optimizer's, at whatever depth."""
+    if isinstance(state, dict):
+        for name, value in state.items():
+            if name == "param_groups":
+                yield from value
+            elif name != "state":
+                yield from _saved_groups(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from _saved_groups(value)
 
 
 @contextlib.contextmanager
@@ -181,6 +224,7 @@ def _mended(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
     @functools.wraps(load)
     def load_state_dict(self: Any, state: Any) -> None:
+        _complete_groups(self, state)
         with _step_out_of_sight(self):
             load(self, state)
 

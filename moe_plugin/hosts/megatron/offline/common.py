@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from moe_plugin.checkpoint.neutral import OPTIMIZER_VALUES
+from moe_plugin.hosts.megatron.compat.optimizer import group_value
 from moe_plugin.hosts.megatron.offline import names
 from moe_plugin.hosts.megatron.offline.source import optimizer_parts
 
@@ -67,10 +69,35 @@ def fitted(state: Any, wanted: Any) -> Any:
     return dict(enumerate(new)) if several else new[0]
 
 
+def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:
+    """What neutral sources say of an optimizer, from the common state."""
+    for part in optimizer_parts(common.get("optimizer")):
+        inner, groups = part.get("optimizer", part), _groups(part)
+        if not groups:
+            continue
+        step = (inner.get("state") or {}).get("common_step", groups[0].get("step"))
+        known = {name: value for name, value in groups[0].items() if name in OPTIMIZER_VALUES}
+        return {**known, **({} if step is None else {"step": int(step)})}
+    return {}
+
+
+def new_optimizer(values: Mapping[str, Any], mixed: bool) -> dict[str, Any]:
+    """The common state's "optimizer" of one that Megatron has not made.
+
+    Args:
+        values: see `OPTIMIZER_VALUES`.
+        mixed: the model has 16-bit parameters, and master weights.
+    """
+    step = values.get("step", 0)
+    known = {"lr": 0.0, "weight_decay": 0.0, **values, "step": step}
+    groups = [{**known, "wd_mult": decay, "lr_mult": 1.0, "is_expert_parallel": False,
+               "is_decoupled_lr": False} for decay in (1.0, 0.0)]
+    state = {"state": {"common_step": torch.tensor(float(step))}, "param_groups": groups}
+    return {"optimizer": state} if mixed else state
+
+
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    # NeMo calls them pre_wd_mult and so on
-    return (*(group.get(name, group.get(f"pre_{name}")) for name in _SAME),
-            bool(group.get("is_expert_parallel")))
+    return (*(group_value(group, name) for name in _SAME), bool(group.get("is_expert_parallel")))
 
 
 def _like(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from moe_plugin.checkpoint.source import (
     part_of,
     transposed,
 )
-from moe_plugin.hosts.megatron.offline.source import NATIVE, OURS
+from moe_plugin.hosts.megatron.offline.folders import NATIVE, OURS
 
 _FC1, _FC2 = "experts.experts.linear_fc1", "experts.experts.linear_fc2"
 # ours, Megatron's, whether axes are swapped

@@ -1,4 +1,8 @@
-"""The formats `megatron` and `megatron_native`; importing this registers them."""
+"""The formats `megatron` and `megatron_native`; importing this registers them.
+
+What reads and writes them is imported where it is used: torch's distributed checkpoint takes about
+a second, which other formats do not need.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,7 @@ from typing import ClassVar
 
 from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
 from moe_plugin.checkpoint.source import CheckpointError, Source
-from moe_plugin.hosts.megatron.offline import experts, neutral
-from moe_plugin.hosts.megatron.offline import source as sources
-from moe_plugin.hosts.megatron.offline.writer import write
+from moe_plugin.hosts.megatron.offline import folders
 
 _SIZES = frozenset({"world", "ep", "tp", "pp", "etp"})
 
@@ -19,11 +21,13 @@ class _Megatron(Format):
 
     def detect(self, path: Path) -> bool:
         """See `Format`."""
-        return (path.is_dir() and sources.is_checkpoint(path)
-                and sources.format_of(path) == self.name)
+        return (path.is_dir() and folders.is_checkpoint(path)
+                and folders.format_of(path) == self.name)
 
     def open(self, path: Path, trust: bool = False) -> Source:
         """See `Format`."""
+        from moe_plugin.hosts.megatron.offline import source as sources
+
         found = sources.MegatronSource(path, trust)
         if found.format != self.name:
             found.close()
@@ -34,7 +38,10 @@ class _Megatron(Format):
     def write(self, source: Source, path: Path, layout: Layout,
               progress: Progress = Progress()) -> None:
         """See `Format`. Megatron loads what is written at any parallel sizes."""
-        sources.refuse_other_optimizers(source)
+        from moe_plugin.hosts.megatron.offline.source import refuse_other_optimizers
+        from moe_plugin.hosts.megatron.offline.writer import write
+
+        refuse_other_optimizers(source)
         write(source, path, layout, progress)
 
 
@@ -49,16 +56,21 @@ class MegatronFormat(_Megatron):
 
     def to_neutral(self, source: Source) -> Source:
         """See `Format`."""
-        sources.refuse_other_optimizers(source)
+        from moe_plugin.hosts.megatron.offline import neutral
+
         return neutral.to_neutral(source)
 
     def from_neutral(self, source: Source) -> Source:
         """See `Format`."""
+        from moe_plugin.hosts.megatron.offline import neutral
+
         return neutral.from_neutral(source)
 
     def from_format(self, source: Source) -> Source | None:
         """See `Format`."""
-        return experts.to_ours(source) if source.format == sources.NATIVE else None
+        from moe_plugin.hosts.megatron.offline import experts
+
+        return experts.to_ours(source) if source.format == folders.NATIVE else None
 
 
 @formats.register("megatron_native")
@@ -72,13 +84,18 @@ class NativeFormat(_Megatron):
 
     def to_neutral(self, source: Source) -> Source:
         """See `Format`."""
-        sources.refuse_other_optimizers(source)
+        from moe_plugin.hosts.megatron.offline import experts, neutral
+
         return neutral.to_neutral(experts.to_ours(source))
 
     def from_neutral(self, source: Source) -> Source:
         """See `Format`."""
+        from moe_plugin.hosts.megatron.offline import experts, neutral
+
         return experts.to_native(neutral.from_neutral(source))
 
     def from_format(self, source: Source) -> Source | None:
         """See `Format`."""
-        return experts.to_native(source) if source.format == sources.OURS else None
+        from moe_plugin.hosts.megatron.offline import experts
+
+        return experts.to_native(source) if source.format == folders.OURS else None

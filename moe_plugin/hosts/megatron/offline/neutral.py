@@ -20,7 +20,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
+from moe_plugin.checkpoint.neutral import (
+    DecoderSettings,
+    check_names,
+    is_zero,
+    masters,
+    without_embed_scale,
+    zeros,
+)
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -32,7 +39,9 @@ from moe_plugin.checkpoint.source import (
     part_of,
 )
 from moe_plugin.hosts.megatron.offline import names, settings
-from moe_plugin.hosts.megatron.offline.source import OURS
+from moe_plugin.hosts.megatron.offline.common import optimizer_values
+from moe_plugin.hosts.megatron.offline.folders import OURS
+from moe_plugin.hosts.megatron.offline.source import refuse_other_optimizers
 
 _EMBED, _POSITION, _OUTPUT = ("embedding.word_embeddings.weight",
                               "embedding.position_embeddings.weight", "output_layer.weight")
@@ -53,6 +62,7 @@ _INNER = (("self_attention.linear_qkv.layer_norm_", "norm1."), ("input_layernorm
 # parts of a neutral name that Megatron joins in one tensor: their beginning, the parts in order
 _JOINED = (("attention.", ("q", "k", "v"), _QKV), ("mlp.", ("w_gate", "w_in"), _FC1),
            ("moe.shared.", ("w_gate", "w_in"), _SHARED_FC1))
+_BIAS = re.compile(r"\.(?:attention|mlp)\.\w+\.bias$")
 _NEUTRAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
@@ -62,6 +72,7 @@ def to_neutral(source: Source) -> Source:
     Raises:
         CheckpointError: a tensor or setting has no neutral form; by name.
     """
+    refuse_other_optimizers(source)
     known = source.values.get("settings") or {}
     heads = known.get("num_attention_heads")
     sizes = _attention(source, heads) if isinstance(heads, int) else (0, 0)
@@ -78,6 +89,9 @@ def to_neutral(source: Source) -> Source:
               for prefix, layer in source.layers.items()}
     values = {name: value for name, value in source.values.items()
               if name not in ("megatron", "settings")}
+    if any(field != MODEL for field, _ in derived):
+        values["optimizer"] = optimizer_values(
+            (source.values.get("megatron") or {}).get("common") or {})
     return View(source, derived.values(), format="neutral", layers=layers,
                 values={**values, "model": model.to_dict()})
 
@@ -149,6 +163,7 @@ def from_neutral(source: Source) -> Source:
     Raises:
         CheckpointError: Megatron's GPT model cannot hold a tensor or setting; by name.
     """
+    source = _with_fitting_biases(without_embed_scale(source))
     model = DecoderSettings.from_dict(source.values["model"])
     known = settings.from_decoder(model)
     derived: dict[Any, Derived] = {}
@@ -161,6 +176,36 @@ def from_neutral(source: Source) -> Source:
     values = {name: value for name, value in source.values.items() if name != "model"}
     values["settings"] = known
     return View(source, derived.values(), format=OURS, layers=layers, values=values)
+
+
+def _with_fitting_biases(source: Source) -> Source:
+    """The source with biases as Megatron has them: in all linear maps and routers, or in none
+    (attention's inputs excepted). Those that are zero come and go. Master weights too.
+
+    Raises:
+        CheckpointError: some linear maps have biases and others have none.
+    """
+    names = {name for field, name in source.entries if field == MODEL}
+    has_bias = "layers.0.attention.o.bias" in names
+    experts = {f"{prefix}experts.w_in_LDF": f"{prefix}experts.b_in_LF" in names
+               for prefix in source.layers}
+    left_out: set[str] = set()
+    if has_bias and experts and not any(experts.values()):
+        left_out = {name for name in names if _BIAS.search(name)}
+        if odd := sorted(name for name in left_out if not is_zero(source, name)):
+            raise CheckpointError(f"{odd[0]!r} is not zero, but experts have no biases: Megatron's "
+                                  "GPT model has them in all linear maps or in none; choose "
+                                  "another format")
+    elif experts and set(experts.values()) != {has_bias}:
+        raise CheckpointError("experts and attention: one has biases, the other has none; "
+                              "Megatron's GPT model has them in both or in none")
+    kept = [source.tensor(key) for key in source.entries if key[1] not in left_out]
+    if has_bias and not left_out:
+        kept += [zeros(one, one.key[1].removesuffix("weight") + "bias") for one in kept
+                 if one.key[1].endswith(".router.weight")
+                 and one.key[1].removesuffix("weight") + "bias" not in names]
+    view = View(source, kept)
+    return View(view, [*kept, *masters(view)])
 
 
 def _megatron(source: Source, key: tuple[str, str], model: DecoderSettings) -> Iterator[Derived]:
@@ -223,7 +268,8 @@ def _sizes(source: Source, known: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "num_layers": len(numbers), "hidden_size": shapes["embed.weight"][1],
         "add_bias_linear": "layers.0.attention.o.bias" in shapes,
-        "add_qkv_bias": "layers.0.attention.q.bias" in shapes,
+        "add_qkv_bias": "layers.0.attention.q.bias" in shapes
+        and "layers.0.attention.o.bias" not in shapes,
         "qk_layernorm": "layers.0.attention.q_norm.weight" in shapes,
         "kv_channels": shapes["layers.0.attention.o.weight"][1] // known["num_attention_heads"],
     }

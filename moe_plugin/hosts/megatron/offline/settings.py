@@ -19,8 +19,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "layernorm_zero_centered_gamma": (False,), "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0), "qk_l2_norm": (False,), "attention_output_gate": (False,),
     "rotary_percent": (1.0,), "rotary_interleaved": (False,), "use_rope_scaling": (False,),
-    "rotary_scaling_factor": (None, 1.0), "moe_router_num_groups": (None,),
-    "moe_router_group_topk": (None,), "moe_expert_capacity_factor": (None,),
+    "rotary_scaling_factor": (None, 1.0), "moe_expert_capacity_factor": (None,),
     "moe_apply_probs_on_input": (False,), "moe_latent_size": (None, 0), "window_size": (None,),
     "quick_geglu": (False,), "openai_gelu": (False,), "squared_relu": (False,),
     "glu_linear_offset": (None, 0, 0.0), "activation_func_clamp_value": (None,),
@@ -34,7 +33,7 @@ _NEEDED = ("num_attention_heads", "swiglu", "normalization", "norm_epsilon")
 # fields of the neutral settings that Megatron's have a form of
 _HELD = {"heads", "kv_heads", "norm", "norm_eps", "activation", "gated", "positions", "tied",
          "pre_norm", "rotary_base", "max_positions", "top_k", "router", "normalize_top_k",
-         "router_scale", "extra"}
+         "router_scale", "groups", "group_top_k", "group_scores", "extra"}
 
 
 def _default(one: dataclasses.Field[Any]) -> Any:
@@ -79,7 +78,22 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
         router=score,
         # of sigmoid scores Megatron always normalizes the chosen ones
         normalize_top_k=score == "sigmoid" or not settings.get("moe_router_pre_softmax"),
-        router_scale=float(settings.get("moe_router_topk_scaling_factor") or 1.0), extra=extra)
+        router_scale=float(settings.get("moe_router_topk_scaling_factor") or 1.0), extra=extra,
+        **_groups(settings, score))
+
+
+def _groups(settings: Mapping[str, Any], score: str) -> dict[str, int]:
+    """Neutral settings of routing limited to groups; {} without."""
+    groups, chosen = (int(settings.get(f"moe_router_{name}") or 0)
+                      for name in ("num_groups", "group_topk"))
+    if not groups or not chosen or not settings.get("num_experts"):
+        return {}
+    best = int(settings.get("moe_router_topk", 2)) // chosen
+    if score == "softmax" and best > 1 and not settings.get("moe_router_pre_softmax"):
+        raise CheckpointError(
+            f"moe_router_group_topk={chosen} with {best} scores for each group adds logits without "
+            "--moe-router-pre-softmax, other formats add probabilities: it has no neutral form")
+    return {"groups": groups, "group_top_k": chosen, "group_scores": best}
 
 
 def from_decoder(model: DecoderSettings) -> dict[str, Any]:
@@ -104,6 +118,12 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
     need(model.router in ("softmax", "sigmoid"), "router", model.router, "softmax or sigmoid")
     sigmoid_sums = model.router != "sigmoid" or model.normalize_top_k or model.top_k <= 1
     need(sigmoid_sums, "normalize_top_k", model.normalize_top_k, "True with sigmoid scores")
+    if model.groups:
+        best = model.group_scores or max(1, model.top_k // model.group_top_k)
+        need(best == model.top_k // model.group_top_k, "group_scores", best,
+             "top_k // group_top_k")
+        need(best == 1 or model.router != "softmax" or not model.normalize_top_k, "group_scores",
+             best, "1 with softmax scores whose chosen ones sum to 1")
     for name, value in model.extra.items():
         need(name in NEUTRAL_VALUES, name, value, "unset")
     plain = dataclasses.replace(model, **{one.name: _default(one) for one in dataclasses.fields(
@@ -133,4 +153,7 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
             "moe_router_topk_scaling_factor": None if model.router_scale == 1.0 else
             model.router_scale
         })
+    if model.groups:
+        found.update({"moe_router_num_groups": model.groups,
+                      "moe_router_group_topk": model.group_top_k})
     return found

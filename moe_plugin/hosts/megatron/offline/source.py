@@ -29,47 +29,20 @@ from moe_plugin.checkpoint.source import (
     Window,
 )
 from moe_plugin.hosts.megatron.offline import names
-from moe_plugin.hosts.megatron.offline.torch_dist import METADATA, DistributedFiles, Objects
+from moe_plugin.hosts.megatron.offline.folders import (
+    BACKEND,
+    COMMON,
+    META,
+    NATIVE,
+    OURS,
+    folder_of,
+)
+from moe_plugin.hosts.megatron.offline.torch_dist import DistributedFiles, Objects
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 
-LATEST = "latest_checkpointed_iteration.txt"
-META, COMMON, BACKEND = "moe_plugin.json", "common.pt", "metadata.json"
 BY_PARAMETER = "fully_reshardable"
-OURS, NATIVE = "megatron", "megatron_native"
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a distributed checkpoint of Megatron, or the folder above some."""
-    if (path / LATEST).is_file():
-        if (path / LATEST).stat().st_size > 16:
-            return False
-        path = folder_of(path)
-    return (path / METADATA).is_file() and (path / BACKEND).is_file()
-
-
-def folder_of(path: Path) -> Path:
-    """The checkpoint's own folder: the newest one where `path` is the folder above.
-
-    Raises:
-        CheckpointError: the file that names the newest one is damaged.
-    """
-    if not (path / LATEST).is_file():
-        return path
-    text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    if text == "release":
-        return path / text
-    if not text.isdecimal() or len(text) > 15:
-        raise CheckpointError(
-            f"{str(path / LATEST)!r} contains {short(text)}, must contain the number of an "
-            "iteration; write the number of one of the folders iter_... there")
-    return path / f"iter_{int(text):07d}"
-
-
-def format_of(path: Path) -> str:
-    """`megatron` or, where experts are Megatron's own, `megatron_native`; from the index alone."""
-    content = (folder_of(path) / METADATA).read_bytes()
-    return NATIVE if names.NATIVE_EXPERTS.encode() in content else OURS
+_MAPPINGS = ("files", "checksums", "layout", "model", "settings")  # in `META`
 
 
 class MegatronSource(Source):
@@ -146,6 +119,9 @@ class MegatronSource(Source):
         try:
             check_input(path)
             meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
+            wrong = [name for name in _MAPPINGS if not isinstance(meta.get(name, {}), dict)]
+            if wrong:
+                raise ValueError(f"{wrong[0]}={short(meta[wrong[0]])} must be a mapping")
             sizes = meta.get("files", {})
             for name, size in sizes.items():
                 found = self.folder / name
@@ -201,9 +177,10 @@ class MegatronSource(Source):
     def _values(self, common: dict[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
         arguments = common.get("args")
         progress = common.get("progress") or {}
-        settings = self._meta.get("settings") or {
-            **{name: value for name, value in _plain(arguments).items()},
-            **self._meta.get("model", {})}
+        given = _plain(arguments)
+        if "layernorm_epsilon" in given:  # so its own script calls it in newer releases
+            given = {"norm_epsilon": given["layernorm_epsilon"], **given}
+        settings = self._meta.get("settings") or {**given, **self._meta.get("model", {})}
         step = self._meta.get("iteration", common.get("iteration", progress.get("iteration", 0)))
         samples = self._meta.get("consumed_samples", settings.get("consumed_train_samples"))
         stored = {name.removeprefix("optimizer.state.").partition(".")[0] for name in tensors

@@ -15,7 +15,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,17 +29,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe_plugin.checkpoint import checksums, trust
-from moe_plugin.checkpoint.source import CheckpointError, Entry, Window, window_shape
+from moe_plugin.checkpoint.source import (
+    UNREADABLE,
+    CheckpointError,
+    Entry,
+    Window,
+    window_shape,
+)
 from moe_plugin.hosts.megatron.checkpoint_trust import ALLOWED
+from moe_plugin.hosts.megatron.offline.folders import METADATA
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 
-METADATA = ".metadata"
 _LOCAL_HEADER = 30  # bytes ahead of a zip member's name; the lengths of name and extra end it
-# what damaged pickles and zip files raise
-_DAMAGED = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, zlib.error, EOFError,
-            ValueError, LookupError, AttributeError, TypeError, RuntimeError, OverflowError,
-            MemoryError)
 
 
 class DistributedFiles:
@@ -143,7 +144,7 @@ class DistributedFiles:
             if layout.shape != tuple(chunk.sizes):
                 raise ValueError(f"shape {layout.shape}, not {tuple(chunk.sizes)}")
             return layout.read(stream, window, dtype)
-        except (OSError, *_DAMAGED) as error:
+        except UNREADABLE as error:
             if isinstance(error, CheckpointError | trust.UntrustedFile):
                 raise
             raise CheckpointError(f"checkpoint file {str(path)!r} is damaged at {name!r} "
@@ -183,7 +184,7 @@ def _read_metadata(path: Path, trusted: bool) -> Metadata:
     except OSError as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
                               f"({error.strerror or error}); use another checkpoint") from error
-    except _DAMAGED as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} is damaged ({short(error)}); use "
                               "another checkpoint") from error
 

@@ -47,7 +47,7 @@ from moe_plugin.checkpoint.source import (
     window_shape,
 )
 from moe_plugin.hosts.megatron.offline import common, names
-from moe_plugin.hosts.megatron.offline.source import BACKEND, COMMON, LATEST, META, NATIVE
+from moe_plugin.hosts.megatron.offline.folders import BACKEND, COMMON, LATEST, META, NATIVE
 
 CHUNK_BYTES, FILE_BYTES = 1 << 25, 1 << 29
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
@@ -95,7 +95,7 @@ def write(source: Source, path: Path, layout: Layout, progress: Progress) -> Pat
         OSError: the disk is full, for example.
     """
     kept = source.values.get("megatron") or {}
-    iteration = int(source.values.get("step", 0))
+    iteration = int(source.values.get("step") or 0)
     folder = path / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     stacked = kept.get("stacked", _uniform(source.entries))
@@ -269,7 +269,7 @@ def _metadata(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
 
 
 def _common(source: Source, kept: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    step = int(source.values.get("step", 0))
+    step = int(source.values.get("step") or 0)
     state = dict(kept.get("common") or {
         "iteration": step, "progress": {
             "iteration": step, "consumed_samples": int(source.values.get("consumed_samples", 0))
@@ -277,6 +277,9 @@ def _common(source: Source, kept: Mapping[str, Any], layout: Layout) -> dict[str
     })
     if source.values.get(MODEL_ONLY):
         state.pop("optimizer", None)
+    elif "common" not in kept and any(field != MODEL for field, _ in source.entries):
+        mixed = any(field == names.MASTER for field, _ in source.entries)
+        state["optimizer"] = common.new_optimizer(source.values.get("optimizer") or {}, mixed)
     if "optimizer" in state and source.layers:
         experts = [name for _, name in source.entries if "experts." in name]
         ep = layout.ep or (kept.get("layout") or {}).get("expert", 1)
@@ -296,7 +299,7 @@ def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any], layout: L
     sums = {name: f"{checksums.crc_of(folder / name):08x}" for name in sizes}
     values = {
         "model": meta.get("model") or _shape(settings), "settings": settings,
-        "layout": meta.get("layout") or {}, "iteration": int(source.values.get("step", 0)),
+        "layout": meta.get("layout") or {}, "iteration": int(source.values.get("step") or 0),
         "consumed_samples": int(source.values.get("consumed_samples", 0)),
         "megatron_core": meta.get("megatron_core", ""), "files": sizes, "checksums": sums
     }

@@ -1,0 +1,125 @@
+"""Forward and backward passes of the training script, and its evaluation."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_plugin.hosts.megatron import arguments
+from moe_plugin.hosts.megatron.ensemble import ERRORS
+from moe_plugin.hosts.megatron.guards import losses_so_far
+from moe_plugin.hosts.megatron.pipeline import forward_backward_func, pipeline_settings
+from moe_plugin.hosts.plain.named_errors import collectives_named, comm_of
+
+logger = logging.getLogger("moe_plugin.megatron")
+
+
+class Passes:
+    """Passes through a model's chunks by Megatron's schedule.
+
+    Args:
+        args: of the script. training: the model. log: takes a record of each evaluation.
+        valid_set: what an evaluation reads; None: there is none.
+
+    Attributes:
+        errors: of an ensemble in the last passes, tokens by the names of `ERRORS`.
+        microbatches: of a step, for each replica. replica, replicas: this one, and how many.
+    """
+
+    def __init__(self, args: argparse.Namespace, training: Any, log: Any, valid_set: Any) -> None:
+        from megatron.core import parallel_state as ps
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        from moe_plugin.hosts.megatron.rows import FittingSteps
+
+        self.args, self.training, self.log, self.valid_set = args, training, log, valid_set
+        self.until_rows_fit = FittingSteps(training.chunks)
+        self.schedule = forward_backward_func(pipeline_settings(arguments.our_settings(args)),
+                                              training.passes or get_forward_backward_func())
+        self.replica, self.replicas = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+        self.microbatches = args.global_batch_size // (args.micro_batch_size * self.replicas)
+        # experts that are elsewhere come after the layer's others
+        self.device = next(training.chunks[0].parameters()).device
+        self.errors = torch.zeros(len(ERRORS), dtype=torch.float64)
+
+    def evaluate(self, iteration: int) -> dict[str, Any]:
+        """The mean loss of `eval_iters` micro-batches of the validation set, logged and returned.
+
+        Without a validation set: nothing. A collective call.
+        """
+        from moe_plugin.hosts.megatron.compat import core
+
+        if self.valid_set is None:
+            return {}
+        self.training.gather_parameters()
+        for chunk in self.training.chunks:
+            chunk.eval()
+        batches = [self._batches(self.valid_set, 0) for _ in self.training.chunks]
+        kept = losses_so_far()
+        with torch.no_grad():
+            total, tokens = self.until_rows_fit(
+                self._losses, batches, self.args.eval_iters,
+                lambda: core.set_logged_losses(kept)).tolist()
+        record = {"iteration": iteration, "valid_loss": total / max(1.0, tokens),
+                  **self.error_rates(self.errors, tokens)}
+        self.log.write(record)
+        logger.info("iteration %d | validation loss %.4f", iteration, total / max(1.0, tokens))
+        return record
+
+    def error_rates(self, errors: torch.Tensor, tokens: float) -> dict[str, float]:
+        """Shares of tokens, for a record; none without an ensemble."""
+        if self.training.ensemble is None:
+            return {}
+        return {
+            name.replace("-", "").replace(" ", "_"): error / max(1.0, tokens)
+            for name, error in zip(ERRORS, errors.tolist(), strict=True)}
+
+    def _losses(self, batches: list[Any]) -> torch.Tensor:
+        return self._loss_sums(
+            self._forward_backward(batches, self.args.eval_iters, forward_only=True))
+
+    def _batches(self, dataset: Any, start: int, of_all: bool = False) -> Iterator[Any]:
+        """Micro-batches of this replica, or of all replicas by turns."""
+        from moe_plugin.hosts.megatron.data import batches
+
+        replica, replicas = (0, 1) if of_all else (self.replica, self.replicas)
+        return batches(dataset, start=start, micro_batch_size=self.args.micro_batch_size,
+                       replica=replica, replicas=replicas, device=self.device)
+
+    def _forward_backward(self, batches: list[Any], microbatches: int, *,
+                          forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        from moe_plugin.hosts.megatron.model import forward_step
+
+        chunks = self.training.chunks
+        one_step = (forward_step if self.training.ensemble is None else
+                    functools.partial(forward_step, ensemble=self.training.ensemble))
+        several = len(chunks) > 1
+        length = self.args.seq_length
+        with collectives_named("a collective of Megatron's step (gradients, or between stages)"):
+            return self.schedule(
+                forward_step_func=one_step, data_iterator=batches if several else batches[0],
+                model=chunks if several else chunks[0], num_microbatches=microbatches,
+                seq_length=length, micro_batch_size=self.args.micro_batch_size,
+                decoder_seq_length=length, forward_only=forward_only)
+
+    def _loss_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        # (sum of losses, tokens) over micro-batches and replicas; known on the last stage, sent to
+        # all
+        from megatron.core import parallel_state as ps
+
+        errors = ERRORS if self.training.ensemble is not None else ()
+        sums = torch.zeros(2 + len(errors), device=self.device)
+        for entry in logged:
+            sums[:2] += entry["lm loss"]
+            for index, name in enumerate(errors):
+                sums[2 + index] += entry[name][0]
+        for group in (ps.get_data_parallel_group(), ps.get_pipeline_model_parallel_group()):
+            sums = comm_of(group).all_reduce(sums)
+        if errors:
+            self.errors = sums[2:].double().cpu()
+        return sums[:2].double().cpu()

@@ -1,0 +1,158 @@
+"""A step that measures its passes, its transfers, and what backward needs of a micro-batch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_plugin.hosts.megatron.pipeline.executor import Step
+from moe_plugin.hosts.plain.named_errors import gather_objects, named
+from moe_plugin.planner.pipeline.choice import StageProfile
+
+ROUND_TRIPS = 2  # the faster one counts
+HEADROOM = 0.9  # of the free memory
+
+
+class MeasuredStep(Step):
+    """See `Step`.
+
+    forward_s, backward_s: seconds of each pass without waiting for transfers; the first forward
+    pass counts where it is the only one. activation_bytes: what it saved for its backward pass.
+    transfer_s: of a micro-batch's activations to the next stage (on the last one: from the stage
+    before).
+    """
+
+    def __init__(self, passes: dict[str, Any], config: Any, group: Any, gradients: Any,
+                 window: int) -> None:
+        super().__init__(passes, config, group, gradients, window)
+        self.forward_s: list[float] = []
+        self.backward_s: list[float] = []
+        self.activation_bytes = 0
+        self._waited_s = 0.0
+        for receiver in (self.links.inputs, self.links.output_grads):
+            if receiver:
+                receiver.next = self._timed(receiver.next)  # type: ignore[method-assign]
+
+    def _timed(self, receive: Any) -> Any:
+
+        def call() -> Tensor:
+            start = time.perf_counter()
+            tensor = receive()
+            self._synchronize()
+            self._waited_s += time.perf_counter() - start
+            return tensor
+
+        return call
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _now(self) -> float:
+        # the clock without the time spent waiting for tensors
+        self._synchronize()
+        return time.perf_counter() - self._waited_s
+
+    def forward(self, batch: int) -> None:
+        """See `Step`."""
+        start = self._now()
+        if batch == 0:
+            saved = _SavedBytes()
+            with saved:
+                super().forward(batch)
+            self.activation_bytes = saved.total
+            if self.batches > 1:
+                return  # counting takes time
+        else:
+            super().forward(batch)
+        self.forward_s.append(self._now() - start)
+
+    def backward(self, batch: int, held_back: Any) -> None:
+        """See `Step`."""
+        start = self._now()
+        super().backward(batch, held_back)
+        self.backward_s.append(self._now() - start)
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes of storages that autograd saves, each once, without those of parameters."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, int] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    @property
+    def total(self) -> int:
+        """Bytes so far."""
+        return sum(self._storages.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor  # some of Megatron's functions read its attributes in backward
+        storage = tensor.untyped_storage()
+        self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the tensor itself would keep its own graph alive
+
+
+def transfer_s(step: Step, group: Any) -> float:
+    """Seconds of one micro-batch's activations between neighbours: half of a round trip.
+
+    Collective over the stages; pairs of stages take turns, so that no two share a stage.
+    """
+    stage, stages, best = group.rank(), group.size(), 0.0
+    tensor = torch.zeros(step.shapes()[1], dtype=step.config.pipeline_dtype, device=step.device)
+    for first in (0, 1):  # (0, 1), (2, 3), ...; then (1, 2), ...
+        sends = (stage - first) % 2 == 0
+        other = stage + 1 if sends else stage - 1
+        if not 0 <= other < stages:
+            continue
+        peer, trips = dist.get_global_rank(group, other), []
+        for _ in range(ROUND_TRIPS):
+            start = time.perf_counter()
+            with named("round trip between stages", group):
+                for send in (sends, not sends):
+                    (dist.send if send else dist.recv)(tensor, peer, group=group)
+            if step.device.type == "cuda":
+                torch.cuda.synchronize(step.device)
+            trips.append((time.perf_counter() - start) / 2)
+        best = max(best, min(trips))
+    return best
+
+
+def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
+    """The same profile on all ranks: of each stage the slowest and largest rank's numbers.
+
+    limit: bytes for activations; None: on a GPU what is free, on a CPU any. Collective over all
+    ranks.
+    """
+    own = {
+        "stage": group.rank(), "forward_s": statistics.median(step.forward_s),
+        "backward_s": statistics.median(step.backward_s), "transfer_s": transfer_s(step, group),
+        "activation_bytes": step.activation_bytes, "memory_bytes": _free(step, limit),
+    }
+    every = gather_objects(own, "what a step of auto measured")
+    stages = [[row for row in every if row["stage"] == stage] for stage in range(group.size())]
+
+    def worst(name: str) -> list[Any]:
+        return [max(row[name] for row in rows) for rows in stages]
+
+    known = [row["memory_bytes"] for row in every if row["memory_bytes"] is not None]
+    return StageProfile(
+        name="measured", micro_batches=step.batches, forward_s=worst("forward_s"),
+        backward_s=worst("backward_s"), transfer_s=max(worst("transfer_s")),
+        activation_bytes=worst("activation_bytes"), memory_bytes=min(known, default=0),
+        transport="nccl" if dist.get_backend(group) == "nccl" else "gloo")
+
+
+def _free(step: MeasuredStep, limit: int | None) -> int | None:
+    if limit is not None or step.device.type != "cuda":
+        return limit
+    free, _ = torch.cuda.mem_get_info(step.device)
+    cached = torch.cuda.memory_reserved(step.device) - torch.cuda.memory_allocated(step.device)
+    # 1F1B has just fitted
+    return max(int(HEADROOM * (free + cached)), step.activation_bytes * step.most_alive)

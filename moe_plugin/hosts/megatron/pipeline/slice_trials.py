@@ -1,0 +1,136 @@
+"""The first steps of a run measure slices of several lengths; then the best ones are chosen.
+
+Every step trains, whatever it measures. All ranks choose the same slices, from the slowest rank's
+times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from moe_plugin.hosts.megatron.pipeline.slice_step import Seconds, SliceStep
+from moe_plugin.hosts.plain.named_errors import comm_of
+from moe_plugin.planner.pipeline.slice_choice import SliceProfile
+from moe_plugin.planner.pipeline.slice_times import fit
+from moe_plugin.planner.pipeline.slices import equal_slices
+
+COUNTS = (1, 2, 4, 8)  # equal slices of the trials
+ROUNDS = 2
+TRIES = 3  # of a transfer
+logger = logging.getLogger(__name__)
+
+
+class SliceTrials:
+    """Slices of each step until the best are known.
+
+    Args: length: of a sequence. multiple: of which every slice must be one.
+
+    Attributes:
+        profile: what was measured, once it is complete. chosen: the best slices. samples:
+            [length, context, seconds] of forward passes on the slowest rank.
+    """
+
+    def __init__(self, length: int, multiple: int) -> None:
+        self.length, self.multiple = length, multiple
+        self.profile: SliceProfile | None = None
+        self.chosen: tuple[int, ...] | None = None
+        self.samples: list[list[float]] = []
+        counts = [count for count in COUNTS if count <= length // multiple]
+        self._trials = [counts[-1], *counts * ROUNDS]  # the first step warms up
+        self._steps = 0
+        self._best: dict[int, tuple[int, ...]] = {}  # slices by length of a sequence
+        self._seconds: Seconds = defaultdict(list)
+
+    def knows(self, length: int) -> bool:
+        """Whether sequences of this length can be cut: while slices are measured, those alone."""
+        return self.chosen is not None or length == self.length
+
+    def next(self, length: int) -> tuple[tuple[int, ...], bool]:
+        """(slices of the next step, whether it is measured); length: of its sequences."""
+        if self.chosen is not None:
+            return self._best_of(length), False
+        count = self._trials[self._steps]
+        return equal_slices(self.length, self.multiple, count), self._steps > 0
+
+    def after(self, step: SliceStep) -> None:
+        """After each step. The last trial's is a collective call of all ranks."""
+        if self.chosen is not None:
+            return
+        self._steps += 1
+        for key, seconds in step.seconds.items():
+            self._seconds[key] += seconds
+        if self._steps < len(self._trials):
+            return
+        keys = sorted(self._seconds)
+        measured = [median(self._seconds[key]) for key in keys]
+        numbers = torch.tensor([*measured, *transfer_s(step)], dtype=torch.float64,
+                               device=step.device)
+        *slowest, few_s, all_s = comm_of().all_reduce(numbers, "max").tolist()
+        times = {kind: fit((length, context, s) for (k, length, context), s in
+                           zip(keys, slowest, strict=True) if k == kind)
+                 for kind in ("forward", "backward")}
+        few = self.length // step.shapes()[0][0]  # tensor-parallel ranks may share a sequence
+        token_s = max(0.0, all_s - few_s) / max(1, self.length - few)
+        self.profile = SliceProfile(
+            length=self.length, multiple=self.multiple, stages=step.stages,
+            micro_batches=step.batches, forward=times["forward"], backward=times["backward"],
+            send_s=max(0.0, few_s - token_s * few), token_s=token_s)
+        self.chosen, best_s = self.profile.best()
+        whole_s = self.profile.pipeline((self.length,)).simulate().seconds
+        if dist.get_rank() == 0:
+            logger.info("pipeline slices %s: %.3g s a step predicted, %.3g s without slices",
+                        ",".join(map(str, self.chosen)), best_s, whole_s)
+        self.samples = [[length, context, s] for (kind, length, context), s in
+                        zip(keys, slowest, strict=True) if kind == "forward"]
+        self._best[self.length] = self.chosen
+        self._seconds.clear()
+
+    def _best_of(self, length: int) -> tuple[int, ...]:
+        # of sequences of another length than the measured ones by the times of those
+        if length not in self._best:
+            profile = dataclasses.replace(self.profile, length=length)
+            self._best[length], seconds = profile.best()
+            if dist.get_rank() == 0:
+                logger.info("sequences have %d tokens, slices were measured with %d: pipeline "
+                            "slices %s, %.3g s a step predicted", length, self.length,
+                            ",".join(map(str, self._best[length])), seconds)
+        return self._best[length]
+
+
+def transfer_s(step: SliceStep) -> tuple[float, float]:
+    """Seconds of a transfer to the next stage: of one token on each rank, and of all; 0 on the last
+    stage. Links take turns.
+    """
+    received, _ = step.shapes()
+    found = [transfers_s(step, (tokens, *received[1:])) for tokens in (1, received[0])]
+    return found[0], found[1]
+
+
+def transfers_s(step: SliceStep, shape: tuple[int, ...]) -> float:
+    """Seconds of a tensor's way to the next stage and of an answer of one number; the least of
+    some tries.
+    """
+    group, least = step.links.group, float("inf")
+    x = torch.zeros(shape, device=step.device, dtype=step.config.pipeline_dtype)
+    answer = x.new_zeros(1)
+    for link in range(step.stages - 1):
+        if step.stage not in (link, link + 1):
+            continue
+        first = step.stage == link
+        peer = dist.get_global_rank(group, link + first)
+        for _ in range(TRIES):
+            began = time.perf_counter()
+            for tensor, sends in ((x, first), (answer, not first)):
+                (dist.send if sends else dist.recv)(tensor, peer, group=group)
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)
+            if first:
+                least = min(least, time.perf_counter() - began)
+    return least if least < float("inf") else 0.0

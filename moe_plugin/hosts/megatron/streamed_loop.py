@@ -1,0 +1,111 @@
+"""The training loop over a model whose weights stream, its segments and its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_plugin.checkpoint import checksums
+from moe_plugin.hosts.megatron import checkpoint, streamed
+from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron.checkpoint import Progress
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.guards import losses_so_far
+from moe_plugin.hosts.megatron.loop import Loop
+from moe_plugin.hosts.megatron.passes import Passes
+from moe_plugin.hosts.megatron.streamed import StreamedTraining
+from moe_plugin.messages import short
+from moe_plugin.offload.segments import plan_segments
+from moe_plugin.offload.weight_files import load_weights, save_weights
+from moe_plugin.regular_files import check_input
+
+logger = logging.getLogger("moe_plugin.megatron")
+META = "streamed.json"
+
+
+class StreamedPasses(Passes):
+    """`Passes` through a `StreamedTraining`."""
+
+    def _losses(self, batches: list[Any]) -> torch.Tensor:
+        return streamed.evaluate(self.training, batches[0], self.args.eval_iters,
+                                 self.microbatches)
+
+
+class StreamedLoop(StreamedPasses, Loop):
+    """`Loop` with a `StreamedTraining`."""
+
+    planned = False  # the segments
+
+    def step(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
+        """See `Loop`."""
+        training, kept = self.training, losses_so_far()
+        for chunk in training.chunks:
+            chunk.train()
+        for group in training.optimizer.param_groups:
+            group["lr"] = rate
+        norm = streamed.step(training, batches[0], self.microbatches)
+        loss_2 = training.take_losses()
+        if training.optimizer.prepare_grads():  # which `FiniteSteps` counts
+            core.set_logged_losses(kept)
+            return torch.zeros_like(loss_2), None
+        self._plan()
+        return loss_2, norm
+
+    def _plan(self) -> None:
+        """Cut the model into segments, once, from what its parts took in a step."""
+        trainer = self.training.trainer
+        if trainer.limit is None or self.planned:
+            return
+        self.planned = True
+        plan = plan_segments(trainer, trainer.limit, self.microbatches)
+        logger.info("segments of %s parts, planned for %.1f MiB: copies %s",
+                    ", ".join(map(str, plan.counts)), trainer.limit / 2**20,
+                    "hide" if plan.hides else "do not hide behind computation")
+
+    def save(self, progress: Progress) -> str:
+        """See `Loop`: `ROOT/iter_0000100` has a safetensors file for each part."""
+        return save(self.args.save, self.training, progress)
+
+
+def save(root: str, training: StreamedTraining, progress: Progress) -> str:
+    """Write a checkpoint and return its folder.
+
+    Raises: ValueError: it cannot be written; older ones are untouched.
+    """
+    folder = checkpoint.folder(root, progress.iteration)
+    save_weights(training.trainer, folder)
+    files.write_text(os.path.join(folder, META), checksums.seal_json(
+        {**dataclasses.asdict(progress), "settings": dict(training.settings)}))
+    files.write_text(os.path.join(root, checkpoint.LATEST), str(progress.iteration))
+    return folder
+
+
+def load(root: str, training: StreamedTraining) -> Progress:
+    """Load the newest checkpoint that `save` wrote; without one, training starts from the
+    beginning, with a warning.
+
+    Raises: ValueError: it is of another model, damaged, or no checkpoint of streamed weights.
+    """
+    iteration = checkpoint.latest(root)
+    if iteration is None:
+        logger.warning("no checkpoint found in %s: training starts from the beginning", root)
+        return Progress()
+    path = Path(checkpoint.folder(root, iteration)) / META
+    if not path.exists():
+        raise ValueError(f"{path.parent} has no {META}: it was not written with --weights-on host, "
+                         "whose checkpoints are files of parts; give another folder to --load, or "
+                         "use --weights-on device")
+    check_input(path)
+    try:
+        meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
+        progress = Progress(int(meta["iteration"]), int(meta["consumed_samples"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({short(error)}): write the number of another folder "
+                         f"into {os.path.join(root, checkpoint.LATEST)}") from error
+    load_weights(training.trainer, path.parent)
+    return progress

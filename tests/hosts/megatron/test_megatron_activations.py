@@ -1,0 +1,84 @@
+"""Megatron's layers that keep, recompute or swap their activations: the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from moe_plugin.observe.history import read_run
+from moe_plugin.planner.offload.profile import load_profile
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import EP2, MODEL, PP2, refusal
+
+pytestmark = pytest.mark.megatron
+
+
+def _curves(argv: list[str], ways: list[list[str]]) -> list[tuple[Any, Any]]:
+    """(losses, norms and balance losses, policies) of six steps each way."""
+    from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
+    from moe_plugin.hosts.megatron.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.start import seed_everything
+
+    found = []
+    for way in ways:
+        args = arguments.parser().parse_args([*argv, *way])
+        if not found:
+            train.start(args)
+        seed_everything(args.seed)
+        tokenizer, train_set, _ = train._datasets(args)
+        training = model.build(args, arguments.transformer_config(args, cpu=True),
+                               arguments.our_settings(args), tokenizer.vocab_size)
+        observe = {path: value for path, value in arguments.our_settings(args).items()
+                   if path.startswith("observe.")}
+        observer = Observer(training.moe_layers(),
+                            train.with_overrides(train.MoEConfig(), observe).observe,
+                            training.activations)
+        loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
+        records: list[dict[str, Any]] = []
+        loop.log.write = records.append  # type: ignore[method-assign]
+        loop.run(checkpoint.Progress())
+        curve = [(r["lm_loss"], r["grad_norm"], r["aux_losses"]) for r in records]
+        used = training.activations
+        found.append((curve, used and (used.policies, used.swapper.copier.counters.bytes)))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", [EP2, PP2], ids=["EP2", "PP2"])
+def test_losses_are_those_of_keeping(sizes: list[str], data: str, tmp_path: Path) -> None:
+    profile = str(tmp_path / "profile.json")
+    argv = [*MODEL, "--num-layers", "4", "--data-path", data, "--train-iters", "6",
+            "--hidden-dropout", "0.1", "--attention-dropout", "0.1", *sizes]
+    moved = ["--moe-activation-path", str(tmp_path), "--moe-activation-smallest", "0"]
+    stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl")]
+    ways = [[], ["--moe-activations", "recompute"], ["--moe-activations", "swap", *moved, *stats],
+            ["--moe-activations", "auto", "--moe-activation-memory", "400KiB",
+             "--moe-activation-profile", profile, *moved]]
+    pre_gate = ["--moe-pre-gate", "1"]
+    for rank in on_ranks(2, _curves, argv, [*ways, pre_gate, [*pre_gate, *ways[1]],
+                                            [*pre_gate, *ways[2]], [*pre_gate, *ways[3]]]):
+        (kept, nothing), *others = rank
+        (pre_gated, _), *others_pre_gated = others[3:]
+        others = others[:3]
+        assert [curve for curve, _ in others_pre_gated] == [pre_gated] * 3 and pre_gated != kept
+        assert nothing is None and len(kept) == 6
+        assert [curve for curve, _ in others] == [kept] * 3
+        (_, (_, again)), (_, (_, swapped)), (_, (policies, _)) = others
+        copied = read_run(tmp_path / "stats").copies["activations"]
+        assert sum(record.bytes for record in copied) > 0 and {r.ranks for r in copied} == {2}
+        assert again == 0 < swapped and len(policies) == (2 if sizes is PP2 else 4)
+        assert set(policies) != {"keep"}
+    files = [tmp_path / f"profile.stage{n}.json" for n in range(2)] if sizes is PP2 else [profile]
+    assert all(len(load_profile(file).blocks) == len(policies) for file in files)
+
+
+def test_what_does_not_fit_is_refused(data: str) -> None:
+    [message] = on_ranks(1, refusal, [
+        *MODEL, "--data-path", data, "--train-iters", "2", "--moe-activations", "swap",
+        "--recompute-granularity", "selective"])
+    assert "does not fit Megatron's recompute_granularity" in message

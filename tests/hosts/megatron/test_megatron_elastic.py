@@ -1,0 +1,27 @@
+"""What `--moe-lighthouse` refuses; replicas that come and go are in tests/faults."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from moe_plugin.hosts.megatron import arguments
+from tests.hosts.megatron.training import MODEL
+
+pytestmark = pytest.mark.megatron
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--bf16", "left out with --fp16, --bf16 and --use-distributed-optimizer; leave these three"),
+    ("--use-distributed-optimizer", "moe_lighthouse='http://a:1' is out of bounds"),
+    ("--moe-router-enable-expert-bias", "use --moe-router sigmoid_bias"),
+    ("--moe-replica 1048576", "replica=1048576 is out of bounds"),
+])
+def test_what_replicas_cannot_be_is_named(flags: str, message: str) -> None:
+    args = arguments.parser().parse_args([
+        *MODEL, "--data-path", "none", "--train-iters", "2", "--moe-lighthouse", "http://a:1",
+        *flags.split()])
+    with pytest.raises(ValueError, match=message):
+        arguments.check(args, 1)

@@ -1,0 +1,165 @@
+"""Pipeline stages of unequal layout: the numbers of equal ones, in Megatron's own 1F1B."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import MODEL
+
+pytestmark = pytest.mark.megatron
+PP2 = ["--pipeline-model-parallel-size", "2", "--untie-embeddings-and-output-weights"]
+
+
+SGD = ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr", "0.3", "--clip-grad", "0.8",
+       "--lr-decay-style", "constant", "--moe-aux-loss-coeff", "0"]
+
+
+def _curve(argv: list[str]) -> list[tuple[float, float]]:
+    """Loss and gradient norm by step, from rank 0."""
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron import train as script
+
+    with tempfile.NamedTemporaryFile("r") as log:
+        args = arguments.parser().parse_args([*argv, "--log-file", log.name])
+        script.run(args, script.start(args))
+        return [(row["lm_loss"], row["grad_norm"]) for row in map(json.loads, log)]
+
+
+def _scaled(argv: list[str]) -> tuple[float, list[tuple[float, int]]]:
+    """This rank's loss scale at the end; from rank 0 scale and steps skipped so far, by step."""
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron import train as script
+
+    scales: list[float] = []
+    record = script.Loop._record
+
+    def noted(self: Any, *args: Any) -> Any:
+        scales.append(float(self.training.optimizer.get_loss_scale()))
+        return record(self, *args)
+
+    script.Loop._record = noted  # type: ignore[method-assign]
+    with tempfile.NamedTemporaryFile("r") as log:
+        args = arguments.parser().parse_args([*argv, "--log-file", log.name])
+        script.run(args, script.start(args))
+        script.Loop._record = record  # type: ignore[method-assign]
+        return scales[-1], [(row["loss_scale"], row["skipped_steps"])
+                            for row in map(json.loads, log)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layouts,flags", [
+    (["tp=2", "tp=1"], [[], ["--calculate-per-token-loss"]]),
+    (["tp=1,ep=2", "tp=2"], [["--sequence-parallel"], []]),
+    (["tp=2", "tp=1,ep=2"], [["--use-distributed-optimizer", "--overlap-param-gather",
+                              "--overlap-grad-reduce"], ["--optimizer", "adam", "--lr", "3e-3"]]),
+], ids=["tensor then data parallel", "expert then tensor and sequence parallel",
+        "optimizer state over replicas"])
+def test_curves_equal_those_of_equal_stages(data: str, layouts: list[str],
+                                            flags: list[list[str]]) -> None:
+    """SGD shows a wrong gradient scale; clipping in force shows a wrong norm.
+
+    flags: of the run with unequal stages, and of both runs.
+    """
+    own, shared = flags
+    argv = [*MODEL, *PP2, "--data-path", data, "--train-iters", "6", *SGD, *shared]
+    wanted = on_ranks(4, _curve, argv)[0]
+    got = on_ranks(4, _curve, [*argv, *own, "--stage-layouts", *layouts])[0]
+    assert len(wanted) == 6 and wanted[0][0] - wanted[-1][0] > 0.1
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_an_overflow_on_a_stage_lowers_the_loss_scale_of_all(data: str) -> None:
+    argv = [*MODEL, *PP2, "--data-path", data, *SGD, "--fp16", "--hysteresis", "1"]
+    layouts = ["--stage-layouts", "tp=2", "tp=1,ep=2"]
+    ranks = on_ranks(4, _scaled, [*argv, *layouts, "--train-iters", "9", "--initial-loss-scale",
+                                  str(2**22)])
+    steps = ranks[0][1]
+    assert 0 < steps[-1][1] < 9 and all(scale == 2**22 / 2**skipped for scale, skipped in steps)
+    assert {scale for scale, _ in ranks} == {steps[-1][0]}
+    argv = [*argv, "--train-iters", "3", "--initial-loss-scale", "1024"]
+    wanted, got = (on_ranks(4, _curve, [*argv, *more])[0] for more in ([], layouts))
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=5e-3, atol=0)
+
+
+ADAM = ["--train-iters", "6", "--moe-aux-loss-coeff", "0"]
+FIRST, SECOND = ["--stage-layouts", "tp=2", "tp=1,ep=2"], ["--stage-layouts", "tp=1,ep=2", "tp=2"]
+
+
+def _goes_on(data: str, folder: Path, writer: list[str], *readers: tuple[int, list[str]]) -> None:
+    """What `writer`, on four ranks, saved after three of six steps, each reader (ranks, sizes)
+    goes on with: losses and norms of steps 4 to 6.
+    """
+    argv = [*MODEL, *PP2[2:], "--data-path", data, *ADAM]
+    wanted = on_ranks(4, _curve, [*argv, *PP2[:2], *writer])[0]
+    saving = [*argv, *PP2[:2], *writer, "--save", str(folder), "--exit-interval", "3"]
+    assert on_ranks(4, _curve, saving)[0] == wanted[:3]
+    for world, sizes in readers:
+        got = on_ranks(world, _curve, [*argv, *sizes, "--load", str(folder)])[0]
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted[3:]), rtol=1e-3, atol=0)
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_unequal_stages_continues_in_other_layouts(data: str,
+                                                                   tmp_path: Path) -> None:
+    _goes_on(data, tmp_path, FIRST, (4, [*PP2[:2], *SECOND]), (1, []))
+
+
+SHARDED = ["--use-distributed-optimizer"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("writer", [
+    [*FIRST, *SHARDED], SECOND, SHARDED, ["--expert-model-parallel-size", "2"]],
+    ids=["unequal, distributed optimizer", "unequal", "equal, distributed optimizer", "equal"])
+def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], data: str,
+                                                 tmp_path: Path) -> None:
+    shared = [flag for flag in writer if flag in SHARDED]
+    sizes = [[*PP2[:2], *FIRST], [*PP2[:2], *SECOND, "--sequence-parallel"],
+             ["--tensor-model-parallel-size", "2", *PP2[:2]], []]
+    _goes_on(data, tmp_path, writer, *((4 if more else 1, [*more, *shared]) for more in sizes))
+
+
+@pytest.mark.parametrize("further,said", [
+    (["--stage-layouts", "tp=2,tp=1", "tp=1"], "stage_layouts='tp=2,tp=1' is not a layout"),
+    (["--stage-layouts", "tp=0", "tp=1"], "stage_layouts='tp=0' is not a layout"),
+    (["--stage-layouts", "tp=2"], "one layout for each of at least 2 stages"),
+    (["--stage-layouts", "tp=2", "tp=3"], "stage_layouts=tp=3,ep=1 needs a multiple of 3 ranks"),
+    (["--stage-layouts", "tp=2", "tp=1", "--tensor-model-parallel-size", "2"], "must be left out"),
+    (["--stage-layouts", "tp=2", "tp=1", "--num-virtual-stages-per-pipeline-rank", "2"],
+     "num_virtual_stages_per_pipeline_rank=2 .*must be 1"),
+    (["--stage-layouts", "tp=2", "tp=1", "--pipeline-schedule", "eager-1f1b"],
+     "pipeline.schedule=eager-1f1b .*must be 1f1b"),
+])
+def test_what_does_not_fit_is_refused_by_name(further: list[str], said: str) -> None:
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron.stage_layouts import stages_of
+
+    argv = [*MODEL, *PP2, "--data-path", "x", "--train-iters", "1", *further]
+    args = arguments.parser().parse_args(argv)
+    with pytest.raises(ValueError, match=said):
+        stages_of(args, 4)
+
+
+def test_tied_embeddings_are_cut_alike() -> None:
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron.stage_layouts import stages_of
+
+    argv = [*MODEL, *PP2[:2], "--data-path", "x", "--train-iters", "1", "--stage-layouts"]
+    alike = arguments.parser().parse_args([*argv, "tp=2,ep=1", "tp=2,etp=1"])
+    stages = stages_of(alike, 4)
+    assert stages is not None and (stages.ranks, stages.samples, stages.replicas(1)) == (2, 2, 1)
+    with pytest.raises(ValueError, match="--untie-embeddings-and-output-weights"):
+        stages_of(arguments.parser().parse_args([*argv, "tp=2", "tp=1"]), 4)

@@ -1,0 +1,137 @@
+"""`--weights-on host` in Megatron's training script: the bits of a model on the device."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from moe_plugin.observe.history import read_run
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import MODEL, refusal
+
+pytestmark = pytest.mark.megatron
+UNTIED = [*MODEL, "--untie-embeddings-and-output-weights", "--train-iters", "4",
+          "--eval-interval", "2", "--eval-iters", "3", "--split", "80,20,0"]
+KINDS = {
+    "adam": [],
+    "sgd": ["--optimizer", "sgd", "--clip-grad", "0.1"],
+    "rope, dense layers": ["--position-embedding-type", "rope", "--swiglu", "--normalization",
+                           "RMSNorm", "--num-layers", "3", "--moe-layer-freq", "2",
+                           "--clip-grad", "0", "--moe-router", "sigmoid_bias"],
+    "fused": ["--moe-fused-adam", "--moe-router-score-function", "sigmoid"],
+}
+
+
+def _records(argvs: list[list[str]]) -> list[list[dict[str, Any]]]:
+    """What runs with these arguments log, one after another; without times."""
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.start import seed_everything
+
+    found = []
+    for argv in argvs:
+        args = arguments.parser().parse_args(argv)
+        if not found:
+            script.start(args)
+        arguments.check(args, 1)
+        seed_everything(args.seed)
+        script.run(args)
+        lines = Path(args.log_file).read_text().splitlines()
+        found.append([{name: value for name, value in json.loads(line).items()
+                       if name not in ("seconds", "tokens_per_s")} for line in lines])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_a_model_on_the_device(kind: str, data: str, tmp_path: Path) -> None:
+    stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl")]
+    argv = [*UNTIED, *KINDS[kind], "--data-path", data]
+    host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path)]
+    [(whole, streamed)] = on_ranks(1, _records, [
+        [*argv, "--log-file", str(tmp_path / "whole.jsonl")],
+        [*argv, *host, *stats, "--log-file", str(tmp_path / "streamed.jsonl")]])
+    assert len(whole) == 6 and whole[0]["lm_loss"] != whole[-2]["lm_loss"]
+    norms = [[record.pop("grad_norm", None) for record in run] for run in (whole, streamed)]
+    assert streamed == whole
+    if "--clip-grad" not in KINDS[kind] or "0" != argv[argv.index("--clip-grad") + 1]:
+        assert norms[0] == norms[1] and norms[0][0] > 0
+    copies = read_run(tmp_path / "stats").copies["weights"]
+    assert sum(record.bytes for record in copies) > 0
+
+
+def test_a_resumed_run_goes_on(data: str, tmp_path: Path) -> None:
+    host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path), "--weights-memory",
+            "2MiB", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    argv = [*UNTIED, *host, "--data-path", data, "--lr-decay-iters", "4"]
+    folder = str(tmp_path / "saved")
+    runs = [[*argv, "--log-file", str(tmp_path / "whole.jsonl")],
+            [*argv, "--train-iters", "2", "--save", folder],
+            [*argv, "--load", folder, "--log-file", str(tmp_path / "rest.jsonl")],
+            [*argv, "--load", folder, "--skip-train", "--log-file", str(tmp_path / "valid.jsonl")]]
+    for run in runs:  # the second one has its log with what it saves
+        if "--log-file" not in run:
+            run += ["--log-file", str(tmp_path / "first.jsonl")]
+    [(whole, first, rest, valid)] = on_ranks(1, _records, runs)
+    assert first == whole[:3] and rest == whole[3:] and valid == whole[2:3]
+
+
+def test_dropout_is_repeated_in_backward(data: str, tmp_path: Path) -> None:
+    """A recomputation with other masks would not descend: gradients would be those of another
+    function.
+    """
+    [(same, again)] = on_ranks(1, _gradients, [
+        *UNTIED, "--data-path", data, "--weights-on", "host", "--moe-activation-path",
+        str(tmp_path), "--hidden-dropout", "0.3", "--attention-dropout", "0.3"])
+    assert same and again
+
+
+def _gradients(argv: list[str]) -> tuple[bool, bool]:
+    """Whether a part's two passes draw the same numbers, and different ones in other parts."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from moe_plugin.hosts.megatron import arguments, streamed
+    from moe_plugin.hosts.megatron import train as script
+
+    args = arguments.parser().parse_args(argv)
+    script.start(args)
+    training = streamed.build(args, arguments.transformer_config(args, cpu=True),
+                           arguments.our_settings(args), 257)
+
+    def drawn(part: int) -> torch.Tensor:
+        with training.trainer.randomness(0, part):
+            own = torch.rand(8)
+            with get_cuda_rng_tracker().fork():
+                return torch.cat([own, torch.rand(8)])
+
+    first = drawn(1)
+    torch.rand(3)
+    return torch.equal(first, drawn(1)), not (first[:8, None] == torch.cat(
+        [first[8:], drawn(2)])).any()
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    ([], "tied embeddings.*--untie-embeddings-and-output-weights"),
+    (["--bf16"], "--bf16 or --fp16 in Megatron: train in float32"),
+    (["--moe-pre-gate", "1"], "router.pre_gate"),
+    (["--moe-router", "hash", "--moe-hash-vocabulary", "257"],
+     "router hash .* do not see token ids"),
+    (["--moe-activations", "swap"], "offload.activations=swap"),
+    (["--weights-memory", "64KiB"], "limit=65536 bytes is smaller than two segments"),
+    (["--load", "here"], "was not written with --weights-on host"),
+])
+def test_what_does_not_fit_is_refused(more: list[str], message: str, data: str, tmp_path: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "iter_0000002").mkdir(parents=True)
+    (tmp_path / "here" / "latest_checkpointed_iteration.txt").write_text("2")
+    argv = (MODEL if not more else UNTIED) + ["--data-path", data, "--weights-on", "host", *more]
+    [found] = on_ranks(1, refusal, [*argv, "--train-iters", "2"])
+    assert re.search(message, found), found
