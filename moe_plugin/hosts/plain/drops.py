@@ -7,6 +7,7 @@ import logging
 logger = logging.getLogger(__name__)
 
 WARN_ABOVE = 0.10
+RULE = "drops"  # the finding of the same, which is left out where this warns
 
 
 class DropWarning:

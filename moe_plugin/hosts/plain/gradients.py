@@ -20,6 +20,7 @@ from moe_plugin.hosts.plain.replicas import (
     replica_comm,
 )
 from moe_plugin.layer import MoELayer
+from moe_plugin.tuning.collectives import prepare_replicas
 
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
@@ -97,7 +98,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     world = default_comm() if world is None else world
     by_group: dict[str, list[MoELayer]] = {}
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
-        _refuse_same_tokens(layer)
+        refuse_same_tokens(layer)
         by_group.setdefault(layer.comm.name, []).append(layer)
     reducers = []
     for layers in by_group.values():
@@ -107,11 +108,14 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
         replicas = replica_comm(layers[0].comm, world)
         if replicas is not None:
             _start_alike(experts, replicas)
+            settings = layers[0].config
+            replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
     return reducers
 
 
-def _refuse_same_tokens(layer: MoELayer) -> None:
+def refuse_same_tokens(layer: MoELayer) -> None:
+    """`ValueError` where the ranks of a layer's group hold the same tokens."""
     name, replicas = layer.config.dispatch.name, layer.config.parallel.replicas
     if replicas > 1 or (layer.comm.size > 1 and dispatchers.get(name).traits.shares_tokens):
         raise ValueError(

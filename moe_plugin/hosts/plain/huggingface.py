@@ -2,7 +2,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(path)
     swap_moe_blocks(model, settings={"losses": {"switch": 0.01}})
-    loss = model(ids, labels=ids).loss + router_loss(model)     # train
+    loss = model(ids, labels=ids).loss + auxiliary_loss(model)     # train
     restore_moe_blocks(model)
     model.save_pretrained(out)
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_plugin.checkpoint.huggingface import StateSource, to_neutral
 from moe_plugin.checkpoint.huggingface.families import FAMILIES, family_of
@@ -22,33 +21,35 @@ from moe_plugin.checkpoint.layers import full_state, layer_settings, layer_tenso
 from moe_plugin.checkpoint.source import CheckpointError, Source, View
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import from_dict, with_overrides
+from moe_plugin.hosts.plain.blocks import MoEBlock
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import MoEOutput, weighted_loss
+from moe_plugin.records import HostContext
+from moe_plugin.routing.balance import check_balance
 
 # settings with which a block computes more than its weights and our settings say
 _BLOCK_SETTINGS = {"router_jitter_noise": "router.input_jitter is close to it, but leaves the "
                                           "experts' input alone"}
 
 
-class SwappedBlock(nn.Module):
-    """A `MoELayer` that is called as the MoE block of a `transformers` model.
+class SwappedBlock(MoEBlock):
+    """A block that is called as the MoE block of a `transformers` model.
 
     Attributes:
-        moe: the layer. last: its last output, for losses and statistics; None before the first
-            call. original: the model's own block, without memory, for `restore_moe_blocks`.
+        original: the model's own block, without memory, for `restore_moe_blocks`.
     """
 
     def __init__(self, moe: MoELayer, block: nn.Module) -> None:
-        super().__init__()
-        self.moe = moe
-        self.last: MoEOutput | None = None
+        super().__init__(moe)
         # in a tuple, so that it is not a part of this module
         self.original: tuple[nn.Module] = (block.to_empty(device="meta"),)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[batch, sequence, D] to the same shape."""
-        self.last = self.moe(hidden_states)
-        return self.last.output
+    def train(self, mode: bool = True) -> SwappedBlock:
+        """As of every module. A model that was loaded for evaluation and now is trained needs
+        balanced experts: it is warned of here.
+        """
+        if mode and not self.training:
+            check_balance(self.moe.router, self.moe.config, self.moe.comm, HostContext())
+        return super().train(mode)
 
 
 def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
@@ -84,7 +85,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         name, block = names[id(layer.mlp)], layer.mlp
         weight = next(block.parameters())
         chosen = with_overrides(from_dict(layer_settings(source, prefix)), settings or {})
-        moe = MoELayer(chosen, comm, dtype=weight.dtype, device=weight.device)
+        moe = MoELayer(chosen, comm, host=HostContext(training=block.training),
+                       dtype=weight.dtype, device=weight.device)
         load_layer(moe, source, prefix)
         layer.mlp = SwappedBlock(moe, block).train(block.training)
         swapped.append(name)
@@ -110,7 +112,7 @@ def _checked(model: nn.Module) -> dict[str, Any]:
     if config.get("output_router_logits"):
         raise ValueError(
             "output_router_logits=True asks for logits of transformers' own routers; set it to "
-            "False, give losses in `settings` and add router_loss(model) to the loss")
+            "False, give losses in `settings` and add auxiliary_loss(model) to the loss")
     return config
 
 
@@ -122,16 +124,6 @@ def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
     """Names and modules that `swap_moe_blocks` has put into a model."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, SwappedBlock))
-
-
-def router_loss(model: nn.Module) -> Tensor:
-    """The routers' losses of the last forward pass, weighted by `losses` and summed over layers.
-
-    A float32 scalar, differentiable; 0 where no loss is configured.
-    """
-    terms = [weighted_loss(block.last.losses, block.moe.config.losses)
-             for _, block in swapped_blocks(model) if block.last is not None]
-    return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
 def restore_moe_blocks(model: nn.Module) -> None:

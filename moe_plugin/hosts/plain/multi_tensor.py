@@ -30,14 +30,46 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
         copies: number of ranks that have the same tensor, by which its squares are divided;
             None: 1 for all.
     """
-    device = device or (tensors[0].device if tensors else torch.device("cpu"))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for count in sorted(set(copies or [1])):
-        chosen = tensors if copies is None else [
-            tensor for tensor, n in zip(tensors, copies, strict=True) if n == count]
-        for group in _by_device_and_dtype(chosen):
-            total += _norms(group).double().square().sum().to(device) / count
-    return total
+    norms = SquaredNorm()
+    norms.add(0, tensors, copies)
+    return norms.total(device or (tensors[0].device if tensors else torch.device("cpu")))
+
+
+class SquaredNorm:
+    """`squared_norm` of tensors that are not there at the same time: the same bits, but on a GPU
+    with apex, which takes norms of several tensors at once.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[tuple[int, tuple[torch.device, torch.dtype], Tensor]]] = {}
+
+    @torch.no_grad()
+    def add(self, place: int, tensors: Sequence[Tensor], copies: Sequence[int] | None = None
+            ) -> None:
+        """Take a part of the tensors.
+
+        place: of the part among the others, which may come in any order.
+        tensors, copies: see `squared_norm`.
+        """
+        copies = [1] * len(tensors) if copies is None else copies
+        part = self._parts[place] = []
+        for count in sorted(set(copies)):
+            chosen = [x for x, n in zip(tensors, copies, strict=True) if n == count]
+            part += [(count, (group[0].device, group[0].dtype), _norms(group))
+                     for group in _by_device_and_dtype(chosen)]
+
+    @torch.no_grad()
+    def total(self, device: torch.device) -> Tensor:
+        """See `squared_norm`; 0-dim, float64 on this device."""
+        alike: dict[int, dict[tuple[torch.device, torch.dtype], list[Tensor]]] = {}
+        for place in sorted(self._parts):
+            for count, kind, norms_N in self._parts[place]:
+                alike.setdefault(count, {}).setdefault(kind, []).append(norms_N)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for count in sorted(alike):
+            for norms in alike[count].values():
+                total += torch.cat(norms).double().square().sum().to(device) / count
+        return total
 
 
 def _norms(group: list[Tensor]) -> Tensor:

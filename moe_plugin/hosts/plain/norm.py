@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from moe_plugin.hosts.plain import multi_tensor
 from moe_plugin.hosts.plain.replicas import replicas_of
 
 
-@torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, *,
                     world: Comm | None = None) -> Tensor:
     """Scale gradients so that their L2 norm, over all parameters of all ranks, is at most
@@ -33,18 +32,60 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, *,
     Returns: the norm before clipping, float32 (float64 for float64 gradients), equal on all ranks;
         not finite where a gradient of any rank is not.
     """
-    world = default_comm() if world is None else world
     owners = [p for p in parameters if p.grad is not None]
-    alike = [p.grad for p in owners if not is_expert(p) and not isinstance(p, DTensor)]
-    parts = [p for p in owners if is_expert(p) or isinstance(p, DTensor)]
-    squared = multi_tensor.squared_norm([p.grad for p in parts], world.device,
-                                        [_copies(p) for p in parts])
-    squared = world.all_reduce(squared) + multi_tensor.squared_norm(alike, world.device)
-    gradients = [p.grad for p in owners]
-    norm = squared.sqrt().to(functools.reduce(torch.promote_types, [g.dtype for g in gradients],
-                                              torch.float32))
-    multi_tensor.scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    clip = PartedClip(max_norm, world)
+    clip.add(0, owners)
+    norm = clip.norm()
+    clip.scale([p.grad for p in owners if p.grad is not None])
     return norm
+
+
+class PartedClip:
+    """`clip_grad_norm_` where gradients are not in memory together, such as those of the blocks of
+    a `StreamedTrainer`: the same bits (but see `multi_tensor.SquaredNorm`).
+
+    In each step `add` takes all gradients, `norm` ends them, and `scale` makes them smaller.
+
+    Args:
+        max_norm, world: see `clip_grad_norm_`.
+    """
+
+    def __init__(self, max_norm: float, world: Comm | None = None) -> None:
+        self.max_norm, self.world = max_norm, default_comm() if world is None else world
+        self._factor = torch.ones(())
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again: of a step that failed nothing counts."""
+        self._dtype = torch.float32
+        self._alike, self._parts = multi_tensor.SquaredNorm(), multi_tensor.SquaredNorm()
+
+    @torch.no_grad()
+    def add(self, place: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the gradients of some parameters; place: of these among all, in any order."""
+        owners = [(p, p.grad) for p in parameters if p.grad is not None]
+        parts = [(p, g) for p, g in owners if _is_part(p)]
+        self._parts.add(place, [g for _, g in parts], [_copies(p) for p, _ in parts])
+        self._alike.add(place, [g for p, g in owners if not _is_part(p)])
+        self._dtype = functools.reduce(torch.promote_types, [g.dtype for _, g in owners],
+                                       self._dtype)
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The norm of all that was taken, as `clip_grad_norm_` returns it. Collective."""
+        squared = self.world.all_reduce(self._parts.total(self.world.device))
+        norm = (squared + self._alike.total(self.world.device)).sqrt().to(self._dtype)
+        self._factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.forget()
+        return norm
+
+    def scale(self, gradients: Sequence[Tensor]) -> None:
+        """Scale gradients in place so that the last norm is at most `max_norm`."""
+        multi_tensor.scale_(gradients, self._factor)
+
+
+def _is_part(parameter: nn.Parameter) -> bool:
+    return is_expert(parameter) or isinstance(parameter, DTensor)
 
 
 def _copies(parameter: nn.Parameter) -> int:

@@ -85,7 +85,8 @@ class Bucket:
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
             for p in self.parameters
         ])
-        self._wait, self._stale = comm.start_all_reduce(flat_N.div_(comm.size)), False
+        self._wait = comm.collectives.start_all_reduce(comm, flat_N.div_(comm.size))
+        self._stale = False
 
     @torch.no_grad()
     def finish(self, comm: Comm) -> None:

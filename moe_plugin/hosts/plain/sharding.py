@@ -52,7 +52,8 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     shard_routers(model, left_out, mesh=mesh, **options)
     for unit in blocks_of(model) if units is None else units:
         fully_shard(unit, mesh=mesh, ignored_params=left_out, **options)
-    return fully_shard(model, mesh=mesh, ignored_params=left_out, **options)
+    fully_shard(model, mesh=mesh, ignored_params=left_out, **options)
+    return model
 
 
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],

@@ -73,12 +73,14 @@ class TwinCheck:
             Collective.
         world: all data-parallel ranks; None: those of the default group.
         every: steps from one check to the next.
+        start: what keeps the state that the check must not change, made with the models.
     Raises:
         ValueError: `every` < 1, or this rank has no twin.
     """
 
-    def __init__(self, model: nn.Module, world: Comm | None = None, *, every: int) -> None:
-        self.model, self.every = model, every
+    def __init__(self, model: nn.Module, world: Comm | None = None, *, every: int,
+                 start: Callable[[list[nn.Module]], StepStart] = StepStart) -> None:
+        self.model, self.every, self.start = model, every, start
         self.world = default_comm() if world is None else world
         self.layers = [each for each in model.modules() if isinstance(each, MoELayer)]
         experts = self.layers[0].comm if self.layers else LocalComm()
@@ -109,10 +111,10 @@ class TwinCheck:
             WrongResultError: on all ranks.
         """
         batch = self._shared(batch, (step // self.every) % self.twins.size)
-        start = StepStart([self.model])
+        start = self.start([self.model])
         torch.manual_seed(step)
         try:
-            with _alike(self.layers), _Recorder(self.model) as seen:
+            with alike(self.layers), _Recorder(self.model) as seen:
                 seen.gradients(loss_of(batch))
         finally:
             start.restore()
@@ -179,22 +181,18 @@ def _first_difference(sums: Sequence[Sequence[Any]],
 
 
 @contextmanager
-def _alike(layers: Sequence[MoELayer]) -> Iterator[None]:
+def alike(layers: Sequence[MoELayer]) -> Iterator[None]:
     """Layers compute in their fixed layout, by rule instead of by measured times: the same bits on
     twins.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only = torch.is_deterministic_algorithms_warn_only_enabled()
-    tuners = [layer.layouts.tuner for layer in layers]
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, before, warn_only=only)
         torch.use_deterministic_algorithms(True, warn_only=only or not before)
         for layer in layers:
-            layer.layouts.tuner = None
+            stack.enter_context(layer.layouts.by_rule())
         yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=only)
-        for layer, tuner in zip(layers, tuners, strict=True):
-            layer.layouts.tuner = tuner
 
 
 class _Recorder:

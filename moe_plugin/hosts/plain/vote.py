@@ -72,6 +72,67 @@ def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
     return torch.stack(winners), Verdict(tuple(sorted(outvoted)), tuple(undecided))
 
 
+class Ballots:
+    """Answers of all ranks to the files that each of them computes, and what counts of them.
+
+    Args:
+        assignment: its worker w is rank w.
+        comm: the data-parallel ranks.
+        aggregate: over the files: `median`, or `mean` where no file may be spoiled.
+    Raises:
+        ValueError: another number of ranks than workers, or an unknown aggregate.
+    """
+
+    def __init__(self, assignment: Assignment, comm: Comm, aggregate: str = "median") -> None:
+        if comm.size != assignment.workers:
+            raise ValueError(f"assignment {assignment.name!r} is for {assignment.workers} workers, "
+                             f"the group has {comm.size} ranks: must be equal")
+        if aggregate not in AGGREGATES:
+            raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(AGGREGATES)}")
+        self.assignment, self.comm, self.aggregate = assignment, comm, aggregate
+        self._outvoted: set[int] = set()
+        self._undecided: set[int] = set()
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Files that this rank computes."""
+        return self.assignment.files[self.comm.rank]
+
+    def winners(self, mine_LN: Tensor) -> Tensor:
+        """The answers that count, [F, N] by file. Collective.
+
+        mine_LN: of this rank to its files, in their order.
+        """
+        shape = (self.comm.size, *mine_LN.shape)
+        every_KLN = self.comm.all_gather(mine_LN.contiguous()).view(shape)
+        winners_FN, verdict = vote(every_KLN, self.assignment)
+        self._outvoted.update(verdict.outvoted)
+        self._undecided.update(verdict.undecided)
+        return winners_FN
+
+    def result(self, mine_LN: Tensor) -> Tensor:
+        """What counts, over all files: [N]. Collective."""
+        parts = []
+        for chunk_LN in mine_LN.split(CHUNK, dim=1):
+            winners_FN = self.winners(chunk_LN)
+            parts.append(coordinate_median(winners_FN) if self.aggregate == "median"
+                         else winners_FN.mean(0))
+        return torch.cat(parts)
+
+    def verdict(self) -> Verdict:
+        """Of all votes since the last call."""
+        found = Verdict(tuple(sorted(self._outvoted)), tuple(sorted(self._undecided)))
+        self._outvoted.clear()
+        self._undecided.clear()
+        return found
+
+
+def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """Gradients in one vector [N] of the widest of their dtypes; zero: a parameter has none."""
+    return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
+                      for p, g in zip(parameters, gradients, strict=True)])
+
+
 class VotedGradients:
     """Gradients of a model that every rank has entirely, by vote.
 
@@ -83,9 +144,8 @@ class VotedGradients:
     Args:
         model: its parameters, the same on all ranks, get the gradients. Experts must be replicated
             (an expert-parallel group of one): what others' experts computed cannot be voted on.
-        assignment: its worker w is rank w.
+        assignment, aggregate: see `Ballots`.
         comm: the data-parallel ranks; None: those of the default group.
-        aggregate: over the files: `median`, or `mean` where no file may be spoiled.
     Raises:
         ValueError: another number of ranks than workers, experts that are spread over ranks, or an
             unknown aggregate.
@@ -94,23 +154,14 @@ class VotedGradients:
     def __init__(self, model: nn.Module, assignment: Assignment, comm: Comm | None = None, *,
                  aggregate: str = "median") -> None:
         comm = default_comm() if comm is None else comm
-        if comm.size != assignment.workers:
-            raise ValueError(f"assignment {assignment.name!r} is for {assignment.workers} workers, "
-                             f"the group has {comm.size} ranks: must be equal")
-        if aggregate not in AGGREGATES:
-            raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(AGGREGATES)}")
-        spread = [name for name, module in model.named_modules()
-                  if isinstance(module, MoELayer) and module.comm.size > 1]
-        if spread:
-            raise ValueError(f"experts of layer {spread[0]!r} are spread over ranks, so that no "
-                             "two ranks compute the same gradient: build it with comm=LocalComm()")
+        self.ballots = Ballots(assignment, comm, aggregate)
+        refuse_spread_experts(model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.assignment, self.comm, self.aggregate = assignment, comm, aggregate
 
     @property
     def files(self) -> tuple[int, ...]:
         """Files that this rank computes."""
-        return self.assignment.files[self.comm.rank]
+        return self.ballots.files
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
         """Compute this rank's files, vote, and set every parameter's gradient. Collective.
@@ -120,28 +171,26 @@ class VotedGradients:
         Returns: the same on all ranks.
         """
         mine_LN = torch.stack([self._gradient(loss_of(file)) for file in self.files])
-        parts: list[Tensor] = []
-        outvoted: set[int] = set()
-        undecided: set[int] = set()
-        for chunk_LN in mine_LN.split(CHUNK, dim=1):
-            shape = (self.comm.size, *chunk_LN.shape)
-            every_KLN = self.comm.all_gather(chunk_LN.contiguous()).view(shape)
-            winners_FN, verdict = vote(every_KLN, self.assignment)
-            outvoted.update(verdict.outvoted)
-            undecided.update(verdict.undecided)
-            parts.append(coordinate_median(winners_FN) if self.aggregate == "median"
-                         else winners_FN.mean(0))
-        self._set(torch.cat(parts))
-        return Verdict(tuple(sorted(outvoted)), tuple(sorted(undecided)))
+        self._set(self.ballots.result(mine_LN))
+        return self.ballots.verdict()
 
     def _gradient(self, loss: Tensor) -> Tensor:
-        """All parameters' gradients in one vector of the widest of their dtypes; zero: unused."""
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
-                          for p, g in zip(self.parameters, found, strict=True)])
+        return flat_gradients(self.parameters, found)
 
     @torch.no_grad()
     def _set(self, gradient_N: Tensor) -> None:
         parts = gradient_N.split([p.numel() for p in self.parameters])
         for parameter, part_N in zip(self.parameters, parts, strict=True):
             parameter.grad = part_N.view_as(parameter).to(parameter.dtype, copy=True)
+
+
+def refuse_spread_experts(model: nn.Module) -> None:
+    """`ValueError` where a layer's experts are spread over ranks."""
+    spread = [name for name, module in model.named_modules()
+              if isinstance(module, MoELayer) and module.comm.size > 1]
+    if spread:
+        raise ValueError(
+            f"experts of layer {spread[0]!r} are spread over ranks, so that no two ranks compute "
+            "the same gradient: build it with comm=LocalComm() (--moe-expert-parallel-size 1, "
+            "--expert-model-parallel-size 1)")

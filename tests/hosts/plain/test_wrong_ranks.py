@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +17,8 @@ from moe_plugin.hosts.plain.replicas import replica_comm
 from moe_plugin.hosts.plain.twins import TwinCheck, WrongResultError, checksum
 from moe_plugin.hosts.plain.vote import VotedGradients, coordinate_median, majority, vote
 from moe_plugin.planner.byzshield import Assignment, cyclic, mols, repetition
+from tests.attacks import ATTACKS, Attack
 from tests.distributed import run_gloo
-
-Attack = Callable[[Tensor], Tensor]
-ATTACKS: dict[str, Attack] = {
-    "reversed": lambda answers: -10 * answers,
-    "constant": lambda answers: torch.full_like(answers, 7.0),
-    # "a little is enough": as far from the mean as hides in the noise, all attackers alike
-    "alie": lambda answers: (answers.mean(0) - 1.5 * answers.std(0)).expand_as(answers),
-}
 
 
 def data(file: int, rows: int = 8) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,51 @@
+"""A host's transformer layers under `offload.activations`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from moe_plugin.comm import Comm
+from moe_plugin.config import OffloadConfig
+from moe_plugin.layer import MoELayer
+from moe_plugin.messages import short
+from moe_plugin.offload.activations import Activations, Contexts
+from moe_plugin.offload.auto import manage
+
+logger = logging.getLogger(__name__)
+
+
+def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm: Comm, *,
+                  refused: Mapping[str, bool] | None = None,
+                  contexts: Sequence[Contexts] = ()) -> Activations | None:
+    """Let a model's layers treat their activations as the settings say; None: all are kept.
+
+    Args:
+        layers: in the order of forward, by name. comm: ranks that have the same layers.
+        refused: settings of the host by name, and whether they are used: they do not fit.
+        contexts: see `manage`.
+    Raises:
+        ValueError: settings do not fit each other or the host's.
+    """
+    if settings.activations == "keep":
+        return None
+    for name, used in (refused or {}).items():
+        if used:
+            raise ValueError(
+                f"offload.activations={short(settings.activations)} does not fit {name}, which "
+                "decides about the same tensors or layers: leave one of both out")
+    if not layers:
+        raise ValueError(f"offload.activations={short(settings.activations)}: this rank has no "
+                         "transformer layer; use keep, or other pipeline stages")
+    stashed = [name for name, layer in layers.items()
+               if any(isinstance(m, MoELayer) and m.config.dispatch.stash_mib > 0
+                      for m in layer.modules())]
+    if stashed:
+        logger.warning(
+            "dispatch.stash_mib is not used in %s and %d more layers where they recompute or swap: "
+            "offload.activations decides what lies where", stashed[0], len(stashed) - 1)
+    return manage(list(layers.values()), settings.activations, memory=settings.memory,
+                  folder=settings.path, smallest=settings.smallest, names=list(layers),
+                  contexts=contexts, comm=comm, profile=settings.profile)

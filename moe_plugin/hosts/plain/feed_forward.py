@@ -1,0 +1,161 @@
+"""What a feed-forward module of someone else's model computes, found by running it.
+
+A module that has two linear maps, D to F and back, or three, of which two go D to F, is a
+feed-forward module if one of our activations, in one of the possible orders, gives what the module
+gives for random tokens. Nothing is believed because of a name.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.kernels.activations import ACTIVATIONS
+
+PROBES = 32  # tokens
+NEAR = 1e-4  # of the largest output, in float32
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """y = act(x w_in + b_in) w_out + b_out, or y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out
+    + b_out.
+
+    Attributes:
+        weights: `w_in_DF`, `w_out_FD`, `w_gate_DF` where there is a gate, and of the biases
+            `b_in_F`, `b_gate_F`, `b_out_D` those that exist; views of the module's parameters.
+        activation: its name in `experts.activation`. dropout: probability after the activation.
+        after: probability of the dropout behind the last map.
+    """
+
+    weights: dict[str, Tensor]
+    activation: str
+    dropout: float = 0.0
+    after: float = 0.0
+
+    @property
+    def gated(self) -> bool:
+        """Whether it has a gate."""
+        return "w_gate_DF" in self.weights
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.weights["w_in_DF"].shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """F."""
+        return self.weights["w_in_DF"].shape[1]
+
+
+def read_feed_forward(module: nn.Module) -> FeedForward | None:
+    """What a module computes; None: it is no feed-forward module.
+
+    The module runs once, copied, in float32, in evaluation.
+    """
+    maps = _linear_maps(module)
+    own = {id(p) for part in maps for p in part.parameters(recurse=False)}
+    if len(maps) not in (2, 3) or any(p.is_meta or id(p) not in own for p in module.parameters()):
+        return None
+    twin = copy.deepcopy(module).float().eval()
+    for width in dict.fromkeys(_matrix(part).shape[0] for part in maps):
+        ran = _run(twin, width)
+        if ran is not None:
+            return _explained(maps, _linear_maps(twin), ran)
+    return None
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A call. parts: linear maps and dropouts, as they ran."""
+
+    x_TD: Tensor
+    y_TD: Tensor
+    parts: list[Any]
+
+
+def _run(twin: nn.Module, width: int) -> _Ran | None:
+    """A call with random tokens; None: it does not take them, or gives another shape."""
+    parts: list[Any] = []
+    watched = [*_linear_maps(twin), *(p for p in twin.modules() if isinstance(p, nn.Dropout))]
+    hooks = [part.register_forward_hook(lambda part, *_: parts.append(part)) for part in watched]
+    generator = torch.Generator().manual_seed(1)
+    x_TD = torch.randn(PROBES, width, generator=generator)
+    x_TD = x_TD.to(next(twin.parameters()).device)
+    try:
+        with torch.no_grad():
+            y_TD = twin(x_TD)
+    except Exception:  # a foreign module: it may want other arguments
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    fits = isinstance(y_TD, Tensor) and y_TD.shape == x_TD.shape
+    return _Ran(x_TD, y_TD, parts) if fits else None
+
+
+def _explained(maps: list[Any], twins: list[Any], ran: _Ran) -> FeedForward | None:
+    """The feed-forward function that gave a call's result; None: there is none."""
+    linear = [index for index, part in enumerate(ran.parts) if not isinstance(part, nn.Dropout)]
+    order = [twins.index(ran.parts[index]) for index in linear]
+    if sorted(order) != list(range(len(maps))):
+        return None
+    *up, back = (maps[index] for index in order)
+    shape = tuple(_matrix(up[0]).shape)
+    if any(tuple(_matrix(part).shape) != shape for part in up) or (
+            tuple(_matrix(back).shape) != shape[::-1]):
+        return None
+    best = min(_candidates(up, back), key=lambda found: _distance(found, ran.x_TD, ran.y_TD))
+    if not _distance(best, ran.x_TD, ran.y_TD) <= NEAR:
+        return None
+    inner = [p.p for p in ran.parts[:linear[-1]] if isinstance(p, nn.Dropout) and p.p]
+    after = [p.p for p in ran.parts[linear[-1]:] if isinstance(p, nn.Dropout) and p.p]
+    if len(inner) > 1 or len(after) > 1:
+        return None
+    return FeedForward(best.weights, best.activation, sum(inner), sum(after))
+
+
+def compute(ffn: FeedForward, x_TD: Tensor) -> Tensor:
+    """What it computes, without dropout, in the dtype of x_TD: the plain formula."""
+    w = {name: value.to(x_TD.dtype) for name, value in ffn.weights.items()}
+    act = ACTIVATIONS[ffn.activation].value
+    h_TF = x_TD @ w["w_in_DF"] + w.get("b_in_F", 0)
+    h_TF = act(x_TD @ w["w_gate_DF"] + w.get("b_gate_F", 0)) * h_TF if ffn.gated else act(h_TF)
+    y_TD: Tensor = h_TF @ w["w_out_FD"] + w.get("b_out_D", 0)
+    return y_TD
+
+
+def _distance(ffn: FeedForward, x_TD: Tensor, y_TD: Tensor) -> float:
+    with torch.no_grad():
+        off = (compute(ffn, x_TD) - y_TD).abs().max() / y_TD.abs().max().clamp_min(1e-30)
+    return float(off.nan_to_num(float("inf")))
+
+
+def _linear_maps(module: nn.Module) -> list[Any]:
+    # Conv1D: transformers' name for a linear map with its matrix transposed
+    return [part for part in module.modules()
+            if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"]
+
+
+def _matrix(part: Any) -> Tensor:
+    return part.weight.detach().T if isinstance(part, nn.Linear) else part.weight.detach()
+
+
+def _candidates(up: list[Any], back: Any) -> Iterator[FeedForward]:
+    for activation, order in itertools.product(ACTIVATIONS, itertools.permutations(up)):
+        weights: dict[str, Tensor] = {}
+        for name, part in zip(("in", "gate"), order, strict=False):
+            weights[f"w_{name}_DF"] = _matrix(part)
+            if part.bias is not None:
+                weights[f"b_{name}_F"] = part.bias.detach()
+        weights["w_out_FD"] = _matrix(back)
+        if back.bias is not None:
+            weights["b_out_D"] = back.bias.detach()
+        yield FeedForward(weights, activation)

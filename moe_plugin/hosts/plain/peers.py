@@ -1,0 +1,249 @@
+"""Peers that each train a whole model whose weights stream through their device, and average their
+weights every so many steps (local SGD, DiLoCo, as torchft's `LocalSGD` and `DiLoCo`). Peers come
+and go.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.hosts.plain.elastic import ElasticReplica
+from moe_plugin.offload.flat import FlatLayout, aligned_buffer
+from moe_plugin.offload.tiers import HeldBuffer
+from moe_plugin.offload.weight_files import load_weights, read_beside, save_weights
+from moe_plugin.offload.weights import StepResult, StreamedTrainer
+
+log = logging.getLogger(__name__)
+_START, _MOMENTUM = "start", "momentum"  # in a saved folder
+
+
+@dataclass(frozen=True)
+class OuterNesterov:
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the mean of the peers' changes.
+
+    With theta, the weights after the last average, theta_i, those of peer i now, and a momentum b
+    that begins at 0: Delta = mean_i(theta - theta_i); b <- mu b + Delta; theta <- theta - lr (Delta
+    + mu b). Source: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1, with its values.
+
+    Attributes:
+        lr: above 0. momentum: mu, in [0, 1).
+    Raises:
+        ValueError: a number is out of bounds.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"outer lr={self.lr}: must be > 0 and finite, e.g. 0.7")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"outer momentum={self.momentum}: must be in [0, 1), e.g. 0.9")
+
+    @torch.no_grad()
+    def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
+             changes: Sequence[Tensor]) -> None:
+        """Update theta and b in place; changes: Delta, which is overwritten."""
+        for theta, b, delta in zip(weights, momenta, changes, strict=True):
+            b.mul_(self.momentum).add_(delta)
+            theta.add_(delta.add_(b, alpha=self.momentum), alpha=-self.lr)
+
+
+class StreamedPeer:
+    """This peer's trainer and its part in the averages.
+
+    Weights are averaged block by block, so that no peer ever has the whole model in memory. A peer
+    that joins, or comes back, gets the others' weights in its first average, with DiLoCo the outer
+    optimizer's state, too; its own optimizer begins anew, as with any local SGD.
+
+    Args:
+        trainer: the same model and optimizer on every peer.
+        lighthouse, replica, timeout_s: see `ElasticReplica`.
+        every: steps between averages.
+        outer: DiLoCo's outer optimizer, the same on every peer, whose state is in the trainer's
+            tier: twice the weights. None: weights become their mean.
+        resume: a folder that `save` wrote, which the trainer and the outer optimizer continue.
+
+    Attributes:
+        replica: with `members` of the last average and averages that were `lost`.
+    Raises:
+        ValueError: `every` is below 1, and what `ElasticReplica` and `load_weights` raise.
+    """
+
+    def __init__(self, trainer: StreamedTrainer, lighthouse: str, replica: int, every: int,
+                 timeout_s: float = 60.0, outer: OuterNesterov | None = None,
+                 resume: str | os.PathLike[str] | None = None) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: must be >= 1; give steps between averages, e.g. 50")
+        self.trainer, self.every, self.outer = trainer, every, outer
+        self._kept: list[_OuterState] = []
+        if resume is not None:
+            self._resume(resume)
+        self.replica = ElasticReplica(lighthouse, replica, self._state, self._load, timeout_s,
+                                      trainer.steps)
+        self._joined = False
+        self._steps_of_others: int | None = None
+
+    def _state(self) -> dict[str, int]:
+        return {"steps": self.trainer.steps}
+
+    def _load(self, state: dict[str, int]) -> None:
+        self._steps_of_others = state["steps"]
+
+    def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
+        """A step of the trainer, and after every so many an average; the first call begins with
+        one, by which a peer joins.
+
+        Raises: what `StreamedTrainer.step` and `ElasticReplica.average_parts` raise.
+        """
+        if not self._joined:
+            self.join()
+        result = self.trainer.step(micro_batches)
+        if self.trainer.steps % self.every == 0:
+            self.average()
+        return result
+
+    def join(self) -> None:
+        """Meet the others: afterwards this peer has their weights. With DiLoCo peers that start
+        together and continue one saved run keep their own, and no outer step is made.
+        """
+        while not self._average(meeting=True):
+            pass
+        self._joined = True
+
+    def average(self) -> bool:
+        """Average the weights of the living peers now; False: a peer was lost meanwhile, and every
+        peer goes on with its own.
+        """
+        return self._average(meeting=False)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the trainer's state and the outer optimizer's, for `resume`; each peer to a folder
+        of its own.
+
+        Raises: ValueError: see `save_weights`.
+        """
+        return save_weights(self.trainer, folder, self._beside if self._kept else None)
+
+    def _beside(self, number: int) -> dict[str, list[Tensor]]:
+        _, theta, momenta = self._kept[number].read()
+        return {_START: theta, _MOMENTUM: momenta}
+
+    def _resume(self, folder: str | os.PathLike[str]) -> None:
+        load_weights(self.trainer, folder)
+        if self.outer is None:
+            return
+        for block in self.trainer.blocks:
+            beside = read_beside(folder, block)
+            if not {_START, _MOMENTUM} <= set(beside):
+                log.warning("%s has no state of an outer optimizer: its momentum begins at zero",
+                            folder)
+                self._kept = []
+                return
+            self._kept.append(_OuterState(self.trainer, beside[_START], beside[_MOMENTUM]))
+
+    def _average(self, meeting: bool) -> bool:
+        self._steps_of_others = None
+        if self.outer is not None and not self._kept:
+            self.trainer.settle()
+            self._kept = [_OuterState(self.trainer, block.read()) for block in self.trainer.blocks]
+        taken = self.trainer.replace_weights(
+            self.replica.average_parts if self.outer is None
+            else lambda blocks: self._outer_average(blocks, meeting))
+        if taken and self._steps_of_others is not None:
+            self.trainer.steps = self._steps_of_others  # with the weights that belong to it
+        return taken
+
+    def _outer_average(self, blocks: Iterator[list[Tensor]], meeting: bool) -> bool:
+        staged: list[Callable[[bool], None]] = []
+        taken = False
+        try:
+            taken = self.replica.average_parts(self._parts(blocks, staged, meeting))
+        finally:
+            for finish in staged:
+                finish(taken)
+        return taken
+
+    def _parts(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]],
+               meeting: bool) -> Iterator[list[Tensor]]:
+        trained = torch.tensor([0 if meeting else 1])
+        yield [trained]  # its sum over the peers that are no newcomers
+        yield from (self._changes if trained.item() else self._meet)(blocks, staged)
+
+    def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
+              ) -> Iterator[list[Tensor]]:
+        """Nobody has trained since: all take the first living peer's state, but for those that have
+        it already, whose own weights may be some steps further.
+        """
+        mine = self._digest()
+        first = mine.clone()
+        self.replica.spread([first])
+        same = torch.equal(first, mine)
+        for number, (kept, own) in enumerate(zip(self._kept, blocks, strict=True)):
+            flat_N, theta, momenta = kept.read()
+            buffers = [x.clone() for x in own[len(theta):]]
+            self.replica.spread([*theta, *momenta, *buffers])
+            if not same:
+                for x, new in zip(own, [*theta, *buffers], strict=True):
+                    x.copy_(new)
+                staged.append(self._kept[number].held.stage(flat_N))
+            yield []
+
+    def _digest(self) -> Tensor:
+        """int64 [4]: of the outer optimizer's state, and the steps done."""
+        found = blake2b(str(self.trainer.steps).encode(), digest_size=32)
+        for kept in self._kept:
+            found.update(kept.read()[0].numpy())
+        return torch.frombuffer(bytearray(found.digest()), dtype=torch.int64)
+
+    def _changes(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
+                 ) -> Iterator[list[Tensor]]:
+        """By block the changes since the last average, and buffers; once averaged, both become the
+        block's new weights and buffers.
+        """
+        for number, mine in enumerate(blocks):
+            flat_N, theta, momenta = self._kept[number].read()
+            if self.replica.joining:
+                self.replica.spread([*theta, *momenta])
+            weights = mine[:len(theta)]
+            for x, start in zip(weights, theta, strict=True):
+                torch.sub(start, x, out=x)
+            yield mine
+            self.outer.step(theta, momenta, weights)
+            for x, new in zip(weights, theta, strict=True):
+                x.copy_(new)
+            staged.append(self._kept[number].held.stage(flat_N))
+
+    def close(self) -> None:
+        """Leave. The others go on without this peer."""
+        self.replica.close()
+
+
+class _OuterState:
+    """A block's weights after the last average, and the outer momentum, in the trainer's tier."""
+
+    def __init__(self, trainer: StreamedTrainer, weights: Sequence[Tensor],
+                 momenta: Sequence[Tensor] | None = None) -> None:
+        if momenta is None:
+            momenta = [torch.zeros_like(x) for x in weights]
+        self.layout = FlatLayout.of([*weights, *weights])
+        self.held = HeldBuffer(trainer.tier)
+        flat_N = aligned_buffer(self.layout.nbytes, "cpu")
+        self.layout.fill(flat_N, [*weights, *momenta])
+        self.held.put(flat_N)
+
+    def read(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """A copy: all, weights and momenta, which are its parts."""
+        flat_N = aligned_buffer(self.layout.nbytes, "cpu")
+        self.held.read(flat_N)
+        both = self.layout.views(flat_N)
+        return flat_N, both[:len(both) // 2], both[len(both) // 2:]

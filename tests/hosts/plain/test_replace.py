@@ -1,0 +1,237 @@
+"""MoE blocks in place of the feed-forward modules of models that know nothing of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import moe_plugin
+from moe_plugin import MoEBlock, MoELayer, auxiliary_loss, optimizer_groups, replace_ffn
+from moe_plugin.comm import TorchComm
+from moe_plugin.config.named import named_config
+from moe_plugin.hosts.plain.blocks import blocks_in
+from moe_plugin.hosts.plain.feed_forward import read_feed_forward
+from moe_plugin.hosts.plain.gradients import sync_gradients
+from tests.distributed import run_gloo
+
+
+class Gated(nn.Module):
+    """Maps in another order than they are used in."""
+
+    def __init__(self, width: int, inner: int, bias: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Linear(inner, width, bias=bias)
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.gate = nn.Linear(width, inner, bias=bias)
+        self.late, self.early = nn.Dropout(0.2), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(self.down(self.early(F.silu(self.gate(x)) * self.up(x))))
+
+
+class Block(nn.Module):
+    """A residual block with a norm."""
+
+    def __init__(self, ffn: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.ffn = nn.LayerNorm(16), ffn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(self.norm(x))
+
+
+def plain_ffn(activation: nn.Module, width: int = 16, inner: int = 40) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, inner), activation, nn.Linear(inner, width))
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(plain_ffn(nn.GELU())) for _ in range(4)), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("module, activation, gated", [
+    (plain_ffn(nn.GELU()), "gelu", False),
+    (plain_ffn(nn.GELU(approximate="tanh")), "gelu_tanh", False),
+    (plain_ffn(nn.ReLU(), 16, 16), "relu", False),
+    (Gated(16, 40), "silu", True),
+    (Gated(16, 40, bias=True), "silu", True),
+])
+def test_what_a_module_computes_is_found_by_running_it(module: nn.Module, activation: str,
+                                                       gated: bool) -> None:
+    before = copy.deepcopy(module.state_dict())
+    found = read_feed_forward(module)
+    assert found is not None and (found.activation, found.gated) == (activation, gated)
+    assert (found.width, found.hidden) == (16, found.weights["w_in_DF"].shape[1])
+    assert (found.dropout, found.after) == ((0.1, 0.2) if gated else (0.0, 0.0))
+    if gated:
+        assert torch.equal(found.weights["w_gate_DF"], module.gate.weight.T)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("module", [
+    nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)),
+    nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)),
+    nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), nn.MultiheadAttention(16, 2),
+    nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU()),
+])
+def test_other_modules_are_left_alone(module: nn.Module) -> None:
+    assert read_feed_forward(module) is None
+
+
+def test_a_replaced_model_computes_what_it_did_before() -> None:
+    model = stack()
+    x = torch.randn(5, 7, 16)
+    before = model(x)
+    assert replace_ffn(model, num_experts=4, every=2) == ["1.ffn", "3.ffn"]
+    torch.testing.assert_close(model(x), before)
+    assert [name for name, _ in blocks_in(model)] == ["1.ffn", "3.ffn"]
+
+
+def test_replaced_models_train() -> None:
+    model = stack()
+    replace_ffn(model, num_experts=4, router="topk", top_k=2, losses={"switch": 0.5})
+    groups = optimizer_groups(model, 1e-2, weight_decay=0.1, expert_lr=2e-2)
+    assert {group["name"]: (group["lr"], group["weight_decay"]) for group in groups} == {
+        "dense": (1e-2, 0.1), "dense, no decay": (1e-2, 0.0), "experts": (2e-2, 0.1),
+        "experts, no decay": (2e-2, 0.0)}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    optimizer = torch.optim.SGD(groups)
+    x, y = torch.randn(64, 16), torch.randint(3, (64,))
+    losses = []
+    for _ in range(20):
+        auxiliary = auxiliary_loss(model)
+        loss = F.cross_entropy(model(x), y) + auxiliary_loss(model)
+        assert auxiliary is not auxiliary_loss(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    by_hand = sum(0.5 * block.last.losses["switch"] for _, block in blocks_in(model))
+    torch.testing.assert_close(auxiliary_loss(model), by_hand)
+
+
+def test_match_takes_a_pattern_or_a_function() -> None:
+    assert replace_ffn(stack(), 4, match=r"[02]\.ffn") == ["0.ffn", "2.ffn"]
+    assert replace_ffn(stack(), 4, match=lambda name, module: name == "1.ffn") == ["1.ffn"]
+    model = stack()
+    with pytest.raises(ValueError, match=r"'0' \(Block\) matches .* leave it out"):
+        replace_ffn(model, 4, match=r"\d")
+    with pytest.raises(ValueError, match="no feed-forward module to replace with match='ffn'"):
+        replace_ffn(model, 4, match="ffn")
+    with pytest.raises(ValueError, match="every=0 must be >= 1"):
+        replace_ffn(model, 4, every=0)
+    with pytest.raises(ValueError, match="unknown setting 'topk'=2"):
+        replace_ffn(model, 4, topk=2)
+    assert not list(blocks_in(model))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_torchs_own_transformer(activation: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 2, 3, 3, 40, 0.0, activation, batch_first=True)
+    source, target = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+
+    def run() -> Tensor:
+        return model(source, target, src_key_padding_mask=padding)
+
+    before = run()
+    with torch.no_grad():
+        evaluated = model.eval()(source, target)
+    names = replace_ffn(model.train(), num_experts=4, every=2)
+    assert names == ["encoder.layers.1", "decoder.layers.0", "decoder.layers.2"]
+    torch.testing.assert_close(run(), before)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(source, target), evaluated)
+        assert torch.isfinite(run()).all()  # a mask, no gradient: torch's fused path
+
+
+def test_models_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "intermediate_size": 40}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16))
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
+    ids = torch.randint(50, (2, 9))
+    for model, name in ((gpt2, "transformer.h.1.mlp"), (llama, "model.layers.1.mlp")):
+        before = model.eval()(ids).logits
+        assert replace_ffn(model, num_experts=4, every=2) == [name]
+        torch.testing.assert_close(model(ids).logits, before, atol=2e-5, rtol=1e-4)
+
+
+def test_a_layer_takes_names_and_dicts() -> None:
+    config = MoELayer(16, num_experts=4, router="switch", experts={"hidden_dim": 24},
+                      all_to_all="linear", losses={"switch": 0.1}).config
+    assert (config.model_dim, config.num_experts, config.router.name, config.experts.hidden_dim,
+            config.comm.all_to_all, config.losses) == (
+        16, 4, "switch", 24, "linear", {"switch": 0.1})
+    assert MoELayer(16, router={"name": "cosine", "top_k": 1}).config.router.top_k == 1
+    with pytest.raises(ValueError, match=r"router.top_k is given twice"):
+        MoELayer(16, router={"top_k": 1}, top_k=2)
+    with pytest.raises(ValueError, match="router='switch' beside a whole MoEConfig"):
+        MoELayer(named_config(16), router="switch")
+    with pytest.raises(ValueError, match="router.top_k=9 .* <= num_experts=8"):
+        MoELayer(16, top_k=9)
+
+
+def test_a_file_without_a_width(tmp_path) -> None:
+    (tmp_path / "moe.yaml").write_text("num_experts: 4\nrouter: {top_k: 1}\n")
+    config = moe_plugin.from_yaml(str(tmp_path / "moe.yaml"), model_dim=24)
+    assert (config.model_dim, config.num_experts) == (24, 4)
+
+
+def test_blocks_fit_into_sequential_and_can_be_copied() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), MoEBlock(16, num_experts=4), nn.Linear(16, 2))
+    assert float(auxiliary_loss(model)) == 0
+    (model(torch.randn(6, 8)).sum() + auxiliary_loss(model)).backward()
+    twin = copy.deepcopy(model)  # torch cannot copy a graph
+    assert twin[1].last is None and model[1].last is not None
+    assert set(twin.state_dict()) == set(model.state_dict())
+
+
+def test_losses_without_a_gradient_are_refused() -> None:
+    block = MoEBlock(16, num_experts=4)
+    x = torch.randn(6, 16, requires_grad=True)
+    plain = block(x).sum() + auxiliary_loss(block)
+    plain.backward()
+    wanted = block.moe.router.weight_ED.grad.clone()
+    block.zero_grad()
+    (checkpoint(block, x, use_reentrant=False).sum() + auxiliary_loss(block)).backward()
+    torch.testing.assert_close(block.moe.router.weight_ED.grad, wanted)
+    checkpoint(block, x, use_reentrant=True)
+    with pytest.raises(ValueError, match="block '': its losses have no gradient"):
+        auxiliary_loss(block)
+
+
+def _tokens() -> Tensor:
+    return torch.arange(8 * 16, dtype=torch.float32).reshape(8, 16).sin()
+
+
+def _on_two_ranks() -> tuple[Tensor, Tensor, Tensor]:
+    model, comm = stack(), TorchComm()
+    replace_ffn(model, num_experts=4, every=2, comm=comm)
+    y = model(_tokens().chunk(2)[comm.rank])
+    y.square().sum().backward()
+    sync_gradients(model, comm)
+    return y.detach(), model[0].ffn[0].weight.grad, model[1].ffn.moe.experts.w_in_LDF.grad
+
+
+@pytest.mark.distributed
+def test_ranks_share_the_experts() -> None:
+    results = run_gloo(2, _on_two_ranks)
+    model = stack()
+    replace_ffn(model, num_experts=4, every=2)
+    y = model(_tokens())
+    (y.square().sum() / 2).backward()  # each rank's part is averaged
+    torch.testing.assert_close(torch.cat([y for y, _, _ in results]), y)
+    torch.testing.assert_close(results[1][1], model[0].ffn[0].weight.grad)
+    torch.testing.assert_close(torch.cat([grad for _, _, grad in results]),
+                               model[1].ffn.moe.experts.w_in_LDF.grad)
