@@ -1,0 +1,154 @@
+"""Ensembles of Swin transformers: from one module on, each member has modules of its own.
+
+Legend: B images, S pixels of a side, M members, C classes, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_plugin.ensembles import EnsembleHeads, share_features
+
+HEAD = "head"  # in place of a module: the output heads
+
+
+class SwinEnsemble(nn.Module):
+    """Members that compute the first modules together and the others apart.
+
+    Args:
+        models: `vision.model.build`'s, one where only heads differ, else M.
+        head: from the features of each stage to logits.
+        begin: name of the first module that each member has for itself; `HEAD`: none.
+        share_after: after this module members add features of each other; `HEAD`: inside `head`.
+        sharing: probability of a feature, see `share_features`.
+    Raises:
+        ValueError: no such module; members share before they part.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], head: nn.Module, *, begin: str = HEAD,
+                 share_after: str = HEAD, sharing: float = 0.0) -> None:
+        super().__init__()
+        self.steps = steps_of(models[0])
+        self.begin = place_of(self.steps, begin, "ensemble_from")[0]
+        self.shared = place_of(self.steps, share_after, "ensemble_share_after")[1]
+        self.sharing = 0.0 if share_after == HEAD else sharing
+        if self.sharing and self.shared < self.begin:
+            raise ValueError(f"ensemble_share_after={share_after} is out of bounds: members part "
+                             f"at ensemble_from={begin} only; name that module, or a later one")
+        self.ends = {i for i, name in enumerate(self.steps) if last_of_stage(self.steps, i)}
+        for number, model in enumerate(models):
+            model.head = nn.Identity()
+            for name in self.steps[:self.begin] if number else ():
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, nn.Identity())
+        self.members, self.head = nn.ModuleList(models), head
+
+    def forward(self, x_BCSS: Tensor) -> Tensor:
+        """Logits of the head, [B, ..., M, C]."""
+        states, stages = [x_BCSS], []
+        for number, name in enumerate(self.steps):
+            if number == self.begin:
+                states = states * len(self.members)
+            states = [model.get_submodule(name)(h)
+                      for model, h in zip(self.members, states, strict=False)]
+            if self.sharing and number == self.shared:
+                states = list(share_features(torch.stack(states), self.sharing, self.training,
+                                             dim=0).unbind())
+            if number in self.ends:
+                stages.append(states)
+        logits: Tensor = self.head(stages)
+        return logits
+
+
+def steps_of(model: nn.Module) -> list[str]:
+    """Names of the modules that a Swin transformer calls one after the other, without its head."""
+    names = ["patch_embed"]
+    for stage, layer in enumerate(model.layers):
+        names += [f"layers.{stage}.downsample",
+                  *(f"layers.{stage}.blocks.{block}" for block in range(len(layer.blocks)))]
+    return [*names, "norm"]
+
+
+def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
+    """First and last place of a module, or of all that are inside of it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name == HEAD:
+        return len(steps), len(steps)
+    found = [i for i, step in enumerate(steps) if step == name or step.startswith(f"{name}.")]
+    if not found:
+        raise ValueError(f"{argument}={name} is no module of the model: must be patch_embed, "
+                         "layers.STAGE, layers.STAGE.blocks.BLOCK, norm or head; use layers.0")
+    return found[0], found[-1]
+
+
+def last_of_stage(steps: list[str], number: int) -> bool:
+    """Whether it is a stage's last block; the last stage ends with the norm."""
+    stage = steps[number].partition(".blocks.")[0]
+    following = steps[number + 1] if number + 1 < len(steps) else ""
+    return steps[number] == "norm" or (
+        ".blocks." in steps[number] and following != "norm" and not following.startswith(stage))
+
+
+class ClassHead(nn.Module):
+    """Logits [B, M, C] of a mean over the places of the last stage's features [B, H, W, D]."""
+
+    def __init__(self, heads: EnsembleHeads) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, stages: list[list[Tensor]]) -> Tensor:
+        """stages: by stage, then by member (one where all members share them)."""
+        pooled = [h_BHWD.mean((1, 2)) for h_BHWD in stages[-1]]
+        if len(pooled) == 1:
+            return self.heads(pooled[0])
+        return self.heads(torch.stack(pooled, 1), own=True)
+
+
+class SegmentHead(nn.Module):
+    """Logits [B, S, S, M, C] of each pixel: the features of all stages, mapped to one width and
+    added at the finest resolution, then heads that give each patch its pixels.
+
+    Args:
+        widths: of the stages. patch: pixels of a patch's side. decoders: one, or one a member.
+        heads: to classes * patch * patch outputs.
+    """
+
+    def __init__(self, widths: Sequence[int], patch: int, decoders: int,
+                 heads: EnsembleHeads) -> None:
+        super().__init__()
+        self.patch, self.heads = patch, heads
+        self.decoders = nn.ModuleList(_Decoder(widths) for _ in range(decoders))
+
+    def forward(self, stages: list[list[Tensor]]) -> Tensor:
+        """stages: by stage, then by member (one where all members share them)."""
+        found = [decoder([states[m % len(states)] for states in stages])
+                 for m, decoder in enumerate(self.decoders)]
+        own = len(found) > 1
+        patches = self.heads(torch.stack(found, -2) if own else found[0], own=own)
+        b, h, w, m, _ = patches.shape
+        p = self.patch
+        pixels = patches.view(b, h, w, m, p, p, -1).permute(0, 1, 4, 2, 5, 3, 6)
+        return pixels.reshape(b, h * p, w * p, m, -1)
+
+
+class _Decoder(nn.Module):
+    """Features of all stages as one [B, H, W, D] at the first stage's resolution and width."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(width, widths[0]) for width in widths)
+        self.norm = nn.LayerNorm(widths[0])
+
+    def forward(self, stages: list[Tensor]) -> Tensor:
+        size = stages[0].shape[1:3]
+        found = [F.interpolate(each(h_BHWD).permute(0, 3, 1, 2), size, mode="bilinear")
+                 for each, h_BHWD in zip(self.maps, stages, strict=True)]
+        h_BHWD: Tensor = F.gelu(self.norm(torch.stack(found).sum(0).permute(0, 2, 3, 1)))
+        return h_BHWD

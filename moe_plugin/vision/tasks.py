@@ -1,0 +1,102 @@
+"""What a model of images learns: its loss, and what an evaluation counts.
+
+Legend: B images, T places that have a class of their own (1 in classification), M members, C
+classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_plugin.ensembles import confidence_counts, sequence_errors, sequence_oracle
+from moe_plugin.ensembles.settings import EnsembleSettings
+
+BINS = 10  # of a histogram of confidences
+_SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
+_HISTOGRAMS = "responsible", "other", "ensemble"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Losses and counts of a model's outputs [B, ..., C], or [B, ..., M, C] of an ensemble.
+
+    Attributes:
+        ensemble: None: one output. smoothing: share of the label that all classes get, without an
+            ensemble. segments: each pixel is background or foreground (class 1).
+    """
+
+    ensemble: EnsembleSettings | None = None
+    smoothing: float = 0.0
+    segments: bool = False
+
+    def _shaped(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, M, C] and [B, T]."""
+        logits = outputs if self.ensemble else outputs.unsqueeze(-2)
+        target_BT = target.reshape(len(target), -1)
+        return logits.reshape(*target_BT.shape, *logits.shape[-2:]), target_BT
+
+    def losses(self, outputs: Tensor, target: Tensor, *, training: bool) -> Tensor:
+        """Loss of each image, [B]: the mean over its places. In evaluation labels are exact and
+        not smoothed.
+
+        Args:
+            target: int64 [B] or [B, ...], one class a place.
+        """
+        logits_BTMC, target_BT = self._shaped(outputs, target)
+        if self.ensemble:
+            return self._oracle(logits_BTMC, target_BT, training).loss_N.view(target_BT.shape
+                                                                             ).mean(1)
+        loss_N = F.cross_entropy(
+            logits_BTMC.flatten(0, 2), target_BT.flatten(), reduction="none",
+            label_smoothing=self.smoothing if training else 0.0)
+        return loss_N.view(target_BT.shape).mean(1)
+
+    def _oracle(self, logits_BTMC: Tensor, target_BT: Tensor, training: bool) -> Any:
+        assert self.ensemble is not None
+        e = self.ensemble
+        return sequence_oracle(logits_BTMC, target_BT, torch.ones_like(target_BT, dtype=torch.bool),
+                               e.k, e.beta, labels=e.labels if training else "exact",
+                               by_sequence=e.by_sequence)
+
+    def counts(self, outputs: Tensor, target: Tensor, real_B: Tensor) -> Tensor:
+        """What `results` needs, summed over the images that are real, float64 [V]."""
+        logits_BTMC, target_BT = self._shaped(outputs, target)
+        errors = sequence_errors(logits_BTMC, target_BT,
+                                 self.ensemble is None or self.ensemble.by_sequence)
+        p_BTMC = logits_BTMC.float().softmax(-1)
+        found_BT, true_BT = p_BTMC.mean(2).argmax(-1) == 1, target_BT == 1
+        by_name = {"both": (found_BT & true_BT).double().sum(1),
+                   "either": (found_BT | true_BT).double().sum(1),
+                   "images": torch.ones_like(real_B, dtype=torch.float64),
+                   "loss": self.losses(outputs, target, training=False).double(), **errors}
+        sums = torch.stack([(by_name[name] * real_B).sum() for name in _SUMS])
+        if not self.ensemble:
+            return sums
+        real_BT1 = real_B.view(-1, 1, 1)
+        chosen_BTM = self._oracle(logits_BTMC, target_BT, False).chosen_NM.view(p_BTMC.shape[:3])
+        shown = {"responsible": (p_BTMC, chosen_BTM & real_BT1),
+                 "other": (p_BTMC, ~chosen_BTM & real_BT1),
+                 "ensemble": (p_BTMC.mean(2), real_B.view(-1, 1).expand_as(target_BT))}
+        return torch.cat([sums, *(confidence_counts(*shown[name], BINS) for name in _HISTOGRAMS)])
+
+    def results(self, sums: Tensor) -> dict[str, Any]:
+        """Of `counts`, added over all batches and ranks: loss, accuracy (where it segments: of
+        pixels, and the intersection over union of the foreground), and of an ensemble errors and
+        histograms of confidences: numbers of distributions by the largest probability, in equal
+        parts of 0..1.
+        """
+        images, loss, top1, oracle, member, both, either = sums[:len(_SUMS)].tolist()
+        found = {"valid_loss": loss / images, "accuracy": 1 - top1 / images}
+        if self.segments:
+            found["iou"] = both / either if either else 1.0
+        if not self.ensemble:
+            return found
+        counts = sums[len(_SUMS):].view(len(_HISTOGRAMS), BINS).round().long().tolist()
+        return {**found, "top1_error": top1 / images, "oracle_error": oracle / images,
+                "member_error": member / images,
+                "confidence": dict(zip(_HISTOGRAMS, counts, strict=True))}
