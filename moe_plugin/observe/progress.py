@@ -1,9 +1,11 @@
-"""A progress bar on a terminal, nothing in a file."""
+"""How far a run is: a progress bar on a terminal, and a line after the first step."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any, TextIO
+
+from moe_plugin.planner.units import show_time
 
 
 class _Silent:
@@ -41,3 +43,15 @@ def progress(total: int | None, description: str, *, unit: str = "step",
         return _Silent()
     return tqdm(total=total, desc=description, unit=unit, file=stream, dynamic_ncols=True,
                 leave=False)
+
+
+def first_step(seconds: float, tokens: float, left: int | None) -> str:
+    """What the first step of a run says of the rest, for the log.
+
+    seconds: of the step. tokens: of all ranks in it. left: steps after it; None: not known.
+    """
+    text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
+    if left is None:
+        return text
+    steps = "1 step" if left == 1 else f"{left:,} steps"
+    return f"{text}; {steps} left, {show_time(left * seconds)} if all take as long"

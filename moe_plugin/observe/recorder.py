@@ -12,8 +12,10 @@ all-reduce and one copy. What the files are is set by `config.observe`.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +25,40 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import ObserveConfig
-from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink
-from moe_plugin.records import LayerStats
+from moe_plugin.observe.health import HealthLog
+from moe_plugin.observe.history.json_lines import TRAINING, training_record
+from moe_plugin.observe.history.records import StepRecord
+from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+from moe_plugin.offload.copier import Copier, CopyCounters, OnDevice
+from moe_plugin.output import LayerStats
 
 # LayerStats kept before they are summed: bounds memory, saves small device operations
 _FOLD_AT = 64
+# of a store of experts, see `StoredExperts.taken_counts`
+_STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
+
+
+class _Copies:
+    """What a copier did since the last record, and what stays on the device."""
+
+    def __init__(self, copier: Copier, on_device: Callable[[], OnDevice]) -> None:
+        self.copier, self._before = copier, dataclasses.astuple(copier.counters)
+        self.on_device = on_device
+
+    def vector(self) -> Tensor:
+        """Float64 [10], in the order of `CopyCounters` and `OnDevice`."""
+        now = dataclasses.astuple(self.copier.counters)
+        grown = [after - before for after, before in zip(now, self._before, strict=True)]
+        self._before = now
+        return torch.tensor([*grown, *dataclasses.astuple(self.on_device())], dtype=torch.float64)
+
+
+def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
+    """One record, ready for JSON: see docs/observability.md. sums: `vector` over all ranks."""
+    return {"ranks": ranks, **{
+        field.name: round(value) if isinstance(field.default, int) else value
+        for field, value in zip((*dataclasses.fields(CopyCounters), *dataclasses.fields(OnDevice)),
+                                sums.tolist(), strict=True)}}
 
 
 @dataclass
@@ -51,6 +82,8 @@ class _Collected:
     layouts: Counter[str] = field(default_factory=Counter)
     exchanges: Counter[str] = field(default_factory=Counter)
     routers: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
+    store: Counter[str] = field(default_factory=Counter)
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stats: LayerStats) -> None:
@@ -62,7 +95,9 @@ class _Collected:
         self.capped += stats.capacity is not None
         self.layouts.update([stats.layout] if stats.layout is not None else [])
         self.routers.update([stats.router] if stats.router is not None else [])
+        self.collectives.update([stats.collectives] if stats.collectives is not None else [])
         self.exchanges.update(stats.exchanges)
+        self.store.update(stats.store)
         self.decisions += stats.decisions
         if len(self.pending) >= _FOLD_AT:
             self.fold()
@@ -80,13 +115,14 @@ class _Collected:
         self.pending.clear()
 
     def vector(self) -> Tensor:
-        """Everything that is summed over ranks, float64 [E + 4 + 5 + 2 * losses]."""
+        """Everything that is summed over ranks, float64 [E + 4 + 12 + 2 * losses]."""
         self.fold()
         assert self.sums_V is not None
-        host = [self.calls, self.bytes_sent, self.rows, self.capacity, self.capped]
-        host_5 = torch.tensor(host, dtype=torch.float64, device=self.sums_V.device)
+        host = [self.calls, self.bytes_sent, self.rows, self.capacity, self.capped,
+                *(self.store[name] for name in _STORE)]
+        host_N = torch.tensor(host, dtype=torch.float64, device=self.sums_V.device)
         losses = [self.losses[name] for name in sorted(self.losses)]
-        return torch.cat([self.sums_V, host_5, *losses])
+        return torch.cat([self.sums_V, host_N, *losses])
 
     def record(self, sums: Tensor) -> dict[str, Any]:
         """One record, ready for JSON: see docs/observability.md. sums: `vector` over all ranks."""
@@ -94,7 +130,8 @@ class _Collected:
         # ranks that report the same tokens report shares of them: their sum is whole up to rounding
         *load, kept, tokens = map(int, sums[: e + 2].round().tolist())
         entropy, peak, calls, sent, rows, capacity, capped = sums[e + 2 : e + 9].tolist()
-        losses = zip(sorted(self.losses), sums[e + 9 :].view(-1, 2).tolist(), strict=True)
+        store = zip(_STORE, map(int, sums[e + 9 : e + 16].tolist()), strict=True)
+        losses = zip(sorted(self.losses), sums[e + 16 :].view(-1, 2).tolist(), strict=True)
         routed = sum(load)
         return {
             "calls": int(calls),
@@ -115,6 +152,8 @@ class _Collected:
             "decisions": self.decisions,
             "exchanges": dict(self.exchanges),
             "routers": dict(self.routers),
+            "collectives": dict(self.collectives),
+            "store": {name: value for name, value in store if value},
         }
 
 
@@ -122,28 +161,44 @@ class StatsRecorder:
     """Collects statistics by layer; every `config.interval` steps writes one record per layer.
 
     Args:
-        config: interval, JSONL file, TensorBoard directory; only rank 0 of `comm` writes files.
+        config: interval, and where records go; only rank 0 of `comm` writes.
         comm: ranks whose numbers belong together; None: this rank alone. All of them must have the
             same layers and make the same calls of `step` (with pipeline stages: the ranks of one
             stage).
+        skip: findings that the host warns of itself.
     Raises:
-        ValueError: a file that cannot be written, or TensorBoard is wanted and not installed.
+        ValueError: a file that cannot be written; TensorBoard or Weights & Biases is wanted and not
+            installed.
     """
 
-    def __init__(self, config: ObserveConfig, comm: Comm | None = None) -> None:
+    def __init__(self, config: ObserveConfig, comm: Comm | None = None,
+                 skip: Iterable[str] = ()) -> None:
         self.config, self.comm = config, comm if comm is not None else LocalComm()
         self._layers: dict[str, _Collected] = {}
+        self._copiers: dict[str, _Copies] = {}
+        self._copied: dict[str, dict[str, Any]] = {}  # records that are not written yet
+        self.health = HealthLog(skip)
         self.sinks: list[Sink] = []
         if self.comm.rank == 0 and config.jsonl:
             self.sinks.append(JsonlSink(config.jsonl))
         if self.comm.rank == 0 and config.tensorboard:
             self.sinks.append(TensorBoardSink(config.tensorboard))
+        if self.comm.rank == 0 and config.wandb:
+            self.sinks.append(WandbSink(config.wandb))
 
     def add(self, layer: str, stats: LayerStats) -> None:
         """Take the statistics of one forward pass; no copy to the host, no communication."""
         if layer not in self._layers:
             self._layers[layer] = _Collected(stats.load_KE.shape[1])
         self._layers[layer].add(stats)
+
+    def watch(self, name: str, copier: Copier,
+              on_device: Callable[[], OnDevice] = OnDevice) -> None:
+        """From now on each record says what this copier did, e.g. that of activations or weights.
+
+        All ranks watch the same names. name: of what it moves. on_device: asked at each record.
+        """
+        self._copiers[name] = _Copies(copier, on_device)
 
     def step(self, step: int) -> dict[str, float]:
         """Call once per step on every rank; `flush` at the end of an interval, else {}."""
@@ -156,20 +211,60 @@ class StatsRecorder:
             Numbers for the host's log; {} if nothing was collected.
         """
         records = self.reduce()
+        self.write(step, records)
+        if self.comm.rank == 0:
+            self.health.add(step, records)
+        return summary(records)
+
+    def training(self, step: int, **numbers: float | None) -> None:
+        """Take numbers of the training loop, for the files and the findings; rank 0's count.
+
+        numbers: any of loss (nats per token), tokens_per_s, grad_norm, learning_rate, not_finite
+            (steps skipped since the record before).
+        """
+        if self.comm.rank:
+            return
+        row = {"step": step, "time": time.time(), "training": numbers}
+        for sink in self.sinks:
+            sink.write(row)
+        self.health.add_step(training_record(row))
+
+    def plot(self, record: StepRecord) -> None:
+        """Take numbers of the training loop that the host's own log has: to TensorBoard and
+        Weights & Biases alone.
+        """
+        row = {"step": record.step, "time": time.time(), "training": {
+            name: getattr(record, name) for name in TRAINING}}
+        for sink in self.sinks:
+            if not isinstance(sink, JsonlSink):
+                sink.write(row)
+
+    def write(self, step: int, records: dict[str, dict[str, Any]]) -> None:
+        """Write records to the files."""
         now = time.time()
+        for sink in self.sinks:
+            for name, copied in self._copied.items():
+                sink.write({"step": step, "time": now, "copier": name, **copied})
+        self._copied = {}
         for layer, record in records.items():
             for sink in self.sinks:
                 sink.write({"step": step, "time": now, "layer": layer, **record})
-        return summary(records)
 
     def reduce(self) -> dict[str, dict[str, Any]]:
-        """Records by layer, over all ranks and all calls since the last one. One all-reduce."""
-        if not self._layers:
+        """Records by layer, over all ranks and all calls since the last one; `write` adds those of
+        copiers. One all-reduce.
+        """
+        if not self._layers and not self._copiers:
             return {}
         layers = dict(sorted(self._layers.items()))
         self._layers = {}
         vectors = [collected.vector() for collected in layers.values()]
+        device = vectors[0].device if vectors else self.comm.device
+        vectors += [copies.vector().to(device) for _, copies in sorted(self._copiers.items())]
         parts = self.comm.all_reduce(torch.cat(vectors)).cpu().split([v.numel() for v in vectors])
+        self._copied = {name: _copy_record(sums, self.comm.size) for name, sums in
+                        zip(sorted(self._copiers), parts[len(layers):], strict=True)}
+        parts = parts[:len(layers)]
         return {name: collected.record(sums)
                 for (name, collected), sums in zip(layers.items(), parts, strict=True)}
 

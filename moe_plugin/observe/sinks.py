@@ -1,21 +1,24 @@
-"""Where records are written: a JSONL file, TensorBoard."""
+"""Where records are written: a JSONL file, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from moe_plugin.messages import short
 from moe_plugin.regular_files import open_append, write_remedy
 
 logger = logging.getLogger(__name__)
+TOP = "moe"  # of the names of all plots
 
 
 class Sink(Protocol):
-    """Takes records: `step`, `time` (seconds since the epoch), `layer`, the fields of a record."""
+    """Takes records: `step`, `time` (seconds since the epoch), `layer` or `copier` and the fields
+    of a record, or `training` and numbers by name.
+    """
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
@@ -81,7 +84,7 @@ def _ends_within_a_line(path: str) -> bool:
 
 
 class TensorBoardSink:
-    """Writes scalars `moe/<layer>/<field>`, `.../loss/<name>` and `.../share/expert<number>`.
+    """Writes scalars by the names of `points`.
 
     Where the files cannot be written, it warns once and writes no more: training goes on.
 
@@ -109,16 +112,8 @@ class TensorBoardSink:
             self._unless_it_fails(lambda: self._points(record))
 
     def _points(self, record: dict[str, Any]) -> None:
-        total = sum(record["load"]) or 1
-        numbers = {
-            **{key: value for key, value in record.items()
-               if isinstance(value, (int, float)) and key not in ("step", "time")},
-            **{f"loss/{name}": value for name, value in record["losses"].items()},
-            **{f"share/expert{i:03d}": n / total for i, n in enumerate(record["load"])},
-        }
-        for key, value in numbers.items():
-            self._writer.add_scalar(f"moe/{record['layer']}/{key}", value, record["step"],
-                                    record["time"])
+        for name, value in points(record).items():
+            self._writer.add_scalar(name, value, record["step"], record["time"])
 
     def close(self) -> None:
         """Write what is buffered and close the file."""
@@ -133,3 +128,57 @@ class TensorBoardSink:
                                "written there; %s", self._directory, error.strerror,
                                write_remedy(error, self._directory))
             self._failed = True
+
+
+class WandbSink:
+    """Adds a run with the names of `points` to a project of Weights & Biases. The axis of every
+    plot is the training step, so that records of one step need not come together.
+
+    Their package sends in the background, and obeys its own variables: WANDB_MODE=offline,
+    WANDB_DIR, WANDB_NAME, WANDB_RUN_GROUP. A run that something else of the process has started
+    there, e.g. fairseq's --wandb-project, stays as it is.
+
+    Raises:
+        ValueError: it is not installed, or does not start (no key, no network).
+    """
+
+    def __init__(self, project: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                f"observe.wandb={short(project)} needs Weights & Biases, which is not installed; "
+                "pip install 'moe-plugin[wandb]', or set it to none") from error
+        entity, _, name = project.rpartition("/")
+        try:
+            self._run = wandb.init(project=name, entity=entity or None, reinit="create_new")
+        except wandb.Error as error:
+            raise ValueError(
+                f"observe.wandb={short(project)} does not start ({short(error)}); run `wandb "
+                "login`, or write to a folder: WANDB_MODE=offline") from error
+        self._run.define_metric(f"{TOP}/step", hidden=True)
+        self._run.define_metric(f"{TOP}/*", step_metric=f"{TOP}/step")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add the numbers of the record."""
+        self._run.log({f"{TOP}/step": record["step"], **points(record)})
+
+    def close(self) -> None:
+        """Send what is left and end the run."""
+        self._run.finish()
+
+
+def points(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record by name: `moe/<layer>/<field>`, `.../loss/<name>` and
+    `.../share/expert<number>`; `moe/copies/<copier>/<field>`; `moe/training/<name>`.
+    """
+    fields = record.get("training", record)
+    numbers = {key: value for key, value in fields.items()
+               if isinstance(value, (int, float)) and key not in ("step", "time")}
+    if "layer" in record:
+        total = sum(record["load"]) or 1
+        numbers |= {f"loss/{name}": value for name, value in record["losses"].items()}
+        numbers |= {f"share/expert{i:03d}": n / total for i, n in enumerate(record["load"])}
+    where = ("training" if "training" in record
+             else record.get("layer") or f"copies/{record['copier']}")
+    return {f"{TOP}/{where}/{key}": value for key, value in numbers.items()}

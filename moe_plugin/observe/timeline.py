@@ -22,6 +22,7 @@ from torch import nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
+from moe_plugin.observe.health import HealthLog
 from moe_plugin.observe.sinks import JsonlSink
 
 MARK = "moe-plugin layer "
@@ -53,12 +54,14 @@ class Timeline:
         layers: by name; their forward and backward passes are shown.
         comm: its rank 0 records; None: this rank does.
         rank: written into the record.
+        health: warns of what the timeline shows.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, nn.Module],
-                 comm: Comm | None = None, rank: int = 0) -> None:
+                 comm: Comm | None = None, rank: int = 0, health: HealthLog | None = None) -> None:
         self.path = config.jsonl if comm is None or comm.rank == 0 else None
         self.step, self.layers, self.rank = config.timeline, dict(layers), rank
+        self.health = health
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -78,12 +81,13 @@ class Timeline:
         finally:
             for handle in handles:
                 handle.remove()
+        row = {"step": step, "time": time.time(), "rank": self.rank,
+               "timeline": spans(recorded.events())}
         sink = JsonlSink(self.path)
-        sink.write({
-            "step": step, "time": time.time(), "rank": self.rank,
-            "timeline": spans(recorded.events())
-        })
+        sink.write(row)
         sink.close()
+        if self.health is not None:
+            self.health.add_timeline(row)
 
 
 def _marked(name: str, layer: nn.Module) -> list[Any]:

@@ -9,6 +9,7 @@ import io
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,9 +21,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, Run, read_run
 from moe_plugin.observe.history.reader import candidates
-from moe_plugin.observe.report.text import HOSTS, number, seconds
+from moe_plugin.observe.report.text import HOSTS, number
+from moe_plugin.planner.units import show_time
 
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 NAMES, SPARK, DECISIONS = 28, 60, 4
@@ -35,7 +38,8 @@ def view(run: Run, console: Console, age_s: float | None = None) -> Group:
     bars = PLAIN if console.options.ascii_only else BARS
     training = _training(run, console.width, bars)
     head: list[RenderableType] = [_title(run, age_s), _progress(run),
-                                  *(_text(f"note: {note}", "yellow") for note in run.notes)]
+                                  *(_text(f"note: {note}", "yellow") for note in run.notes),
+                                  *_findings(run, console.width)]
     decisions = [
         _text(f"  step {d.step:,}  {d.layer}  {d.event}  {d.choice}  {d.why}")
         for d in run.decisions[-DECISIONS:]
@@ -51,8 +55,16 @@ def _title(run: Run, age_s: float | None) -> Text:
     if run.finished:
         title.append("  finished", "bold green")
     elif age_s is not None:
-        title.append(f"  (last record {seconds(max(0.0, round(age_s)))} ago)", "dim")
+        title.append(f"  (last record {show_time(max(0.0, round(age_s)))} ago)", "dim")
     return title
+
+
+def _findings(run: Run, width: int) -> list[RenderableType]:
+    """What is wrong and what to change, a line each, or more where the console is narrow."""
+    parts = [(text, style, indent) for found in findings(run) for text, style, indent in (
+        (f"! {found.title}", "bold red", "  "), (f"  try: {found.remedy}", "red", "       "))]
+    return [_text(line, style) for text, style, indent in parts for line in textwrap.wrap(
+        _clean(text), max(width, 20), subsequent_indent=indent, break_on_hyphens=False)]
 
 
 def _progress(run: Run) -> RenderableType:
@@ -61,9 +73,9 @@ def _progress(run: Run) -> RenderableType:
     if total:
         parts[0] += f" of {total:,} ({100 * run.last_step / total:.0f} %)"
     if run.seconds is not None:
-        parts.append(seconds(run.seconds))
+        parts.append(show_time(run.seconds))
     if run.remaining_s and math.isfinite(run.remaining_s) and not run.finished:
-        parts.append(f"ETA {seconds(round(run.remaining_s))}")
+        parts.append(f"ETA {show_time(round(run.remaining_s))}")
     text = _text("  ".join(parts))
     if not total:
         return text

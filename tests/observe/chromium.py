@@ -74,8 +74,9 @@ class Browser:
         message, self._unread = self._unread.split(b"\0", 1)
         return json.loads(message)
 
-    def open(self, html: str, width: int = 1200, scheme: str = "light") -> Page:
-        """A page in a new tab. scheme: the colour scheme that the reader prefers."""
+    def open(self, html: str, width: int = 1200, scheme: str = "light", *,
+             scripts: bool = True) -> Page:
+        """A page in a new tab. scheme: the colour scheme that the reader prefers; scripts: run."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
@@ -85,6 +86,7 @@ class Browser:
                   deviceScaleFactor=1, mobile=False)
         page.call("Emulation.setEmulatedMedia",
                   features=[{"name": "prefers-color-scheme", "value": scheme}])
+        page.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         file = self._folder / f"{session}.html"
         file.write_text(html, encoding="utf-8")
         page.call("Page.navigate", url=file.as_uri())
@@ -116,20 +118,55 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def point(self, selector: str, across: float, down: float) -> None:
-        """Move the pointer to shares of an element's width and height."""
+    def until(self, condition: str) -> None:
+        """Wait until a JavaScript expression is true."""
+        self.value(f"""new Promise((done) => {{
+            const look = () => ({condition}) ? done() : setTimeout(look, 20);
+            look();
+        }})""")
+
+    def place(self, selector: str, across: float, down: float) -> tuple[float, float]:
+        """Scroll to an element; the pixel at shares of its width and height."""
         x, y = self.value(f"""(() => {{
             const element = document.querySelector({json.dumps(selector)});
             element.scrollIntoView({{block: "center", behavior: "instant"}});
             const box = element.getBoundingClientRect();
             return [box.left + {across} * box.width, box.top + {down} * box.height];
         }})()""")
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        return x, y
 
-    def press(self, key: str) -> None:
-        """Press a key where the focus is."""
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key)
+    def point(self, selector: str, across: float, down: float) -> None:
+        """Move the pointer to shares of an element's width and height."""
+        self._mouse("mouseMoved", *self.place(selector, across, down))
+
+    def drag(self, selector: str, begin: float, end: float) -> None:
+        """Drag across an element, from one share of its width to another."""
+        x, y = self.place(selector, begin, 0.5)
+        last, _ = self.place(selector, end, 0.5)
+        self._mouse("mouseMoved", x, y)
+        self._mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
+        self._mouse("mouseMoved", (x + last) / 2, y, button="left", buttons=1)
+        self._mouse("mouseMoved", last, y, button="left", buttons=1)
+        self._mouse("mouseReleased", last, y, button="left", clickCount=1)
+
+    def double_click(self, selector: str) -> None:
+        """A double click into the middle of an element."""
+        at = self.place(selector, 0.5, 0.5)
+        for count in (1, 2):
+            self._mouse("mousePressed", *at, button="left", buttons=1, clickCount=count)
+            self._mouse("mouseReleased", *at, button="left", clickCount=count)
+
+    def _mouse(self, kind: str, x: float, y: float, **how: Any) -> None:
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **how)
+
+    def press(self, *keys: str) -> None:
+        """Press keys where the focus is, one after the other."""
+        for key in keys:
+            code = {"Tab": 9, "Enter": 13, " ": 32}.get(key, 0)
+            text = {"Enter": "\r", " ": " "}.get(key, "")
+            self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text,
+                      windowsVirtualKeyCode=code)
+            self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     @property
     def complaints(self) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.history.fairseq_log import parse_settings, parse_step
+from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
 
 DATA = Path(__file__).parent / "data"
 
@@ -112,6 +112,32 @@ def test_other_lines_of_a_fairseq_log_are_no_records() -> None:
         "[0.1, 0.2], 'arch': 'a b', 'none': None}}"
     )
     assert found == {"max-update": "24", "lr": "[0.1, 0.2]", "arch": "a b"}
+
+
+def test_defaults_of_the_settings_that_differ_are_known_where_the_host_wrote_them(
+        tmp_path: Path) -> None:
+    assert read_run(DATA / "fairseq").defaults is None
+    config = "x | INFO | fairseq_cli.train | {'_name': None, 'common': {'seed': 7, 'cpu': True}}\n"
+    differs = f'x | INFO | moe_plugin | {CHANGED} {{"seed": ["8", "1"], "lr": ["2", "None"]}}\n'
+    step = 'x | INFO | train_inner | {"loss": "2.0", "num_updates": "7"}\n'
+    write(tmp_path, train_log=config + differs + step)
+    run = read_run(tmp_path)
+    assert run.defaults == {"seed": "1", "lr": "None"}
+    assert run.settings == {"seed": "8", "cpu": "True", "lr": "2"}
+    row = {"host": "megatron", "settings": {"a_b": 2, "c": None}, "defaults": {"a_b": None}}
+    (tmp_path / "settings.json").write_text(json.dumps(row))
+    (tmp_path / "train.log").write_text(step)
+    run = read_run(tmp_path)
+    assert run.settings == {"a-b": "2"} and run.defaults == {"a-b": "–"}
+
+
+@pytest.mark.parametrize("text", ['{"seed": 7}', '{"seed": ["7"', "[7]", '{"seed": ["7"]}'])
+def test_a_line_of_changed_settings_that_cannot_be_read_is_noted(tmp_path: Path,
+                                                                 text: str) -> None:
+    step = 'x | INFO | train_inner | {"loss": "2.0", "num_updates": "7"}\n'
+    write(tmp_path, train_log=f'{step}x {CHANGED} {text}\n{step}')
+    run = read_run(tmp_path)
+    assert run.defaults is None and len(run.notes) == 1
 
 
 def test_epochs_stand_in_where_nothing_finer_was_logged(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 
-from moe_plugin.observe import progress
+import pytest
+
+from moe_plugin.observe import first_step, progress
 
 
 class Terminal(io.StringIO):
@@ -27,3 +29,10 @@ def test_a_terminal_sees_count_and_text() -> None:
         bar.set_postfix_str("loss 1.5")
     assert "waiting" in stream.getvalue() and "2/3" in stream.getvalue(
     ) and "loss 1.5" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("left", "text"), [
+    (199, "; 199 steps left, 4.15 min if all take as long"),
+    (1, "; 1 step left, 1.25 s if all take as long"), (None, "")])
+def test_the_first_step_tells_the_rest(left: int | None, text: str) -> None:
+    assert first_step(1.25, 8192, left) == "first step: 1.25 s, 6,554 tokens/s" + text

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,19 @@ import torch
 
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.comm import run_simulated
-from moe_plugin.config import DispatchConfig, ObserveConfig
+from moe_plugin.config import DispatchConfig, ObserveConfig, from_dict
 from moe_plugin.observe import StatsRecorder
+from moe_plugin.observe.history import read_run
 from moe_plugin.observe.recorder import _FOLD_AT
+from moe_plugin.observe.report import render
 from moe_plugin.observe.sinks import JsonlSink
-from moe_plugin.records import LayerStats
+from moe_plugin.offload.auto import manage
+from moe_plugin.offload.copier import Copier
+from moe_plugin.offload.tiers import DiskTier
+from moe_plugin.offload.weights import StreamedTrainer
+from moe_plugin.output import LayerStats
+
+DATA = Path(__file__).parent / "data"
 
 
 def stats(load: list[int], *, dropped: int = 0, entropy: float = 1.0, loss: float | None = 2.0,
@@ -146,6 +155,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 
     recorder = StatsRecorder(ObserveConfig(interval=1, tensorboard=str(tmp_path)))
     recorder.add("layer0", stats([3, 1]))
+    recorder.watch("weights", Copier("cpu"))
     recorder.step(7)
     recorder.close()
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -153,6 +163,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert point.step == 7 and point.value == pytest.approx(1.5)
     assert events.Scalars("moe/layer0/loss/gshard")[0].value == pytest.approx(2.0)
     assert events.Scalars("moe/layer0/share/expert000")[0].value == pytest.approx(0.75)
+    assert events.Scalars("moe/copies/weights/bytes")[0].value == 0
 
 
 def test_missing_tensorboard_names_the_extra(tmp_path: Path,
@@ -239,3 +250,80 @@ def test_tensorboard_on_a_full_disk_warns_once(tmp_path: Path,
     recorder.close()
     close()
     assert len(caplog.records) == 1
+
+
+def test_copies_of_weights_and_activations_are_counted(tmp_path: Path) -> None:
+    """By record and name, in the file and in the report; without layers, too."""
+    path = tmp_path / "stats.jsonl"
+    recorder = StatsRecorder(ObserveConfig(interval=2, jsonl=str(path)))
+    trainer = StreamedTrainer([torch.nn.Linear(4, 4) for _ in range(4)],
+                              lambda y, target: y.square().mean(),
+                              partial(torch.optim.SGD, lr=0.1), DiskTier(tmp_path / "weights"))
+    recorder.watch("weights", trainer.copier, trainer.on_device)
+    idle, moved = Copier("cpu"), []
+    recorder.watch("activations", idle)
+    activations = manage([torch.nn.Linear(4, 4) for _ in range(3)],
+                         ["keep", "swap", "swap"], folder=tmp_path, smallest=1)
+    recorder.watch("managed", activations.swapper.copier, activations.on_device)
+    for step in range(4):
+        trainer.step([(torch.randn(3, 4), None)])
+        trainer.settle()
+        trainer.copier.close()  # all jobs are counted
+        y = torch.randn(16, 4, requires_grad=True)
+        for block in activations.blocks:
+            y = block(y).tanh()
+        y.sum().backward()
+        activations.after_step()
+        recorder.step(step)
+        moved.append(trainer.copier.counters.bytes)
+    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    assert [(row["step"], row["copier"]) for row in rows] == [
+        (step, name) for step in (1, 3) for name in ("activations", "managed", "weights")]
+    assert [row["bytes"] for row in rows[::3]] == [0, 0]
+    assert [row["bytes"] for row in rows[2::3]] == [moved[1], moved[3] - moved[1]]
+    assert rows[2]["copies"] > 0 < rows[2]["busy_s"] and "load" not in rows[2]
+    run = read_run(tmp_path)
+    assert [r.resident_bytes for r in run.copies["weights"]] == [trainer.device_bytes] * 2
+    for record in run.copies["managed"]:
+        assert (record.keep, record.recompute, record.swap) == (1, 0, 2)
+        assert 16 * 4 * 4 <= record.resident_bytes <= 4 * 16 * 4 * 4
+    assert [record.bytes for record in run.copies["weights"]] == [moved[1], moved[3] - moved[1]]
+    page = render(run)
+    for title in ("Copied to and from the device", "Waiting for copies", "Bytes on the device",
+                  "Activations kept, recomputed, swapped"):
+        assert title in page
+    activations.release()
+    assert "Waiting for copies" not in render(read_run(DATA / "megatron"))
+    trainer.close()
+    recorder.close()
+
+
+def test_files_of_pipeline_stages_are_summed(tmp_path: Path) -> None:
+    for name, nbytes in (("stats.jsonl", 10), ("stats.jsonl.stage1", 5)):
+        row = {"step": 3, "time": 1.0, "copier": "activations", "ranks": 2, "bytes": nbytes,
+               "swap": 4}
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    [record] = read_run(tmp_path).copies["activations"]
+    assert (record.ranks, record.bytes, record.step, record.swap) == (4, 15, 3, 8)
+
+
+def test_a_store_of_experts_is_counted(tmp_path: Path) -> None:
+    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "router": {"top_k": 1},
+                                "experts": {"store": "host"}})).eval()
+    path = tmp_path / "stats.jsonl"
+    recorder = StatsRecorder(ObserveConfig(interval=2, jsonl=str(path)))
+    bytes_of_one = 4 * sum(p[0].numel() for p in layer.experts.parameters())
+    used = []
+    for step in range(4):
+        with torch.no_grad():
+            stats = layer(torch.randn(64, 8)).stats
+        used.append(4 - stats.as_dict()["unused_experts"])
+        recorder.add("layer0", stats)
+        recorder.step(step)
+    first, second = (json.loads(line)["store"] for line in path.read_text().splitlines())
+    assert first["misses"] * bytes_of_one == first["bytes"] > 0
+    asked = [sum(record.get(name, 0) for name in ("hits", "misses")) for record in (first, second)]
+    assert asked == [sum(used[:2]), sum(used[2:])]
+    page = render(read_run(tmp_path))
+    assert "Experts found on the device" in page
+    assert "Experts found" not in render(read_run(DATA / "megatron"))

@@ -9,15 +9,16 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from moe_plugin.cli.main import main
 from moe_plugin.observe.history import Decision, LayerRecord, Run, Span, StepRecord, read_run
-from moe_plugin.observe.report import render, write_report
+from moe_plugin.observe.report import render, render_comparison, write_report
 from moe_plugin.observe.report.content import sections, summary
-from moe_plugin.observe.report.draw import LEVELS, level, top_of
-from moe_plugin.observe.report.figures import Bands, HeatMap, LineChart, thinned
+from moe_plugin.observe.report.draw import LEVELS, level, short_names, top_of
+from moe_plugin.observe.report.figures import Bands, HeatMap, LineChart, line, thinned
 from moe_plugin.observe.report.text import number, ticks
 
 DATA = Path(__file__).parent / "data"
@@ -75,7 +76,7 @@ def made_run(layers: int = 2, experts: int = 4, records: int = 3, name: str = "m
         f"layer{i}": [
             LayerRecord(step=s, layer=f"layer{i}", load=tuple(1 + (e * 7 + s + i) % 5
                                                               for e in range(experts)),
-                        max_over_mean=1.0 + i / 10, drop_fraction=0.01 * i, entropy=1.0,
+                        max_over_mean=1.0 + i / 10 + s / 100, drop_fraction=0.01 * i, entropy=1.0,
                         unused_experts=0, losses={"gshard": 1.0 + s}, bytes_sent=1e6, calls=2)
             for s in range(1, records + 1)
         ] for i in range(layers)
@@ -100,10 +101,13 @@ def test_numbers_of_the_page_are_those_of_the_records(host: str) -> None:
     }
     for figure, field in (("max-mean", "max_over_mean"), ("drops", "drop_fraction"),
                           ("entropy", "entropy"), ("unused", "unused_experts")):
-        assert curves(page, figure) == {
-            name: {r.step: pytest.approx(getattr(r, field), rel=1e-5) for r in records}
-            for name, records in run.layers.items()
-        }
+        known = {name: {r.step: getattr(r, field) for r in records}
+                 for name, records in run.layers.items()}
+        if all(len(set(values.values())) == 1 for values in known.values()):
+            assert figure not in embedded(page)  # the table of constants has it
+        else:
+            assert curves(page, figure) == {name: pytest.approx(values, rel=1e-5)
+                                            for name, values in known.items()}
     sent = {
         name: {r.step: pytest.approx(r.bytes_sent / r.calls, rel=1e-5) for r in records}
         for name, records in run.layers.items()
@@ -175,9 +179,14 @@ def drawn_levels(page: str, figure: str, rows: int, columns: int) -> list[list[i
 @pytest.mark.parametrize("figure", ["layers", "experts-0", "experts-1"])
 def test_heat_maps_draw_the_levels_of_the_values(figure: str) -> None:
     run = read_run(DATA / "fairseq")
-    heat = next(f for section in sections(run) for f in section.figures if f.id == figure)
-    drawn = drawn_levels(render(run), figure, len(heat.rows), len(heat.steps))
-    assert drawn == [[level(v, top_of(heat.values)) for v in row] for row in heat.values]
+    heats = {f.id: f for section in sections(run) for f in section.figures
+             if isinstance(f, HeatMap)}
+    heat, top = heats[figure], top_of([row for f in heats.values() for row in f.values])
+    page = render(run)
+    drawn = drawn_levels(page, figure, len(heat.rows), len(heat.steps))
+    assert drawn == [[level(v, top) for v in row] for row in heat.values]
+    # one scale for all, with one legend
+    assert page.count('<p class="scale">') == 1 and f"{number(top)} or more" in page
     assert len({v for row in drawn for v in row}) > 4
 
 
@@ -228,8 +237,9 @@ def test_the_page_is_whole_and_loads_nothing(host: str) -> None:
         value for _, attrs in parsed.elements for name, value in attrs.items()
         if name in ("src", "href")
     ]
-    assert links and all(value.startswith(("data:", "#"))
-                         for value in links) and "default-src 'none'" in page
+    policies = [attrs["content"] for attrs in parsed.of("meta") if "http-equiv" in attrs]
+    assert links and all(value.startswith(("data:", "#")) for value in links)
+    assert len(policies) == 1 and policies[0].startswith("default-src 'none'")
     assert not re.search(r"https?://|@import|url\(", page)
     ids = [attrs["id"] for _, attrs in parsed.elements if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -251,16 +261,25 @@ def test_long_curves_keep_ends_and_extremes() -> None:
     points[1234] = (1234.0, 50.0)
     points[4321] = (4321.0, -50.0)
     points[2000] = (2000.0, math.nan)
-    few = thinned(points)
+    few = [(x, y) for x, y, _ in thinned(points)]
     assert len(few) <= 400 and {points[0], points[-1], (1234.0, 50.0), (4321.0, -50.0)
                                 } <= set(few) and [x for x, _ in few] == sorted(x for x, _ in few)
-    assert any(math.isnan(y) for _, y in few) and thinned(points[:100]) == points[:100]
+    assert any(math.isnan(y) for _, y in few) and [
+        (x, y) for x, y, _ in thinned(points[:100])] == points[:100]
+
+
+def test_long_curves_keep_the_means_of_their_stretches() -> None:
+    rising = line("rising", [(float(i), float(i % 2) + i / 1e4) for i in range(5000)])
+    assert rising and rising.means and len(rising.means) == len(rising.y) <= 400
+    assert all(m == pytest.approx(0.5 + x / 1e4, abs=0.03)
+               for x, m in list(zip(rising.x, rising.means, strict=True))[1:-1])
+    assert line("short", [(1.0, 2.0), (2.0, 3.0)]).means is None
 
 
 @pytest.mark.parametrize(("run", "figures"), [
     (Run(name="one", host="megatron", steps=[StepRecord(step=5, loss=math.inf)]), []),
     (Run(name="one", host="unknown",
-         layers={"a": [LayerRecord(step=5, layer="a", load=(0, 0))]}), ["experts-0"]),
+         layers={"a": [LayerRecord(step=5, layer="a", load=(0, 0))]}), []),
     (Run(name="one", host="megatron", steps=[StepRecord(step=5, loss=2.0)],
          layers={"a": [LayerRecord(step=5, layer="a", load=(0, 3))]}), ["loss", "experts-0"]),
 ], ids=["infinite-loss", "nothing-routed", "one-record"])
@@ -270,10 +289,67 @@ def test_a_run_with_little_in_it_has_a_page_of_what_is_known(run: Run, figures: 
     assert parsed.text["h1"] == ["one"] and "5" in parsed.text["dd"]
 
 
+def test_names_of_rows_leave_out_what_all_have_in_common() -> None:
+    assert short_names(["decoder.layers.1", "decoder.layers.13"]) == ["layers.1", "layers.13"]
+    assert short_names(["decoder.layers.1.moe", "decoder.layers.2.moe"]) == [
+        "layers.1.moe", "layers.2.moe"]
+    assert short_names(["encoder.layers.1", "decoder.layers.1"]) == [
+        "encoder.layers.1", "decoder.layers.1"]
+    assert short_names(["layer1", "layer2"]) == ["layer1", "layer2"]
+    assert short_names(["a.b.c"]) == ["a.b.c"] and short_names(["a.b", "a.b.c"]) == ["a.b", "a.b.c"]
+
+
+def test_what_never_changes_is_a_table_and_no_plot() -> None:
+    run = made_run()
+    page = render(run)
+    shown = [attrs["id"] for attrs in Page(page).of("figure")]
+    assert "entropy" not in shown and "drops" not in shown and "loss" in shown
+    assert {"max-mean", "drops-constant", "bytes-constant"} <= set(shown)
+    rows = re.findall(r"<tr>(.*?)</tr>", re.search(
+        r'<figure id="drops-constant".*?</figure>', page, re.DOTALL)[0])
+    assert [re.findall(r"<td>(.*?)</td>", row) for row in rows[1:]] == [
+        ["Dropped choices", "layer0", "0 %"], ["Dropped choices", "layer1", "1 %"],
+        ["Unused experts", "all", "0"]]
+
+
+def test_settings_that_differ_come_first_and_all_are_folded_away() -> None:
+    run = made_run()
+    run.settings = {"seed": "7", "lr": "0.1", "cpu": "True"}
+    page = Page(render(run))
+    assert [attrs.get("id") for attrs in page.of("details")[1:3]] == ["settings", None]
+    run.defaults = {"lr": "0.25", "gone": "1"}
+    text = render(run)
+    folded = {attrs.get("id"): "open" in attrs for attrs in Page(text).of("details")}
+    assert folded["changed"] and not folded["settings"]
+    block = re.search(r'<details id="changed".*?</details>', text, re.DOTALL)[0]
+    assert Page(block).text["td"] == ["0.1", "0.25"] and "seed" not in block
+
+
+def test_links_open(tmp_path: Path) -> None:
+    folder = tmp_path / "a run#1"
+    shutil.copytree(DATA / "fairseq", folder)
+    for place in (folder, tmp_path / "elsewhere"):
+        place.mkdir(exist_ok=True)
+        path = write_report(read_run(folder), place / "report.html")
+        parsed = Page(path.read_text())
+        links = [attrs["href"] for attrs in parsed.of("a")]
+        ids = {attrs.get("id") for _, attrs in parsed.elements}
+        inside = [link for link in links if link.startswith("#")]
+        assert len(inside) > 5 and {link[1:] for link in inside} <= ids
+        files = {(place / unquote(link)).resolve() for link in links if not link.startswith("#")}
+        assert files == {(folder / name).resolve() for name in ("stats.jsonl", "train.log")}
+    # a finding leads to the plot that shows it
+    assert "#drops" in links and "#timeline-0" in links
+    (folder / "train.log").unlink()
+    run = read_run(folder)
+    run.files.append("train.log")
+    assert 'href="train.log"' not in write_report(run, folder / "report.html").read_text()
+
+
 def test_many_layers_are_drawn_as_highest_middle_and_lowest() -> None:
     lines = curves(render(made_run(layers=9)), "max-mean")
     assert {name: line[2] for name, line in lines.items()
-            } == {"highest layer": 1.8, "middle layer": 1.4, "lowest layer": 1.0}
+            } == {"highest layer": 1.82, "middle layer": 1.42, "lowest layer": 1.02}
 
 
 def test_command_writes_the_page_and_says_what_it_could_not_read(
@@ -307,10 +383,10 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path,
 @pytest.mark.parametrize(("value", "unit", "text"), [(None, "", "–"), (math.nan, "s", "–"),
                                                      (math.inf, "", "∞"), (0.0, "%", "0 %"),
                                                      (0.2512, "%", "25.12 %"),
-                                                     (1234567.0, "B", "1.23 MB"),
-                                                     (12.0, "B", "12 B"), (0.00034, "s", "340 µs"),
-                                                     (200.0, "s", "3 min 20 s"),
-                                                     (7500.0, "s", "2 h 5 min"),
+                                                     (1234567.0, "B", "1.18 MiB"),
+                                                     (12.0, "B", "12 B"), (0.00034, "s", "340 us"),
+                                                     (200.0, "s", "3.33 min"),
+                                                     (7500.0, "s", "2.08 h"),
                                                      (12345.6, "count", "12,346"),
                                                      (3.0, "ms", "3 ms"), (0.0001, "", "0.0001")])
 def test_numbers_for_people(value: float | None, unit: str, text: str) -> None:
@@ -318,5 +394,46 @@ def test_numbers_for_people(value: float | None, unit: str, text: str) -> None:
 
 
 def test_ticks_are_round_and_inside() -> None:
+    assert [number(v, "B") for v in ticks(0, 300_000, unit="B")] == ["0 B", "100 KiB", "200 KiB"]
     assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and ticks(
         3.2, 11.9) == [4, 6, 8, 10] and ticks(0, 2, least=1.0) == [0, 1, 2] and ticks(5, 5) == [5]
+
+
+def test_runs_are_compared() -> None:
+    slow, fast = made_run(name="slow"), made_run(name="fast", records=5)
+    slow.settings, fast.settings = {"lr": "1", "seed": "3"}, {"lr": HOSTILE, "seed": "3"}
+    page = render_comparison([slow, fast])
+    for figure, value in (("loss", lambda r: r.loss), ("speed", lambda r: r.tokens_per_s)):
+        assert curves(page, figure) == {
+            run.name: {r.step: pytest.approx(value(r), rel=1e-5) for r in run.steps}
+            for run in (slow, fast)}
+    assert curves(page, "max-mean")["slow"] == {
+        s: pytest.approx(1.05 + s / 100) for s in (1, 2, 3)}
+    parsed = Page(page)
+    cells = parsed.text["td"] + parsed.text["th"]
+    assert "lr" in cells and HOSTILE in "".join(cells) and "seed" not in cells
+    assert not parsed.of("img")
+
+
+def test_settings_that_nobody_changed_are_not_compared() -> None:
+    one, two = made_run(name="one"), made_run(name="two")
+    one.settings, two.settings = {"lr": "1", "beam": "5"}, {"lr": "2", "tpu": "False"}
+    cells = Page(render_comparison([one, two])).text["td"]
+    assert {"lr", "beam", "tpu"} <= set(cells)  # whether these are defaults is not known
+    one.defaults, two.defaults = {"lr": "3"}, {}
+    cells = Page(render_comparison([one, two])).text["td"]
+    assert "lr" in cells and not {"beam", "tpu"} & set(cells)
+
+
+def test_runs_of_one_name_are_told_apart_and_their_number_is_bounded(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = render_comparison([made_run(), made_run()])
+    assert set(curves(page, "loss")) == {"made (1)", "made (2)"}
+    with pytest.raises(ValueError, match="9 runs to compare; give 2 to 8 folders"):
+        render_comparison([made_run()] * 9)
+    for host in ("fairseq", "megatron"):
+        shutil.copytree(DATA / host, tmp_path / host)
+    assert main(["report", str(tmp_path / "fairseq"), str(tmp_path / "megatron")]) == 0
+    path = tmp_path / "fairseq" / "comparison.html"
+    assert capsys.readouterr().out.splitlines()[-1] == str(path)
+    assert set(curves(path.read_text(), "loss")) == {"fairseq", "megatron"}

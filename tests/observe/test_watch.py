@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 
 from moe_plugin.cli.main import main
+from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, Run, StepRecord, read_run
 from moe_plugin.observe.watch import BARS, Watch, load_bars, spark, view
 from tests.distributed import heeds_ctrl_c
@@ -53,6 +54,17 @@ def test_once_shows_loss_speed_balance_and_decisions(host: str,
     assert run.decisions[-1].why in text
     title, progress = text.splitlines()[:2]
     assert title.startswith(run.name) and title.endswith("finished") and "━" * 30 in progress
+
+
+@pytest.mark.parametrize("width", [48, 200])
+def test_what_a_finding_says_to_change_is_whole_on_a_narrow_terminal(width: int) -> None:
+    run = read_run(DATA / "fairseq")
+    lines = shown(run, width=width, height=60)
+    text = " ".join(" ".join(lines).split())
+    found = findings(run)
+    assert found and all(len(line) <= width for line in lines)
+    assert all(f.title in text and f.remedy in text for f in found)
+    assert any(line.startswith("layer ") for line in lines)
 
 
 def test_bars() -> None:
@@ -93,9 +105,9 @@ def test_progress_and_remaining_time_where_they_are_known() -> None:
     steps = [StepRecord(step=s, loss=2.0, seconds=30.0) for s in (10, 20, 30)]
     run = Run(name="a", host="megatron", steps=steps, settings={"train-iters": "120"})
     line = shown(run)[1]
-    assert line.startswith("step 30 of 120 (25 %)  1 min 30 s  ETA 4 min 30 s") and "━" in line
+    assert line.startswith("step 30 of 120 (25 %)  1.5 min  ETA 4.5 min") and "━" in line
     run.settings = {}
-    assert shown(run)[1] == "step 30  1 min 30 s"
+    assert shown(run)[1] == "step 30  1.5 min"
     assert shown(run, age_s=7.2)[0] == "a  Megatron-core  (last record 7 s ago)"
 
 

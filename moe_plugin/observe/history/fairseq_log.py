@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from moe_plugin.observe.history.json_lines import LARGEST, step_number
+from moe_plugin.observe.history.json_lines import ERRORS, LARGEST, step_number
 from moe_plugin.observe.history.records import StepRecord
 
 LN2 = math.log(2)  # fairseq logs losses in bits
@@ -17,6 +17,8 @@ _SPACED = re.compile(r"\| ([A-Za-z_]\w*) (\S+)")  # `| loss 4.5 | ppl 22`: its e
 _SETTING = re.compile(
     r"'([a-z]\w*)': (?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,}]))")
 _CONFIG = re.compile(r"(?:\| fairseq_cli\.\w+ \||\]\[INFO\] -) (\{'_name'.*|Namespace\(.*)")
+CHANGED = "settings that differ from the defaults (value, default):"
+_SKIPPED = re.compile(r"gradient norm is \S+: step (\d{1,15}) skipped on all ranks")
 _DONE = re.compile(r"(?:\| fairseq_cli\.train \||\]\[INFO\] -) done training in ")
 _KNOWN = {"loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
           "update", "ppl"}
@@ -32,14 +34,15 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
     """
     found = _LINE.search(line)
     if not found:
-        return None
+        skipped = _SKIPPED.search(line)
+        return skipped and ("train_inner", skipped_step(int(skipped[1])))
     kind, text = ("valid" if found[1].startswith("valid") else found[1]), found[2].strip()
     if text.startswith("{"):
         values = json.loads(text)
     else:
         values = dict(_EQUALS.findall(text) or _SPACED.findall(f"| {text}"))
     prefix = "" if kind == "train_inner" else f"{found[1]}_"
-    record = _record({key.removeprefix(prefix): value for key, value in values.items()}, kind)
+    record = step_record({key.removeprefix(prefix): value for key, value in values.items()}, kind)
     return None if record is None else (kind, record)
 
 
@@ -48,7 +51,15 @@ def is_done(line: str) -> bool:
     return _DONE.search(line) is not None
 
 
-def _record(values: dict[str, Any], kind: str) -> StepRecord | None:
+def skipped_step(step: int) -> StepRecord:
+    """The record of a step that was skipped because its gradients are not finite."""
+    return StepRecord(step=step, not_finite=1.0)
+
+
+def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
+    """The record of a line's numbers by name, without the prefix of their kind; None: no update
+    is among them.
+    """
     numbers = {key: number for key, value in values.items()
                if (number := _number(value)) is not None}
     if "num_updates" not in numbers:
@@ -57,7 +68,8 @@ def _record(values: dict[str, Any], kind: str) -> StepRecord | None:
     loss = next((numbers[name] * LN2
                  for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
     if kind == "valid":
-        return StepRecord(step=step, valid_loss=loss)
+        return StepRecord(step=step, valid_loss=loss, extra={
+            f"valid {name}": numbers[name] for name in ERRORS if name in numbers})
     return StepRecord(step=step, loss=loss, tokens_per_s=numbers.get("wps"),
                       learning_rate=numbers.get("lr"), grad_norm=numbers.get("gnorm"),
                       elapsed_s=numbers.get("wall"),
@@ -82,3 +94,20 @@ def parse_settings(line: str) -> dict[str, str]:
         return {}
     return {key.replace("_", "-"): quoted or plain
             for key, quoted, plain in _SETTING.findall(found[1])}
+
+
+def parse_changed(line: str) -> dict[str, tuple[str, str]] | None:
+    """(value, default) of the settings that differ from the defaults, of the line that names them.
+
+    None for any other line.
+
+    Raises:
+        ValueError: the line cannot be read.
+    """
+    _, mark, text = line.partition(CHANGED)
+    if not mark:
+        return None
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("settings that differ from the defaults are not an object")
+    return {str(name): (str(value), str(default)) for name, (value, default) in found.items()}

@@ -10,9 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.messages import short
-from moe_plugin.observe.history.records import Decision, LayerRecord, Span, StepRecord
+from moe_plugin.observe.history.records import (
+    COPIES,
+    CopyRecord,
+    Decision,
+    LayerRecord,
+    Span,
+    StepRecord,
+)
 
 LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats
+ERRORS = "oracle_error", "top1_error", "member_error"  # of an ensemble
 _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
@@ -21,9 +29,19 @@ def is_layer(row: Mapping[str, Any]) -> bool:
     return "layer" in row and "step" in row and "load" in row
 
 
+def is_copies(row: Mapping[str, Any]) -> bool:
+    """Whether it is a record of what a copier did."""
+    return "copier" in row and "step" in row
+
+
 def is_step(row: Mapping[str, Any]) -> bool:
     """Whether it is a record of the Megatron host's training log."""
     return "iteration" in row and ("lm_loss" in row or "valid_loss" in row)
+
+
+def is_training(row: Mapping[str, Any]) -> bool:
+    """Whether it is a record of `StatsRecorder.training`."""
+    return "training" in row and "step" in row
 
 
 def is_timeline(row: Mapping[str, Any]) -> bool:
@@ -39,7 +57,15 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
         **_floats(row, "time", "tokens", "bytes_sent", "calls", *_BALANCE),
         losses=_numbers(row, "losses"), layouts=_numbers(row, "layouts"),
         exchanges=_numbers(row, "exchanges"), routers=_numbers(row, "routers"),
+        collectives=_numbers(row, "collectives"), store=_numbers(row, "store"),
         decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
+
+
+def copy_record(row: Mapping[str, Any]) -> CopyRecord:
+    """A record of one copier."""
+    counts = {name: _maybe(row, name) or 0.0 for name in COPIES}
+    return CopyRecord(step=_step(row, "step"), copier=str(row["copier"]),
+                      ranks=max(1.0, _maybe(row, "ranks") or 1.0), **counts)
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
@@ -49,11 +75,23 @@ def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
     """
     step = _step(row, "iteration")
     record = StepRecord(step=step, loss=_maybe(row, "lm_loss"), learning_rate=_maybe(row, "lr"),
-                        **_floats(row, "valid_loss", "tokens_per_s", "grad_norm", "seconds"),
-                        extra=_mean_losses(row))
+                        **_floats(row, "valid_loss", "tokens_per_s", "grad_norm", "seconds",
+                                  "not_finite"), extra={**_mean_losses(row), **_errors(row)},
+                        confidence={str(name): tuple(_number(n, "confidence") for n in counts)
+                                    for name, counts in _lists(row, "confidence").items()})
     layers = [LayerRecord(step=step, layer=str(name), **_floats(balance, *_BALANCE))
               for name, balance in _dict(row, "balance").items() if isinstance(balance, dict)]
     return record, layers
+
+
+# numbers of a training loop in a record, and fields of StepRecord
+TRAINING = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "not_finite")
+
+
+def training_record(row: Mapping[str, Any]) -> StepRecord:
+    """A record of a training loop that has no log of its own."""
+    return StepRecord(step=_step(row, "step"), **_floats(
+        _dict(row, "training"), *TRAINING))
 
 
 def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[Span]]:
@@ -71,6 +109,14 @@ def settings(row: Mapping[str, Any]) -> dict[str, str]:
             for key, value in _dict(row, "settings").items() if value is not None}
 
 
+def defaults(row: Mapping[str, Any]) -> dict[str, str] | None:
+    """Defaults of the settings that differ from them; None: the host did not write them."""
+    if "defaults" not in row:
+        return None
+    return {str(key).replace("_", "-"): "–" if value is None else str(value)
+            for key, value in _dict(row, "defaults").items()}
+
+
 def _mean_losses(row: Mapping[str, Any]) -> dict[str, float]:
     # Megatron's list has a 0 for every layer without experts
     found = {}
@@ -79,6 +125,15 @@ def _mean_losses(row: Mapping[str, Any]) -> dict[str, float]:
         if present:
             found[f"loss {name}"] = sum(present) / len(present)
     return found
+
+
+def _errors(row: Mapping[str, Any]) -> dict[str, float]:
+    kind = "valid " if row.get("valid_loss") is not None else ""
+    return {kind + name: value for name in ERRORS if (value := _maybe(row, name)) is not None}
+
+
+def _lists(row: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
+    return {str(key): _list(_dict(row, name), key) for key in _dict(row, name)}
 
 
 def _decision(step: int, layer: str, row: Any) -> Decision:

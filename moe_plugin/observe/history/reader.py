@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_plugin.observe.history import fairseq_log, json_lines
-from moe_plugin.observe.history.records import LayerRecord, Run, Span, StepRecord
+from moe_plugin.observe.history.records import (
+    COPIES,
+    CopyRecord,
+    LayerRecord,
+    Run,
+    Span,
+    StepRecord,
+)
 from moe_plugin.regular_files import check_input
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}
@@ -19,7 +26,7 @@ DEPTH = 3
 GIVE_UP = 100_000  # lines without a record after which a file is not read further
 SCRIPT_BYTES = 1 << 20
 LINE_BYTES = 1 << 24  # of one line; what is beyond counts as another
-INNER = ("train_inner", "iteration")  # kinds of records within an epoch
+INNER = ("train_inner", "iteration", "training")  # kinds of records within an epoch
 WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
           "(--log-file) or fairseq's log (its standard output, or --log-file)")
 
@@ -45,20 +52,22 @@ class _Source:
     steps: list[tuple[str, StepRecord]] = field(default_factory=list)
     layers: list[LayerRecord] = field(default_factory=list)
     brief: list[LayerRecord] = field(default_factory=list)
+    copies: dict[tuple[str, int], CopyRecord] = field(default_factory=dict)
     timelines: list[tuple[int, int, list[Span]]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, str] | None = None
     bad: list[_BadLine] = field(default_factory=list)
     cut: bool = False
     done: bool = False
 
     @property
     def any(self) -> bool:
-        return bool(self.steps or self.layers or self.timelines)
+        return bool(self.steps or self.layers or self.timelines or self.copies)
 
     @property
     def host(self) -> str | None:
-        """The host that wrote this training log; None if it is not a training log."""
-        kinds = {kind for kind, _ in self.steps}
+        """The host that wrote this training log; None if it is not a host's."""
+        kinds = {kind for kind, _ in self.steps} - {"training"}
         return None if not kinds else "megatron" if kinds == {"iteration"} else "fairseq"
 
 
@@ -136,6 +145,10 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
             source.done = False  # resumed
         elif fairseq_log.is_done(text):
             source.done = True
+        elif (changed := fairseq_log.parse_changed(text)) is not None:
+            # later than the line of all settings: fairseq then knows the number of ranks
+            source.settings |= {name: value for name, (value, _) in changed.items()}
+            source.defaults = {name: default for name, (_, default) in changed.items()}
         elif not source.settings:
             source.settings = fairseq_log.parse_settings(text)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -148,14 +161,20 @@ def _json_line(source: _Source, text: str) -> None:
     row = json.loads(text)
     if json_lines.is_layer(row):
         source.layers.append(json_lines.layer_record(row))
+    elif json_lines.is_copies(row):
+        copied = json_lines.copy_record(row)
+        source.copies[copied.copier, copied.step] = copied
     elif json_lines.is_timeline(row):
         source.timelines.append(json_lines.timeline(row))
+    elif json_lines.is_training(row):
+        source.steps.append(("training", json_lines.training_record(row)))
     elif json_lines.is_step(row):
         record, brief = json_lines.step_record(row)
         source.steps.append(("iteration", record))
         source.brief += brief
     elif "settings" in row and "host" in row:
         source.settings = json_lines.settings(row)
+        source.defaults = json_lines.defaults(row)
 
 
 def _check_one_run(folder: Path, sources: list[_Source]) -> None:
@@ -171,7 +190,8 @@ def _check_one_run(folder: Path, sources: list[_Source]) -> None:
 
 
 def _run(folder: Path, sources: list[_Source]) -> Run:
-    run = Run(name=folder.resolve().name, host=next((s.host for s in sources if s.host), "unknown"))
+    run = Run(name=folder.resolve().name, folder=folder,
+              host=next((s.host for s in sources if s.host), "unknown"))
     run.files = [str(s.path.relative_to(folder)) for s in sources]
     run.notes = [note for s in sources for note in _notes(s)]
     steps = [item for s in sources for item in s.steps]
@@ -180,14 +200,28 @@ def _run(folder: Path, sources: list[_Source]) -> Run:
     full = [record for s in sources for record in s.layers]
     known = {record.layer for record in full}
     run.layers = _by_layer([*(r for s in sources for r in s.brief if r.layer not in known), *full])
+    run.copies = _copies(sources)
     run.timelines = {(step, rank): spans for s in sources for step, rank, spans in s.timelines}
     for source in sources:
         run.settings |= source.settings
+        if source.defaults is not None:
+            run.defaults = (run.defaults or {}) | source.defaults
     run.settings = run.settings or _command(folder)
     # fairseq validates and saves after its last step, and then says so
     run.finished = any(s.done for s in sources) if run.host == "fairseq" else (
         run.total_steps is not None and run.last_step >= run.total_steps)
     return run
+
+
+def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
+    """By copier and step, summed over the files of pipeline stages."""
+    found: dict[str, list[CopyRecord]] = {}
+    for copier, step in sorted({key for source in sources for key in source.copies}):
+        parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]
+        sums = {name: sum(vars(part)[name] for part in parts)
+                for name in ("ranks", *COPIES)}
+        found.setdefault(copier, []).append(CopyRecord(step=step, copier=copier, **sums))
+    return found
 
 
 def _of_kind(steps: list[tuple[str, StepRecord]], *kinds: str) -> list[StepRecord]:
@@ -217,9 +251,10 @@ def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[Step
     """One record per step: the last of repeated ones, joined with the step's validation loss."""
     by_step: dict[int, dict] = {}
     for record in [*train, *valid]:
-        by_step.setdefault(record.step, {}).update({
-            key: value for key, value in vars(record).items() if value is not None and value != {}
-        })
+        known = by_step.setdefault(record.step, {})
+        known.update({key: value for key, value in vars(record).items()
+                      if value is not None and value != {}} | {
+                          "extra": known.get("extra", {}) | record.extra})
     return [StepRecord(**by_step[step]) for step in sorted(by_step)]
 
 

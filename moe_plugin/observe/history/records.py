@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 
 RECENT = 20  # records from which the remaining time is estimated
 
@@ -15,7 +16,10 @@ class StepRecord:
 
     loss, valid_loss: nats per token (fairseq's bits are converted), without the balance loss where
     the log separates them. seconds: that this record covers. elapsed_s: since the start of the
-    process. extra: other numbers of the log, by the log's names.
+    process. not_finite: steps since the record before that were skipped because a loss or gradient
+    was not finite, except those by which a loss scale falls. extra: other numbers of the log, by
+    the log's names; those of a validation begin with `valid `. confidence: of an ensemble's members
+    in validation, numbers of predictions by the largest probability, in equal parts of 0..1.
     """
 
     step: int
@@ -26,7 +30,9 @@ class StepRecord:
     grad_norm: float | None = None
     seconds: float | None = None
     elapsed_s: float | None = None
+    not_finite: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
+    confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +71,47 @@ class LayerRecord:
     layouts: dict[str, float] = field(default_factory=dict)
     exchanges: dict[str, float] = field(default_factory=dict)
     routers: dict[str, float] = field(default_factory=dict)
+    collectives: dict[str, float] = field(default_factory=dict)
+    store: dict[str, float] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the experts that a call found on the device; None: no store of experts."""
+        asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
+        return self.store.get("hits", 0.0) / asked if asked else None
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Load by expert over the mean load: 1 is perfect balance; NaN if nothing was routed."""
         total = sum(self.load)
         return tuple(n * len(self.load) / total if total else math.nan for n in self.load)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRecord:
+    """What a copier moved since the record before: sums over ranks.
+
+    copier: what it moves: `activations`, `weights`. waits: for copies that were not done.
+    stalled_s: seconds of these waits. busy_s: seconds of the copies. resident_bytes: that stay on
+    the device, the most of a step; 0: not known. keep, recompute, swap: blocks whose activations
+    are treated so.
+    """
+
+    step: int
+    copier: str
+    ranks: float = 1.0
+    bytes: float = 0.0
+    waits: float = 0.0
+    stalled_s: float = 0.0
+    busy_s: float = 0.0
+    resident_bytes: float = 0.0
+    keep: float = 0.0
+    recompute: float = 0.0
+    swap: float = 0.0
+
+
+COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "recompute", "swap")
 
 
 @dataclass(frozen=True)
@@ -92,19 +132,24 @@ class Run:
     """Everything found in a run's folder.
 
     steps: in the order of steps. layers: records by layer's name, in the order of layers and steps.
-    timelines: spans by (step, rank). settings: flag or field and its value, as given. notes: what
-    a reader should know about the files, in sentences. files: relative to the folder. finished:
-    whether the host has taken its last step.
+    copies: by copier, in the order of steps, of all pipeline stages together. timelines: spans by
+    (step, rank). settings: flag or field and its value, as given. defaults: of the settings that
+    differ from them; None: unknown. notes: what a reader should know about the files, in sentences.
+    files: relative to the folder. folder: None if the run was not read from one. finished: whether
+    the host has taken its last step.
     """
 
     name: str
     host: str
     steps: list[StepRecord] = field(default_factory=list)
     layers: dict[str, list[LayerRecord]] = field(default_factory=dict)
+    copies: dict[str, list[CopyRecord]] = field(default_factory=dict)
     timelines: dict[tuple[int, int], list[Span]] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, str] | None = None
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    folder: Path | None = None
     finished: bool = False
 
     @property

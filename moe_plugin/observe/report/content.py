@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
-from moe_plugin.observe.history import LayerRecord, Run, Span, StepRecord
+from moe_plugin.observe.history import CopyRecord, LayerRecord, Run, Span, StepRecord
+from moe_plugin.observe.report.ensembles import ensemble
 from moe_plugin.observe.report.figures import (
     Band,
     Bands,
@@ -19,6 +20,7 @@ from moe_plugin.observe.report.figures import (
     line,
     mean_known,
     over_columns,
+    settled,
 )
 from moe_plugin.observe.report.text import HOSTS, number
 
@@ -31,12 +33,16 @@ def sections(run: Run) -> list[Section]:
     """All figures for which the run has data."""
     found = [
         Section("Training", training(run)),
-        Section("Load balance", [*balance(run), *heat_maps(run)]),
+        Section("Ensemble", ensemble(run)),
+        Section("Load balance", balance(run)),
+        Section("Load by layer and by expert", heat_maps(run)),
         Section("Router", router(run)),
         Section("Exchange and layouts", [*exchange(run), *layouts(run)]),
+        Section("Experts outside the device", store(run)),
+        Section("Activations and weights outside the device", copies(run)),
         Section("Time of a step", timelines(run)),
     ]
-    return [section for section in found if section.figures]
+    return [settled(section) for section in found if section.figures]
 
 
 def training(run: Run) -> list[Figure]:
@@ -99,7 +105,8 @@ def balance(run: Run) -> list[Figure]:
 
 def heat_maps(run: Run) -> list[Figure]:
     """Load by layer, and for each layer by expert."""
-    known = {name: [r for r in records if r.load] for name, records in run.layers.items()}
+    known = {name: [r for r in records if r.load] if any(any(r.load) for r in records) else []
+             for name, records in run.layers.items()}
     known = {name: records for name, records in known.items() if records}
     rows = sum(len(records[-1].load) for records in known.values())
     columns = max(20, min(COLUMNS, CELLS // rows)) if rows else COLUMNS
@@ -182,6 +189,61 @@ def exchange(run: Run) -> list[Figure]:
     ]
 
 
+def store(run: Run) -> list[Figure]:
+    """Experts in host memory or in a file: what calls found, and waited for."""
+
+    def per_call(name: str) -> Callable[[LayerRecord], float | None]:
+        return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
+
+    return [
+        *chart("store-hits", "Experts found on the device",
+               "Share of the experts that a call needed; fetched ahead counts as found.",
+               by_layer(run, lambda r: r.hit_rate), unit="%"),
+        *chart("store-stalls", "Calls that waited for experts", "Share of the calls on one rank.",
+               by_layer(run, per_call("stalls")), unit="%"),
+        *chart("store-bytes", "Experts copied to the device", "Bytes of a call on one rank.",
+               by_layer(run, per_call("bytes")), unit="B"),
+        *chart("store-resident", "Experts on the device",
+               "Bytes of the experts in the slots of a rank, which layers share; mean over calls.",
+               by_layer(run, per_call("resident_bytes")), unit="B"),
+        *chart("store-wasted", "Experts fetched in vain",
+               "Brought ahead by a call and gone without being used.",
+               by_layer(run, per_call("wasted"))),
+    ]
+
+
+def copies(run: Run) -> list[Figure]:
+    """What was copied to and from the device, and what that cost."""
+
+    def of(value: Callable[[CopyRecord], float]) -> list[Line | None]:
+        return [line(name, [(r.step, value(r) / r.ranks) for r in records])
+                for name, records in run.copies.items()]
+
+    def resident(r: CopyRecord) -> float | None:
+        return r.resident_bytes / r.ranks or None
+
+    policies = [record for records in run.copies.values() for record in records
+                if record.keep or record.recompute or record.swap]
+    return [
+        *chart("copied-resident", "Bytes on the device",
+               "Of one rank, the most of a step: activations that were counted; the places for "
+               "weights.", [line(name, [(r.step, resident(r)) for r in records])
+                            for name, records in run.copies.items()], unit="B"),
+        *chart("copied-policies", "Activations kept, recomputed, swapped",
+               "Blocks of one rank.",
+               [line(name, [(r.step, vars(r)[field] / r.ranks) for r in policies])
+                for field, name in (("keep", "kept"), ("recompute", "recomputed"),
+                                    ("swap", "swapped"))]),
+        *chart("copied-bytes", "Copied to and from the device",
+               "Bytes of one rank between two records.", of(lambda r: r.bytes), unit="B"),
+        *chart("copied-stalls", "Waiting for copies",
+               "Seconds of one rank between two records in which computation waited.",
+               of(lambda r: r.stalled_s), unit="s"),
+        *chart("copied-waits", "Copies that came too late",
+               "Waits of one rank between two records.", of(lambda r: r.waits)),
+    ]
+
+
 def layouts(run: Run) -> list[Figure]:
     """Layouts over steps, and the tuner's decisions."""
     return [
@@ -192,6 +254,8 @@ def layouts(run: Run) -> list[Figure]:
                  "The algorithm of most exchanges of each record."),
         *_mostly(run, "routers", "Router of each layer", lambda r: r.routers,
                  "With several routers, the one of most calls of each record."),
+        *_mostly(run, "collectives", "Collectives of each layer", lambda r: r.collectives,
+                 "What gathers and sums its data (`comm.collectives`)."),
         *_decisions(run),
     ]
 

@@ -1,52 +1,100 @@
-"""Figures as HTML: inline SVG stretched to the page's width, with labels as text of fixed size next
-to it, readable on a phone. Colours are in `page.css`.
+"""Figures as drawings, from which `templates/figures.html` makes HTML: inline SVG stretched to the
+page's width, with labels as text of fixed size next to it, readable on a phone. Colours are in
+`page.css`.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from typing import Any
+
+from markupsafe import Markup
 
 from moe_plugin.observe.report.figures import Bands, Figure, HeatMap, Line, LineChart, Table
 from moe_plugin.observe.report.text import number, ticks
 
 WIDTH, HEIGHT = 1000, 300  # of the drawings' own coordinates
+NARROWEST = 0.8  # stretch of a row
 COLORS = 8  # .c0 to .c7 in page.css
 LEVELS = 32  # of a heat map's colour, on each side of an even load
 TABLE_ROWS = 40
 
 _Span = tuple[float, float]
+_Mark = tuple[float, str]  # a label at a share of an axis
 
 
-def figure(f: Figure, span: _Span) -> str:
-    """One figure as HTML. span: first and last step of the run, the axis of charts over steps."""
+@dataclass(frozen=True)
+class Drawing:
+    """What the template `figures.html` makes a figure of.
+
+    words: a description. unseen: it is long, for screen readers alone. shapes: the inside of an
+    SVG image of width x height in its own coordinates; empty: a table alone. side, below: labels
+    at shares of the axes. begin, end: of the horizontal axis. pixels: the height on the screen.
+    legend: (name, style). table: (head, rows), the numbers.
+    """
+
+    figure: Figure
+    words: str = ""
+    unseen: bool = False
+    wide: bool = False
+    style: str = ""
+    shapes: str = ""
+    width: float = WIDTH
+    height: float = HEIGHT
+    pixels: int = 200
+    side: Sequence[_Mark] = ()
+    below: Sequence[_Mark] = ()
+    axis: str = "step"
+    begin: float = 0.0
+    end: float = 1.0
+    legend: Sequence[tuple[str, str]] = ()
+    table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
+
+
+def drawing(f: Figure, span: _Span, top: float) -> Drawing:
+    """A figure, drawn.
+
+    span: first and last step of the run, the axis of charts over steps. top: the load over the
+    mean load at which the colours of heat maps end.
+    """
     if isinstance(f, LineChart):
         return _line_chart(f, span)
     if isinstance(f, HeatMap):
-        return _heat_map(f)
+        return _heat_map(f, top)
     if isinstance(f, Bands):
         return _bands(f, span)
     assert isinstance(f, Table)
-    return _shell(f, _table(f.head, f.rows), "", wide=True)
+    return Drawing(f, wide=True, table=(f.head, f.rows))
 
 
 def figure_data(f: Figure) -> dict[str, Any] | None:
     """The values that the page's script shows under the pointer; None if the figure has none."""
     if isinstance(f, LineChart):
         return {
-            "kind": "line", "unit": f.unit, "lines": [{
-                "name": one.name, "x": one.x, "y": [_plain(v) for v in one.y], "dashed": one.dashed
-            } for one in f.lines]
+            "kind": "line", "title": f.title, "unit": f.unit, "floor": f.floor,
+            "lines": [_line_data(one) for one in f.lines]
         }
     if isinstance(f, HeatMap):
         return {
             "kind": "heat", "row": f.row, "rows": f.rows, "steps": f.steps,
             "values": [[_plain(v, 3) for v in row] for row in f.values]
         }
+    if isinstance(f, Bands):
+        return {"kind": "bands", "unit": f.unit}
     return None
+
+
+def _line_data(one: Line) -> dict[str, Any]:
+    data = {"name": one.name, "x": one.x, "y": [_plain(v) for v in one.y], "dashed": one.dashed,
+            "marks": one.marks}
+    if one.means is not None:
+        data["means"] = [_plain(v) for v in one.means]
+    return data
 
 
 def _plain(value: float, digits: int | None = None) -> float | None:
@@ -59,62 +107,32 @@ def _plain(value: float, digits: int | None = None) -> float | None:
 # -- parts that figures share
 
 
-def _shell(f: Figure, body: str, description: str, *, wide: bool = False) -> str:
-    # the text of several curves is long: only screen readers get it
-    several = isinstance(f, LineChart) and sum(not one.dashed for one in f.lines) > 1
-    hidden = " class=unseen" if several else ""
-    text = f' <span id="{f.id}-text"{hidden}>{escape(description)}</span>' if description else ""
-    return (f'<figure id="{f.id}"{" class=wide" if wide else ""}><figcaption>'
-            f'<h3 id="{f.id}-title">{escape(f.title)}</h3><p>{escape(f.about)}{text}</p>'
-            f'</figcaption>{body}</figure>')
+def _row_names(names: Sequence[str], shown: Iterable[int]) -> list[_Mark]:
+    short = short_names(names)
+    return [((i + 0.5) / len(names), short[i]) for i in shown]
 
 
-def _svg(f: Figure, width: float, height: float, content: str) -> str:
-    return (f'<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img" '
-            f'aria-labelledby="{f.id}-title" aria-describedby="{f.id}-text">{content}</svg>')
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names without the parts that all begin with, except for the last of these parts.
+
+    A narrow screen has room for `layers.1`, not for `decoder.layers.1`.
+    """
+    parts = [name.split(".") for name in names]
+    same = len(os.path.commonprefix(parts)) if len(names) > 1 else 0
+    same = min(same, *(len(one) - 1 for one in parts)) if names else 0
+    return [".".join(one[max(0, same - 1):]) for one in parts]
 
 
-def _plot(svg: str, side: str, below: str, unit: str, style: str = "", attributes: str = "") -> str:
-    return (f'<div class="plot{style}"{attributes}><div class="y">{side}</div>'
-            f'<div class="area">{svg}</div><div class="x" aria-hidden="true">{below}'
-            f'<b>{unit}</b></div></div>')
-
-
-def _marks(edge: str, labels: Iterable[tuple[float, str]]) -> str:
-    """Labels at shares of an axis. edge: `top` or `left`."""
-    return "".join(f'<span style="{edge}:{100 * share:.2f}%">{escape(text)}</span>'
-                   for share, text in labels)
-
-
-def _row_names(names: Sequence[str], shown: Iterable[int]) -> str:
-    return _marks("top", [((i + 0.5) / len(names), names[i]) for i in shown])
-
-
-def _axis(span: _Span, unit: str) -> str:
+def _axis(span: _Span, unit: str) -> list[_Mark]:
     values = ticks(*span, 6, 0.0 if unit == "s" else 1.0)
     size = (span[1] - span[0]) or 1.0
-    return _marks("left", [((v - span[0]) / size, number(v, "s" if unit == "s" else "count"))
-                           for v in values])
-
-
-def _legend(names: Iterable[tuple[str, str]]) -> str:
-    items = "".join(f'<li><span class="key {style}"></span>{escape(name)}</li>'
-                    for name, style in names)
-    return f'<ul class="legend">{items}</ul>'
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-                   for row in rows)
-    return ('<div class="scroll" tabindex="0" role="region" aria-label="table"><table>'
-            f'<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>')
+    return [((v - span[0]) / size, number(v, "s" if unit == "s" else "count")) for v in values]
 
 
 # -- line charts
 
 
-def _line_chart(f: LineChart, span: _Span) -> str:
+def _line_chart(f: LineChart, span: _Span) -> Drawing:
     low, high = _range(f)
 
     def x_of(x: float) -> float:
@@ -123,18 +141,18 @@ def _line_chart(f: LineChart, span: _Span) -> str:
     def y_of(y: float) -> float:
         return HEIGHT * (high - y) / (high - low)
 
-    rows = ticks(low, high, least=1.0 if f.unit == "count" else 0.0)
+    rows = ticks(low, high, least=1.0 if f.unit == "count" else 0.0, unit=f.unit)
     grid = "".join(f'<path class="grid" d="M0 {y_of(v):.1f}H{WIDTH}"/>' for v in rows)
     styles = [_style(one, i) for i, one in enumerate(f.lines)]
     curves = "".join(_curve(one, style, x_of, y_of)
                      for one, style in zip(f.lines, styles, strict=True))
-    side = _marks("top", [(y_of(v) / HEIGHT, number(v, f.unit)) for v in rows])
-    names = [one.name for one in f.lines]
-    legend = _legend(zip(names, styles, strict=True)) if len(names) > 1 else ""
-    plot = _plot(_svg(f, WIDTH, HEIGHT, grid + curves), side, _axis(span, "step"), "step", "",
-                 f' tabindex="0" data-figure="{f.id}" data-begin="{span[0]:g}" '
-                 f'data-end="{span[1]:g}"')
-    return _shell(f, legend + plot + _values(f), _line_words(f))
+    measured = [one for one in f.lines if not one.dashed]
+    return Drawing(
+        f, _line_words(f), unseen=len(measured) > 1, shapes=Markup(grid + curves),
+        side=[(y_of(v) / HEIGHT, number(v, f.unit)) for v in rows], below=_axis(span, "step"),
+        begin=span[0], end=span[1], table=_values(f, measured),
+        legend=[(one.name, style) for one, style in zip(f.lines, styles, strict=True)]
+        if len(f.lines) > 1 else [])
 
 
 def _style(one: Line, index: int) -> str:
@@ -166,16 +184,14 @@ def _curve(one: Line, style: str, x_of: Callable[[float], float],
     return f'<path class="line {style}{dots}" d="{"".join(parts)}"/>'
 
 
-def _values(f: LineChart) -> str:
-    """The same numbers as a table, collapsed."""
-    curves = [one for one in f.lines if not one.dashed]
+def _values(f: LineChart, curves: list[Line]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The same numbers: head and rows of a table."""
     at = [dict(zip(one.x, one.y, strict=True)) for one in curves]
     steps = sorted({x for known in at for x in known})
     if len(steps) > TABLE_ROWS:
         steps = [steps[i * (len(steps) - 1) // (TABLE_ROWS - 1)] for i in range(TABLE_ROWS)]
-    rows = [(f"{x:,.0f}", *(number(known.get(x), f.unit) for known in at)) for x in steps]
-    table = _table(("step", *(one.name for one in curves)), rows)
-    return f"<details><summary>Values as a table</summary>{table}</details>"
+    return ("step", *(one.name for one in curves)), [
+        (f"{x:,.0f}", *(number(known.get(x), f.unit) for known in at)) for x in steps]
 
 
 def _line_words(f: LineChart) -> str:
@@ -198,22 +214,18 @@ def _line_words(f: LineChart) -> str:
 # -- heat maps
 
 
-def _heat_map(f: HeatMap) -> str:
-    top, rows, columns = top_of(f.values), len(f.rows), len(f.steps)
+def _heat_map(f: HeatMap, top: float) -> Drawing:
+    rows, columns = len(f.rows), len(f.steps)
     shown = range(rows) if rows <= 16 else [round(i * (rows - 1) / 8) for i in range(9)]
     at = sorted({0, columns // 2, columns - 1} if columns > 2 else {0})
-    below = _marks("left", [((i + 0.5) / columns, f"{f.steps[i]:,}") for i in at])
-    plot = _plot(_svg(f, columns, rows, _cells(f, top)), _row_names(f.rows, shown), below, "step",
-                 " heat names" if f.row == "layer" else " heat",
-                 f' tabindex="0" data-figure="{f.id}" '
-                 f'style="--height:{min(320, max(96, 14 * rows))}px"')
-    above = "+" if any(v > top for row in f.values for v in row) else ""
-    scale = ('<p class="scale" aria-hidden="true"><span>0</span><i></i><span>1 (even)</span>'
-             f'<i></i><span>{number(top)}{above}</span></p>')
-    return _shell(f, plot + scale, _heat_words(f), wide=f.row == "layer")
+    return Drawing(
+        f, _heat_words(f), wide=f.row == "layer", style="heat names" if f.row == "layer" else
+        "heat", shapes=_cells(f, top), width=columns, height=rows,
+        pixels=min(320, max(96, 14 * rows)), side=_row_names(f.rows, shown),
+        below=[((i + 0.5) / columns, f"{f.steps[i]:,}") for i in at])
 
 
-def _cells(f: HeatMap, top: float) -> str:
+def _cells(f: HeatMap, top: float) -> Markup:
     """One path per colour: a stroke of height 1 for each run of equal cells of a row."""
     strokes: dict[int, list[str]] = {}
     for y, row in enumerate(f.values):
@@ -223,10 +235,10 @@ def _cells(f: HeatMap, top: float) -> str:
             if colour is not None:
                 strokes.setdefault(colour, []).append(f"M{x} {y}.5h{size}")
             x += size
-    return "".join(
+    return Markup("".join(
         f'<path class="{"over" if colour > 0 else "under"}" '
         f'style="--share:{100 * abs(colour) / LEVELS:.0f}%" d="{"".join(parts)}"/>'
-        for colour, parts in sorted(strokes.items()))
+        for colour, parts in sorted(strokes.items())))
 
 
 def level(value: float, top: float) -> int | None:
@@ -265,7 +277,7 @@ def _heat_words(f: HeatMap) -> str:
 # -- bands
 
 
-def _bands(f: Bands, span: _Span) -> str:
+def _bands(f: Bands, span: _Span) -> Drawing:
     """Rows of coloured stretches.
 
     The legend names as many kinds as there are colours; the pointer shows the others.
@@ -277,16 +289,19 @@ def _bands(f: Bands, span: _Span) -> str:
     rects = []
     for b in f.bands:
         left, right = (WIDTH * min(max((v - span[0]) / size, 0.0), 1.0) for v in (b.start, b.end))
-        rects.append(f'<rect class="c{kinds.index(b.kind) % COLORS}" x="{left:.1f}" '
-                     f'y="{20 * b.row + 2}" width="{max(right - left, 0.8):.1f}" height="16">'
+        # a short one is drawn wider than it is; a reader who zooms sees its width
+        true = f' data-width="{right - left:.4f}"' if right - left < NARROWEST else ""
+        rects.append(f'<rect class="c{kinds.index(b.kind) % COLORS}" x="{left:.3f}" '
+                     f'y="{20 * b.row + 2}" width="{max(right - left, NARROWEST):.3f}" '
+                     f'height="16"{true}>'
                      f'<title>{escape(b.text)}</title></rect>')
-    legend = _legend((kind, f"c{i} block") for i, kind in enumerate(kinds[:COLORS]))
-    plot = _plot(_svg(f, WIDTH, 20 * rows, "".join(rects)), _row_names(f.rows, range(rows)),
-                 _axis(span, f.unit), "time" if f.unit == "s" else f.unit, " heat names",
-                 f' style="--height:{max(48, 26 * rows)}px"')
     if f.unit == "s":
         words = f"{len(f.bands)} spans in {rows} rows: {', '.join(f.rows)}."
     else:
         latest = list({b.row: b.kind for b in f.bands}.items())[:12]
         words = f"Last: {'; '.join(f'{f.rows[row]} {kind}' for row, kind in latest)}."
-    return _shell(f, legend + plot, words, wide=True)
+    return Drawing(
+        f, words, wide=True, style="heat names", shapes=Markup("".join(rects)), height=20 * rows,
+        pixels=max(48, 26 * rows), side=_row_names(f.rows, range(rows)),
+        below=_axis(span, f.unit), axis="time" if f.unit == "s" else f.unit, begin=span[0],
+        end=span[1], legend=[(kind, f"c{i} block") for i, kind in enumerate(kinds[:COLORS])])

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_plugin.observe.report.text import number
+
 # per line; of longer ones the extremes of each stretch stay, so that no spike is lost
 POINTS = 400
 
@@ -14,7 +16,8 @@ POINTS = 400
 class Line:
     """One curve; y is NaN where nothing is known.
 
-    marks: drawn as points. dashed: a reference, not a measurement.
+    marks: drawn as points. dashed: a reference, not a measurement. means: of a thinned curve, the
+    mean of the stretch that each point stands for; None: of a whole one, where these are y.
     """
 
     name: str
@@ -22,6 +25,7 @@ class Line:
     y: tuple[float, ...]
     marks: bool = False
     dashed: bool = False
+    means: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,13 @@ class LineChart(Figure):
     lines: tuple[Line, ...]
     unit: str = ""
     floor: float | None = 0.0
+
+    @property
+    def constants(self) -> list[Line]:
+        """The measured curves, if each has several points and one value; else empty."""
+        measured = [one for one in self.lines if not one.dashed]
+        still = all(len(one.y) > 1 and len(set(one.y)) == 1 for one in measured)
+        return measured if still else []
 
 
 @dataclass(frozen=True)
@@ -97,31 +108,59 @@ class Section:
     title: str
     figures: list[Figure]
 
+    @property
+    def has_heat_maps(self) -> bool:
+        """Whether it needs the scale of their colours."""
+        return any(isinstance(figure, HeatMap) for figure in self.figures)
+
+
+def settled(section: Section) -> Section:
+    """The section with a table in place of its charts of which no curve ever changes."""
+    still = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
+    if not still:
+        return section
+    rows = tuple((f.title, name, number(value, f.unit))
+                 for f in still for name, value in _distinct(f.constants))
+    same = Table(f"{still[0].id}-constant", "Constant", "What did not change in the whole run.",
+                 ("", "curve", "value"), rows)
+    return Section(section.title, [f for f in section.figures if f not in still] + [same])
+
+
+def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
+    """(name, value) of constant curves; all together where they have the same value."""
+    if len({one.y[0] for one in curves}) > 1:
+        return [(one.name, one.y[0]) for one in curves]
+    return [("all" if len(curves) > 1 else curves[0].name, curves[0].y[0])]
+
 
 def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool) -> Line | None:
     """A curve of (x, y); y None or not finite is a gap. None if no point is known."""
     known = [(x, math.nan if y is None or not math.isfinite(y) else float(y)) for x, y in points]
     if all(math.isnan(y) for _, y in known):
         return None
-    return Line(name, *zip(*thinned(known), strict=True), **style)
+    x, y, means = zip(*thinned(known), strict=True)
+    return Line(name, x, y, means=means if len(known) > POINTS else None, **style)
 
 
-def thinned(points: list[tuple[float, float]], limit: int = POINTS) -> list[tuple[float, float]]:
-    """At most `limit` of the points, with the first and the last.
+def thinned(points: list[tuple[float, float]], limit: int = POINTS
+            ) -> list[tuple[float, float, float]]:
+    """At most `limit` of the points, with the first and the last: (x, y, mean of the stretch).
 
     Each stretch keeps its lowest and its highest point, and one gap where it has any.
     """
     if len(points) <= limit:
-        return points
+        return [(x, y, y) for x, y in points]
     inner, buckets = points[1:-1], (limit - 2) // 3
-    kept = [points[0]]
+    kept = [(*points[0], points[0][1])]
     for i in range(buckets):
         part = inner[i * len(inner) // buckets : (i + 1) * len(inner) // buckets]
         known = [p for p in part if not math.isnan(p[1])]
         gap = [next(p for p in part if math.isnan(p[1]))] if len(known) < len(part) else []
         ends = {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])} if known else set()
-        kept += sorted([*ends, *gap], key=lambda p: p[0])
-    return [*kept, points[-1]]
+        mean = mean_known([y for _, y in known])
+        kept += [(*p, math.nan if p in gap else mean)
+                 for p in sorted([*ends, *gap], key=lambda p: p[0])]
+    return [*kept, (*points[-1], points[-1][1])]
 
 
 def over_columns(steps: Sequence[int], columns: int) -> list[tuple[int, int]]:

@@ -1,57 +1,25 @@
-// Shows the values under the pointer, a finger, or (with the arrow keys) the keyboard, and saves
-// plots as PNG files.
-// The page is complete without it.
+// Makes plots of the drawings of curves; shows the values of heat maps under the pointer, a finger,
+// or (with the arrow keys) the keyboard; saves plots as PNG files. The page is complete without it.
 "use strict";
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const percent = (v) => `${Number((100 * v).toPrecision(4))} %`;
-  const bytes = (v) => {
-    const power = Math.min(4, Math.max(0, Math.floor(Math.log10(Math.max(Math.abs(v), 1)) / 3)));
-    return `${Number((v / 1000 ** power).toPrecision(3))} ${["", "k", "M", "G", "T"][power]}B`;
-  };
-  const show = (v, unit) => {
-    if (v === null || v === undefined) return "–";
-    if (unit === "%") return percent(v);
-    if (unit === "B") return bytes(v);
-    if (unit === "ms") return `${Number(v.toPrecision(3))} ms`;
-    return unit === "count" ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(5)));
-  };
-  const nearest = (xs, x) => {
-    let low = 0, high = xs.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (xs[middle] < x) low = middle; else high = middle;
-    }
-    return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
-  };
-
-  for (const plot of document.querySelectorAll(".plot[data-figure]")) {
-    const data = figures[plot.dataset.figure], area = plot.querySelector(".area");
+  const { show, nearest } = numbers;
+  const heatMap = (plot, data) => {
+    const area = plot.querySelector(".area"), steps = data.steps;
     const cursor = document.createElement("div"), tip = document.createElement("div");
     cursor.className = "cursor"; tip.className = "tip";
     tip.setAttribute("role", "status");
     cursor.hidden = tip.hidden = true;
     area.append(cursor, tip);
-    const drawn = data.kind === "heat" ? [] : data.lines.filter((l) => !l.dashed);
-    const steps = data.kind === "heat" ? data.steps
-      : [...new Set(drawn.flatMap((l) => l.x))].sort((a, b) => a - b);
-    const begin = Number(plot.dataset.begin), size = Number(plot.dataset.end) - begin || 1;
+    plot.tabIndex = 0;
     let column = steps.length - 1, row = 0;
 
-    const words = () => data.kind === "heat"
-      ? `step ${steps[column].toLocaleString("en")}\n`
-        + `${data.row} ${data.rows[row]}: ${show(data.values[row][column])}`
-      : [`step ${steps[column].toLocaleString("en")}`, ...data.lines.map((l) => {
-          const at = l.x.length ? nearest(l.x, steps[column]) : -1;
-          const near = l.dashed || Math.abs(l.x[at] - steps[column]) < 1e-9;
-          return at < 0 || !near ? null : `${l.name}: ${show(l.y[at], data.unit)}`;
-        }).filter(Boolean)].join("\n");
     const draw = (top) => {
-      const share = data.kind === "heat" ? (column + 0.5) / steps.length
-        : (steps[column] - begin) / size;
+      const share = (column + 0.5) / steps.length;
       cursor.hidden = tip.hidden = false;
       cursor.style.left = `${100 * share}%`;
-      tip.textContent = words();
+      tip.textContent = `step ${steps[column].toLocaleString("en")}\n`
+        + `${data.row} ${data.rows[row]}: ${show(data.values[row][column])}`;
       tip.style.top = `${top}px`;
       tip.style.left = share < 0.5 ? `calc(${100 * share}% + 10px)` : "";
       tip.style.right = share < 0.5 ? "" : `calc(${100 * (1 - share)}% + 10px)`;
@@ -60,11 +28,8 @@
       const box = area.getBoundingClientRect();
       const across = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 0.9999);
       const down = Math.min(Math.max((event.clientY - box.top) / box.height, 0), 0.9999);
-      if (data.kind === "heat") {
-        column = Math.floor(across * steps.length);
-        row = Math.floor(down * data.rows.length);
-      }
-      else column = nearest(steps, begin + across * size);
+      column = Math.floor(across * steps.length);
+      row = Math.floor(down * data.rows.length);
       draw(Math.min(down * box.height, box.height - 30));
     };
     const hide = () => { cursor.hidden = tip.hidden = true; };
@@ -78,21 +43,48 @@
       };
       const move = moves[event.key];
       if (event.key === "Escape") hide();
-      if (!move || (move[1] && data.kind !== "heat")) return;
+      if (!move) return;
       event.preventDefault();
       column = Math.min(Math.max(column + move[0], 0), steps.length - 1);
-      row = data.kind === "heat" ? Math.min(Math.max(row + move[1], 0), data.rows.length - 1) : 0;
+      row = Math.min(Math.max(row + move[1], 0), data.rows.length - 1);
       draw(4);
     });
+  };
+
+  for (const [id, data] of Object.entries(figures)) {
+    const figure = document.getElementById(id);
+    if (data.kind === "heat") heatMap(figure.querySelector(".plot"), data);
+    else if (data.kind === "bands") bands.upgrade(figure, data.unit);
+    else plots.upgrade(figure, data);
   }
+  const help = document.getElementById("help");
+  if (help) help.hidden = !plots.all.length && !bands.all.length;
 
   // The browser draws the figure's own HTML into an image; the space of the name of SVG is read
   // from a figure, as the page names no address.
   const save = async (figure) => {
     const space = figure.querySelector("svg").namespaceURI;
-    const { width, height } = figure.getBoundingClientRect();
+    const { width } = figure.getBoundingClientRect();
     const copy = figure.cloneNode(true), style = document.querySelector("style").cloneNode(true);
-    for (const extra of copy.querySelectorAll("details, button, .cursor, .tip")) extra.remove();
+    const drawn = figure.querySelector("canvas"), same = copy.querySelector("canvas");
+    if (drawn) {  // a copy of a canvas is empty
+      const picture = new Image();
+      picture.src = drawn.toDataURL("image/png");
+      picture.style.cssText = "display: block; width: 100%; height: 100%";
+      same.replaceWith(picture);
+    }
+    for (const extra of copy.querySelectorAll("details, .tools, .save, .cursor, .tip")) {
+      extra.remove();
+    }
+    if (figures[figure.id]?.kind === "heat") {
+      copy.append(document.querySelector(".scale").cloneNode(true));
+    }
+    const measure = document.createElement("div");
+    measure.style.cssText = `position: absolute; visibility: hidden; width: ${width}px`;
+    measure.append(copy);
+    document.body.append(measure);
+    const { height } = copy.getBoundingClientRect();
+    measure.remove();
     const body = document.createElement("body");
     body.style.cssText = "padding: 0; max-width: none";
     body.append(style, copy);
@@ -118,6 +110,7 @@
   for (const area of document.querySelectorAll(".area")) {
     const figure = area.closest("figure"), button = document.createElement("button");
     button.className = "save";
+    button.type = "button";
     button.textContent = "PNG";
     button.title = "Save this plot as a PNG file";
     button.addEventListener("click", () => save(figure));

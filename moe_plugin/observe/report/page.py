@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import json
-from html import escape
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from moe_plugin import __version__
+from moe_plugin.observe.findings import Finding, findings
 from moe_plugin.observe.history import Run
+from moe_plugin.observe.report.compare import comparison, named_apart
 from moe_plugin.observe.report.content import sections, summary
-from moe_plugin.observe.report.draw import figure, figure_data
-from moe_plugin.observe.report.figures import Section
+from moe_plugin.observe.report.draw import drawing, figure_data, top_of
+from moe_plugin.observe.report.figures import HeatMap, Section
+from moe_plugin.observe.report.text import number
 from moe_plugin.regular_files import write_regular
 
 HERE = Path(__file__).parent
 # the browser refuses everything that is not in the page
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+# what shows each finding; the first that the page has
+PLOTS = {
+    "not_finite": ("loss",), "collapse": ("max-mean",), "dead_experts": ("unused",),
+    "drops": ("drops",), "no_balance": ("max-mean",), "uneven": ("max-mean",),
+    "sure_router": ("entropy",), "spikes": ("loss",), "exchange_dominates": ("timeline-0",),
+    "waits_for_experts": ("store-stalls",), "undecided": ("decisions", "layouts"),
+    "slower": ("speed",)
+}
+TEMPLATES = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True,
+                        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
 def write_report(run: Run, path: str | Path) -> Path:
@@ -24,72 +43,89 @@ def write_report(run: Run, path: str | Path) -> Path:
     Raises:
         ValueError: a file that cannot be written, or something else than a regular file there.
     """
-    return write_regular(path, render(run))
+    return write_regular(path, render(run, Path(path).parent))
 
 
-def render(run: Run) -> str:
-    """The page as text."""
+def write_comparison(runs: Sequence[Run], path: str | Path) -> Path:
+    """Write the page of several runs side by side; errors as of `write_report`, `comparison`."""
+    return write_regular(path, render_comparison(runs, Path(path).parent))
+
+
+def render(run: Run, place: Path | None = None) -> str:
+    """The page as text. place: the folder for it, from which it links to the run's files."""
     found = sections(run)
-    begin, end = map(float, run.step_range)
+    return _page([run], run.name, "Report of a training run", found, place, run=run,
+                 summary=summary(run), changed=_changed(run),
+                 findings=list(_with_plots(findings(run), found)))
+
+
+def render_comparison(runs: Sequence[Run], place: Path | None = None) -> str:
+    """The page of several runs as text; place: as of `render`."""
+    runs = named_apart(runs)
+    title = " and ".join(run.name for run in runs)
+    return _page(runs, title, f"Comparison of {len(runs)} training runs", comparison(runs), place,
+                 run=None)
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """A page that loads nothing, in the style of the report. body: HTML, line by line."""
+    return TEMPLATES.get_template("document.html").render(
+        title=title, body=Markup("\n".join(body)), policy=POLICY, style=_style())
+
+
+def _page(runs: Sequence[Run], title: str, kind: str, found: list[Section], place: Path | None,
+          **more: Any) -> str:
+    begin = float(min(run.step_range[0] for run in runs))
+    end = float(max(run.step_range[1] for run in runs))
     span = (begin, end) if end > begin else (begin - 1, begin + 1)
-    data = {f.id: d for section in found for f in section.figures
-            if (d := figure_data(f)) is not None}
-    return "\n".join([
-        "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="color-scheme" content="light dark">', '<link rel="icon" href="data:,">',
-        f"<title>{escape(run.name)}: run report</title>",
-        f"<style>\n{_asset('page.css')}</style>", "</head>", "<body>", _header(run, found),
-        "<main>", _top(run), *(_section(section, i, span) for i, section in enumerate(found)),
-        "</main>", _footer(run),
-        f'<script type="application/json" id="figures">{_embedded(data)}</script>',
-        f"<script>\n{_asset('page.js')}</script>", "</body>", "</html>", ""
-    ])
+    figures = [figure for section in found for figure in section.figures]
+    top = top_of([row for f in figures if isinstance(f, HeatMap) for row in f.values])
+    data = {f.id: d for f in figures if (d := figure_data(f)) is not None}
+    notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    return TEMPLATES.get_template("report.html").render(
+        title=f"{title}: run report", heading=title, kind=kind, notes=notes, sections=found,
+        drawn={f.id: drawing(f, span, top) for f in figures}, top=number(top),
+        files=[file for run in runs for file in _files(run, place)], version=__version__,
+        data=_embedded(data), policy=POLICY, style=_style(), scripts=_scripts(), **more)
+
+
+def _changed(run: Run) -> list[tuple[str, str, str]]:
+    """(setting, value, default) of the settings that differ from the defaults."""
+    return [(name, run.settings[name], default) for name, default in (run.defaults or {}).items()
+            if name in run.settings]
+
+
+def _with_plots(found: list[Finding], page: list[Section]) -> Iterator[tuple[Finding, str | None]]:
+    ids = {figure.id for section in page for figure in section.figures}
+    for one in found:
+        yield one, next((id for id in PLOTS.get(one.rule, ()) if id in ids), None)
+
+
+def _files(run: Run, place: Path | None) -> Iterator[tuple[str, str | None]]:
+    """The run's files and links to those that are there."""
+    for name in run.files:
+        path = run.folder / name if run.folder else None
+        known = place is not None and path is not None and path.is_file()
+        yield name, quote(os.path.relpath(path, place)) if known else None
 
 
 def _asset(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def _embedded(data: object) -> str:
+def _style() -> Markup:
+    return Markup(f"{_asset('uplot/uPlot.min.css')}\n{_asset('page.css')}")
+
+
+def _scripts() -> Markup:
+    # the first line of uPlot names an address, which the page does without; its license stays
+    plot = _asset("uplot/uPlot.iife.min.js").split("\n", 1)[1]
+    license = _asset("uplot/LICENSE")
+    ours = "".join(_asset(name) for name in ("numbers.js", "plots.js", "bands.js", "page.js"))
+    return Markup(f"/*! uPlot 1.6.32\n{license}\n*/\n{plot}\n{ours}")
+
+
+def _embedded(data: object) -> Markup:
     # no text of a log may end the script element
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("&", "\\u0026")
-
-
-def _header(run: Run, found: list[Section]) -> str:
-    links = "".join(f'<a href="#section-{i}">{escape(section.title)}</a>'
-                    for i, section in enumerate(found))
-    notes = "".join(f'<p class="note" role="note">{escape(note)}</p>' for note in run.notes)
-    return (f"<header><h1>{escape(run.name)}</h1><p>Report of a training run</p>{notes}"
-            f'<nav aria-label="Sections">{links}</nav></header>')
-
-
-def _top(run: Run) -> str:
-    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-                    for name, value in summary(run))
-    return ('<section aria-label="Summary">'
-            f'<dl class="facts" id="summary">{facts}</dl>{_settings(run)}</section>')
-
-
-def _settings(run: Run) -> str:
-    if not run.settings:
-        return ""
-    rows = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
-                   for name, value in run.settings.items())
-    return (f'<details id="settings"><summary>Settings ({len(run.settings)})</summary>'
-            '<div class="scroll" tabindex="0" role="region" aria-label="Settings">'
-            f"<table><tbody>{rows}</tbody></table></div></details>")
-
-
-def _section(section: Section, index: int, span: tuple[float, float]) -> str:
-    figures = "\n".join(figure(f, span) for f in section.figures)
-    return (f'<section aria-labelledby="section-{index}">'
-            f'<h2 id="section-{index}">{escape(section.title)}</h2>'
-            f'<div class="figures">\n{figures}\n</div></section>')
-
-
-def _footer(run: Run) -> str:
-    return (f"<footer><p>From {escape(', '.join(run.files))}. Written by moe-plugin "
-            f"{escape(__version__)}; what each number means: docs/observability.md.</p></footer>")
+    return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))

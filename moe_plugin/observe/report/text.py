@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from moe_plugin.planner.units import show_size, show_time
+
 HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core"}
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_SMALL = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -22,11 +22,11 @@ def number(value: float | None, unit: str = "") -> str:
     if unit == "%":
         return f"{_short(100 * value)} %"
     if unit == "B":
-        return _prefixed(value) + "B"
+        return show_size(value)
     if unit == "s":
-        return seconds(value)
+        return show_time(value)
     if unit == "ms":
-        return seconds(value / 1000)
+        return show_time(value / 1000)
     if unit == "count":
         return f"{value:,.0f}"
     return _short(value)
@@ -41,29 +41,16 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def _prefixed(value: float) -> str:
-    for factor, prefix in _PREFIXES:
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {prefix}"
-    return f"{value:.3g} "
-
-
-def seconds(value: float) -> str:
-    """`340 µs`, `12.3 ms`, `4.5 s`, `3 min 20 s`, `2 h 5 min`."""
-    if not math.isfinite(value):
-        return number(value)
-    if abs(value) < 60:
-        factor, name = next(((f, n) for f, n in _SMALL if abs(value) >= f), _SMALL[-1])
-        return "0 s" if value == 0 else f"{value / factor:.3g} {name}"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def ticks(low: float, high: float, count: int = 5, least: float = 0.0) -> list[float]:
-    """Round numbers within [low, high], at most about `count`, at least `least` apart."""
+def ticks(low: float, high: float, count: int = 5, least: float = 0.0,
+          unit: str = "") -> list[float]:
+    """Round numbers within [low, high], at most about `count`, at least `least` apart; of bytes,
+    where `unit` is B, round numbers of KiB, MiB or GiB.
+    """
     if not high > low:
         return [low]
+    if unit == "B":
+        factor = max((f for f in (1 << 10, 1 << 20, 1 << 30) if f <= high), default=1)
+        return [factor * v for v in ticks(low / factor, high / factor, count)]
     raw = max((high - low) / count, least)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(f * power for f in (1, 2, 5, 10) if f * power >= raw * 0.999)

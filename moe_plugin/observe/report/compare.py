@@ -1,0 +1,120 @@
+"""Several runs side by side: the same curves in one chart, and what was set differently."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from moe_plugin.observe.findings import findings
+from moe_plugin.observe.history import LayerRecord, Run, StepRecord
+from moe_plugin.observe.report.content import summary
+from moe_plugin.observe.report.figures import (
+    Figure,
+    Line,
+    Section,
+    Table,
+    chart,
+    line,
+    mean_known,
+    settled,
+)
+
+MOST_RUNS = 8  # colours that can be told apart
+
+
+def named_apart(runs: Sequence[Run]) -> list[Run]:
+    """The same runs; those of equal names are numbered."""
+    count = Counter(run.name for run in runs)
+    seen: Counter[str] = Counter()
+    found = []
+    for run in runs:
+        seen[run.name] += 1
+        found.append(run if count[run.name] == 1
+                     else replace(run, name=f"{run.name} ({seen[run.name]})"))
+    return found
+
+
+def comparison(runs: Sequence[Run]) -> list[Section]:
+    """All that can be compared. runs: with different names.
+
+    Raises:
+        ValueError: fewer than two runs, or more than `MOST_RUNS`.
+    """
+    if not 2 <= len(runs) <= MOST_RUNS:
+        raise ValueError(f"{len(runs)} runs to compare; give 2 to {MOST_RUNS} folders")
+    found = [Section("Side by side", [_facts(runs), *_settings(runs), *_findings(runs)]),
+             Section("Training", _training(runs)), Section("Experts", _experts(runs))]
+    return [settled(section) for section in found if section.figures]
+
+
+def _facts(runs: Sequence[Run]) -> Figure:
+    facts = [dict(summary(run)) for run in runs]
+    names = list(dict.fromkeys(name for fact in facts for name in fact))
+    rows = tuple((name, *(fact.get(name, "–") for fact in facts)) for name in names)
+    return Table("facts", "Summary", "One column a run.", ("", *(run.name for run in runs)), rows)
+
+
+def _settings(runs: Sequence[Run]) -> list[Figure]:
+    # one that is nobody's choice is left out, where that is known: another host has others
+    chosen = {name for run in runs for name in (run.settings if run.defaults is None
+                                                else run.defaults)}
+    names = [name for name in dict.fromkeys(name for run in runs for name in run.settings)
+             if name in chosen]
+    rows = tuple((name, *(run.settings.get(name, "–") for run in runs)) for name in names
+                 if len({run.settings.get(name) for run in runs}) > 1)
+    return [Table("differences", "Settings that differ", "As the runs wrote them; –: not given.",
+                  ("setting", *(run.name for run in runs)), rows)] if rows else []
+
+
+def _findings(runs: Sequence[Run]) -> list[Figure]:
+    rows = tuple((run.name, f.title, f.remedy) for run in runs for f in findings(run))
+    return [Table("findings-by-run", "Findings", "What the rules say of each run.",
+                  ("run", "finding", "what to change"), rows)] if rows else []
+
+
+def _training(runs: Sequence[Run]) -> list[Figure]:
+    def of(value: Callable[[StepRecord], float | None], note: str = "",
+           **style: bool) -> list[Line | None]:
+        return [line(run.name + note, [(r.step, v) for r in run.steps
+                                       if (v := value(r)) is not None], **style) for run in runs]
+
+    return [
+        *chart("loss", "Loss", "Nats per token, without the balance loss where the log separates "
+               "them.", of(lambda r: r.loss), floor=None),
+        *chart("valid-loss", "Validation loss", "Nats per token.",
+               of(lambda r: r.valid_loss), floor=None),
+        *chart("speed", "Tokens per second", "Of all ranks together, over each logged interval.",
+               of(lambda r: r.tokens_per_s), unit="count"),
+        *chart("grad-norm", "Gradient norm", "Before clipping.", of(lambda r: r.grad_norm)),
+        *chart("rate", "Learning rate", "As scheduled.", of(lambda r: r.learning_rate)),
+    ]
+
+
+def _experts(runs: Sequence[Run]) -> list[Figure]:
+    def of(value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
+        return [line(run.name, _over_layers(run, value)) for run in runs]
+
+    return [
+        *chart("max-mean", "Busiest expert over mean load", "Mean over layers; 1 is perfect "
+               "balance.", of(lambda r: r.max_over_mean), floor=1.0),
+        *chart("drops", "Dropped choices", "Share of the routed choices, mean over layers.",
+               of(lambda r: r.drop_fraction), unit="%"),
+        *chart("unused", "Unused experts", "Mean over layers.", of(lambda r: r.unused_experts)),
+        *chart("entropy", "Router entropy", "Mean over tokens and layers, in nats.",
+               of(lambda r: r.entropy)),
+        *chart("bytes", "Bytes sent to other ranks", "By one forward pass of one layer on one "
+               "rank, mean over layers.", of(lambda r: r.bytes_sent / r.calls
+                                             if r.bytes_sent is not None and r.calls else None),
+               unit="B"),
+    ]
+
+
+def _over_layers(run: Run, value: Callable[[LayerRecord], float | None]
+                 ) -> list[tuple[float, float | None]]:
+    at: dict[int, list[float]] = {}
+    for record in run.layer_records:
+        found = value(record)
+        at.setdefault(record.step, []).append(math.nan if found is None else found)
+    return [(step, mean_known(at[step])) for step in sorted(at)]

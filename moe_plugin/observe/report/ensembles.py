@@ -1,0 +1,64 @@
+"""Figures of an ensemble of heads (moe_plugin.ensembles): errors, and how sure its members are."""
+
+from __future__ import annotations
+
+import math
+
+from moe_plugin.observe.history import Run
+from moe_plugin.observe.report.figures import (
+    Figure,
+    HeatMap,
+    Line,
+    chart,
+    line,
+    mean_known,
+    over_columns,
+)
+
+ERRORS = {"oracle_error": "oracle", "top1_error": "top-1", "member_error": "mean member"}
+COLUMNS = 60
+_SHOWN = {
+    "responsible": "members that are responsible",
+    "other": "members that are not responsible",
+    "ensemble": "the mean of the members",
+}
+
+
+def ensemble(run: Run) -> list[Figure]:
+    """Errors in training and validation, and histograms of confidences over steps."""
+    lines = [_errors(run, key, text) for key, text in [
+        *ERRORS.items(),
+        *((f"valid {key}", f"{text}, validation") for key, text in ERRORS.items())]]
+    return [
+        *chart("ensemble-errors", "Errors of the ensemble",
+               "Oracle: no member is right, or the best one of a unit; top-1: the mean of the "
+               "members is wrong.", lines, unit="%"),
+        *(figure for name, text in _SHOWN.items() for figure in _confidence(run, name, text)),
+    ]
+
+
+def _errors(run: Run, key: str, text: str) -> Line | None:
+    return line(text, [(r.step, r.extra[key]) for r in run.steps if key in r.extra],
+                marks=key.startswith("valid "))
+
+
+def _confidence(run: Run, name: str, text: str) -> list[HeatMap]:
+    found = [(r.step, r.confidence[name]) for r in run.steps if r.confidence.get(name)]
+    if not found:
+        return []
+    bins = len(found[-1][1])
+    found = [(step, counts) for step, counts in found if len(counts) == bins]
+    parts = over_columns([step for step, _ in found], COLUMNS)
+    values = tuple(
+        tuple(mean_known([_density(counts, row) for _, counts in found[a:b]]) for a, b in parts)
+        for row in reversed(range(bins)))
+    rows = tuple(f"{row / bins:.2g} to {(row + 1) / bins:.2g}" for row in reversed(range(bins)))
+    return [HeatMap(f"confidence-{name}", f"Confidence of {text}",
+                    "Validation, time to the right. One row per range of the largest probability; "
+                    f"1: a {bins}th of the predictions is in it, {bins}: all are.", "confidence",
+                    rows, tuple(found[b - 1][0] for _, b in parts), values)]
+
+
+def _density(counts: tuple[float, ...], row: int) -> float:
+    total = sum(counts)
+    return counts[row] * len(counts) / total if total else math.nan
