@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_plugin.emulate.faults import Fault
-from tests.faults.hosts import SAVE_EVERY, STEPS, TIMEOUT_S, Host, Ran
+from tests.faults.hosts import CHECK_EVERY, RANKS, SAVE_EVERY, STEPS, TIMEOUT_S, Host, Ran
 
 AT = 5  # between the checkpoints after steps 3 and 6
 NEXT_SAVE = SAVE_EVERY * 2 + 1  # in this step, at its place `save`, the second checkpoint is made
 SLACK_S = 15.0  # for processes to notice and end, on a busy machine
 # an error of ours, of a host, or torch's own with the collective in its trace
 NAMED = re.compile(r"CommError: |CheckpointError: |FloatingPointError: |OSError: |error: "
+                   r"|WrongResultError: "
                    r"|RuntimeError: .*(gloo|Connection|[Tt]imed out|write|File too large)"
                    r"|DistBackendError")
 
@@ -24,10 +26,12 @@ NAMED = re.compile(r"CommError: |CheckpointError: |FloatingPointError: |OSError:
 class Case:
     """A fault and the outcome that is asked for: `resumes` (named error, then a second start with
     the same losses), `goes on` (the same losses), `skips` (the step, on all ranks alike).
+    says: what the log must say, a regular expression.
     """
 
     fault: Fault
     wanted: str
+    says: str = ""
 
     @property
     def what(self) -> str:
@@ -41,6 +45,15 @@ class Case:
     def when(self) -> str:
         """For the table."""
         return f"step {self.fault.step}, {self.fault.place}"
+
+    @property
+    def saved(self) -> int:
+        """The step of the checkpoint that must be there. A step begins when the optimizer ended the
+        one before, so that a save, its exchanges and a check before it are parts of the next one.
+        """
+        fault = self.fault
+        during = fault.place in ("save", "exchange") or fault.kind == "wrong-product"
+        return (fault.step - 1 - during) // SAVE_EVERY * SAVE_EVERY
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,42 @@ def cases() -> list[Case]:
     return made
 
 
+def at_random(count: int, seed: int = 0) -> list[Case]:
+    """So many with random ranks, steps and places, none of them twice or among `cases`; each step
+    with a NaN on both ranks.
+    """
+    draw, made, known = random.Random(seed), [], {(case.what, case.when) for case in cases()}
+    while len(made) < count:
+        kind, outcome = draw.choice(_AT_RANDOM)
+        pause = 0.3 if kind == "slow" else draw.choice((0.0, 0.7)) if kind == "stall" else 0.0
+        if kind == "stall" and pause:
+            outcome = "goes on"
+        ranks = (0, 1) if outcome == "skips" else (draw.randrange(RANKS),)
+        step = draw.randrange(2, STEPS)
+        place = "" if outcome == "skips" else draw.choice(_ANYWHERE)
+        if kind == "disk-full":
+            step = draw.randrange(2, 2 * SAVE_EVERY + 1)  # a save follows
+        more = [Case(Fault(kind, (rank,), step, place, seconds=pause), outcome) for rank in ranks]
+        if known.isdisjoint((case.what, case.when) for case in more):
+            known.update((case.what, case.when) for case in more)
+            made += more
+    return made[:count]
+
+
+_ANYWHERE = ("forward", "exchange", "backward", "update")
+_AT_RANDOM = (("kill", "resumes"), ("cut", "resumes"), ("stall", "resumes"), ("slow", "goes on"),
+              ("disk-full", "resumes"), ("nan-data", "skips"), ("nan-gradient", "skips"))
+
+
+def wrong_products() -> list[Case]:
+    """A chip that computes wrongly from some step on: it is named within the steps between two
+    checks.
+    """
+    return [Case(Fault("wrong-product", (rank,), step, bit=bit), "resumes",
+                 rf"WrongResultError: step [{step - 1}-{step - 1 + CHECK_EVERY}]: rank {rank} on ")
+            for rank in range(3) for step, bit in ((4, 20), (5, 24), (6, 30))]
+
+
 def reference(host: Host) -> Ran:
     """The run in which nothing goes wrong."""
     ran = host.train(host.home / "runs" / "whole")
@@ -90,10 +139,11 @@ def reference(host: Host) -> Ran:
     return ran
 
 
-def inject(host: Host, case: Case, whole: Ran, folder: Path, skipped: dict[str, Mapping]) -> Row:
+def inject(host: Host, case: Case, whole: Ran, folder: Path,
+           skipped: dict[tuple[str, int], Mapping]) -> Row:
     """Train with the fault, start again where that is the outcome, and judge.
 
-    skipped: losses of the skipping runs so far by fault: they must not depend on the rank.
+    skipped: losses of the skipping runs so far by fault and step: they must not depend on the rank.
     """
     ran = host.train(folder, case.fault)
     wrong = _not_stopped_well(case, ran) if case.wanted == "resumes" else _not_ended_well(ran)
@@ -106,15 +156,15 @@ def inject(host: Host, case: Case, whole: Ran, folder: Path, skipped: dict[str, 
         again = host.train(folder)
         wrong = _not_ended_well(again)
         lost = max(0, reached - saved)
-        wrong = wrong or ("" if saved else "no checkpoint is left")
+        wrong = wrong or _lost(case, saved, lost)
         losses = {**losses, **again.losses}
         said = "named error" if ran.ends else "all ranks gone"
         outcome = f"{said}; resumed to the same losses"
     if case.wanted == "skips":
-        known = skipped.setdefault(case.fault.kind, losses)
+        known = skipped.setdefault((case.fault.kind, case.fault.step), losses)
         wrong = wrong or _other_losses(losses, known, host.tolerance)
         wrong = wrong or _not_finite(losses)
-        before = {step: loss for step, loss in losses.items() if step < AT}
+        before = {step: loss for step, loss in losses.items() if step < case.fault.step}
         wrong = wrong or _other_losses(before, whole.losses, host.tolerance)
         outcome, lost = "step skipped on all ranks; went on", 1
     else:
@@ -122,6 +172,12 @@ def inject(host: Host, case: Case, whole: Ran, folder: Path, skipped: dict[str, 
         wrong = wrong or (set(losses) != set(whole.losses) and f"steps {sorted(losses)}") or ""
         outcome = outcome or "went on to the same losses"
     return Row(host.name, case.what, case.when, outcome, seconds, lost, wrong)
+
+
+def _lost(case: Case, saved: int, lost: int) -> str:
+    if saved < case.saved:
+        return f"the checkpoint of step {case.saved} is lost, there is one of step {saved}"
+    return f"{lost} steps are lost, at most {SAVE_EVERY} may be" * (lost > SAVE_EVERY)
 
 
 def _not_stopped_well(case: Case, ran: Ran) -> str:
@@ -134,6 +190,8 @@ def _not_stopped_well(case: Case, ran: Ran) -> str:
         return "the run went on"
     if ran.ends and not NAMED.search(ran.log):
         return f"no named error: {ran.log[-600:]}"
+    if case.says and not re.search(case.says, ran.log):
+        return f"it does not say {case.says!r}: {ran.log[-600:]}"
     if ran.ends and ran.fault is not None:
         waited = min(ran.ends.values()) - ran.fault
         if waited > 2 * TIMEOUT_S + SLACK_S:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_plugin.checkpoint.plain import read_index
 from moe_plugin.emulate.damage import WAYS, damage, files_of
 from tests.faults.cases import Row
 from tests.faults.hosts import RANKS, Host, Plain
@@ -126,6 +127,9 @@ def _copied(folder: Path, scratch: Path, step: int) -> Path:
             other = next(iter(scratch.glob(f"checkpoint_*_{step}-{path.name[16:]}")), None)
             if other is not None:
                 shutil.copyfile(other, path)
+        newest = scratch / "checkpoint" / "index.json"  # plain PyTorch's
+        if newest.exists() and read_index(newest.parent)[0]["extra"]["step"] != step:
+            shutil.rmtree(newest.parent)
         return ""
 
     _together(work)
@@ -155,7 +159,8 @@ def _plain(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
             for name, value in values.items()}}
         return step, {str(index): x.detach() for index, x in enumerate(state.values())}
 
-    return loaded, [loaded(folder)[0]]
+    folders = [folder / name for name in ("checkpoint.old", "checkpoint")]
+    return loaded, [read_index(each)[0]["extra"]["step"] for each in folders]
 
 
 def _fairseq(argv: list[str], folder: Path) -> tuple[Load, list[int]]:

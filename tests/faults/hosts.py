@@ -21,6 +21,7 @@ from tests.hosts.fairseq.commands import run_command
 from tests.preloaded import Server
 
 RANKS, STEPS, SAVE_EVERY, TIMEOUT_S = 2, 8, 3, 5.0
+CHECK_EVERY = 2  # steps, where ranks check each other
 JOB_S = 90.0  # a job that takes longer hangs
 GRACE_S = 2 * TIMEOUT_S + 4
 
@@ -67,10 +68,12 @@ def times(path: Path) -> dict[int, float]:
 
 
 class Host(ABC):
-    """A host. home: folder for data and runs. tolerance: of losses that must be equal."""
+    """A host. home: folder for data and runs. tolerance: of losses that must be equal. ranks: of a
+    run.
+    """
 
     name = module = preload = ""
-    tolerance = 1e-6
+    tolerance, ranks = 1e-6, RANKS
 
     def __init__(self, home: Path) -> None:
         self.home, self._server = home, None
@@ -100,8 +103,7 @@ class Host(ABC):
             self._server = Server(self.preload)
         return self._server
 
-    def train(self, folder: Path, fault: Fault | None = None, steps: int = STEPS,
-              ranks: int = RANKS) -> Ran:
+    def train(self, folder: Path, fault: Fault | None = None, steps: int = STEPS) -> Ran:
         """Start a run, or go on with the one that is in this folder."""
         folder.mkdir(parents=True, exist_ok=True)
         record, ends = folder / "fault", folder / "ends"
@@ -109,7 +111,7 @@ class Host(ABC):
             path.unlink(missing_ok=True)
         fault = fault and replace(fault, record=str(record))
         begin = time.time()
-        done = self.server.run(ranks, with_fault, fault, str(ends), self.module,
+        done = self.server.run(self.ranks, with_fault, fault, str(ends), self.module,
                                self.arguments(folder, steps), environment=self.environment(),
                                cwd=self.home, timeout_s=JOB_S, grace_s=GRACE_S)
         happened = times(record)
@@ -145,6 +147,18 @@ class Plain(Host):
             with contextlib.suppress(OSError, ValueError):
                 return json.loads((folder / name / "index.json").read_text())["extra"]["step"]
         return 0
+
+
+class Checked(Plain):
+    """Ranks that have all experts each, and check each other."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.name, self.ranks = "plain PyTorch, 3 replicas", 3
+
+    def arguments(self, folder: Path, steps: int) -> list[str]:
+        return [*super().arguments(folder, steps), "--batch", "9", "--expert-parallel", "1",
+                "--check-twins", str(CHECK_EVERY)]
 
 
 class Fairseq(Host):
@@ -211,7 +225,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-HOSTS = {"plain": Plain, "fairseq": Fairseq, "megatron": Megatron}
+HOSTS = {"plain": Plain, "checked": Checked, "fairseq": Fairseq, "megatron": Megatron}
 
 # (fault, outcome): of every run of the tests
 AT_ONCE = [(Fault("kill", (1,), 5, "exchange"), "resumes"),

@@ -21,11 +21,15 @@ from typing import Any
 import torch
 
 from tests.distributed import free_port
+from tests.faults.meeting import HEARTBEAT_MS, start_lighthouse, until
+from tests.faults.recorded import PLAN, RECORD, read, set_cap, steps_of
 from tests.hosts import kills
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train_plain.py"
-REPLICAS, WAIT_S, PAUSE_S = 3, 120.0, 0.15
+REPLICAS, PAUSE_S = 3, 0.15
+DRAWN, AWAY, LEFT = 8, 10, 30  # steps: to a kill, at most; without the lost one; at a job's end
+MARGIN = DRAWN + LEFT  # that a kill and a return need
 PAGE = ROOT / "docs" / "benchmarks" / "elastic.md"
 
 
@@ -50,6 +54,7 @@ class Job:
 
     folder: Path
     steps: int
+    replicas: int = REPLICAS
     lighthouse: str = ""
     processes: dict[int, subprocess.Popen] = field(default_factory=dict)
     started: list[subprocess.Popen] = field(default_factory=list)
@@ -57,11 +62,12 @@ class Job:
     def __enter__(self) -> Job:  # noqa: PYI034 - Self needs Python 3.11
         port = free_port()
         self.lighthouse = f"http://127.0.0.1:{port}"
-        program = Path(sys.executable).with_name("torchft_lighthouse")
-        self._popen([str(program), "--bind", f"127.0.0.1:{port}", "--min_replicas", "1",
-                     "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "2000"], "lighthouse")
-        for replica in range(REPLICAS):
-            self.start(replica)
+        with open(self.folder / "lighthouse.out", "a", encoding="utf-8") as out:
+            self.started.append(start_lighthouse(port, stdout=out, stderr=out))
+        set_cap(self.folder, self.steps - LEFT)
+        for replica in range(self.replicas):
+            self.plan(replica, {"meets": self.replicas})
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,13 +75,36 @@ class Job:
             process.kill()
             process.wait()
 
+    def plan(self, replica: int, plan: Mapping[str, Any]) -> None:
+        """What this replica does, see `recorded`."""
+        path = self.folder / str(replica) / PLAN
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(plan))
+
+    def begin(self) -> None:
+        """Start all replicas."""
+        for replica in range(self.replicas):
+            self.start(replica)
+
+    def kill(self, replica: int) -> None:
+        """SIGKILL; it is gone when this returns."""
+        self.processes[replica].kill()
+        self.processes[replica].wait()
+
+    def finish(self) -> None:
+        """Wait for the good end of all replicas."""
+        set_cap(self.folder, self.steps)
+        self.until(lambda: all(process.poll() is not None for process in self.processes.values()))
+        assert all(process.returncode == 0 for process in self.processes.values()), self.logs()
+
     def start(self, replica: int) -> None:
         """One replica of one rank; a step takes at least `PAUSE_S`."""
         self.processes[replica] = self._popen(
             [sys.executable, "-m", "moe_plugin.cli.main", "fault", "slow", "--seconds",
-             str(PAUSE_S), "--", str(SCRIPT), str(self.folder / str(replica)), "--steps",
-             str(self.steps), "--save-every", "1000000", "--timeout", "10", "--layers", "1",
-             "--lighthouse", self.lighthouse, "--replica", str(replica)], f"{replica}")
+             str(PAUSE_S), "--", "-m", "tests.faults.plain_replica",
+             str(self.folder / str(replica)), "--steps", str(self.steps), "--save-every", "1000000",
+             "--timeout", "60", "--layers", "1", "--lighthouse", self.lighthouse, "--replica",
+             str(replica)], f"{replica}")
 
     def _popen(self, command: list[str], name: str) -> subprocess.Popen:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -85,26 +114,29 @@ class Job:
         self.started.append(process)
         return process
 
-    def lines(self, replica: int) -> list[dict[str, Any]]:
+    def lines(self, replica: int, name: str = "log.jsonl") -> list[dict[str, Any]]:
         """What this replica has logged, of all its starts."""
-        path = self.folder / str(replica) / "log.jsonl"
-        texts = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(text) for text in texts]
+        return read(self.folder / str(replica) / name)
 
     def step(self, replica: int) -> int:
         """The last step that it has logged; 0 without one."""
         return self.lines(replica)[-1]["step"] if self.lines(replica) else 0
+
+    def ready(self) -> bool:
+        """Whether kills may begin."""
+        return True
 
     def lost(self, replica: int) -> int:
         """Steps that it skipped because a replica was lost."""
         return (self.folder / f"{replica}.out").read_text().count("a replica was lost")
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Wait for it; `AssertionError` with the ends of the logs after `WAIT_S`."""
-        deadline = time.monotonic() + WAIT_S
-        while not done():
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.02)
+        """Wait for it; `AssertionError` with the ends of the logs if it does not come."""
+        until(done, self.logs)
+
+    def furthest(self) -> int:
+        """The last step that any replica has logged."""
+        return max(map(self.step, range(self.replicas)))
 
     def logs(self) -> str:
         """The end of every process's output."""
@@ -115,100 +147,102 @@ class Job:
 def kill_and_return(job: Job, draw: random.Random) -> Killed | None:
     """One kill at a random moment, and the return; None if the job is about to end."""
     def together() -> bool:
-        last = [job.lines(replica)[-1:] for replica in range(REPLICAS)]
-        return all(line and line[0]["replicas"] == REPLICAS and line[0]["loss"] is not None
-                   for line in last)
+        last = [job.lines(replica)[-1:] for replica in range(job.replicas)]
+        return job.ready() and all(
+            line and line[0]["replicas"] == job.replicas and line[0]["loss"] is not None
+            for line in last)
 
     job.until(together)
-    begin, victim = job.step(0), draw.randrange(REPLICAS)
-    after = begin + draw.randint(1, 8)
-    if after + 150 > job.steps:
+    begin, victim = job.step(0), draw.randrange(job.replicas)
+    if begin + MARGIN > job.steps:
         return None
+    after = begin + draw.randint(1, DRAWN)
     job.until(lambda: job.step(victim) >= after)
     time.sleep(draw.uniform(0, PAUSE_S))
-    others = [replica for replica in range(REPLICAS) if replica != victim]
+    others = [replica for replica in range(job.replicas) if replica != victim]
     lost, at = [job.lost(replica) for replica in others], job.step(victim)
-    job.processes[victim].kill()
-    job.processes[victim].wait()
+    job.kill(victim)
     killed = time.monotonic()
-    job.until(lambda: all(line and line[-1]["replicas"] == REPLICAS - 1
+    set_cap(job.folder, job.furthest() + AWAY)
+    job.until(lambda: all(line and line[-1]["replicas"] == job.replicas - 1
                           for line in map(job.lines, others)))
     resumed_s = time.monotonic() - killed
     time.sleep(draw.uniform(0, 1))
     known, began = len(job.lines(victim)), time.monotonic()
     job.start(victim)
     job.until(lambda: len(job.lines(victim)) > known)
+    set_cap(job.folder, max(job.furthest() + 4, job.steps - LEFT))  # one step together, at least
     worst = max(job.lost(replica) - before for replica, before in zip(others, lost, strict=True))
     return Killed(victim, at, resumed_s, worst, job.lines(victim)[known]["step"],
                   time.monotonic() - began)
 
 
-def run(folder: Path, kills_wanted: int, steps: int, seed: int) -> tuple[list[Killed], float]:
-    """Kills until there are so many or the job ends; they, and the largest difference of a loss to
-    that of the uninterrupted run with the same members.
-    """
-    folder.mkdir(parents=True)
+def kills_of(job: Job, wanted: int, seed: int) -> list[Killed]:
+    """Kills until there are so many or the job is about to end; then its good end."""
     made: list[Killed] = []
-    with Job(folder, steps) as job:
+    with job:
         draw = random.Random(seed)
-        while len(made) < kills_wanted:
+        while len(made) < wanted:
             killed = kill_and_return(job, draw)
             if killed is None:
                 break
             made.append(killed)
-        job.until(lambda: all(process.poll() is not None for process in job.processes.values()))
-        assert all(process.returncode == 0 for process in job.processes.values()), job.logs()
-        return made, difference([job.lines(replica) for replica in range(REPLICAS)], steps)
+        job.finish()
+    return made
 
 
-def difference(logs: Sequence[Sequence[Mapping[str, Any]]], steps: int) -> float:
+def run(folder: Path, kills_wanted: int, steps: int, seed: int) -> tuple[list[Killed], float]:
+    """A job of plain PyTorch: its kills, and the largest difference of a loss to that of the
+    uninterrupted run with the same members.
+    """
+    folder.mkdir(parents=True)
+    job = Job(folder, steps)
+    made = kills_of(job, kills_wanted, seed)
+    return made, difference(folder, REPLICAS, steps)
+
+
+def difference(folder: Path, replicas: int, steps: int, options: Sequence[str] = (),
+               seeds: Sequence[int] = ()) -> float:
     """The largest difference between a logged loss and that of one process which has the members of
     each step.
+
+    folder: of a job. options: of the script. seeds: of each replica's weights; none: the script's,
+    for all.
     """
-    by_step: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for replica, lines in enumerate(logs):
-        for line in lines:
-            by_step.setdefault(line["step"], {})[replica] = line
-    assert sorted(by_step) == list(range(1, steps + 1)), "a step is missing"
-    spec = importlib.util.spec_from_file_location("train_plain", SCRIPT)
-    script: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    args = script.parse(["out", "--layers", "1"])
-    torch.manual_seed(args.seed)
+    logs, records = ([read(folder / str(replica) / name) for replica in range(replicas)]
+                     for name in ("log.jsonl", RECORD))
+    table = {step: sorted(made.attempts) for step, made in steps_of(records, steps).items()}
+    script = train_plain()
+    args = script.parse(["out", "--layers", "1", *options])
+    # in the first step all take the weights of its only member
+    torch.manual_seed(seeds[table[1][0]] if seeds else args.seed)
     model = script.Model(script.config_of(args), args.layers)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    worst, before = 0.0, set(range(REPLICAS))
+    worst = 0.0
     for step in range(1, steps + 1):
-        here = by_step[step]
-        members = _members(here, before)
         gradients = [torch.zeros_like(p) for p in model.parameters()]
-        for replica in sorted(members):
+        for replica, lines in enumerate(logs):
             loss, balance = model(script.sequences(step - 1, replica, args.batch))
             model.zero_grad()
             (loss + balance).backward()
             for total, p in zip(gradients, model.parameters(), strict=True):
-                total += p.grad / len(members)
-            logged = here.get(replica, {}).get("loss")
-            if logged is not None:
-                worst = max(worst, abs(logged - loss.item()))
+                total += p.grad * (replica in table[step]) / len(table[step])
+            of = [line["loss"] for line in lines if line["step"] == step][-1:]
+            if replica in table[step] and of[0] is not None:
+                worst = max(worst, abs(of[0] - loss.item()))
         for total, p in zip(gradients, model.parameters(), strict=True):
             p.grad = total
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        before = members
     return worst
 
 
-def _members(lines: Mapping[int, Mapping[str, Any]], before: set[int]) -> set[int]:
-    """Replicas whose gradients are in a step: those that logged a loss, and, where there were more,
-    one that made the step before and was killed between the average and its log.
-    """
-    count = max(line["replicas"] for line in lines.values())
-    members = {replica for replica, line in lines.items() if line["loss"] is not None}
-    missing = [replica for replica in sorted(before - members) if replica not in lines]
-    members |= set(missing[:count - len(members)])
-    assert len(members) == count, (lines, before)
-    return members
+def train_plain() -> Any:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("train_plain", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def page(made: Sequence[Killed], worst: float) -> str:
@@ -218,13 +252,14 @@ def page(made: Sequence[Killed], worst: float) -> str:
     return f"""# Replicas that come and go
 
 {REPLICAS} replicas of `scripts/train_plain.py` under torchft 0.2 on one machine (CPU, gloo,
-heartbeat timeout 2 s): {len(made)} times a replica drawn at random is killed (SIGKILL) after a
-random step, and started again up to one second later. Every loss that a replica logged equals the
-loss of one process that averages the gradients of the same members in every step; the largest
-difference is {worst:.1e}. No run was stopped and no step of the survivors was trained twice.
-*Others' next step*: seconds from the kill to it. *Back*: its first step again, and seconds from its
-start to it. Written by `python -m tests.faults.replicas`; how to run replicas:
-[faults](../faults.md).
+heartbeat timeout {HEARTBEAT_MS / 1000:g} s): {len(made)} times a replica drawn at random is killed
+(SIGKILL) after a random step, and started again up to one second later; the others make at most
+{AWAY} steps before they wait for it, so that no run ends without it. Every loss that a replica
+logged equals the loss of one process that averages the gradients of the same members in every step;
+the largest difference is {worst:.1e}. No run was stopped and no step of the survivors was trained
+twice. *Others' next step*: seconds from the kill to it, with the heartbeat timeout. *Back*: its
+first step again, and seconds from its start to it. Written by `python -m tests.faults.replicas`;
+how to run replicas: [faults](../faults.md).
 
 | replica | killed after step | others' next step, s | steps they lost | back in step | back, s |
 |---|---|---|---|---|---|

@@ -15,9 +15,10 @@ from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.emulate import faults
 from moe_plugin.emulate.damage import WAYS, damage
 from moe_plugin.emulate.faults import KINDS, Fault
-from tests.faults.cases import Case, cases, inject, reference
+from tests.faults.cases import Case, at_random, cases, inject, reference, wrong_products
 from tests.faults.damages import damages
 from tests.faults.hosts import AT_ONCE, HOSTS
+from tests.faults.table import of_host
 from tests.preloaded import Server
 
 pytestmark = pytest.mark.distributed
@@ -34,16 +35,18 @@ def test_a_part_in_plain_pytorch(tmp_path: Path) -> None:
     assert len(rows) == 2 * len(WAYS) and not [row for row in rows if row.wrong], rows
 
 
+def test_a_wrong_product_is_named_before_it_is_saved(tmp_path: Path) -> None:
+    host = HOSTS["checked"](tmp_path)
+    row = inject(host, wrong_products()[0], reference(host), tmp_path / "runs" / "fault", {})
+    assert not row.wrong, row
+    assert row.outcome.startswith("named error"), row
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTS)
 def test_all_in_each_host(name: str, tmp_path: Path) -> None:
-    pytest.importorskip({"megatron": "megatron.core"}.get(name, "torch" if name == "plain"
-                                                          else name))
-    host = HOSTS[name](tmp_path)
-    whole, skipped = reference(host), {}
-    rows = [inject(host, case, whole, tmp_path / "runs" / f"fault-{index}", skipped)
-            for index, case in enumerate(cases())]
-    rows += damages(host, tmp_path / "runs" / "whole", 48)
+    pytest.importorskip({"megatron": "megatron.core", "fairseq": "fairseq"}.get(name, "torch"))
+    rows = list(of_host(name, tmp_path, 48, 24, "", []))
     assert not [row for row in rows if row.wrong]
 
 
@@ -136,6 +139,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "'no-such-program' is not installed" in wrong.stderr
 
 
+def test_random_cases_are_new_and_the_same_in_every_run() -> None:
+    drawn = at_random(40)
+    assert drawn == at_random(40)
+    names = [(case.what, case.when) for case in [*cases(), *drawn]]
+    assert len(set(names)) == len(names)
+
+
 def test_kinds_are_all_injected() -> None:
-    seen = {case.fault.kind for case in cases()}
+    seen = {case.fault.kind for case in [*cases(), *wrong_products()]}
     assert seen | {"bit-flip"} == set(KINDS)
