@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,17 @@ from torch import Tensor, nn
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.named import layer_config
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual, build_experts, is_expert
+from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual, is_expert
 from moe_plugin.experts.ddp_check import DDPCheck
+from moe_plugin.offload.build import place_in_tier
+from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, KeptRouting, MoEOutput, TokenInfo
-from moe_plugin.routing import layer_router
+from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo
+from moe_plugin.routing import EndsSteps, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
+from moe_plugin.routing.pregate import Ahead, Gating, PreGated
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.routing.statistics import call_stats
 from moe_plugin.tuning.layout_selector import LayoutSelector
@@ -25,7 +30,7 @@ from moe_plugin.tuning.layouts import LayoutCall
 from moe_plugin.tuning.placement import place_experts
 
 
-class MoELayer(Replaying, nn.Module):
+class MoELayer(Replaying, EndsSteps, PreGated):
     """A Mixture-of-Experts feed-forward layer over the ranks of one group.
 
     Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over
@@ -33,11 +38,13 @@ class MoELayer(Replaying, nn.Module):
     `moe_plugin.hosts.plain.gradients`) reduces and scales.
 
     Args:
-        config: see `MoEConfig`; `model_dim` must be set.
+        config: see `MoEConfig`; `model_dim` must be set. Or the width of a token, with `settings`
+            as `moe_plugin.config.named.named_config` takes them.
         comm: the expert-parallel group; None: the default group, or this rank alone without one.
         host: what the host knows of this layer.
-        router: in place of the configured one; see `moe_plugin.routing.RouterModule`.
-        experts: `factory(global_index) -> module`, custom experts in place of the configured kind.
+        router: in place of the configured one, see `moe_plugin.routing.RouterModule`; or a setting.
+        experts: `factory(global_index) -> module`, custom experts in place of the configured kind;
+            or a setting.
         dtype, device: of the parameters.
     Raises:
         ValueError: config, group and names do not fit together; it names value, bound, remedy.
@@ -48,19 +55,24 @@ class MoELayer(Replaying, nn.Module):
         has_own_router: whether `router` was passed.
     """
 
-    def __init__(self, config: MoEConfig, comm: Comm | None = None, *,
-                 host: HostContext = HostContext(), router: nn.Module | None = None,
-                 experts: Callable[[int], nn.Module] | None = None,
-                 dtype: torch.dtype | None = None, device: Any = None) -> None:
+    def __init__(self, config: MoEConfig | int, comm: Comm | None = None, *,
+                 host: HostContext = HostContext(),
+                 router: nn.Module | str | Mapping[str, Any] | None = None,
+                 experts: Callable[[int], nn.Module] | Mapping[str, Any] | None = None,
+                 dtype: torch.dtype | None = None, device: Any = None, **settings: Any) -> None:
         super().__init__()
+        config = layer_config(config, settings, router=router, experts=experts)
+        router = router if isinstance(router, nn.Module) else None
+        experts = experts if callable(experts) else None
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
         self.given, self.has_own_router = config, router is not None
         where = {"dtype": dtype, "device": device}
         config, place, sharing = place_experts(config, self.comm, router, experts, **where)
         self.config, self.placement = config, place
         self.tokens = TokenEntry(config.model_dim, sharing)
+        self.gating = Gating(bool(config.router.pre_gate), config.router.predict, host.replay)
         self.router = layer_router(config, place.comm, router, host.when_split(sharing), **where)
-        self.experts = build_experts(config, place, host, experts, **where)
+        self.experts = place_in_tier(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
         self.capacity = CapacityLimit(config, self.layouts.load_comm,
                                       self.layouts.available.traits.fixed_slots,
@@ -90,30 +102,50 @@ class MoELayer(Replaying, nn.Module):
         self.ddp_check(self.experts)
         traffic = TrafficMeter(self.comm)
         tokens = self.tokens.enter(x, token_mask, info, self.experts.dtype)
-        routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
+        routing = self.gating.routing(self, tokens, top_k)
+        ahead = self.gating.ahead(self, tokens, top_k)
         kept = self.capacity(routing, self.training)
         call = self.layouts.select(kept, choice, self.training)
         meanwhile = OverlappedWork(self.shared_expert, tokens, overlapped)
-        y_TD, rows = call.runner(self._through_experts, call, tokens.x_TD, kept, meanwhile)
-        y_TD = add_residual(y_TD, tokens, routing, meanwhile.shared_TD())
-        stats = call_stats(kept, traffic, self.config.num_experts, rows, self.layouts.report(call))
+        y_TD, rows = call.runner(partial(self._through_experts, ahead), call, tokens.x_TD, kept,
+                                 meanwhile)
+        y_TD = ahead.tie(add_residual(y_TD, tokens, routing, meanwhile.shared_TD()))
+        stats = call_stats(kept, traffic, self.config.num_experts, rows,
+                           {**self.layouts.report(call), "store": self.experts.taken_counts()})
         return MoEOutput(*self.tokens.leave(y_TD, routing.losses, tokens), stats)
 
-    def _through_experts(self, call: LayoutCall, x_TD: Tensor, kept: KeptRouting,
-                         meanwhile: OverlappedWork) -> tuple[Tensor, int]:
+    def start_sizes(self, routing: Routing) -> Any:
+        """See `PreGated`."""
+        if not self.capacity.keeps_all(self.training):
+            return None
+        return self.layouts.start_sizes(routing, self.training)
+
+    def _through_experts(self, ahead: Ahead, call: LayoutCall, x_TD: Tensor, kept: KeptRouting,
+                         meanwhile: OverlappedWork) -> tuple[Tensor, int | Tensor]:
         x_TD = call.start(x_TD)
         plan = call.plan(kept)
-        outputs = (self.experts(work) for work in call.dispatch(x_TD, plan, meanwhile))
+        outputs = (self.experts(ahead.fetching(work))
+                   for work in call.dispatch(x_TD, plan, meanwhile))
         return call.combine(outputs, plan), plan.rows
 
     def _apply(self, *args: Any, **kwargs: Any) -> MoELayer:
-        super()._apply(*args, **kwargs)
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.layouts.follow_parameters()
         return self
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""
+        self.gating.forget()
         self.layouts.forget_recordings()
+
+    @property
+    def model_dim(self) -> int:
+        """D."""
+        return self.config.model_dim
+
+    def finish_step(self) -> None:
+        """See `moe_plugin.routing.finish_step`, which calls it."""
+        self.layouts.finish_step()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Where the local experts come from, checked when loaded; what the tuner has learned."""

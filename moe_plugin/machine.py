@@ -9,7 +9,7 @@ import functools
 import os
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,25 @@ def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
         return table.to(device)
     # from pinned memory the copy does not wait for the device
     return table.pin_memory().to(device, non_blocking=True)
+
+
+def start_to_host(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor of a device to the host; what is returned waits for it and gives it.
+
+    It waits for what the device was given before this call, and for nothing after.
+    """
+    if x.device.type == "cpu":
+        return lambda: x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    arrived = torch.get_device_module(x.device).Event()
+    arrived.record()
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return host
+
+    return wait
 
 
 def memory_bytes(device: torch.device) -> int | None:

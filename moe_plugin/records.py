@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,8 @@ class HostContext:
 
     Attributes:
         layer_number: number of this MoE layer in its model, from 0; None: unknown.
+        numbered_later: the host tells the number after it has built the layer
+            (`moe_plugin.experts.base.Experts.use_layer`).
         replay: the host recomputes activations with reentrant checkpointing, so that a choice
             made in the first pass must be repeated in the second (`moe_plugin.routing.replay`).
         loss_comm: ranks that hold parts of one batch of tokens, over which balance losses are
@@ -74,9 +76,11 @@ class HostContext:
             backward adds there (`moe_plugin.kernels.main_grad`).
         own_capacity: each rank drops by the number of its own tokens, as it would alone; False: by
             the largest number of any rank that holds the experts.
+        training: the layer may be trained; False: it warns of nothing that only training needs.
     """
 
     layer_number: int | None = None
+    numbered_later: bool = False
     replay: bool = False
     loss_comm: Comm | None = None
     batch_comm: Comm | None = None
@@ -84,6 +88,7 @@ class HostContext:
     split_batch_comm: Comm | None = None
     adds_to_main_grad: bool = False
     own_capacity: bool = False
+    training: bool = True
 
     def when_split(self, sharing: Comm | None) -> "HostContext":
         """What routers see where the ranks `sharing` split tokens: losses are parts of one loss."""
@@ -125,6 +130,8 @@ class Routing:
         chosen_TK: int64, the choices before a second-expert policy took some away, -1 for padding;
             None: it took none.
         counted: the load of the choices, for `kernels.expert_load.known_load`; None: not counted.
+        sizes: what a dispatcher began to agree on with other ranks when the choices were known, one
+            block early; None: nothing. See `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
 
     ids_TK: Tensor
@@ -137,6 +144,7 @@ class Routing:
     router: str | None = None
     chosen_TK: Tensor | None = None
     counted: CountedChoices | None = None
+    sizes: Any = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
         """The same routing with dropped choices removed."""
@@ -240,15 +248,15 @@ class Placement:
 
     def check(self) -> None:
         """`ValueError` unless experts divide over ranks, ranks over experts, both over shards."""
-        size = self.comm.size
-        if self.cut is not None:
+        size, cut = self.comm.size, self.cut
+        if cut is not None:
             fits = [s for s in range(1, size + 1)
                     if size % s == 0 and self.experts % (size // s) == 0]
-            if self.cut not in fits:
+            if cut not in fits:
                 raise ValueError(
-                    f"parallel.shards={self.cut} does not fit {self.experts} experts on {size} "
+                    f"parallel.shards={cut} does not fit {self.experts} experts on {size} "
                     f"expert-parallel ranks: must be one of {fits}; "
-                    f"the nearest is {min(fits, key=lambda s: abs(s - self.cut))}")
+                    f"the nearest is {min(fits, key=lambda s: abs(s - cut))}")
         elif self.experts % size and size % self.experts:
             raise ValueError(
                 f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a "
@@ -293,12 +301,15 @@ class ExpertRows:
             and summed.
         parameters: to compute with, e.g. gathered ones; None: those that the experts store.
         strategy: how to compute; None: as configured.
+        started: experts outside the device call it when all that they need is there, before they
+            compute: what comes next can be fetched meanwhile.
     """
 
     x: Tensor
     rows: RowCounts | RowPlan
     parameters: FFNParameters | None = None
     strategy: Strategy | None = None
+    started: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -331,74 +342,3 @@ class DispatchPlan:
     """
 
     rows: int | Tensor
-
-
-@dataclass(frozen=True)
-class LayerStats:
-    """What happened in one forward pass on this rank; tensors stay on the device until `as_dict`.
-
-    Attributes:
-        load_KE, kept_KE: int64, tokens whose j-th choice is expert e, before and after dropping.
-        entropy, tokens: as in `Routing`.
-        losses: detached raw losses by name.
-        bytes_sent: bytes that this rank sent to other ranks in the forward pass: rows out, rows
-            back, counts, and parameters where the layout gathers them.
-        rows: of this rank's experts, see `DispatchPlan`.
-        capacity: slots per expert and source rank; None: dropless.
-        layout: that it ran in, e.g. `r=1 d=2 linear auto`. exchanges: all-to-alls by algorithm.
-        decisions: of the tuner, since the last call (plain values).
-        copies: ranks that report these same tokens: a sum over ranks counts them 1/copies each.
-        router: as in `Routing`.
-        chosen_KE: int64, load_KE before a second-expert policy took choices; None: it took none.
-    """
-
-    load_KE: Tensor
-    kept_KE: Tensor
-    entropy: Tensor
-    tokens: Tensor
-    losses: dict[str, Tensor]
-    bytes_sent: int = 0
-    rows: int | Tensor = 0
-    capacity: int | None = None
-    layout: str | None = None
-    exchanges: dict[str, int] = field(default_factory=dict)
-    decisions: tuple[dict[str, Any], ...] = ()
-    copies: int = 1
-    router: str | None = None
-    chosen_KE: Tensor | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers: load, max_over_mean, dropped, entropy, ... One device-to-host copy."""
-        load_E = self.load_KE.sum(0).tolist()
-        routed, kept = sum(load_E), int(self.kept_KE.sum())
-        mean = routed / len(load_E)
-        return {
-            "tokens": int(self.tokens), "load": load_E,
-            "max_over_mean": max(load_E) / mean if mean else 0.0, "dropped": routed - kept,
-            "drop_fraction": (routed - kept) / routed if routed else 0.0,
-            "unused_experts": sum(n == 0 for n in load_E), "entropy": float(self.entropy),
-            "losses": {name: float(value) for name, value in self.losses.items()},
-            "bytes_sent": self.bytes_sent, "rows": int(self.rows), "capacity": self.capacity,
-            "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions),
-            "exchanges": dict(self.exchanges), "routers": {self.router: 1} if self.router else {},
-        }
-
-
-@dataclass(frozen=True)
-class MoEOutput:
-    """Result of one `MoELayer` call.
-
-    Attributes:
-        output: same shape and dtype as the input. stats: see `LayerStats`.
-        losses: raw losses by name, differentiable; `weighted_loss` adds them up.
-    """
-
-    output: Tensor
-    losses: dict[str, Tensor] = field(default_factory=dict)
-    stats: LayerStats | None = None
-
-
-def weighted_loss(losses: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-    """Sum over names of weight * loss (a float32 scalar). Losses without a weight count 0."""
-    terms = [weight * losses[name] for name, weight in weights.items() if weight and name in losses]
-    return sum(terms, torch.zeros(()) if not losses else next(iter(losses.values())).new_zeros(()))

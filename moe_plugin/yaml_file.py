@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_plugin.messages import short
@@ -21,6 +20,18 @@ _SCANNER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _NAMES = {dict: "mapping", list: "list"}
 
 
+def bundled(path: str | Path) -> str | Path:
+    """`path`, or, where it begins with `configs/` and nothing is there, the example file of this
+    name that is installed with the package.
+    """
+    wanted = Path(path)
+    if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():
+        return path
+    [folder] = importlib.import_module("moe_plugin.configs").__path__
+    place = Path(folder, *wanted.parts[1:])
+    return place if place.is_file() else path
+
+
 def read_yaml(path: str | Path, what: str = "config file",
               remedy: str = "see configs/ for examples", kind: type = dict) -> Any:
     """The mapping (or list) in a YAML file as plain containers; an empty file is an empty mapping.
@@ -28,7 +39,7 @@ def read_yaml(path: str | Path, what: str = "config file",
     `1e-3` is a number, dates are text, and `${...}` is an error: no value comes from elsewhere.
 
     Args:
-        path: the file.
+        path: the file; see `bundled`.
         what: what errors call the file.
         remedy: what errors recommend.
         kind: expected type of the content, dict or list.
@@ -36,7 +47,10 @@ def read_yaml(path: str | Path, what: str = "config file",
         ValueError: the file cannot be read, is not YAML, names a key twice, uses an interpolation,
             or holds another type.
     """
-    where = f"{what} {short(str(path))}"
+    from omegaconf import OmegaConf  # slow to import, and many programs read no YAML
+    from omegaconf.errors import OmegaConfBaseException
+
+    where, path = f"{what} {short(str(path))}", bundled(path)
     check_input(path, what, remedy)
     try:
         with open(path, encoding="utf-8") as stream:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_plugin.bench.all_to_all import Row
+from moe_plugin.bench.plots import OURS, log_scale, size_ticks
 from moe_plugin.bench.report import pyplot, save_figure, table
-from moe_plugin.planner.units import show_size
+from moe_plugin.planner.units import show_size, show_time
 
 TITLES = {"native": "gloo's own"}
 
@@ -17,7 +18,7 @@ def grids(rows: Sequence[Row]) -> list[tuple[int, int]]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table per grid: a row per size, median ms of each algorithm, floor and CPU time."""
+    """A table per grid: a row per size, median time of each algorithm, floor and CPU time."""
     parts = []
     for grid in grids(rows):
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
@@ -28,7 +29,7 @@ def markdown(rows: Sequence[Row]) -> str:
         ]
         lines = [_line(mine, size, names) for size in dict.fromkeys(row.bytes for row in mine)]
         parts.append(
-            f"{grid[0]} nodes of {grid[1]} ranks, median ms of one "
+            f"{grid[0]} nodes of {grid[1]} ranks, median time of one "
             f"exchange:\n\n{table(header, lines)}"
         )
     return "\n\n".join(parts)
@@ -40,9 +41,9 @@ def _line(rows: Sequence[Row], size: int, names: Sequence[str]) -> list[str]:
     chosen = cells["auto"].chosen if "auto" in cells else None
     return [
         show_size(size),
-        _number(one.floor_ms),
-        *[_number(cells[name].median_ms) if name in cells else "" for name in names], chosen or "",
-        " / ".join(_number(cells[name].cpu_ms) for name in _shown(names))
+        _time(one.floor_ms),
+        *[_time(cells[name].median_ms) if name in cells else "" for name in names], chosen or "",
+        " / ".join(_time(cells[name].cpu_ms) for name in _shown(names))
     ]
 
 
@@ -51,25 +52,31 @@ def _shown(names: Sequence[str]) -> list[str]:
     return [name for name in names if name != "auto"]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+def _time(value: float | None) -> str:
+    return "" if value is None else show_time(value / 1e3)
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
     """Time by size, a panel per grid, both axes logarithmic."""
     found = grids(rows)
-    figure, axes = pyplot().subplots(1, len(found), figsize=(6 * len(found), 4.5), squeeze=False)
+    figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.5), squeeze=False,
+                                     sharey=True, layout="constrained")
     for axis, grid in zip(axes[0], found, strict=True):
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
         for name in dict.fromkeys(row.algorithm for row in mine):
             line = [row for row in mine if row.algorithm == name]
+            own = {"linestyle": "--", "color": OURS, "linewidth": 2.5, "zorder": 3} if (
+                name == "auto") else {}
             axis.plot([r.bytes for r in line], [r.median_ms for r in line], marker="o",
-                      linestyle="--" if name == "auto" else "-", label=TITLES.get(name, name))
+                      label=TITLES.get(name, name), **own)
         floor = {row.bytes: row.floor_ms for row in mine if row.floor_ms is not None}
         if floor:
             axis.plot(list(floor), list(floor.values()), color="black", linestyle=":",
                       label="wire floor")
-        axis.set(xscale="log", yscale="log", xlabel="bytes per rank", ylabel="ms",
+        axis.set(xlabel="sent by each rank", ylabel="ms of one exchange",
                  title=f"{grid[0]} nodes x {grid[1]} ranks")
-        axis.legend()
+        size_ticks(axis, [row.bytes for row in mine])
+        log_scale(axis, "y")
+        axis.grid(alpha=0.3)
+    axes[0][0].legend()
     save_figure(figure, path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,17 @@ class LayerReport:
                 asdict(r) for r in self.results[1:]
             ], "refused": self.refused, "versions": versions(self.problem.device)
         }
+
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayerReport:
+        """The inverse of `as_dict`, without versions."""
+        def part(kind: type, of: Mapping[str, Any]) -> Any:
+            return kind(**{f.name: of[f.name] for f in fields(kind)})
+
+        return cls(part(Problem, values), values["bound_ms"], values["bound_min_ms"],
+                   [part(Result, one) for one in (values, *values["peers"])], values["refused"],
+                   values["threads"])
 
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,

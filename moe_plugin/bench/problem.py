@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import short
+from moe_plugin.planner.units import show_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,8 +51,8 @@ class Problem:
         memory = memory_bytes(torch.device(self.device))
         if memory is not None and self.least_memory > memory:
             raise ValueError(
-                f"{short(self.label())} needs {self.least_memory / 2**30:.3g} GiB: must be <= the "
-                f"{memory / 2**30:.3g} GiB of {self.device}; lower --tokens, --experts or a width")
+                f"{short(self.label())} needs {show_size(self.least_memory)}: must be <= the "
+                f"{show_size(memory)} of {self.device}; lower --tokens, --experts or a width")
 
     @property
     def torch_dtype(self) -> torch.dtype:

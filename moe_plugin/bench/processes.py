@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden
+
 
 def on_processes(ranks: int, measure: Callable[..., Any], *args: Any) -> Any:
     """What `measure(*args)` returns on rank 0 of `ranks` new processes.
@@ -35,7 +37,8 @@ def _spawned(rank: int, ranks: int, port: int, result: str, measure: Callable[..
     else:
         store = dist.TCPStore("127.0.0.1", port, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = measure(*args)
+    with hidden([*FAIRSEQ, *MEGATRON]):
+        found = measure(*args)
     if rank == 0:
         Path(result).write_bytes(pickle.dumps(found))
     dist.barrier()

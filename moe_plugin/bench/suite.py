@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from moe_plugin.bench import kernels, layer, report
+from moe_plugin.bench import kernels, layer, plots, report
 from moe_plugin.bench.layer import LayerReport
 from moe_plugin.bench.measure import versions
 from moe_plugin.bench.peers import peers
@@ -105,9 +105,16 @@ def write_layers(out: Path, suffix: str, args: argparse.Namespace) -> None:
     found = list(layers(args.device, args.rounds, args.attempts))
     report.write_json(out / f"layer{suffix}.json", [r.as_dict() for r in found])
     _page(out / f"layer{suffix}.md", "The layer and its peers",
-          "\n\n".join(report.layer_table(r) for r in found), args.device)
+          layer_page(found, suffix), args.device)
     for number, r in enumerate(found):
-        report.layer_plot(r, str(out / f"layer{suffix}_{number}.svg"))
+        plots.layer_plot(r, str(out / f"layer{suffix}_{number}.svg"))
+
+
+def layer_page(found: Sequence[LayerReport], suffix: str) -> str:
+    """Table and plot of each problem."""
+    return "\n\n".join(
+        f"{report.layer_table(r)}\n\n![Time and memory of every candidate]"
+        f"(layer{suffix}_{number}.svg)" for number, r in enumerate(found))
 
 
 def write_kernels(out: Path, suffix: str, args: argparse.Namespace) -> None:
@@ -123,7 +130,7 @@ def write_scaling(out: Path, suffix: str, args: argparse.Namespace) -> None:
     found = list(scaling(args.device, args.rounds))
     report.write_json(out / f"scaling{suffix}.json",
                       [{"axis": axis, **r.as_dict()} for axis, r in found])
-    report.scaling_plot(found, str(out / f"scaling{suffix}.svg"))
+    plots.scaling_plot(found, str(out / f"scaling{suffix}.svg"))
 
 
 def write_gpu(out: Path, suffix: str, args: argparse.Namespace) -> None:

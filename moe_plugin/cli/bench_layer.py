@@ -25,7 +25,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from moe_plugin.bench import layer, report
+    from moe_plugin.bench import layer, plots, report
     from moe_plugin.bench.peers import peers
 
     problem = problem_of(args)
@@ -36,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
     text = json.dumps(found.as_dict(), indent=1) if args.json else report.layer_table(found)
     sys.stdout.write(text + "\n")
     if args.plot:
-        report.layer_plot(found, args.plot)
+        plots.layer_plot(found, args.plot)
     return 0

@@ -44,14 +44,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    help="steps before; tuners that have not chosen get more (default: %(default)s)")
     p.add_argument("--out", type=Path, metavar="FILE",
                    help="JSON file to add the results to; those of the same host, place and shape "
-                        "are replaced, and a page of the same name (.md) is written next to it")
+                        "are replaced, and pages of its name (.md) are written next to it")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write. On ranks of a launcher only rank 0 prints and writes."""
     from moe_plugin.bench.report import write_json
     from moe_plugin.bench.train.results import merged, read, sides_table, summary_table
-    from moe_plugin.bench.train.write import write_page
+    from moe_plugin.bench.train.write import write_pages
     from moe_plugin.regular_files import check_output
 
     for name in ("steps", "warm_up", "ranks"):
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             every = merged(kept, found)
             write_json(args.out, [one.as_dict() for one in every])
-            write_page(args.out.with_suffix(".md"), every)
+            write_pages(args.out.with_suffix(".md"), every)
     if found:
         sys.stdout.write(summary_table(found) + "\n")
     return 0

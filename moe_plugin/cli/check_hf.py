@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
     from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
+    from moe_plugin.planner.units import show_time
 
     if args.tokens < 1:
         raise ValueError(f"tokens={args.tokens}: must be >= 1; use 64")
@@ -60,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     most = args.tolerance or (0.05 if dtype == torch.bfloat16 else 1e-4)
     if not spread or dist.get_rank() == 0:
         print(f"{len(blocks)} MoE blocks, {args.tokens} tokens, {args.dtype}: logits differ by "
-              f"{off:.2g} of the largest (tolerance {most:g}); transformers {1e3 * theirs_s:.1f} "
-              f"ms, ours {1e3 * ours_s:.1f} ms")
+              f"{off:.2g} of the largest (tolerance {most:g}); transformers {show_time(theirs_s)}"
+              f", ours {show_time(ours_s)}")
     if spread:
         dist.destroy_process_group()
     return int(not off <= most)

@@ -47,7 +47,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--bytes", type=int, default=Fault.bytes, metavar="N",
                    help="of disk-full (default: %(default)s)")
     p.add_argument("--bit", type=int, default=Fault.bit, metavar="N",
-                   help="of bit-flip (default: %(default)s)")
+                   help="of bit-flip and wrong-product (default: %(default)s)")
     p.add_argument("program", nargs="+", metavar="COMMAND",
                    help="after `--`: script.py, -m module, or an installed Python command, with "
                         "its arguments")

@@ -40,14 +40,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
-    from moe_plugin.cli.reshard import mib
+    from moe_plugin.planner.units import show_size
 
     layout = ", ".join(f"{name} {value}" for name, value in found["layout"].items())
     lines = [f"format     {found['format']}", f"step       {_or(found['step'])}",
              f"layout     {layout or 'one file'}",
-             f"files      {found['files']}, {mib(found['file_bytes'])}"]
+             f"files      {found['files']}, {show_size(found['file_bytes'])}"]
     for name, column in found["fields"].items():
-        dtypes = ", ".join(f"{dtype} {mib(size)}" for dtype, size in column["dtypes"].items())
+        dtypes = ", ".join(f"{dtype} {show_size(size)}" for dtype, size in column["dtypes"].items())
         lines.append(f"{name:<10} {column['tensors']} tensors, {column['elements']:,} elements: "
                      f"{dtypes}")
     for prefix, layer in found["layers"].items():

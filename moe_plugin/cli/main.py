@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 
 from moe_plugin import __version__
 from moe_plugin.messages import Parser, cut, short
+from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden, own_log
 
 _LINE = 2000  # characters of an error
 
@@ -55,6 +55,10 @@ COMMANDS = {
     }),
     "plan": Command("choose parallel sizes, layout, overlap and all-to-all for a model on a "
                     "cluster, and explain why", "plan"),
+    "recommend": Command("measure the ranks it runs on, plan a model for them, print the host's "
+                         "launch line with the predicted step time", "recommend"),
+    "schedule": Command("compute the fastest schedule of a collective on a network, the cut that "
+                        "proves it, and pictures", "schedule"),
     "profile-device": Command(
         "measure matmuls and copies of this processor into a YAML file for `plan`",
         "profile_device"),
@@ -83,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["moe-plugin", *_words(argv)[:1]])
     try:
-        args = parse(argv)
-        logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO,
-                            format="%(message)s")
-        return args.run(args)
+        with hidden([*FAIRSEQ, *MEGATRON]):
+            args = parse(argv)
+            own_log(args.verbose)
+            return args.run(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # of `moe-plugin ... | head`; Python would write to it again at its end

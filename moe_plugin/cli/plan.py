@@ -1,4 +1,6 @@
-"""`moe-plugin plan`: TP, EP, ETP, DP, PP, r, d and all-to-all for a model on a cluster, and why."""
+"""`moe-plugin plan`: TP, EP, ETP, DP, PP, r, d and all-to-all for a model on a cluster, and why; or
+what a model larger than its device keeps where; or the schedule of its pipeline stages.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.cli import plan_memory, plan_pipeline
 from moe_plugin.messages import short
 from moe_plugin.planner.write import HOSTS
 from moe_plugin.regular_files import make_folder, write_regular
@@ -18,11 +21,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options."""
     p.description = ("Searches all plans by a cost model (roofline, alpha-beta links, event "
                      "timelines with overlap, memory) and explains the fastest.")
-    p.add_argument("--model", type=Path, required=True, metavar="FILE",
+    p.add_argument("--model", type=Path, default=None, metavar="FILE",
                    help="model file (see configs/plans/)")
-    p.add_argument("--cluster", type=Path, required=True, metavar="FILE",
+    p.add_argument("--cluster", type=Path, default=None, metavar="FILE",
                    help="cluster file (`moe-plugin calibrate` makes one; see configs/clusters/)")
-    p.add_argument("--device", type=Path, required=True, metavar="FILE",
+    p.add_argument("--device", type=Path, default=None, metavar="FILE",
                    help="device file (`moe-plugin profile-device` makes one; see configs/devices/)")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
                    help="number of nodes (default: the cluster file's)")
@@ -47,10 +50,20 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--experts-per-rank", type=float, default=1.0, metavar="X",
                    help="with --scale: experts grow with the ranks (default: %(default)s)")
+    plan_memory.add_arguments(p)
+    plan_pipeline.add_arguments(p)
 
 
 def run(args: argparse.Namespace) -> int:
     """Search, show, write."""
+    if args.pipeline is not None:
+        return plan_pipeline.run(args)
+    if args.memory is not None or args.profile is not None:
+        return plan_memory.run(args)
+    missing = [name for name in ("model", "cluster", "device") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"--{missing[0]} FILE is missing; a plan of parallel sizes needs --model, "
+                         "--cluster and --device, one of a device's memory --memory and --profile")
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.device import load_device
     from moe_plugin.planner.explain import breakdown, explain
@@ -106,10 +119,11 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> i
 
 
 def _write(args: argparse.Namespace, model: Any, best: Any) -> None:
+    from moe_plugin.planner.units import show_time
     from moe_plugin.planner.write import write_plan
 
-    note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted {1e3 * best.seconds:.1f} "
-            "ms per step.")
+    note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted "
+            f"{show_time(best.seconds)} per step.")
     make_folder(args.write)
     for name, text in write_plan(model, best.plan, args.host, args.auto, note).items():
         write_regular(args.write / name, text)

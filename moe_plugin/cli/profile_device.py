@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     import yaml
 
     from moe_plugin.bench.device import measure_device
+    from moe_plugin.planner.units import show_time
 
     check_output(args.out)
     found = measure_device(args.device, getattr(torch, args.dtype), args.model_dim, args.hidden_dim)
@@ -42,5 +43,5 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model_dim}, inner width {args.hidden_dim}.\n")
     write_regular(args.out, text + yaml.safe_dump(values, sort_keys=False))
     print(f"{args.out}: {found.flops / 1e9:.1f} GFLOP/s, half of it at {found.half_rows:.0f} rows, "
-          f"{found.memory_bytes_s / 1e9:.1f} GB/s, {1e6 * found.launch_s:.1f} us per operation")
+          f"{found.memory_bytes_s / 1e9:.1f} GB/s, {show_time(found.launch_s)} per operation")
     return 0

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     from moe_plugin.checkpoint.conversion import Conversion
     from moe_plugin.checkpoint.formats import Layout, formats, open_source
+    from moe_plugin.planner.units import show_size, show_time
 
     sizes = {name: vars(args)[name] for name in SIZES}
     layout = Layout(**sizes, dtype=args.dtype and getattr(torch, args.dtype))  # one of DTYPES
@@ -74,14 +75,10 @@ def run(args: argparse.Namespace) -> int:
     size = sum(path.stat().st_size for path in args.target.rglob("*") if path.is_file())
     seconds = time.perf_counter() - start
     kept = f", {len(conversion.kept)} files kept of an earlier try" if conversion.kept else ""
-    print(f"{args.target}: {origin} to {to}, {mib(size)} in {seconds:.1f} s "
-          f"({mib(int(size / seconds))}/s){kept}; peak memory {mib(peak_bytes())}")
+    print(f"{args.target}: {origin} to {to}, {show_size(size)} in "
+          f"{show_time(seconds)} ({show_size(size / seconds)}/s){kept}; "
+          f"peak memory {show_size(peak_bytes())}")
     return 0
-
-
-def mib(nbytes: int) -> str:
-    """A number of bytes."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def peak_bytes() -> int:

@@ -4,8 +4,11 @@
 from moe_plugin.config.comm import CommConfig
 from moe_plugin.config.dispatch import DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
+from moe_plugin.config.guard import GuardConfig
 from moe_plugin.config.observe import ObserveConfig
+from moe_plugin.config.offload import OffloadConfig
 from moe_plugin.config.parallel import ParallelConfig
+from moe_plugin.config.pipeline import PipelineConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.config.tree import (
     MoEConfig,
@@ -19,7 +22,7 @@ from moe_plugin.config.tree import (
 )
 
 __all__ = [
-    "CommConfig", "DispatchConfig", "ExpertsConfig", "MoEConfig", "ObserveConfig", "ParallelConfig",
-    "RouterConfig", "flatten", "from_dict", "from_yaml", "register_hydra",
-    "settings_from_yaml", "to_dict", "with_overrides",
+    "CommConfig", "DispatchConfig", "ExpertsConfig", "GuardConfig", "MoEConfig", "ObserveConfig",
+    "OffloadConfig", "ParallelConfig", "PipelineConfig", "RouterConfig", "flatten", "from_dict",
+    "from_yaml", "register_hydra", "settings_from_yaml", "to_dict", "with_overrides",
 ]

@@ -27,6 +27,17 @@ class CommConfig(Section):
         None,
         "cluster file of `moe-plugin calibrate`, by which auto chooses; none: auto measures",
         flag="cluster")
+    collectives: str = option(
+        "native",
+        "how expert parameters, their gradients and the parts of ranks with the same tokens are "
+        "gathered and summed, by registered name: native (the backend's own), forest (along trees "
+        "planned for the network), auto (the faster one; docs/collectives.md)",
+        flag="collectives")
+    network: str | None = option(
+        None,
+        "network by which forest plans: a file (docs/collectives.md) or a preset such as "
+        "dgx-a100:2; none: by comm.cluster, else by comm.topology",
+        flag="network")
     wire: str = option(
         "none",
         "dtype of rows between ranks, where it is smaller than theirs: bf16, fp16 or fp8 (error "

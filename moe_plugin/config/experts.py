@@ -62,6 +62,25 @@ class ExpertsConfig(Section):
         flag="expert-weights-first")
     init_std: float | None = option(
         None, "standard deviation of initial weights; none: Xavier uniform", flag="expert-init-std")
+    store: str = option(
+        "device",
+        "where experts lie: device, host (memory of the host) or disk (a file); those that compute "
+        "are copied to slots on the device (docs/offload.md)",
+        choices=("device", "host", "disk"), flag="experts-on")
+    cache: str = option(
+        "0",
+        "with store=host or disk: size of the slots on the device, which all layers share, such as "
+        "2GiB; 0: twice the most experts that a call of a layer uses", flag="experts-cache")
+    cache_policy: str = option(
+        "lru", "which expert leaves its slot for another one, by registered name: lru, lfu or "
+        "next-layer", flag="experts-cache-policy")
+    store_path: str | None = option(
+        None,
+        "with store=disk: a folder, on a disk, for the experts; or a .safetensors file that has "
+        "them, and is used as it is", flag="experts-store-path")
+    store_throttle: float = option(
+        0.0, "most MB/s that are read from the store, to see what a slower one costs; 0: as fast "
+        "as it is", flag="experts-store-throttle")
 
     def check_bounds(self) -> None:
         """Check widths and the standard deviation."""
@@ -74,3 +93,4 @@ class ExpertsConfig(Section):
                      "ieee or tf32 where experts.dropout > 0", "fp8 products have no dropout")
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
                      "use none")
+        self.within("store_throttle", 0, 1e9, "use 0 for none")

@@ -21,7 +21,7 @@ from moe_plugin.config import (
     settings_from_yaml,
     with_overrides,
 )
-from moe_plugin.config.options import aliases, canonical, hints_of
+from moe_plugin.config.options import Section, aliases, canonical, hints_of, is_section
 from moe_plugin.messages import short
 
 
@@ -52,16 +52,18 @@ def _leaf_kind(hint: Any) -> type:
     if typing.get_origin(hint) is dict:
         return dict
     options = [a for a in typing.get_args(hint) if a is not types.NoneType]
-    return options[0] if options else hint
+    kind: type = options[0] if options else hint
+    return kind
 
 
-def _walk(cls: type, prefix: str) -> Iterator[FlagSpec]:
+def _walk(cls: type[Section], prefix: str) -> Iterator[FlagSpec]:
     hints = hints_of(cls)
     for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[f.name]):
+        if is_section(hints[f.name]):
             yield from _walk(hints[f.name], f"{prefix}{f.name}.")
         elif f.metadata.get("flag"):
-            flag, alias = "--moe-" + f.metadata["flag"], f.metadata.get("alias")
+            flag = f.metadata.get("prefix", "--moe-") + f.metadata["flag"]
+            alias = f.metadata.get("alias")
             kind, choices = _leaf_kind(hints[f.name]), f.metadata.get("choices", ())
             yield FlagSpec(flag, prefix + f.name, kind, _help(f), choices)
             if alias:
@@ -69,7 +71,7 @@ def _walk(cls: type, prefix: str) -> Iterator[FlagSpec]:
                                f"the same as {flag}", choices)
 
 
-def _help(f: dataclasses.Field) -> str:
+def _help(f: dataclasses.Field[Any]) -> str:
     default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
     return f"{f.metadata['help']} (default: {'none' if default is None else default})"
 
@@ -143,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozen
     group = parser.add_argument_group("moe-plugin")
     for spec in flag_specs():
         if spec.path not in skip:
-            bool_flag = {"nargs": "?", "const": "true"} if spec.kind is bool else {}
+            bool_flag: dict[str, Any] = {"nargs": "?", "const": "true"} if spec.kind is bool else {}
             group.add_argument(spec.flag, dest=spec.dest, default=None, help=spec.help.replace(
                 "%", "%%"), choices=spec.choices or None, metavar=None if spec.choices else "V",
                                **bool_flag)

@@ -5,11 +5,13 @@ remedy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import typing
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeGuard
 
 from moe_plugin.messages import short
 
@@ -20,18 +22,20 @@ MOST_TOKENS, MOST_MIB = 1 << 30, 1 << 24
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "",
-           alias: str = "") -> Any:
+           alias: str = "", prefix: str = "--moe-") -> Any:
     """A leaf of the tree.
 
     Args:
         default: its value where nothing is given.
         help: text for the docs and the hosts' `--help`.
         choices: all values, where they are a fixed set.
-        flag: the hosts' flag without `--moe-`; empty: none.
+        flag: the hosts' flag without its prefix; empty: none.
         alias: a second name in files, code and flags; empty: none.
+        prefix: of the flag; `--` where the setting is of a whole model.
     """
     return field(default=default,
-                 metadata={"help": help, "choices": choices, "flag": flag, "alias": alias})
+                 metadata={"help": help, "choices": choices, "flag": flag, "alias": alias,
+                           "prefix": prefix})
 
 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
@@ -40,6 +44,7 @@ def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
 
+@dataclass
 class Section:
     """Base of all sections of the tree, which are dataclasses.
 
@@ -74,11 +79,11 @@ class Section:
             self.require(name, value <= most, f"<= {most:.15g}", remedy)
 
 
-def _check_types(section: Any, prefix: str) -> None:
+def _check_types(section: Section, prefix: str) -> None:
     hints = hints_of(type(section))
     for f in dataclasses.fields(section):
         value, path = getattr(section, f.name), prefix + f.name
-        if not dataclasses.is_dataclass(hints[f.name]):
+        if not is_section(hints[f.name]):
             _convert(hints[f.name], value, path)
         elif isinstance(value, hints[f.name]):
             _check_types(value, f"{path}.")
@@ -114,7 +119,7 @@ def aliases(cls: type, prefix: str = "") -> dict[str, str]:
     """Second names in a section and below: dotted path to dotted path."""
     found, hints = {}, hints_of(cls)
     for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[f.name]):
+        if is_section(hints[f.name]):
             found.update(aliases(hints[f.name], f"{prefix}{f.name}."))
         elif f.metadata.get("alias"):
             found[prefix + f.metadata["alias"]] = prefix + f.name
@@ -140,17 +145,27 @@ def canonical(values: Mapping[str, Any], names: Mapping[str, str],
     return {names.get(name, name): value for name, value in values.items()}
 
 
-def hints_of(cls: type) -> dict[str, Any]:
+def is_section(hint: Any) -> TypeGuard[type[Section]]:
+    """Whether the type of a field is a section, not that of a leaf."""
+    return dataclasses.is_dataclass(hint)
+
+
+def hints_of(cls: type) -> Mapping[str, Any]:
     """Field types of a section, as types."""
-    return typing.get_type_hints(cls)
+    return _hints_of(cls)
+
+
+@functools.cache  # most of the time in which settings are read
+def _hints_of(cls: type) -> Mapping[str, Any]:
+    return MappingProxyType(typing.get_type_hints(cls))
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    if dataclasses.is_dataclass(hint):
+    if is_section(hint):
         if isinstance(value, str) and hint.SHORTHAND:
             value = {hint.SHORTHAND: value}
         if not isinstance(value, Mapping):
-            keys = ", ".join(f.name for f in dataclasses.fields(hint))
+            keys = ", ".join(hints_of(hint))
             raise ValueError(f"{path}={short(value)} must be a mapping with keys {keys}")
         return build(hint, value, path + ".")
     if typing.get_origin(hint) is dict:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, Section, option
 
 CUTS = ("rows", "experts", "peers")
-MOST_PIECES, MOST_TRIALS = 4096, 10_000  # beyond any use
+MOST_PIECES, MOST_TRIALS, MOST_STEPS = 4096, 10_000, 10**9  # beyond any use
+MEASURED = "measured"
 LEAST_SPEED = 1e-6
 
 
@@ -50,6 +51,11 @@ class ParallelConfig(Section):
         "experts one after another (EPS-MoE); peers: ranks one after another, rows that stay first "
         "and last (FasterMoE)",
         choices=CUTS, flag="overlap-cut")
+    prefill: bool = option(
+        False,
+        "in evaluation and generation, cut each call's rows by its load: as many pieces, along "
+        "rows or experts, as are predicted to take the least time (EPS-MoE), in place of d and cut",
+        flag="prefill-pieces")
     replicas: int = option(
         1,
         "consecutive expert-parallel ranks that have the same tokens (tensor parallelism without "
@@ -65,8 +71,14 @@ class ParallelConfig(Section):
         "rows of overloaded experts, computed on ranks that borrow the expert's weights for one "
         "call, where a prediction for its load says that this is faster. least_loaded: rows above "
         "a rank's share, on the least loaded ranks (LLEP); everywhere: every rank keeps its own "
-        "rows (FasterMoE's shadowing); never; none: by the load with mode auto, else never",
-        choices=("never", "least_loaded", "everywhere"), flag="spill")
+        "rows (FasterMoE's shadowing); standing: replicas placed by the loads of earlier steps, "
+        "see replan; never; none: by the load with mode auto, else never",
+        choices=("never", "least_loaded", "everywhere", "standing"), flag="spill")
+    replan: int = option(
+        100,
+        "with spill standing: steps after which replicas are placed again, by the mean load of "
+        "these steps",
+        flag="replan")
     guests: int = option(
         2,
         "experts that a rank may borrow at a time with spill: each takes the memory of an expert's "
@@ -75,7 +87,8 @@ class ParallelConfig(Section):
     speeds: str | None = option(
         None,
         "with spill: speeds of the expert-parallel ranks relative to each other, with commas, in "
-        "the order of ranks; slower ranks get fewer of the rows that move; none: all alike",
+        "the order of ranks; slower ranks get fewer of the rows that move; measured: with spill "
+        "standing, moving averages of what ranks take; none: all alike",
         flag="speeds")
     max_d: int = option(4, "auto: largest overlap degree tried (1, 2, 4, ... up to it)",
                         flag="overlap-max")
@@ -96,18 +109,25 @@ class ParallelConfig(Section):
         for name, least, most in (("d", 1, MOST_PIECES), ("d_backward", 0, MOST_PIECES),
                                   ("max_d", 1, MOST_PIECES), ("tries", 1, MOST_TRIALS),
                                   ("samples", 1, MOST_TRIALS), ("replicas", 1, MOST_RANKS),
-                                  ("guests", 1, MOST_EXPERTS)):
+                                  ("guests", 1, MOST_EXPERTS), ("replan", 1, MOST_STEPS)):
             self.within(name, least, most, f"use {max(1, least)}")
         self.within("r", 0, MOST_RANKS, "use none")
         self.within("shards", 1, MOST_RANKS, "use none")
-        self.require("speeds", self.speeds is None or _are_speeds(self.speeds),
-                     "numbers > 0 with commas", "use 1,1,0.5,1 for four ranks, or none")
+        self.require("speeds", self.speeds is None or self.speeds == MEASURED
+                     or _are_speeds(self.speeds),
+                     "numbers > 0 with commas, or measured",
+                     "use 1,1,0.5,1 for four ranks, or none")
+        self.require("speeds", self.speeds != MEASURED or self.spill == "standing",
+                     "numbers where parallel.spill is not standing",
+                     "set parallel.spill=standing, or give numbers")
         self.require("drift", self.drift > 0, "> 0", "use 0.3")
         self.require("bucket", self.bucket > 1, "> 1", "use 1.5")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
-        """`speeds` as numbers; None: not given. `ValueError`: another number than `ranks`."""
-        if self.speeds is None:
+        """`speeds` as numbers; None: not given, or measured. `ValueError`: another number than
+        `ranks`.
+        """
+        if self.speeds is None or self.speeds == MEASURED:
             return None
         speeds = tuple(float(word) for word in self.speeds.split(","))
         self.require("speeds", len(speeds) == ranks,

@@ -183,6 +183,16 @@ class RouterConfig(Section):
                               flag="router-bias-rate")
     cosine_dim: int = option(256, "cosine: width in which tokens and experts are compared",
                              flag="router-cosine-dim")
+    pre_gate: int = option(
+        0,
+        "1: each MoE block chooses the experts of the next one, which are known one block early; "
+        "the first one has a gate of its own, too",
+        flag="pre-gate")
+    predict: bool = option(
+        False,
+        "evaluation, with experts.store=host or disk: while a block computes, fetch the experts "
+        "that the next block's gate would choose for this block's tokens; results do not change",
+        flag="predict-experts")
     sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns",
                                   flag="router-sinkhorn-rounds")
     selection: SelectionConfig = field(default_factory=SelectionConfig)
@@ -213,6 +223,9 @@ class RouterConfig(Section):
         self.require("selection.outside_training", selection.outside_training < several,
                      f"in 0..{several - 1}", f"router.name lists {several}")
         self.within("cosine_dim", 1, MOST_WIDTH, "use the default")
+        self.within("pre_gate", 0, 1, "use 1 to choose one block early, 0 not to")
+        self.require("predict", not (self.predict and self.pre_gate),
+                     "off where router.pre_gate=1, which knows the experts", "leave it out")
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
 
     @property

@@ -18,7 +18,9 @@ from moe_plugin import determinism
 from moe_plugin.config.comm import CommConfig
 from moe_plugin.config.dispatch import DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
+from moe_plugin.config.guard import GuardConfig
 from moe_plugin.config.observe import ObserveConfig
+from moe_plugin.config.offload import OffloadConfig
 from moe_plugin.config.options import (
     MOST_EXPERTS,
     MOST_WIDTH,
@@ -28,9 +30,11 @@ from moe_plugin.config.options import (
     canonical,
     check,
     hints_of,
+    is_section,
     option,
 )
 from moe_plugin.config.parallel import ParallelConfig
+from moe_plugin.config.pipeline import PipelineConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.config.user_modules import import_user_modules
 from moe_plugin.messages import short
@@ -55,13 +59,13 @@ class MoEConfig(Section):
     deterministic: bool = option(
         False,
         "the same seed and settings give the same bits, also on GPU; an operator that is not "
-        "deterministic is an error (docs/routers.md)",
+        "deterministic is an error (docs/own_routers.md)",
         flag="deterministic")
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: dict[str, float] = field(
         default_factory=lambda: {"gshard": 0.01}, metadata={
             "help": "weights of the router losses by registered name: gshard, switch, sequence, "
-                    "global_batch, z, ... (see docs/routers.md)",
+                    "global_batch, z, ... (see docs/balance.md)",
             "flag": "losses"
         },
     )
@@ -70,6 +74,9 @@ class MoEConfig(Section):
     comm: CommConfig = field(default_factory=CommConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def check_bounds(self) -> None:
         """Check sizes, and settings of several sections against each other."""
@@ -84,6 +91,16 @@ class MoEConfig(Section):
                      "fixed where deterministic=True",
                      "a layout chosen by measured time adds up in another order from run to run: "
                      "set one with parallel.r and parallel.d")
+        measured = self.parallel.speeds == "measured"
+        self.require("parallel.speeds", not self.deterministic or not measured,
+                     "numbers where deterministic=True",
+                     "rows that go by measured time add up in another order from run to run: give "
+                     "numbers, or none")
+        cuts = self.pipeline.cuts
+        self.require("offload.activations", not cuts or self.offload.activations == "keep",
+                     f"keep where pipeline.schedule={self.pipeline.schedule} cuts sequences",
+                     "use Megatron's --recompute-granularity with slices of sequences, or "
+                     "pipeline.schedule=1f1b")
         uses_load = self.losses.get("load_importance", 0) > 0
         check(not uses_load or self.router.noise > 0, "losses.load_importance",
               self.losses.get("load_importance"), "0 unless router.noise > 0",
@@ -108,24 +125,28 @@ def from_dict(values: Mapping[str, Any]) -> MoEConfig:
     Unknown keys, wrong types and bad values are a `ValueError` that names the key, what was
     expected and the remedy.
     """
-    return build(MoEConfig, values, "")
+    config: MoEConfig = build(MoEConfig, values, "")
+    return config
 
 
-def from_yaml(path: str, *, trust_imports: bool = False) -> MoEConfig:
+def from_yaml(path: str, *, trust_imports: bool = False,
+              model_dim: int | None = None) -> MoEConfig:
     """Read a YAML file (see `configs/`) into a validated config.
 
     Args:
         path: the file.
         trust_imports: take its `imports`, too, whose code runs when a layer is built.
+        model_dim: in place of the file's; files that several models share have none.
     Raises:
         ValueError: the file is not a YAML mapping, names settings that do not exist or do not fit,
             or has `imports` without `trust_imports`.
     """
-    return from_dict(_read(path, trust_imports))
+    values = _read(path, trust_imports)
+    return from_dict(values if model_dim is None else {**values, "model_dim": model_dim})
 
 
 def _read(path: str, trust_imports: bool) -> dict[str, Any]:
-    values = read_yaml(path)
+    values: dict[str, Any] = read_yaml(path)
     if values.get("imports") is not None and not trust_imports:
         raise ValueError(
             f"config file {short(str(path))}: imports={short(values['imports'])} would run code, "
@@ -163,7 +184,7 @@ def with_overrides(config: MoEConfig, overrides: Mapping[str, Any]) -> MoEConfig
     """A new config with dotted-path values replaced: `{"router.top_k": 1}`."""
     tree = to_dict(config)
     sections = {name: hint for name, hint in hints_of(MoEConfig).items()
-                if dataclasses.is_dataclass(hint)}
+                if is_section(hint)}
     for path, value in canonical(overrides, aliases(MoEConfig)).items():
         # else it would wipe out the section's other overrides
         if isinstance(value, str) and path in sections and sections[path].SHORTHAND:

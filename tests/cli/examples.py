@@ -39,10 +39,11 @@ SMALL = {
     "bench layer": "--tokens 64 --model-dim 16 --hidden-dim 32 --experts 4 --rounds 1 --peers none",
     "bench kernels": "--tokens 64 --model-dim 16 --hidden-dim 32 --experts 4 --rounds 1",
     "watch": "--once",
+    "schedule": "--chunks 1",
 }
 # of Megatron's training code, with their numbers of values: those that our own script lacks
 _SCRIPT_FLAGS = {"--spec": 2, "--mock-data": 0, "--max-position-embeddings": 1,
-                 "--moe-router-load-balancing-type": 1}
+                 "--moe-router-load-balancing-type": 1, "--tokenizer-type": 1}
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,12 @@ class Shell:
             assert all(word in usage for word in words[1:] if word.startswith("-")), words
 
     def python(self, words: list[str]) -> None:
-        """`python -m MODULE ...`, after options of Python itself."""
+        """`python -m MODULE ...`, after options of Python itself; or an example, which
+        tests/packaging/test_wheel.py runs.
+        """
+        if words[0].startswith("docs/examples/"):
+            assert (ROOT / words[0]).is_file() and not self.runs, words[0]
+            return
         while words[0] != "-m":
             words = words[2:] if words[0] == "-W" else words[1:]
         assert words[1] in MODULES, f"{words[1]} is not a module that the tests know"
@@ -144,6 +150,13 @@ class Shell:
         self.ranks = int(args.nproc_per_node) if args.nproc_per_node.isdecimal() else 1
         program = [args.training_script, *args.training_script_args]
         self._program(["python", "-m", *program] if args.module else program)
+
+    def vision_train(self, words: list[str]) -> None:
+        """Image training; checked alone."""
+        from moe_plugin.vision.arguments import parser
+
+        assert not self.runs
+        parser(None).parse_args(words)
 
     def train_plain(self, words: list[str]) -> None:
         """scripts/train_plain.py; checked alone."""
@@ -249,14 +262,18 @@ def started_by(script: Path, words: list[str], folder: Path) -> list[list[str]]:
     for place in ("scripts", ".venv/bin"):
         (home / place).mkdir(parents=True)
     copy = shutil.copy(script, home / "scripts")
-    noted = f'case "$1" in -c) echo 0;; *) printf "%s\\n" "$@" "" >> "{calls}";; esac'
+    shutil.copy(script.with_name("lib.sh"), home / "scripts")
+    # one after another: scripts start several at a time
+    noted = (f'case "$1" in -c) echo 0;; *) exec 9>>"{calls}"; flock 9; '
+             'printf "%s\\n" "$@" "" >&9;; esac')
     for name, body in {"python": noted, "fairseq-train": noted, "scontrol": "echo 127.0.0.1",
-                       "srun": 'exec "$@"'}.items():
+                       "srun": 'exec "$@"', "torchft_lighthouse": "exec sleep 60"}.items():
         path = home / ".venv" / "bin" / name
         path.write_text(f"#!/usr/bin/env bash\n{body}\n")
         path.chmod(0o755)
-    (folder / words[0]).mkdir(exist_ok=True)
-    (folder / words[0] / "dict.txt").touch()
+    if not words[0].startswith("-"):
+        (folder / words[0]).mkdir(exist_ok=True)
+        (folder / words[0] / "dict.txt").touch()
     subprocess.run(["bash", str(copy), *words], check=True, cwd=folder, env={
         "PATH": f"{home}/.venv/bin:/usr/bin:/bin", "VENV": f"{home}/.venv", "SLURM_NNODES": "2",
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"})
@@ -281,4 +298,5 @@ MODULES: dict[str, Callable[[Shell, list[str]], None]] = {
     "moe_plugin.hosts.megatron.data": Shell.megatron_data,
     "moe_plugin.hosts.megatron.train": Shell.megatron_train,
     "moe_plugin.hosts.megatron.launch": Shell.megatron_launch,
+    "moe_plugin.vision.train": Shell.vision_train,
 }

@@ -1,6 +1,6 @@
 """The documentation agrees with the code: generated pages, the worked example of the capacity,
-links, files of settings, pages of benchmarks; and it wraps at 100 columns. Its code blocks are in
-test_examples.py.
+links, files of settings, pages of benchmarks; pages are short and wrap at 100 columns. Their code
+blocks are in test_examples.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ import pytest
 import torch
 
 from moe_plugin import MoEConfig, MoELayer
+from moe_plugin.bench.layer import LayerReport
+from moe_plugin.bench.suite import layer_page
+from moe_plugin.bench.train.results import read
+from moe_plugin.bench.train.write import write_pages
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import DispatchConfig, from_dict, from_yaml, register_hydra
+from moe_plugin.config.flags import flag_specs
 from moe_plugin.records import Routing
 from moe_plugin.routing.capacity import capacity
+from tests.faults.cases import Row
+from tests.faults.table import pages as fault_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -28,6 +35,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.glob("*.md"))]
 SCRIPTS = sorted((ROOT / "scripts").glob("benchmark_*.py"))
 COLUMNS = 100
+LINES = 200
 MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
 
 
@@ -39,10 +47,24 @@ def test_generated_pages_are_up_to_date() -> None:
 
 
 def test_lists_of_names_have_complete_sentences() -> None:
-    text = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").split("## Registered names")[1]
+    text = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
     entries = re.findall(r"^- `\w+`: (.*(?:\n  .*)*)", text, re.MULTILINE)
     assert len(entries) > 30
     assert not [entry for entry in entries if not entry.endswith((".", ")"))]
+
+
+def test_every_setting_is_on_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8")
+                   for page in (ROOT / "docs").glob("config*.md"))
+    paths = [spec.path for spec in flag_specs() if spec.path]
+    assert len(paths) > 100
+    assert [path for path in paths if f"`{path}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.stem)
+def test_pages_are_short(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").count("\n")
+    assert lines <= LINES, f"{page.name} has {lines} lines, above {LINES}: make it two pages"
 
 
 def example_rows() -> list[tuple[int, int, int, float, int, int]]:
@@ -102,7 +124,23 @@ def test_pages_wrap_at_100_columns(page: Path) -> None:
     assert not too_long(page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["page.css", "page.js"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_that_install_work_without_an_index(page: Path) -> None:
+    """The package is on no index: extras are those of the repository."""
+    assert not re.findall(r"pip\s+install\s+[\"']?moe-plugin", page.read_text(encoding="utf-8"))
+
+
+def test_the_change_log_says_everything_once() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    entries = [" ".join(entry.split()) for entry in re.findall(r"^\* ((?:.+\n(?!\* ))*.+)$", text,
+                                                               re.MULTILINE)]
+    assert len(entries) > 20
+    assert sorted({entry[:50] for entry in entries}) == sorted(entry[:50] for entry in entries)
+
+
+@pytest.mark.parametrize("name", [
+    "page.css", "page.js", "plots.js", "numbers.js", "bands.js", "templates/document.html",
+    "templates/figures.html", "templates/report.html"])
 def test_the_report_s_files_wrap_at_100_columns(name: str) -> None:
     text = (ROOT / "moe_plugin" / "observe" / "report" / name).read_text(encoding="utf-8")
     assert not [line for line in text.splitlines() if len(line) > COLUMNS]
@@ -126,11 +164,23 @@ def test_benchmark_scripts_import(script: ModuleType) -> None:
     assert script.main.__doc__
 
 
-@pytest.mark.parametrize("script", ["benchmark_adaptive", "benchmark_spill"], indirect=True)
+@pytest.mark.parametrize("script", [f"benchmark_{name}" for name in (
+    "activations", "adaptive", "forest", "offload_plans", "pipeline", "pregate", "spill")],
+    indirect=True)
 def test_page_is_made_from_its_numbers(script: ModuleType) -> None:
     name = script.__name__.removeprefix("benchmark_")
     report = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
     assert script.markdown(report) == (BENCHMARKS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_half_the_memory_takes_no_longer_than_recomputing_or_swapping_everything() -> None:
+    """In the committed measurement."""
+    found = json.loads((BENCHMARKS / "activations.json").read_text(encoding="utf-8"))
+    seconds = found["seconds"]
+    others = sorted((seconds["recompute"], seconds["swap"]))
+    assert seconds["auto"] <= others[0] and others[1] >= 1.2 * seconds["auto"]
+    assert found["memory"]["auto"]["ledger_bytes"] <= found["limit_bytes"] == (
+        found["keep_bytes"] // 2)
 
 
 @pytest.mark.parametrize("script", ["calibrate_predicted"], indirect=True)
@@ -154,6 +204,28 @@ def test_plan_page_is_made_from_its_numbers(script: ModuleType) -> None:
     cells = json.loads((BENCHMARKS / "plan.json").read_text(encoding="utf-8"))
     page = (BENCHMARKS / "plan.md").read_text(encoding="utf-8")
     assert script.page(cells, steps=15, most=0.1) == page
+
+
+def test_the_page_of_layers_is_made_from_its_numbers() -> None:
+    found = json.loads((BENCHMARKS / "layer.json").read_text(encoding="utf-8"))
+    body = layer_page([LayerReport.from_dict(one) for one in found], "")
+    assert (BENCHMARKS / "layer.md").read_text(encoding="utf-8").endswith(f"\n\n{body}\n")
+
+
+def test_pages_of_training_steps_are_made_from_their_numbers(tmp_path: Path) -> None:
+    reports = read(BENCHMARKS / "train.json")
+    write_pages(tmp_path / "train.md", reports)
+    made = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.md")}
+    assert made == {page.name: page.read_text(encoding="utf-8")
+                    for page in BENCHMARKS.glob("train*.md")}
+
+
+def test_pages_of_faults_are_made_from_their_rows() -> None:
+    rows = [Row(**json.loads(line)) for line in
+            (BENCHMARKS / "faults.jsonl").read_text(encoding="utf-8").splitlines()]
+    made = fault_pages(rows, BENCHMARKS / "faults.md")
+    assert made == {page: page.read_text(encoding="utf-8")
+                    for page in BENCHMARKS.glob("faults*.md")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -188,3 +260,72 @@ def test_settings_files_are_a_hydra_group_over_the_base(path: Path) -> None:
         base = compose(overrides=["+moe=base"])
     assert from_dict(OmegaConf.to_container(tree.moe)).num_experts == 128
     assert from_dict(OmegaConf.to_container(base.moe)) == MoEConfig()
+
+
+def test_the_table_of_readme_is_that_of_the_measurement() -> None:
+    """Times of a layer and its peers, relative to the matmuls alone."""
+    rows = re.findall(r"^\| ([\d,]+), ([\d,]+), ([\d,]+), (\d+), (\d+) \| (\w+) \| (.*) \|$",
+                      (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    page = (BENCHMARKS / "layer.md").read_text(encoding="utf-8")
+    assert len(rows) == 4
+    for *sizes, dtype, numbers in rows:
+        tokens, width, inner, experts, k = (size.replace(",", "") for size in sizes)
+        title = f"T{tokens} D{width} F{inner} E{experts} k{k} " + {
+            "fp32": "float32", "bf16": "bfloat16"}[dtype]
+        table = page.split(title)[1].split("\nT")[0]
+        for name, shown in zip(["moe-plugin", "megatron", "deepspeed", "grouped_mm", "einsum"],
+                               numbers.split(" | "), strict=True):
+            [ratio] = re.findall(rf"^\| {name} +\|[^|]+\|[^|]+\| +([\d.]+)", table,
+                                 re.MULTILINE)
+            assert abs(float(ratio) - float(shown)) <= (0.051 if name == "einsum" else 1e-9), (
+                title, name, ratio, shown)
+
+
+def measured(what: str) -> str:
+    """The result column of a row of README's table; `what` begins the row's link or text."""
+    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", (ROOT / "README.md").read_text("utf-8"),
+                      re.MULTILINE)
+    [(_, against, result)] = [row for row in rows if what in row[0]]
+    return f"{against}: {result}"
+
+
+def table_of(name: str) -> list[list[str]]:
+    """The cells of all tables of a benchmark's page."""
+    lines = (BENCHMARKS / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in lines if line.startswith("|")]
+
+
+@pytest.mark.parametrize(("host", "what"), [
+    ("megatron", "whole training steps"), ("fairseq", "the same in fairseq")])
+def test_training_steps_of_readme_are_those_of_the_measurement(host: str, what: str) -> None:
+    reports = [one for one in read(BENCHMARKS / "train.json") if one.host == host]
+    said = [(float(low), float(high))
+            for low, high in re.findall(r"([\d.]+) to ([\d.]+)", measured(what))]
+    found = []
+    for place in ("one machine", "2x2"):
+        ratios = [one.ratio()[0] for one in reports if one.place.startswith(place)]
+        found.append((round(min(ratios), 2), round(max(ratios), 2)))
+    assert said == found
+
+
+def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
+    host = [row[4] for row in table_of("host") if row[0] == "moe-plugin"]
+    assert measured("processor time").endswith(f"{host[0]} and {host[1]} of it")
+    overlap = [row[-1] for row in table_of("overlap") if row[0].isdecimal()]
+    first = [float(re.search(r"\((.*)\)", row[4])[1])
+             for row in table_of("overlap") if row[0].isdecimal()]
+    assert (f"at most {max(float(cell.split()[0]) for cell in overlap):.2f} times it; one piece "
+            f"takes up to {max(first):.2f} times") in measured("overlap")
+    spill = {row[0]: float(row[1]) for row in table_of("spill")[:5] if row[0].startswith("`")}
+    assert measured("half of the tokens") == (
+        f"the plain layer, {spill['`never`']:.0f} ms per step: {spill['`least_loaded`']:.0f} ms")
+    offload = {row[0]: row for row in table_of("offload")}["pre-gated"]
+    assert measured("ten times its memory").endswith(
+        f"{offload[5]} times the tokens/s; {offload[4]} of them")
+    weights = {row[0]: float(row[5]) for row in table_of("weights") if row[1] in ("", "as it is")}
+    assert f"{weights['streamed'] / weights['resident']:.2f} of" in measured("third of the weights")
+    auto = [row[1] for row in table_of("adaptive") if row[0] == "auto, exploring included"]
+    assert f"{float(auto[3]):.0f} ms" in measured("parallel: auto")
+    plan = max(float(row[7]) for row in table_of("plan") if row[0] in ("4x1", "2x2"))
+    assert f"within {100 * (plan - 1):.0f} % in all 18 cells" in measured("planner")

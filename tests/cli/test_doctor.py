@@ -72,7 +72,7 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
     for word in ("Devices", "torch.distributed", "Packages", "dispatcher", "ragged", "take_rows",
                  "Self check", "the layer works here", "fairseq --optimizer adam",
                  "--moe-fused-adam", "torch.optim.AdamW", "torch.nn.RMSNorm",
-                 "torch._foreach_norm"):
+                 "torch._foreach_norm", "guard.votes", "--moe-check-twins"):
         assert word in text
     assert max(map(len, text.splitlines())) < 200
 
@@ -182,7 +182,7 @@ def test_render_lists_what_is_missing(no_hosts: None) -> None:
     report = {
         "moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [],
         "devices": [], "backends": [], "hosts": [], "fused": [], "registries": {},
-        "expert_compute_choices": [], "expert_dropout": [], "decided_by_group": [],
+        "expert_compute_choices": [], "expert_dropout": [], "decided_by_group": [], "guard": [],
         "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}], "packages": [{
             "name": "triton", "version": None, "use": "kernels", "state": "missing",
             "install": "pip install triton"

@@ -74,7 +74,26 @@ WRONG = {
              f"{PLAN} --scale 1 --experts-per-rank inf", f"{PLAN} --plot DIR",
              f"{PLAN} --write FILE", f"{PLAN} --write PIPE", f"{PLAN} --model NONE",
              f"{PLAN} --model DIR", f"{PLAN} --device BAD/steps.jsonl", f"{PLAN} --cluster BOMB",
-             f"{PLAN} --scale 1000000000", f"{PLAN} --model HUGE"],
+             f"{PLAN} --scale 1000000000", f"{PLAN} --model HUGE", f"{PLAN} --memory 1GiB",
+             "plan --memory 1GiB", "plan --profile FILE", "plan --memory lots --profile FILE",
+             *(f"plan --memory 1GiB --profile {rest}" for rest in (
+                 "NONE", "DIR", "FILE", "PIPE", "BOMB", "FILE --accumulate 1", "FILE --plot x.pdf",
+                 "FILE --trace DIR", "FILE --weights-on disk", f"FILE {PLAN[5:]}"))],
+    "recommend": ["recommend", *(f"recommend --model {what}" for what in (
+        "NONE", "FILE", "DIR", "EMPTY", "PIPE", "BOMB")), *(
+        f"recommend --device cpu --model {CONFIGS}/plans/small.yaml {rest}" for rest in (
+            "--out FILE", "--out PIPE", "--out out --nodes 0", "--out out --ranks-per-node -1",
+            "--out out --nodes 1000000000000", f"--out out --nodes {HUGE}", "--out out --nics 0",
+            "--out out --repeats 0", "--out out --top 0", "--out out --memory lots",
+            "--out out --memory ''", "--out out --memory 1KiB", "--out out --host nobody",
+            "--out out --host fairseq --script x.py"))],
+    "schedule": ["schedule", *(f"schedule --topology {what}" for what in (
+        "NONE", "FILE", "DIR", "EMPTY", "PIPE", "BAD/steps.jsonl", "BOMB", "nobody:2", "ring:0",
+        f"ring:{HUGE}", "ring:4@0", "ring:4@-1", "dgx-a100:99999999", "torus:4x")), *(
+        f"schedule --topology ring:4 {rest}" for rest in (
+            "--trees 0", f"--trees {HUGE}", "--size 0", "--size lots", "--chunks 0", "--nodes 2",
+            "--collective broadcast", "--overlap", "--json DIR", "--json PIPE", "--msccl LINK",
+            "--svg DIR", "--html NONE/page.html"))],
     "profile-device": ["profile-device --device nowhere", "profile-device --device meta",
                        "profile-device --device cuda:77", "profile-device --model-dim 0",
                        "profile-device --model-dim 1000000000000", "profile-device --out DIR",

@@ -131,8 +131,16 @@ OUTPUTS = {
     "benchmark_adaptive.py": ("adaptive_overlap.png", []),
     "benchmark_all_to_all.py": ("all_to_all.md", []), "benchmark_gates.py": ("gates.md", []),
     "calibrate_predicted.py": ("predicted.md", []),
+    "benchmark_pregate.py": ("pregate.png", []),
     "benchmark_plan.py": ("plan.json", []), "benchmark_resources.py": ("resources.md", []),
     "benchmark_reshard.py": ("reshard.md", []),
+    "benchmark_collectives.py": ("collectives.md", []),
+    "benchmark_overlap.py": ("overlap.md", []),
+    "benchmark_spill.py": ("spill.md", []),
+    "benchmark_weights.py": ("weights.md", []),
+    "benchmark_vision.py": ("vision.md", []),
+    "benchmark_ensembles.py": ("ensembles.md", []),
+    "benchmark_peers.py": ("peers.png", []),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 import omegaconf
 import pytest
@@ -22,6 +23,7 @@ from moe_plugin.config import (
     with_overrides,
 )
 from moe_plugin.config.flags import add_arguments, config_from_flags, setting_specs
+from moe_plugin.planner.forest.source import find_network
 
 
 def test_round_trip() -> None:
@@ -112,6 +114,20 @@ def test_wrong_types_of_a_section_in_code(section: type, settings: dict, words: 
 def test_wrong_types_in_code(settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         MoEConfig(**settings)
+
+
+def test_installed_examples_are_found_by_name_from_anywhere(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "configs/moe/switch.yaml"
+    assert from_yaml(name, model_dim=8).num_experts == 32
+    assert find_network("configs/networks/thin_link.yaml")
+    (tmp_path / "configs" / "moe").mkdir(parents=True)
+    (tmp_path / name).write_text("num_experts: 4", encoding="utf-8")
+    assert from_yaml(name).num_experts == 4, "a file that is there is meant"
+    for other in ("configs/moe/no.yaml", "configs/../configs/moe/gshard.yaml"):
+        with pytest.raises(ValueError, match="configs"):
+            from_yaml(other)
 
 
 def test_missing_file() -> None:

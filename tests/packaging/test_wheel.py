@@ -4,7 +4,10 @@ without the tree.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
 STARTUP = ROOT / "moe_plugin" / "hosts" / "fairseq" / "compat" / "startup.py"
 FAIRSEQ_STARTUP = {"moe_plugin_fairseq_compat.py", "moe_plugin_fairseq_compat.pth"}
 
@@ -46,12 +50,15 @@ def test_both_wheels_hold_the_whole_package(wheels: dict[str, Path]) -> None:
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "moe_plugin").rglob("*.py")}
     startup = STARTUP.relative_to(ROOT).as_posix()  # installed at the top instead
     wanted = wanted - {startup} | FAIRSEQ_STARTUP
-    # style and script of the report
-    wanted |= {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "moe_plugin" / "observe").glob("report/page.*s")
-    }
+    # templates, style and scripts of the report, uPlot among them
+    assets = [path for path in (ROOT / "moe_plugin" / "observe" / "report").rglob("*")
+              if path.suffix in (".css", ".html", ".js") or path.name == "LICENSE"]
+    assert len(assets) >= 10
+    wanted |= {path.relative_to(ROOT).as_posix() for path in assets}
+    wanted.add("moe_plugin/py.typed")
     assert wanted <= names["tree"], wanted - names["tree"]
+    for license in ("LICENSE", "moe_plugin/observe/report/uplot/LICENSE"):
+        assert any(name.endswith(f".dist-info/licenses/{license}") for name in names["tree"])
     assert not any(name.startswith(("tests/", "scripts/", "runs/")) for name in names["tree"])
 
 
@@ -66,14 +73,69 @@ def test_an_editable_install_has_fairseqs_startup_files(tmp_path: Path) -> None:
     assert wheel.read("moe_plugin_fairseq_compat.py") == STARTUP.read_bytes()
 
 
-def test_an_installed_wheel_works_without_the_tree(wheels: dict[str, Path], tmp_path: Path) -> None:
-    pip("install", "--no-deps", "--target", str(tmp_path / "site"), str(wheels["sdist"]))
-    code = (
-        "import moe_plugin, torch; from moe_plugin import MoEConfig, MoELayer; "
-        "layer = MoELayer(MoEConfig(model_dim=8)); assert layer(torch.randn(3, 8)).output.shape == "
-        "(3, 8); print(moe_plugin.__file__)"
-    )
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True,
-                          capture_output=True, text=True)
-    assert done.stdout.strip() == str(tmp_path / "site" / "moe_plugin" / "__init__.py")
+@pytest.fixture(scope="module")
+def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of a fresh environment with the wheel, and what it needs from this environment.
+
+    Dependencies are found by a `.pth` file, through which no other one is read: nothing leads to
+    the tree.
+    """
+    folder = tmp_path_factory.mktemp("fresh") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheels["sdist"]))
+    [site] = folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text("\n".join(
+        path for path in sys.path if Path(path).name == "site-packages"), encoding="utf-8")
+    return python
+
+
+def run(command: list[str], cwd: Path, **variables: str) -> str:
+    """What a command prints, in an environment that does not know the tree."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env={**env, "OMP_NUM_THREADS": "1", **variables},
+                          capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """The examples alone, in a folder of their own."""
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
+
+
+def test_examples_run_with_the_wheel_alone(installed: Path, examples: Path) -> None:
+    names = ["replace_ffn.py", "own_router.py", *(
+        ["hugging_face.py"] if importlib.util.find_spec("transformers") else [])]
+    code = ("import moe_plugin, runpy; print(moe_plugin.__file__); "
+            f"[runpy.run_path(name, run_name='__main__') for name in {names}]")
+    printed = run([str(installed), "-c", code], examples)
+    assert printed.startswith(str(installed.parents[1]))
+    assert all(f"{Path(name).stem}: " in printed for name in names), printed
+
+
+@pytest.mark.distributed
+def test_the_example_of_two_ranks_runs_with_the_wheel_alone(installed: Path, examples: Path,
+                                                            ) -> None:
+    """It reads an installed example of settings by its name."""
+    printed = run([str(installed), "-m", "torch.distributed.run", "--standalone",
+                   "--nproc_per_node", "2", "two_ranks.py"], examples)
+    # two processes write, and a line of one may begin before that of the other has ended
+    lines = re.findall(r"two_ranks: rank (\d): .*?norm (\d+\.\d{3})", printed)
+    assert sorted(rank for rank, _ in lines) == ["0", "1"] and len({n for _, n in lines}) == 1
+
+
+def test_the_vision_example_runs_with_the_wheel_alone(installed: Path, examples: Path) -> None:
+    folder = Path(sys.prefix, "torchvision")  # see scripts/setup.sh
+    there = folder.is_dir() or importlib.util.find_spec("torchvision")
+    if not there or not importlib.util.find_spec("timm"):
+        pytest.skip("needs timm and torchvision")
+    printed = run([str(installed), "vision_model.py"], examples, PYTHONPATH=str(folder))
+    assert "vision_model: loss" in printed
+
+
+def test_every_example_is_run() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in sorted(path.name for path in EXAMPLES.glob("*.py"))
+            if f'"{name}"' not in text] == []

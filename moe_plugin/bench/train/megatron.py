@@ -14,6 +14,7 @@ from moe_plugin.bench.train.shapes import TrainShape
 from moe_plugin.bench.train.sides import Settings, layout_of, tuners_settled
 from moe_plugin.bench.train.steps import Side, batch
 from moe_plugin.hosts.megatron import arguments, train
+from moe_plugin.hosts.megatron.start import seed_everything
 
 DISPATCHERS = ("alltoall", "allgather")
 _FIXED = ("--train-iters 1 --lr 1e-3 --lr-decay-style constant --data-path none --cpu "
@@ -68,7 +69,7 @@ def _make(args: argparse.Namespace, settings: Settings) -> Any:
     from moe_plugin.hosts.megatron import model
     from moe_plugin.hosts.megatron.data import BYTE_VOCABULARY
 
-    train.seed_everything(args.seed)
+    seed_everything(args.seed)
     config = arguments.transformer_config(args, cpu=True)
     return model.build(args, config, dict(settings), BYTE_VOCABULARY)
 

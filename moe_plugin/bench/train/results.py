@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from moe_plugin.bench.report import table
 from moe_plugin.bench.train.shapes import TrainShape
 from moe_plugin.bench.train.sides import OURS
 from moe_plugin.bench.train.steps import SideTimes
+from moe_plugin.planner.units import show_time
 
+LOSS_DIGIT = 1e-5  # losses are written to it
 HOSTS = {"megatron": "Megatron-core", "fairseq": "fairseq"}
 
 
@@ -81,6 +83,10 @@ def median_ms(side: SideTimes) -> float:
     return 1e3 * statistics.median(side.seconds)
 
 
+def _median(side: SideTimes) -> str:
+    return show_time(statistics.median(side.seconds))
+
+
 def spread(side: SideTimes) -> float:
     """The middle half of a side's steps over their median; 0 with fewer than four steps."""
     if len(side.seconds) < 4:
@@ -115,15 +121,19 @@ def summary_table(reports: Sequence[TrainReport]) -> str:
         mine, native, dense = report.side(OURS), report.best("native"), report.best("dense")
         of_medians, of_minima = report.ratio()
         rows.append([
-            report.shape.name, report.shape.label(), f"{median_ms(mine):.1f}",
-            f"{median_ms(native):.1f}", f"{of_medians:.2f}", f"{of_minima:.2f}",
-            f"{100 * report.behind():.0f} %", f"{median_ms(dense):.1f}",
+            report.shape.name, report.shape.label(), _median(mine),
+            _median(native), f"{of_medians:.2f}", f"{of_minima:.2f}",
+            f"{100 * report.behind():.0f} %", _median(dense),
             f"{median_ms(native) / median_ms(dense):.2f}",
-            f"{_optimizer(mine):.0%} / {_optimizer(native):.0%}", f"{report.loss_gap():.0e}"
+            f"{_optimizer(mine):.0%} / {_optimizer(native):.0%}", _gap(report.loss_gap())
         ])
-    return table(["shape", "sizes", "ours, ms", "native, ms", "native / ours", "of minima",
-                  "behind our best", "dense, ms", "native / dense", "optimizer, ours / native",
+    return table(["shape", "sizes", "ours", "native", "native / ours", "of minima",
+                  "behind our best", "dense", "native / dense", "optimizer, ours / native",
                   "loss gap"], rows)
+
+
+def _gap(loss: float) -> str:
+    return f"{loss:.0e}" if loss >= LOSS_DIGIT else f"< {LOSS_DIGIT:.0e}"
 
 
 def sides_table(report: TrainReport) -> str:
@@ -132,27 +142,40 @@ def sides_table(report: TrainReport) -> str:
     for side in report.sides:
         ms = median_ms(side)
         rows.append([
-            side.name, f"{ms:.1f}", f"{1e3 * min(side.seconds):.1f}", f"{spread(side):.0%}",
+            side.name, _median(side), show_time(min(side.seconds)), f"{spread(side):.0%}",
             f"{report.shape.tokens / ms * 1e3:,.0f}", f"{_optimizer(side):.0%}",
             f"{side.losses[-1]:.3f}", f"{side.parameters / 1e6:.2f}", side.layout
         ])
-    return table(["side", "median ms", "min ms", "spread", "tokens/s", "optimizer", "last loss",
+    return table(["side", "median", "minimum", "spread", "tokens/s", "optimizer", "last loss",
                   "M parameters", "layout"], rows)
 
 
-def body(reports: Sequence[TrainReport]) -> str:
-    """All reports: a section per host and place, its summary, then every side of every shape."""
+def by_place(reports: Sequence[TrainReport]) -> dict[tuple[str, str], list[TrainReport]]:
+    """Reports of the same host and place together, in the order in which those come."""
+    found: dict[tuple[str, str], list[TrainReport]] = {}
+    for report in reports:
+        found.setdefault((report.host, report.place), []).append(report)
+    return found
+
+
+def summaries(reports: Sequence[TrainReport], page_of: Callable[[TrainReport], str]) -> str:
+    """A section per host and place with its summary. page_of: the page that has all sides."""
     parts = []
-    for host, place in dict.fromkeys((r.host, r.place) for r in reports):
-        mine = [r for r in reports if (r.host, r.place) == (host, place)]
+    for (host, place), mine in by_place(reports).items():
         loads = [value for r in mine for value in r.load]
         parts += [
             f"## {HOSTS[host]}, {place}", summary_table(mine),
-            f"Load average {min(loads):.1f} to {max(loads):.1f}."
+            f"Load average {min(loads):.1f} to {max(loads):.1f}. "
+            f"[Every side of every shape]({page_of(mine[0])})."
         ]
-        for report in mine:
-            parts += [f"### {HOSTS[host]}, {place}: {report.shape.name}", sides_table(report)]
     return "\n\n".join(parts)
+
+
+def details(reports: Sequence[TrainReport]) -> str:
+    """Every side of every shape, a section per shape."""
+    return "\n\n".join(
+        part for (_, place), mine in by_place(reports).items() for report in mine
+        for part in (f"## {place}: {report.shape.name}", sides_table(report)))
 
 
 def _optimizer(side: SideTimes) -> float:

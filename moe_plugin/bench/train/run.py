@@ -19,6 +19,7 @@ from moe_plugin.bench.train.sides import our_settings
 from moe_plugin.bench.train.steps import WARM_UP, Side, SideTimes, measure
 from moe_plugin.comm import TorchComm
 from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.planner.units import show_time
 
 TEXT_BYTES = 1_000_000
 TIMEOUT_S = 900.0
@@ -95,7 +96,7 @@ def on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> TrainReport:
     before = os.getloadavg()[0]
     sides = cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
     place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
-             f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {cluster.delay_s * 1e3:g} ms")
+             f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {show_time(cluster.delay_s)}")
     return _report(plan, place, cluster.size, sides, before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +38,8 @@ class Side:
 class SideTimes:
     """What a side's steps took; seconds of the slowest rank.
 
-    losses: of all steps, the warm-up's included: side by side they are of equal data. parameters:
-    of one rank.
+    losses: of all steps, the last warm-up's included: side by side they are of equal data and
+    begin with equal weights. parameters: of one rank.
     """
 
     name: str
@@ -77,8 +78,9 @@ def measure(sides: Sequence[Side], comm: Comm, steps: int,
             warm_up: int = WARM_UP) -> list[SideTimes]:
     """Train all sides, one step of each in turn; every rank calls it.
 
-    Before it counts every side runs `warm_up` steps, and one whose tuners have not settled then
-    some more, on its own.
+    Before it counts every side runs `warm_up` steps. One whose tuners have not settled then runs
+    some more on its own, and begins again with the weights it had: what is timed has equal weights
+    and data, and so the same load of the experts, on all sides.
     """
     runs = [_Run(side, comm) for side in sides]
     for run in runs:
@@ -95,14 +97,33 @@ class _Run:
         self.seconds: list[float] = []
         self.optimizer_s: list[float] = []
         self.losses: list[float] = []
+        self.start = [([p.detach().clone() for g in optimizer.param_groups for p in g["params"]],
+                       copy.deepcopy(optimizer.state_dict())) for optimizer in side.optimizers]
         for optimizer in side.optimizers:
             self.clock.watch(optimizer)
 
     def warm_up(self, steps: int) -> None:
-        while len(self.losses) < steps or (not self.side.settled()
-                                           and len(self.losses) < LONGEST_WARM_UP):
+        self._run(steps)
+        while not self.side.settled() and len(self.losses) < LONGEST_WARM_UP:
             self._step()
+        if len(self.losses) > steps:
+            self._restart()
+            self._run(steps)
+        self.start.clear()
         self.clock.take()
+
+    def _run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+
+    def _restart(self) -> None:
+        for optimizer, (weights, state) in zip(self.side.optimizers, self.start, strict=True):
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            with torch.no_grad():
+                for parameter, value in zip(held, weights, strict=True):
+                    parameter.copy_(value)
+            optimizer.load_state_dict(state)
+        self.losses.clear()
 
     def timed(self) -> None:
         self.comm.barrier()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.machine import cpu_name
+from moe_plugin.planner.units import show_size
 
 
 def devices() -> list[dict[str, str]]:
@@ -23,7 +24,7 @@ def devices() -> list[dict[str, str]]:
         p = torch.cuda.get_device_properties(index)
         rows.append({
             "name": f"cuda:{index}", "state": "active",
-            "what": f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability "
+            "what": f"{p.name}, {show_size(p.total_memory)}, compute capability "
                     f"{p.major}.{p.minor}"
         })
     if not torch.cuda.is_available():

@@ -37,6 +37,7 @@ PACKAGES = (
     Package("megatron-core", "megatron.core", "the Megatron host"),
     Package("psutil", "psutil", "checkpoints of the Megatron host"),
     Package("tensorboard", "tensorboard", "statistics in TensorBoard"),
+    Package("wandb", "wandb", "statistics in Weights & Biases"),
     Package("matplotlib", "matplotlib", "plots of benchmarks and plans"),
     Package("rich", "rich", "colours and tables of `moe-plugin watch`"),
     Package("tqdm", "tqdm", "progress bars"),

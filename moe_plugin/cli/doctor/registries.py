@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 import moe_plugin
-from moe_plugin.config import MoEConfig
+from moe_plugin.config import GuardConfig, MoEConfig
 from moe_plugin.kernels.expert_ffn import drop_out_strategy, drops_out
 from moe_plugin.kernels.groups import Groups
 from moe_plugin.kernels.router import Rule
@@ -92,14 +93,25 @@ def open_rows() -> list[dict[str, str]]:
             for path, (one, several) in OPEN.items()]
 
 
+def guard_rows() -> list[dict[str, str]]:
+    """Checks between ranks, which hosts run: setting, flag, default and what it does."""
+    default = GuardConfig()
+    return [{"name": GuardConfig.PATH + found.name, "flag": f"--moe-{found.metadata['flag']}",
+             "state": str(getattr(default, found.name) or "off"), "what": found.metadata["help"]}
+            for found in dataclasses.fields(GuardConfig)]
+
+
 def _defaults(config: MoEConfig) -> dict[str, set[str]]:
+    stored = config.experts.store != "device"
     return {
         "router": {config.router.name},
         "loss": {name for name, weight in config.losses.items() if weight > 0},
         "dispatcher": {config.dispatch.name},
         "all_to_all": {config.comm.all_to_all or name for name in OPEN["comm.all_to_all"]},
+        "collectives": {config.comm.collectives},
         "experts": {config.experts.kind},
         "expert_compute": {config.experts.compute},
+        "cache_policy": {config.experts.cache_policy} if stored else set(),
     }
 
 

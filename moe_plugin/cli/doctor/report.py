@@ -24,7 +24,7 @@ def collect() -> dict[str, Any]:
         "registries": registries.registry_rows(device), "failed_imports": failed_imports,
         "expert_compute_choices": registries.choice_rows(),
         "expert_dropout": registries.dropout_rows(),
-        "decided_by_group": registries.open_rows(),
+        "decided_by_group": registries.open_rows(), "guard": registries.guard_rows(),
     }
 
 
@@ -42,6 +42,9 @@ def render(report: dict[str, Any]) -> str:
         *(_kind(kind, rows) for kind, rows in report["registries"].items()),
         _table("Defaults that depend on the ranks of a layer: on one node, and over several",
                report["decided_by_group"], "name", "one_node", "several_nodes"),
+        _table("Checks between ranks, by default (docs/wrong_ranks.md)",
+               [{**r, "what": _short(r["what"], 110)} for r in report["guard"]],
+               "name", "flag", "state", "what"),
         _table("Expert compute that auto has measured (for other loads it uses a rule: "
                "docs/kernels.md)",
                [{**r, "load": _load(r["load"])} for r in report["expert_compute_choices"]]

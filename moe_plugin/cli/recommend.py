@@ -1,0 +1,288 @@
+"""`moe-plugin recommend`: measures the ranks it runs on, plans a model for them, and prints the
+host's launch line with the predicted step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_plugin.messages import short
+from moe_plugin.planner.write import HOSTS
+from moe_plugin.regular_files import output_folder, write_regular
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_plugin.comm import Comm
+    from moe_plugin.planner.cluster import Cluster
+    from moe_plugin.planner.device import Device
+    from moe_plugin.planner.measured import Network, Processor, Record
+    from moe_plugin.planner.model import ModelShape
+    from moe_plugin.planner.model_cost import PlanCost
+    from moe_plugin.planner.trust import Estimate
+
+NETWORK, PROCESSOR, CONFIG, LINE = FILES = (
+    "network.json", "processor.json", "moe.yaml", "launch.sh")
+KEPT = 64  # plans that are ranked again after correction
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.description = (
+        "Measures network and processors of the ranks it runs on (start it with torchrun, as the "
+        "training), plans the model for them, and prints the launch line of the host with the "
+        "predicted step time, its spread and a confidence. What was measured is kept in --out.")
+    p.add_argument("--model", type=Path, required=True, metavar="FILE",
+                   help="model file (see configs/plans/)")
+    p.add_argument("--host", choices=HOSTS, default="megatron",
+                   help="host to plan and write for (default: %(default)s); fairseq: data and "
+                        "expert parallelism alone")
+    p.add_argument("--script", default=None, metavar="FILE",
+                   help="Megatron-LM's pretrain_gpt.py, for the launch line; default: our own "
+                        "training script")
+    p.add_argument("--data", default="DATA", metavar="PATH",
+                   help="data of the launch line: a folder (fairseq) or a prefix (Megatron)")
+    p.add_argument("--out", type=Path, default=Path("runs/recommend"), metavar="DIR",
+                   help="folder of what was measured, moe.yaml and launch.sh "
+                        "(default: %(default)s)")
+    p.add_argument("--fresh", action="store_true",
+                   help="measure again, although the folder has measurements that fit")
+    p.add_argument("--trust-fit", action="store_true",
+                   help="go on, with a warning, where a fit is far off or the plan is far outside "
+                        "what was measured")
+    p.add_argument("--nodes", type=int, default=None, metavar="N",
+                   help="plan for so many nodes (default: those that run)")
+    p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
+                   help="plan for so many ranks per node (default: those that run)")
+    p.add_argument("--memory", default=None, metavar="SIZE",
+                   help="memory of a rank, e.g. 8GiB (default: a GPU's, or a node's share)")
+    p.add_argument("--nics", type=int, default=1,
+                   help="network cards per node (default: %(default)s)")
+    p.add_argument("--device", choices=("cpu", "cuda"), default=None,
+                   help="default: cuda where there is one")
+    p.add_argument("--repeats", type=int, default=9,
+                   help="timed repeats of each measurement (default: %(default)s)")
+    p.add_argument("--auto", action="store_true",
+                   help="let the layers move on from the planned layout while training runs")
+    p.add_argument("--top", type=int, default=4, metavar="N",
+                   help="plans shown (default: %(default)s)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, plan, judge, write, print. Only rank 0 prints and writes."""
+    from moe_plugin.bench.own_cluster import own_ranks
+    from moe_plugin.planner.model import load_model
+
+    for name in ("nodes", "ranks_per_node", "nics", "repeats", "top"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {short(value)} must be >= 1; leave it "
+                             "out for the default")
+    if args.script is not None and args.host == "fairseq":
+        raise ValueError(f"--script {short(args.script)} is Megatron's; use --host megatron, or "
+                         "leave it out")
+    cuda = _cuda(args)
+    model = load_model(args.model)
+    if os.environ.get("RANK", "0") == "0":
+        output_folder(args.out, FILES)
+    with _quiet(args.verbose), own_ranks(cuda) as comm:
+        try:
+            return _recommend(args, model, comm, cuda)
+        except ValueError:
+            if comm.rank:  # rank 0 says it
+                return 2
+            raise
+
+
+def _cuda(args: argparse.Namespace) -> bool:
+    import torch
+
+    there = torch.cuda.is_available()
+    if args.device == "cuda" and not there:
+        raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
+    return there if args.device is None else args.device == "cuda"
+
+
+@contextlib.contextmanager
+def _quiet(verbose: bool) -> Iterator[None]:
+    """What layers log while they are measured is of no use here."""
+    logger = logging.getLogger("moe_plugin")
+    before = logger.level
+    logger.setLevel(before if verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bool) -> int:
+    import torch
+
+    from moe_plugin.bench.own_cluster import grid_of, rank_memory
+    from moe_plugin.planner.cluster import Cluster
+    from moe_plugin.planner.device import Device
+
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    grid = grid_of(comm)
+    memory = -comm.agree_max([-_memory(args, rank_memory(device, grid[1]))])[0]
+    wanted = args.nodes or grid[0], args.ranks_per_node or grid[1]
+    _check_links(grid, wanted)
+    # what cannot be planned is said before measuring
+    _search(args, model, Cluster().resized(*wanted), Device(memory_bytes=memory))
+    network, processor = _measured(args, model, comm, device, grid, memory)
+    if processor is not None and comm.rank == 0:
+        processor = dataclasses.replace(processor, device=dataclasses.replace(
+            processor.device, memory_bytes=memory))
+        cluster = (network.cluster if network else Cluster()).resized(*wanted)
+        _judge(args, model, _search(args, model, cluster, processor.device), network, processor,
+               cluster)
+    return 0
+
+
+def _memory(args: argparse.Namespace, own: float) -> float:
+    from moe_plugin.planner.units import parse_size
+
+    return float(parse_size(args.memory)) if args.memory is not None else own
+
+
+def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
+    for name, unit, have, want in zip(("nodes", "ranks-per-node"), ("nodes", "ranks of a node"),
+                                      grid, wanted, strict=True):
+        if want > 1 and have == 1:
+            raise ValueError(f"--{name} {want}: no exchange between two {unit} can be measured "
+                             f"on {grid[0]}x{grid[1]} ranks; start it on two {unit} or more")
+
+
+def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
+            device: Device) -> list[PlanCost]:
+    """Plans that fit the memory, some of them with layers recomputed."""
+    from moe_plugin.planner.all_to_all import COSTS
+    from moe_plugin.planner.device import MAX_NUMBER
+    from moe_plugin.planner.model_search import Space, search
+    from moe_plugin.planner.recompute import recomputed
+
+    # on one node, and with one rank a node, all of them run as linear
+    same = 1 in (cluster.nodes, cluster.ranks_per_node)
+    space = Space(data_parallel_only=args.host == "fairseq",
+                  algorithms=("linear",) if same else tuple(COSTS))
+    keep = max(KEPT, args.top)
+    larger = search(model, cluster, dataclasses.replace(device, memory_bytes=MAX_NUMBER), space,
+                    keep=keep).plans
+    saving = recomputed(model, larger, device.memory_bytes)
+    try:
+        return [*search(model, cluster, device, space, keep=keep).plans, *saving]
+    except ValueError:
+        if saving:
+            return saving
+        raise
+
+
+def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
+              grid: tuple[int, int], memory: float) -> tuple[Network | None, Processor | None]:
+    """From rank 0's folder where it has what fits, else measured and put there. Other ranks get
+    nothing of what was kept; one rank has no network.
+    """
+    from moe_plugin.bench.own_cluster import (
+        about_network,
+        about_processor,
+        measure_network,
+        measure_processor,
+    )
+    from moe_plugin.planner.measured import Network, Processor, dump
+
+    network = None
+    if comm.size > 1:
+        about = about_network(model, grid, device)
+        kept, network = _kept(args, comm, Network, NETWORK, about)
+        if not kept:
+            network = measure_network(model, comm, grid, about, args.nics, args.repeats)
+            if comm.rank == 0:
+                write_regular(args.out / NETWORK, dump(network))
+    about = about_processor(model, comm, device)
+    kept, processor = _kept(args, comm, Processor, PROCESSOR, about)
+    if not kept:
+        processor = measure_processor(model, comm, device, memory, about, args.repeats)
+        if comm.rank == 0:
+            write_regular(args.out / PROCESSOR, dump(processor))
+    return network, processor
+
+
+def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
+          about: dict[str, str]) -> tuple[bool, Record | None]:
+    """(Whether rank 0's folder has what was measured on ranks like these, that on rank 0)."""
+    from moe_plugin.planner.measured import load
+
+    record, path = None, args.out / name
+    if comm.rank == 0 and not args.fresh and path.exists():
+        try:
+            record = load(kind, path)
+            other = [key for key in about if record.about.get(key) != about[key]]
+            reason = f"{other[0]} was {record.about.get(other[0])}" if other else ""
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            record = None
+        _say(args, f"{path}: measured again, {short(reason)}" if reason else f"{path}: reused")
+    return comm.agree_max([float(record is not None)])[0] > 0, record
+
+
+def _say(args: argparse.Namespace, line: str) -> None:
+    if not args.json:
+        print(line, flush=True)
+
+
+def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
+           network: Network | None, processor: Processor, cluster: Cluster) -> None:
+    """Correct the predictions, refuse what cannot be trusted, write and print."""
+    from moe_plugin.planner import advice, trust
+    from moe_plugin.planner.measured import UPDATE
+
+    ratios = trust.residuals(network, processor)
+    update = next((t for t in processor.timings if t.name == UPDATE), None)
+    estimates = trust.rank(model, plans, ratios, update)[: args.top]
+    best = estimates[0]
+    doubts = trust.doubts(model, best, network, processor, ratios)
+    if not args.json:
+        print("\n".join([*advice.measured_lines(network, processor, ratios), "",
+                         *advice.plan_lines(estimates), ""]), flush=True)
+    if not args.trust_fit:
+        trust.refuse(doubts)
+    text = _write(args, model, best, cluster, processor.device)
+    if args.json:
+        print(json.dumps({**advice.as_dict(model, estimates, ratios, doubts), "launch": text},
+                         indent=1))
+    else:
+        print("\n".join([*advice.verdict_lines(best, doubts), *advice.LEFT_OUT, "", text]))
+
+
+def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster: Cluster,
+           device: Device) -> str:
+    """Write moe.yaml and launch.sh; returns the launch line."""
+    import torch
+
+    from moe_plugin.planner.launch import Start, launch_text, launch_words
+    from moe_plugin.planner.recompute import RECOMPUTED, activation_bytes
+    from moe_plugin.planner.units import show_time
+    from moe_plugin.planner.write import write_plan
+
+    note = (f"Written by `moe-plugin recommend`: {best.cost.plan.label}, predicted "
+            f"{show_time(best.seconds)} per step.")
+    start = Start(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
+                  head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
+                  threads=torch.get_num_threads(), data=args.data, config=args.out / CONFIG,
+                  script=args.script, activations=activation_bytes(best.cost, device.memory_bytes)
+                  if RECOMPUTED in best.cost.time else 0)
+    text = launch_text(launch_words(model, best.cost.plan, args.host, start))
+    files = write_plan(model, best.cost.plan, args.host, args.auto, note)
+    write_regular(args.out / CONFIG, files[CONFIG])
+    write_regular(args.out / LINE, f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n')
+    return text

@@ -1,0 +1,69 @@
+"""Settings by the names of their flags: `named_config(512, router="switch", top_k=1)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_plugin.config.flags import setting_specs
+from moe_plugin.config.options import hints_of
+from moe_plugin.config.tree import MoEConfig, flatten, from_dict, with_overrides
+from moe_plugin.messages import short
+
+
+def named_config(model_dim: int, **settings: Any) -> MoEConfig:
+    """A config from keyword arguments.
+
+    Args:
+        model_dim: D, width of a token.
+        settings: by the name of a setting's flag without `--moe-` (`top_k=1`, `router="switch"`,
+            `all_to_all="linear"`; docs/flags.md lists them), or a section as a mapping, as in a
+            YAML file (`router={"name": "switch", "top_k": 1}`).
+    Raises:
+        ValueError: no such setting, the same one twice, or a value that does not fit; it names
+            the value, the bound and the remedy.
+    """
+    return with_overrides(from_dict({"model_dim": model_dim}), overrides(settings))
+
+
+def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Such keyword arguments as dotted paths to values, for `with_overrides`."""
+    flags = {spec.dest.removeprefix("moe_"): spec.path for spec in setting_specs()}
+    top = hints_of(MoEConfig)
+    given: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and name in top:
+            found = flatten({name: value})
+        elif name in flags:
+            found = {flags[name]: value}
+        elif name in top:
+            found = {name: value}
+        else:
+            raise ValueError(
+                f"unknown setting {short(name)}={short(value)}; use the name of a flag of "
+                f"docs/flags.md without --moe- (top_k, router, dispatch), or one of the sections "
+                f"{', '.join(top)} with a dict")
+        if both := sorted(set(found) & set(given)):
+            raise ValueError(f"{both[0]} is given twice, once by {short(name)}; give it once")
+        given |= found
+    return given
+
+
+def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either: Any) -> MoEConfig:
+    """The config of a layer that takes a whole one, or a width and settings.
+
+    Args:
+        either: arguments that are a setting if they are text or a mapping, and something else if
+            not.
+    Raises:
+        ValueError: see `named_config`; or there are settings beside a whole config.
+    """
+    given = {**settings, **{name: value for name, value in either.items()
+                            if isinstance(value, str | Mapping)}}
+    if not isinstance(config, MoEConfig):
+        return named_config(config, **given)
+    if given:
+        name = next(iter(given))
+        raise ValueError(f"{name}={short(given[name])} beside a whole MoEConfig: give it in the "
+                         "config, or give the width of a token in the config's place")
+    return config

@@ -1,0 +1,170 @@
+"""`moe-plugin recommend`: on one rank and on two, what is kept, what is refused, what is written.
+
+No assertion depends on what a clock says: fits are trusted, or their files are changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_plugin.cli.main import main
+from moe_plugin.cli.recommend import CONFIG, LINE, NETWORK, PROCESSOR
+from moe_plugin.config import from_yaml
+from tests.cli.examples import ROOT, Shell, commands
+
+MODEL = """
+layers: 2
+model_dim: 32
+ffn_dim: 64
+heads: 2
+vocab: 257
+sequence: 32
+global_batch: 8
+moe_every: 2
+experts: 4
+top_k: 2
+element_bytes: 4
+"""
+TRUST = ("--trust-fit", "--repeats", "2", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.yaml").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def recommend(*flags: str) -> int:
+    return main(["recommend", "--model", "model.yaml", "--out", "out", *flags])
+
+
+def on_two_ranks(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         "-m", "moe_plugin.cli.main", "recommend", "--model", "model.yaml", "--out", "out",
+         *flags], check=False, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+
+
+def check_line(text: str, folder: Path) -> None:
+    """The host's own parser takes every word."""
+    [words] = commands(text)
+    assert words.pop(0).startswith("OMP_NUM_THREADS=")
+    Shell(folder)(words, runs=False)
+
+
+def test_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend(*TRUST, "--data", "my/data") == 0
+    first = capsys.readouterr().out
+    assert "predicted step: " in first and "confidence: " in first and "network" not in first
+    check_line(first[first.index("OMP_NUM_THREADS"):], folder)
+    assert "--data-path my/data" in first and not Path("out", NETWORK).exists()
+    assert from_yaml(str(Path("out", CONFIG))).parallel.mode == "fixed"
+    subprocess.run(["bash", "-n", str(Path("out", LINE))], check=True)
+
+    assert recommend(*TRUST, "--data", "my/data", "--json") == 0  # from what was kept
+    second = json.loads(capsys.readouterr().out)
+    assert second["low"] <= second["seconds"] <= second["high"]
+    assert second["launch"] in first
+    assert set(second["plans"][0]["parts"]) == {"attention", "dense FFN", "output head",
+                                                "MoE layers", "optimizer"}
+
+    assert recommend(*TRUST, "--memory", "1KiB") == 2
+    assert "no plan fits 1.02e+03 bytes" in capsys.readouterr().err
+
+
+def test_a_far_fit_is_refused_and_trusted_by_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend(*TRUST) == 0
+    path = Path("out", PROCESSOR)
+    values = json.loads(path.read_text())
+    for timing in values["timings"]:
+        if timing["name"] == "dense layer":
+            timing["seconds"] = [1e-3, 1e3]
+    path.write_text(json.dumps(values))
+    Path("out", LINE).unlink()
+    capsys.readouterr()
+
+    assert recommend() == 2
+    said = capsys.readouterr()
+    assert f"{path}: reused" in said.out and "OMP_NUM_THREADS" not in said.out
+    assert "the step's spread is from" in said.err and "--trust-fit" in said.err
+    assert not Path("out", LINE).exists()
+
+    assert recommend("--trust-fit") == 0
+    said = capsys.readouterr()
+    assert "confidence: low" in said.out and Path("out", LINE).exists()
+    assert "warning, taken as it is by --trust-fit: the step's spread" in said.out
+
+
+def test_what_was_kept_is_for_ranks_like_these(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend(*TRUST) == 0
+    Path("model.yaml").write_text(MODEL.replace("sequence: 32", "sequence: 64"))
+    capsys.readouterr()
+    assert recommend(*TRUST) == 0
+    assert "measured again, 'model was model_dim=32" in capsys.readouterr().out
+    assert recommend(*TRUST) == 0
+    assert "processor.json: reused" in capsys.readouterr().out
+    Path("out", PROCESSOR).write_text("[")
+    assert recommend(*TRUST) == 0
+    assert "processor.json: measured again" in capsys.readouterr().out
+    assert recommend(*TRUST, "--fresh") == 0
+    assert "processor.json" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, text", [
+    (("--nodes", "2"), "--nodes 2: no exchange between two nodes can be measured on 1x1 ranks"),
+    (("--ranks-per-node", "4"), "--ranks-per-node 4: no exchange between two ranks of a node"),
+    (("--repeats", "0"), "--repeats 0 must be >= 1"),
+    (("--top", "-1"), "--top -1 must be >= 1"),
+    (("--memory", "much"), "'much' is not a size"),
+    (("--host", "fairseq", "--script", "x.py"), "--script 'x.py' is Megatron's"),
+])
+def test_errors(flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend(*TRUST, *flags) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_files_that_cannot_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out").write_text("a file")
+    assert recommend(*TRUST) == 2
+    assert "out cannot be written" in capsys.readouterr().err
+    Path("model.yaml").write_text("layers: 0\nmodel_dim: 1\nffn_dim: 1\n")
+    assert recommend(*TRUST) == 2
+    assert "model layers=0 must be from 1" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_two_ranks(folder: Path) -> None:
+    done = on_two_ranks(*TRUST, "--host", "fairseq")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("predicted step: ") == 1, done.stdout  # rank 0 alone
+    assert "network: 1 x 2 ranks, gloo, " in done.stdout
+    text = done.stdout[done.stdout.index("OMP_NUM_THREADS"):]
+    check_line(text, folder)
+    assert "--nproc_per_node 2" in text and "fairseq-train" in text
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_plan_again_from_what_was_kept() -> None:
+    assert on_two_ranks(*TRUST).returncode == 0
+    kept = Path("out", NETWORK).read_text()
+    again = on_two_ranks(*TRUST, "--json", "--ranks-per-node", "8")
+    assert again.returncode == 0, again.stderr
+    assert Path("out", NETWORK).read_text() == kept
+    values = json.loads(again.stdout)
+    assert "the plan is for 8 ranks, and 2 were measured" in values["doubts"]
+    assert values["confidence"] == "low" and "--nproc_per_node 8" in values["launch"]
+
+    refused = on_two_ranks("--ranks-per-node", "8")
+    assert refused.returncode != 0
+    assert refused.stderr.count("moe-plugin recommend: the prediction is not to be trusted") == 1
