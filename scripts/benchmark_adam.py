@@ -102,6 +102,7 @@ def megatron_side(*flags: str) -> Side:
     """The training script's model and optimizer."""
     from moe_plugin.hosts.megatron import arguments, model, train
     from moe_plugin.hosts.megatron.compat.optimizer import parts
+    from moe_plugin.hosts.megatron.start import seed_everything
 
     given = (f"--train-iters 1 --lr 1e-3 --data-path none --cpu --num-layers {LAYERS} "
              f"--hidden-size {WIDTH} --seq-length {LENGTH} --micro-batch-size {SENTENCES} "
@@ -113,7 +114,7 @@ def megatron_side(*flags: str) -> Side:
         arguments.check(args, 1)
     else:
         train.start(args)
-    train.seed_everything(args.seed)
+    seed_everything(args.seed)
     made = model.build(args, arguments.transformer_config(args, cpu=True), {}, SYMBOLS)
     loop = train.Loop(args, made, None, None, None, None)
 

@@ -20,12 +20,12 @@ import torch
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.layouts import one_step, slowest
-from moe_plugin.bench.report import paragraph, pyplot, save_figure, write_json
+from moe_plugin.bench.report import check_folder, paragraph, pyplot, save_figure, write_json
 from moe_plugin.comm.base import FunctionExchange
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.regular_files import write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("adaptive.json", "adaptive.md", "adaptive_overlap.png")
@@ -211,6 +211,7 @@ def _plot(spans: dict[int, list], path: Path) -> None:
                              "experts": "tab:orange"}[name], edgecolor="white")
         axis.set_title(f"d = {d}", fontsize=9)
     axes[-1].set_xlabel("ms, forward, rank 0")
+    axes[-1].set_xlim(left=0)
     save_figure(figure, path)
 
 
@@ -270,10 +271,7 @@ def main() -> None:
                         help="bit/s of a node's link (default: %(default)s)")
     parser.add_argument("--overlap-only", action="store_true", help="leave the regimes out")
     args = parser.parse_args()
-    try:
-        output_folder(args.out, FILES)
-    except ValueError as error:
-        parser.error(str(error))
+    check_folder(parser, args.out, FILES)
     report: dict[str, Any] = {"rate": args.rate}
     before = os.getloadavg()[0]
     measure_overlap(args, report)

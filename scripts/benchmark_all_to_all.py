@@ -180,12 +180,17 @@ def compare(fitted: Fit, rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
+def predicted_cluster() -> list[dict[str, Any]]:
+    """Predictions for a cluster of GPUs, up to 4,096 ranks."""
+    return predict_table(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"),
+                         [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
+
+
 def write(out: Path, rows: list[Row], costly: list[Row], small: list[Row], large: list[Row],
           fitted: Fit, shares: list[float]) -> None:
     """Write all files."""
     errors = compare(fitted, large)
-    model = predict_table(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"),
-                          [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
+    model = predicted_cluster()
     about = {
         "rate_bit_s": RATE, "delay_s": DELAY, "cores": os.cpu_count(),
         "python": platform.python_version(), "torch": torch.__version__,

@@ -25,8 +25,8 @@ import torch
 import yaml
 
 from moe_plugin.bench.corpus import build_corpus
-from moe_plugin.bench.report import paragraph, table, write_json
-from moe_plugin.regular_files import make_folder, output_folder, write_regular
+from moe_plugin.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.regular_files import make_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("gates.json", "gates.md")
@@ -219,10 +219,7 @@ def main() -> int:
             parser.error(
                 f"{','.join(sorted(set(given) - set(known)))} is unknown; known: {', '.join(known)}"
             )
-    try:
-        output_folder(args.out, FILES)
-    except ValueError as error:
-        parser.error(str(error))
+    check_folder(parser, args.out, FILES)
     if args.fresh:
         shutil.rmtree(args.runs, ignore_errors=True)
     s = quickstart.settings(ROOT / "configs" / "quickstart.yaml", args.steps)

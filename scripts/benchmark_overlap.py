@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.layouts import slowest
-from moe_plugin.bench.report import paragraph, table, write_json
+from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.config import from_dict
 from moe_plugin.config.parallel import CUTS
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import ExpertRows
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.regular_files import write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, EXPERTS, WIDTH = 2, 4, 256
@@ -235,10 +235,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=HIDDEN,
                         help="inner width of an expert (default: %(default)s)")
     args = parser.parse_args()
-    try:
-        output_folder(args.out, FILES)
-    except ValueError as error:
-        parser.error(str(error))
+    check_folder(parser, args.out, FILES)
     report = measure(args)
     write_json(args.out / FILES[0], report)
     write_regular(args.out / FILES[1], markdown(report))

@@ -24,14 +24,14 @@ import torch
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.device import measure_device
 from moe_plugin.bench.layouts import one_step, slowest
-from moe_plugin.bench.report import paragraph, table, write_json
+from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner import Cluster, load_cluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.regular_files import write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("plan.json", "plan.md")
@@ -147,10 +147,7 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=0.1,
                         help="allowed loss against the best (default: %(default)s)")
     args = parser.parse_args()
-    try:
-        output_folder(args.out, FILES)
-    except ValueError as error:
-        parser.error(str(error))
+    check_folder(parser, args.out, FILES)
     links = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")
     cells = [c for grid in GRIDS for c in measure(grid, args.steps, links)]
     write_json(args.out / FILES[0], cells)

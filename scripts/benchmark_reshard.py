@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from moe_plugin.bench.report import paragraph, table, write_json
-from moe_plugin.checkpoint import torch_files
+from moe_plugin.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.checkpoint import checksums, torch_files
 from moe_plugin.checkpoint.plain import part_name, write_index
 from moe_plugin.checkpoint.source import Derived, Entry, window_shape
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.regular_files import write_regular
 
 FILES = ("reshard.json", "reshard.md")
 PARTS, EXPERTS, WIDTH, HIDDEN = 4, 16, 512, 2048
@@ -118,12 +118,12 @@ def report(size: int, rounds: int, rows: list[dict[str, Any]]) -> str:
             "ranks; 32 ranks cut each expert in two. `cp -r` copies the same files in the same "
             f"run, in turn; median of {rounds} rounds, each until the data is on the disk "
             "(`sync`). The time of `reshard` includes the start of Python, the verification of all "
-            "checksums of the source and the sums of what it writes. Peak memory is the largest "
+            "checksums of the source and the sums of what it writes, by "
+            f"`{checksums.crc32.__module__}`. Peak memory is the largest "
             "resident set of the process, mapped pages of files and Python with torch included "
-            "(about 230 MiB before it begins). Other programs ran on the machine's "
-            f"{os.cpu_count()} cores, and `reshard` computes while `cp` waits for the disk: where "
-            "the load average is far above the cores, the processor's seconds say more than the "
-            "ratio of times. Load average: "
+            "(about 230 MiB before it begins). `reshard` computes while `cp` waits for the disk: "
+            f"where the load average is far above the machine's {os.cpu_count()} cores, the "
+            "processor's seconds say more than the ratio of times. Load average: "
             f"{', '.join(f'{x:.1f}' for x in os.getloadavg())}."),
         "", table(["what", "seconds", "MiB/s", "time / cp", "processor s",
                    "peak memory MiB"], cells), ""])
@@ -137,10 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--scratch", type=Path, help="where the checkpoints are (default: here)")
     args = parser.parse_args()
-    try:
-        folder = output_folder(args.out, FILES)
-    except ValueError as error:
-        parser.error(str(error))
+    folder = check_folder(parser, args.out, FILES)
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as home:
         size = write_checkpoint(Path(home) / "source", args.gib)
         rows = measure(Path(home), size, args.rounds)

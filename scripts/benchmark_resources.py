@@ -16,9 +16,9 @@ from moe_plugin.bench import report
 from moe_plugin.bench.chips import GPUS
 from moe_plugin.bench.resources import Resources, cases, compile_for
 from moe_plugin.bench.suite import LAYERS
-from moe_plugin.regular_files import output_folder
 
-PAGE = "resources.md"
+PAGE = "resources.md"  # and one for each GPU, `page_of`
+TITLE = "What the kernels need of a GPU"
 READ = (
     "Not measured on a GPU: what the compiler reports, and arithmetic on sizes and published "
     "rates. `blocks`: programs that a multiprocessor runs at once by registers, shared memory and "
@@ -41,21 +41,30 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder to write to")
     out = p.parse_args().out
-    try:
-        output_folder(out, [PAGE])
-    except ValueError as error:
-        p.error(str(error))
+    report.check_folder(p, out, [PAGE, *map(page_of, GPUS)])
     found = {target: [compile_for(case, target) for case in cases(target)] for target in GPUS}
-    body = [report.paragraph(READ)]
-    for target, mine in found.items():
-        body += [f"## {target} ({GPUS[target].name})", report.resource_table(mine)]
+    body = [report.paragraph(READ), report.table(
+        ["GPU", "kernels"], [[GPUS[target].name, f"[{target}]({page_of(target)})"]
+                             for target in found])]
     body += ["## Against the roofline", report.paragraph(ROOFLINE)]
     for target in ("sm_90", "sm_100"):
         body += [report.roofline_table(problem, GPUS[target], blocks(found[target]))
                  for problem in LAYERS["cuda"]]
-    report.write_page(out / PAGE, "What the kernels need of a GPU",
-                      "python scripts/benchmark_resources.py", {"triton": version("triton")},
-                      "\n\n".join(body))
+    write(out / PAGE, TITLE, "\n\n".join(body))
+    for target, mine in found.items():
+        write(out / page_of(target), f"{TITLE}: {GPUS[target].name}",
+              f"[What the columns mean]({PAGE}).\n\n{report.resource_table(mine)}")
+
+
+def page_of(target: str) -> str:
+    """Name of the page of one GPU's kernels."""
+    return f"resources_{target}.md"
+
+
+def write(path: Path, title: str, body: str) -> None:
+    """Write a page with what it is made by."""
+    report.write_page(path, title, "python scripts/benchmark_resources.py",
+                      {"triton": version("triton")}, body)
 
 
 def blocks(found: list[Resources]) -> dict[str, int]:

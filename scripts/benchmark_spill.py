@@ -1,14 +1,16 @@
 """Overloaded experts on an emulated cluster: rows spilled to other ranks against the plain layer.
 
     python scripts/benchmark_spill.py [--out docs/benchmarks] [--rounds 40] [--rate 200e6]
+        [--only standing]
 
-Needs Linux and root, and about 5 minutes on an idle machine. Writes spill.json and spill.md; the
+Needs Linux and root, and about 8 minutes on an idle machine. Writes spill.json and spill.md; the
 report contains the load average.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -18,12 +20,13 @@ from typing import Any
 import torch
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.bench.report import paragraph, table, write_json
+from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.planner.spill import POLICIES
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
+from moe_plugin.regular_files import write_regular
+from moe_plugin.routing import finish_step
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, EXPERTS, WIDTH, HIDDEN = 4, 8, 256, 256
@@ -35,16 +38,21 @@ LOADS: dict[str, tuple[int, float]] = {
     "even": (2048, 1 / EXPERTS), "few tokens, half to one expert": (64, 0.5),
 }
 HOT = next(iter(LOADS))
-WARM_UP = 2  # rounds that do not count
+STANDING = "standing"  # has a memory of earlier calls, and so a layer of its own for each load
+POLICIES = tuple(policy for policy in ALL_POLICIES if policy != STANDING)
+BESIDE = ("never", "least_loaded")  # `standing` is measured next to these
+WARM_UP = REPLAN = 2  # rounds that do not count; steps from one placement to the next
 FILES = ("spill.json", "spill.md")
 
 
-def make_layer() -> MoELayer:
-    """A layer whose router sends a token to the expert that its first elements name."""
+def make_layer(**parallel: Any) -> MoELayer:
+    """A layer whose router sends a token to the expert that its first elements name. parallel:
+    settings of this section.
+    """
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
         "experts": {"hidden_dim": HIDDEN}, "comm": {"cluster": str(ROOT / CLUSTER)},
-        "parallel": {"mode": "fixed", "device": str(ROOT / DEVICE)}
+        "parallel": {"mode": "fixed", "device": str(ROOT / DEVICE), **parallel}
     }), TorchComm())
     with torch.no_grad():
         layer.router.weight_ED.copy_(torch.eye(EXPERTS, WIDTH) * 30)
@@ -93,6 +101,39 @@ def run_times(rounds: int) -> dict[str, dict[str, list[tuple[float, int]]]]:
     return found
 
 
+def run_standing(rounds: int) -> dict[str, dict[str, list[tuple[float, int]]]]:
+    """One rank: `standing` and others alternately in every round, by load; (seconds, rows) of each
+    step, and as "place" (seconds, experts with replicas) of each placement of replicas.
+    """
+    torch.set_num_threads(1)
+    plain = make_layer()
+    stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS}
+    found: dict[str, dict[str, list[tuple[float, int]]]] = {
+        load: {policy: [] for policy in (*BESIDE, STANDING, "place")} for load in LOADS}
+    for round_ in range(WARM_UP + rounds):
+        for load, by_policy in found.items():
+            x_TD, order = make_tokens(plain.comm.rank, round_, load), (*BESIDE, STANDING)
+            turn = round_ % len(order)
+            for policy in (*order[turn:], *order[:turn]):
+                layer = stand[load] if policy == STANDING else plain
+                one = step(layer, x_TD, policy)
+                if round_ >= WARM_UP:
+                    by_policy[policy].append(one)
+            one = place(stand[load])
+            if round_ >= WARM_UP and (round_ + 1) % REPLAN == 0:
+                by_policy["place"].append(one)
+    return found
+
+
+def place(layer: MoELayer) -> tuple[float, int]:
+    """Seconds of the end of a step, in which replicas may be placed; experts that have some."""
+    layer.comm.barrier()
+    start = time.perf_counter()
+    finish_step(layer)
+    seconds = time.perf_counter() - start
+    return seconds, len(layer.layouts.available.replicas.standing.shares)
+
+
 def run_memory(policy: str, steps: int = 5) -> float:
     """One rank: bytes by which its memory grows at most in a step under the hot load."""
     torch.set_num_threads(1)
@@ -113,12 +154,13 @@ def memory(field: str) -> float:
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
 
 
-def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
+def summary(ranks: list[dict[str, Any]], load: str,
+            policies: tuple[str, ...] = POLICIES) -> dict[str, dict[str, float]]:
     """By policy: median seconds of the slowest rank, plain over it in the same rounds (median and
     quartiles), and rows of the busiest rank.
     """
     slowest = {policy: [max(rank[load][policy][i][0] for rank in ranks)
-                        for i in range(len(ranks[0][load][policy]))] for policy in POLICIES}
+                        for i in range(len(ranks[0][load][policy]))] for policy in policies}
     found = {}
     for policy, seconds in slowest.items():
         ratios = [plain / s for plain, s in zip(slowest["never"], seconds, strict=True)]
@@ -130,6 +172,35 @@ def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float
     return found
 
 
+def standing_lines(report: dict[str, Any]) -> list[str]:
+    """Of `standing`, which is measured by itself."""
+    part = report[STANDING]
+    rows = [[load, f"`{policy}`", *cells(by_policy[policy])]
+            for load, by_policy in part["times"].items() for policy in (*BESIDE, STANDING)]
+    placed = [[load, f"{1e3 * found['seconds']:.2f}", f"{found['rows']:.0f}"]
+              for load, by_policy in part["times"].items() for found in [by_policy["place"]]]
+    return [
+        "## Replicas that stand", "",
+        paragraph(
+            f"`standing` places replicas every {REPLAN} steps here, by the loads of these steps. "
+            "Measured by itself (`--only standing`), alternately with two of the others: "
+            f"{part['rounds']} rounds; load average before and after: {part['load']}. Times of "
+            "different parts of this page are of other runs."), "",
+        *table(("load", "spill", "ms", "plain / this (quartiles)", "rows of the busiest rank"),
+               rows).splitlines(), "",
+        paragraph("A placement, at the end of a step: how long it takes, and how many experts then "
+                  "have replicas. It moves no weights: they are lent in the next call, whose time "
+                  "is part of the table above."), "",
+        *table(("load", "ms", "experts with replicas"), placed).splitlines(), ""]
+
+
+def cells(found: dict[str, float]) -> list[str]:
+    """Of a policy's summary: time, speedup, rows."""
+    return [f"{1e3 * found['seconds']:.1f}",
+            f"{found['speedup']:.3f} ({found['lower_quartile']:.3f} to "
+            f"{found['upper_quartile']:.3f})", f"{found['rows']:.0f}"]
+
+
 def markdown(report: dict[str, Any]) -> str:
     """Tables."""
     lines = [
@@ -138,7 +209,7 @@ def markdown(report: dict[str, Any]) -> str:
             "Made by `python scripts/benchmark_spill.py`. One layer runs forward and backward with "
             "each value of `parallel.spill` alternately, in the same processes and on the same "
             "tokens, so that all see the same machine; times are of the slowest rank. See "
-            "[adaptive](../adaptive.md#overloaded-experts) for what the values mean."), "",
+            "[overloaded experts](../overload.md) for what the values mean."), "",
         paragraph(
             f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s; {EXPERTS} "
             f"experts, width {WIDTH}, inner width {HIDDEN}, k = 1, float32; median of "
@@ -147,13 +218,11 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for load, by_policy in report["times"].items():
         tokens, _ = LOADS[load]
-        rows = [[f"`{policy}`", f"{1e3 * found['seconds']:.1f}",
-                 f"{found['speedup']:.3f} ({found['lower_quartile']:.3f} to "
-                 f"{found['upper_quartile']:.3f})", f"{found['rows']:.0f}"]
-                for policy, found in by_policy.items()]
+        rows = [[f"`{policy}`", *cells(found)] for policy, found in by_policy.items()]
         lines += [f"## {load[0].upper()}{load[1:]}, {tokens} tokens on each rank", "",
                   *table(("spill", "ms", "plain / this (quartiles)", "rows of the busiest rank"),
                          rows).splitlines(), ""]
+    lines += standing_lines(report)
     rows = [[f"`{policy}`", f"{size / 2**20:.1f}"] for policy, size in report["memory"].items()]
     weights = 2 * WIDTH * HIDDEN * 4 / 2**20
     lines += ["## Memory", "",
@@ -161,6 +230,37 @@ def markdown(report: dict[str, Any]) -> str:
                         f"at most. An expert's weights are {weights:.1f} MiB here."), "",
               *table(("spill", "MiB"), rows).splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def standing(rate: float, rounds: int) -> dict[str, Any]:
+    """The numbers of `standing`."""
+    before = os.getloadavg()[0]
+    with EmulatedCluster(NODES, 1, rate_bit_s=rate) as cluster:
+        ranks = cluster.run(run_standing, rounds, timeout_s=60 + 30 * rounds)
+    times: dict[str, dict[str, Any]] = {}
+    for load in LOADS:
+        times[load] = summary(ranks, load, (*BESIDE, STANDING))
+        each = [rank[load]["place"] for rank in ranks]
+        times[load]["place"] = {
+            "seconds": statistics.median(max(one[0] for one in at)
+                                         for at in zip(*each, strict=True)),
+            "rows": statistics.median(one[1] for one in each[0])}
+    return {"times": times, "rounds": rounds,
+            "load": [round(before, 1), round(os.getloadavg()[0], 1)]}
+
+
+def others(rate: float, rounds: int) -> dict[str, Any]:
+    """The numbers of all other policies."""
+    before = os.getloadavg()[0]
+    with EmulatedCluster(NODES, 1, rate_bit_s=rate) as cluster:
+        ranks = cluster.run(run_times, rounds, timeout_s=60 + 30 * rounds)
+    peaks = {}
+    for policy in POLICIES:
+        with EmulatedCluster(NODES, 1, rate_bit_s=rate) as cluster:
+            peaks[policy] = max(cluster.run(run_memory, policy, timeout_s=300))
+    return {"rate": rate, "rounds": rounds,
+            "times": {load: summary(ranks, load) for load in LOADS}, "memory": peaks,
+            "load": [round(before, 1), round(os.getloadavg()[0], 1)]}
 
 
 def main() -> None:
@@ -172,21 +272,15 @@ def main() -> None:
                         help="measured steps of each cell (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=200e6,
                         help="bit/s of a node's link (default: %(default)s)")
+    parser.add_argument("--only", choices=[STANDING],
+                        help="measure this alone, and keep the page's other numbers")
     args = parser.parse_args()
-    try:
-        output_folder(args.out, FILES)
-    except ValueError as error:
-        parser.error(str(error))
-    before = os.getloadavg()[0]
-    with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
-        ranks = cluster.run(run_times, args.rounds, timeout_s=60 + 30 * args.rounds)
-    peaks = {}
-    for policy in POLICIES:
-        with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
-            peaks[policy] = max(cluster.run(run_memory, policy, timeout_s=300))
-    report = {"rate": args.rate, "rounds": args.rounds,
-              "times": {load: summary(ranks, load) for load in LOADS}, "memory": peaks,
-              "load": [round(before, 1), round(os.getloadavg()[0], 1)]}
+    check_folder(parser, args.out, FILES)
+    if args.only:
+        report = json.loads((args.out / FILES[0]).read_text(encoding="utf-8"))
+    else:
+        report = others(args.rate, args.rounds)
+    report[STANDING] = standing(args.rate, args.rounds)
     write_json(args.out / FILES[0], report)
     write_regular(args.out / FILES[1], markdown(report))
 

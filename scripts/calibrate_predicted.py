@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_plugin.bench.report import paragraph, table
+from moe_plugin.bench.report import check_folder, paragraph, table
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner import Cluster
@@ -32,7 +32,7 @@ from moe_plugin.planner.cluster import Link
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.fit import nonnegative_least_squares
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost, rank_choices
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.regular_files import write_regular
 from moe_plugin.tuning.default_hardware import default_cluster, default_device
 from moe_plugin.tuning.predicted import SKEW, worth_taking
 
@@ -202,10 +202,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
                         help="folder to write to")
     args = parser.parse_args()
-    try:
-        output_folder(args.out, (FILE,))
-    except ValueError as error:
-        parser.error(str(error))
+    check_folder(parser, args.out, (FILE,))
     found = compare(cells())
     write_regular(args.out / FILE, page(found))
     return int(any(round(cell["behind"], 2) > MOST_BEHIND for cell in found["cells"]))

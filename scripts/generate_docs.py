@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write docs/flags.md and docs/config.md from the config tree and the registries. With --check:
-only say whether they are up to date.
+"""Write the pages of settings, flags and registered names (`PAGES`) from the config tree and the
+registries. With --check: only say whether they are up to date.
 
     python scripts/generate_docs.py [--check]
 """
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import textwrap
 import typing
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +45,21 @@ def flags_page() -> str:
         _prose(
             "Losses are `name=weight,name=weight`: `--moe-losses gshard=0.01,z=0.001`. A boolean "
             "flag can stand alone (`--moe-batch-prioritized`) or take `true` or `false`."),
-        "", *_names(), "",
+        "", "What settings \"by registered name\" take is on [another page](names.md).", "",
     ])
 
 
+def names_page() -> str:
+    """docs/names.md: the registered names of every kind."""
+    return "\n".join([NOTE, "", "# Registered names", "", _prose(
+        "Settings that say \"by registered name\" ([flags](flags.md)) take these, or one that you "
+        "register [yourself](own_routers.md)."), "", *_names(), ""])
+
+
 def config_page() -> str:
-    """docs/config.md: the tree with all defaults as YAML, then every setting."""
+    """docs/config.md: the tree with all defaults as YAML, the settings outside sections, and where
+    the others are.
+    """
     return "\n".join([
         NOTE, "", "# Settings (YAML)", "",
         _prose(
@@ -57,40 +69,69 @@ def config_page() -> str:
             "with `moe_plugin.config.from_yaml`. Under Hydra the group `moe` has the same settings "
             "(`configs/moe/`)."),
         "", "```yaml",
-        _yaml(), "```", "", *_section(MoEConfig, ""),
+        _yaml(), "```", "", *_table(MoEConfig, ""), "## Sections", "",
+        "| section | about | page |", "|---|---|---|", *(
+            f"| `{section}` | {_about(_sections()[section])} | [{title}]({page}#{section}) |"
+            for page, (title, sections) in SECTION_PAGES.items() for section in sections), "",
     ])
+
+
+def section_page(name: str) -> str:
+    """A page of `SECTION_PAGES`: every setting of its sections."""
+    title, sections = SECTION_PAGES[name]
+    lines = [line for section in sections for line in _section(_sections()[section], f"{section}.")]
+    return "\n".join([
+        NOTE, "", f"# Settings: {title}", "",
+        _prose("How settings are given, and the whole tree as YAML: [settings](config.md)."), "",
+        *lines])
 
 
 def _yaml() -> str:
     return yaml.safe_dump(to_dict(MoEConfig()), sort_keys=False).strip()
 
 
+def _sections() -> dict[str, type]:
+    """The sections of the tree, by name."""
+    hints = typing.get_type_hints(MoEConfig)
+    return {f.name: hints[f.name] for f in dataclasses.fields(MoEConfig)
+            if dataclasses.is_dataclass(hints[f.name])}
+
+
 def _section(cls: type, prefix: str) -> list[str]:
+    """The settings of a section, then those of the sections in it."""
+    hints = typing.get_type_hints(cls)
+    nested = [f.name for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[f.name])]
+    return [*_table(cls, prefix), *(
+        line for name in nested for line in _section(hints[name], f"{prefix}{name}."))]
+
+
+def _table(cls: type, prefix: str) -> list[str]:
+    """The settings of a section without those of the sections in it."""
     hints = typing.get_type_hints(cls)
     title = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
-    lines = [
-        f"## {title}", "", (cls.__doc__ or "").strip().split("\n")[0], "",
-        "| setting | default | meaning | flag |", "|---|---|---|---|"
-    ]
-    nested: list[str] = []
-    for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[f.name]):
-            nested += _section(hints[f.name], f"{prefix}{f.name}.")
-        else:
-            lines.append(_setting(f, prefix))
-    return [*lines, "", *nested]
+    return [
+        f"## {title}", "", _about(cls), "",
+        "| setting | default | meaning | flag |", "|---|---|---|---|",
+        *(_setting(f, prefix) for f in dataclasses.fields(cls)
+          if not dataclasses.is_dataclass(hints[f.name])), ""]
+
+
+def _about(cls: type) -> str:
+    """The first line of a section's docstring."""
+    return _linked((cls.__doc__ or "").strip().split("\n")[0])
 
 
 def _setting(f: dataclasses.Field, prefix: str) -> str:
     default: Any = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
     flag, alias = f.metadata.get("flag"), f.metadata.get("alias")
+    prefix_of_flag = f.metadata.get("prefix", "--moe-")
     names = f"`{prefix}{f.name}`" + (f", `{prefix}{alias}`" if alias else "")
     choices = f": one of {', '.join(f'`{c}`' for c in f.metadata['choices'])}" if f.metadata.get(
         "choices") else ""
     return (
         f"| {names} | `{_default(default)}` | "
         f"{_cell(f.metadata.get('help', ''))}{choices} | "
-        f"{f'`--moe-{flag}`' if flag else 'set by the host'} |")
+        f"{f'`{prefix_of_flag}{flag}`' if flag else 'set by the host'} |")
 
 
 def _default(value: Any) -> str:
@@ -102,14 +143,11 @@ def _default(value: Any) -> str:
 
 def _names() -> list[str]:
     import_everything()
-    lines = [
-        "## Registered names", "",
-        "Settings that say \"by registered name\" take these, or one that you register yourself.",
-        ""
-    ]
-    for kind in sorted(set(KINDS) - {"kernel", "bench_peer", "checkpoint format"}):
+    lines: list[str] = []
+    for kind in sorted(set(KINDS) - {"kernel", "bench_peer", "checkpoint format",
+                                    "pipeline schedule"}):
         names = [_prose(f"- `{e.name}`: {e.summary}", "  ") for e in KINDS[kind]]
-        lines += [f"**{kind}**", "", *names, ""]
+        lines += [f"## {kind}", "", *names, ""]
     return lines[:-1]
 
 
@@ -125,10 +163,25 @@ def _prose(text: str, indent: str = "") -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return _linked(text.replace("|", "\\|"))
 
 
-PAGES = {"flags.md": flags_page, "config.md": config_page}
+def _linked(text: str) -> str:
+    """With links to the pages that a setting's text names."""
+    return re.sub(r"\bdocs/(\w+)\.md",
+                  lambda page: f"[{page[1].replace('_', ' ')}]({page[1]}.md)", text)
+
+
+# page: title and sections
+SECTION_PAGES = {
+    "config_routing.md": ("routing", ("router", "dispatch")),
+    "config_experts.md": ("experts", ("experts",)),
+    "config_ranks.md": ("ranks", ("comm", "parallel")),
+    "config_runs.md": ("runs", ("observe", "guard", "offload", "pipeline")),
+}
+PAGES: dict[str, Callable[[], str]] = {
+    "flags.md": flags_page, "names.md": names_page, "config.md": config_page,
+    **{name: partial(section_page, name) for name in SECTION_PAGES}}
 
 
 def main() -> int:

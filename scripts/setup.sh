@@ -73,6 +73,27 @@ install_fairseq() {
     pip_step "fairseq (builds from source, about 2 minutes)" --no-deps "$FAIRSEQ"
 }
 
+install_vision() {
+    # --no-deps: pip would take the newest torchvision, and another torch with it
+    local matching folder="$VENV/torchvision"
+    has_module "$VENV/bin/python" timm || pip_step "timm" --no-deps "timm>=1.0,<2"
+    if has_module "$VENV/bin/python" torchvision || [ -d "$folder" ]; then return; fi
+    matching=$("$VENV/bin/python" -c "from importlib.metadata import version as v; t = v('torch').split('.'); print(f'torchvision==0.{int(t[1]) + 15}.*')")
+    # in a folder of its own: beside a torch for CPUs the operators of a build for CUDA cannot be
+    # loaded, and whatever imports it then (transformers, for one) fails; vision does without them
+    local wheels="$VENV/wheels"
+    if ! "$VENV/bin/python" -m pip download -q --no-deps -d "$wheels" "$matching" >>"$LOG" 2>&1; then
+        say "  no $matching for this torch: moe_plugin.vision cannot run, and its tests are skipped"
+        return
+    fi
+    pip_step "$matching" --no-deps --target "$folder" "$wheels"/torchvision-*.whl
+    if "$VENV/bin/python" -c "import sys; sys.path.append('$folder'); import torchvision" 2>/dev/null; then
+        rm -rf "$folder"
+        pip_step "$matching" --no-deps "$wheels"/torchvision-*.whl
+    fi
+    rm -rf "$wheels"
+}
+
 stamp() {
     # the compat module is copied into the environment, so a change of it needs an installation, too
     { cat "$ROOT/pyproject.toml" "$ROOT/scripts/setup.sh" "$ROOT"/moe_plugin/hosts/fairseq/compat/startup.*; printf '%s\n' "$ROOT" "$TORCH" "$HOSTS"; "$VENV/bin/python" -VV; } | cksum
@@ -93,6 +114,7 @@ case ",$HOSTS," in *,megatron,*) EXTRAS="dev,megatron" ;; esac
 pip_step "pip" --upgrade pip
 if [ -n "$TORCH" ] || ! has_module "$VENV/bin/python" torch; then pip_step "torch (${TORCH:-torch==2.13.0})" "${TORCH:-torch==2.13.0}"; fi
 pip_step "moe-plugin with its extras ($EXTRAS)" -e ".[$EXTRAS]"
+install_vision
 case ",$HOSTS," in *,fairseq,*) install_fairseq ;; esac
 stamp >"$STAMP"
 say "done. Activate it with: . '$VENV/bin/activate'; then look around with: moe-plugin doctor"

@@ -14,9 +14,9 @@ shift 2
 ranks=${RANKS:-2}
 python=${PYTHON:-python}
 if [ ! -e "$out/data/corpus.idx" ]; then
-    "$python" -W ignore -m moe_plugin.hosts.megatron.data --input "$text" --output-prefix "$out/data/corpus"
+    "$python" -m moe_plugin.hosts.megatron.data --input "$text" --output-prefix "$out/data/corpus"
 fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -m moe_plugin.hosts.megatron.train \
     --data-path "$out/data/corpus" --save "$out" --load "$out" --save-interval 100 \
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 8 --train-iters 200 --lr 2e-3 \

@@ -6,7 +6,7 @@ ranks.
 
 A start in the folder of a run continues it. Every rank reads its share of the same sequences, so
 that losses do not depend on the number of ranks. With `--lighthouse` the job is one of several
-replicas that come and go, see docs/faults.md.
+replicas that come and go, see docs/faults.md and scripts/train_elastic.sh.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from torch.nn import functional as F
 
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.checkpoint import load, save
-from moe_plugin.comm import TorchComm
+from moe_plugin.comm import Comm, TorchComm
 from moe_plugin.config import with_overrides
 from moe_plugin.hosts.plain.elastic import ElasticReplica
 from moe_plugin.hosts.plain.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import ddp_model
+from moe_plugin.hosts.plain.twins import TwinCheck
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -38,13 +39,13 @@ VOCABULARY, LENGTH = 64, 16
 class Model(nn.Module):
     """Embedding, residual MoE layers, output; next-token prediction."""
 
-    def __init__(self, config: MoEConfig, layers: int) -> None:
+    def __init__(self, config: MoEConfig, layers: int, comm: Comm | None = None) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(VOCABULARY, config.model_dim)
         self.mix = nn.ModuleList(nn.GRU(config.model_dim, config.model_dim, batch_first=True)
                                  for _ in range(layers))
-        self.moe = nn.ModuleList(MoELayer(config) for _ in range(layers))
+        self.moe = nn.ModuleList(MoELayer(config, comm) for _ in range(layers))
         self.output = nn.Linear(config.model_dim, VOCABULARY)
 
     def forward(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,15 +82,18 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.step, self.skipped = args, 0, 0
         torch.manual_seed(args.seed)
-        self.bare = Model(config_of(args), args.layers)
         self.comm = TorchComm(timeout_s=args.timeout)
+        self.experts: Comm = self.comm
+        if args.expert_parallel:
+            self.experts = self.comm.contiguous_subgroup(args.expert_parallel)
+        self.bare = Model(config_of(args), args.layers, self.experts)
         self.model = ddp_model(self.bare)
         self.optimizer = torch.optim.SGD(self.bare.parameters(), args.lr, momentum=0.9)
         self.folder = Path(args.out, "checkpoint")
+        self.check = None
+        if args.check_twins:
+            self.check = TwinCheck(self.bare, self.comm, every=args.check_twins)
         self.replica = None
-        if args.lighthouse:
-            self.replica = ElasticReplica(args.lighthouse, args.replica, self.state, self.load,
-                                          timeout_s=args.timeout)
 
     def state(self) -> dict:
         """What a replica that comes back needs."""
@@ -105,20 +109,40 @@ class Run:
     def train(self) -> None:
         """From the last checkpoint to the last step."""
         if self.folder.exists() or self.folder.with_name("checkpoint.old").exists():
-            self.step = load(self.folder, self.bare, self.optimizer, self.comm)["step"]
-        while self.step < self.args.steps:
+            self.step = load(self.folder, self.bare, self.optimizer, self.experts)["step"]
+        args = self.args
+        if args.lighthouse:
+            self.replica = ElasticReplica(args.lighthouse, args.replica, self.state, self.load,
+                                          args.timeout, progress=self.step)
+        while self.step < args.steps:
             loss = self.one_step()
             if loss is not None:
                 self.log(loss)
-            if self.step % self.args.save_every == 0 and loss is not None:
-                save(self.folder, self.bare, self.optimizer, self.comm, {"step": self.step})
+            saves = self.step % args.save_every == 0 and loss is not None
+            if self.check is not None and (saves or self.check.due(self.step)):
+                self.check(self.step, self.sequences(), lambda ids_BS: sum(self.bare(ids_BS)))
+            if saves:  # after the check: it holds nothing that was computed wrongly
+                self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint, by one of the groups that store all experts; the one before it
+        stays.
+        """
+        if self.comm.rank < self.experts.size:
+            save(self.folder, self.bare, self.optimizer, self.experts, {"step": self.step},
+                 keep_old=True)
+        self.comm.barrier()
+
+    def sequences(self) -> Tensor:
+        """This rank's share of the step, [B, S + 1]."""
+        args, comm = self.args, self.comm
+        return sequences(self.step, args.replica, args.batch)[comm.rank::comm.size]
 
     def one_step(self) -> float | None:
         """A step; its loss over all ranks, None where it was skipped on all of them."""
         args, comm = self.args, self.comm
-        ids_BS = sequences(self.step, args.replica, args.batch)[comm.rank::comm.size]
         self.optimizer.zero_grad()
-        loss, balance = self.model(ids_BS)
+        loss, balance = self.model(self.sequences())
         (loss + balance).backward()
         mean = comm.all_reduce(loss.detach()) / comm.size
         if self.replica is not None:
@@ -160,7 +184,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             ("steps", 200, "training steps"), ("save-every", 50, "steps between checkpoints"),
             ("batch", 8, "sequences of a step, over all ranks"), ("width", 32, "of the model"),
             ("layers", 2, "each with experts"), ("experts", 4, "of a layer"),
-            ("seed", 1, "of the weights"), ("replica", 0, "number of this job among the replicas")]:
+            ("seed", 1, "of the weights"), ("replica", 0, "number of this job among the replicas"),
+            ("expert-parallel", 0, "ranks that share the experts; 0: all"),
+            ("check-twins", 0, "steps between checks that ranks with the same experts\ncompute the "
+                               "same, made before each save too; 0: none")]:
         p.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
     for name, value, text in [("lr", 0.1, "learning rate"), ("clip", 1.0, "gradient norm"),
                               ("balance", 0.01, "weight of the balance loss of a rank's tokens"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_plugin.bench import kernels as bench_kernels
-from moe_plugin.bench import layer, measure, report
+from moe_plugin.bench import layer, measure, plots, report
 from moe_plugin.bench.peers import peers
 from moe_plugin.bench.peers.local import einsum
 from moe_plugin.bench.problem import Problem
@@ -42,7 +42,7 @@ def test_peers_agree_and_are_drawn(dtype: str, gated: bool, tmp_path: object) ->
     assert [r.name for r in found.results] == ["moe-plugin", "dense", "einsum"]
     assert found.results[1].error is None and found.results[2].error <= layer.TOLERANCE[dtype]
     assert "einsum" in report.layer_table(found)
-    report.layer_plot(found, f"{tmp_path}/plot.svg")
+    plots.layer_plot(found, f"{tmp_path}/plot.svg")
 
 
 def test_peers_agree_on_one_choice_a_token() -> None:

@@ -13,7 +13,6 @@ import torch
 
 from moe_plugin.bench.train.results import (
     TrainReport,
-    body,
     merged,
     read,
     sides_table,
@@ -22,7 +21,7 @@ from moe_plugin.bench.train.results import (
 )
 from moe_plugin.bench.train.shapes import SHAPES, TrainShape, for_host, parse_shapes
 from moe_plugin.bench.train.steps import Side, SideTimes, batch, measure
-from moe_plugin.bench.train.write import write_page
+from moe_plugin.bench.train.write import pages_of, write_pages
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm
 
@@ -71,19 +70,31 @@ def test_tables_are_made_from_the_json_alone(tmp_path: Path) -> None:
     assert again == [TrainReport.from_dict(one.as_dict()) for one in reports]
     row = summary_table(again[:1]).splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells == ["few", SHAPES["few"].label(), "11.5", "23.0", "2.00", "1.90", "15 %", "5.0",
-                     "4.60", "25% / 25%", "1e-04"]
-    assert "Megatron, allgather | 50.0" in sides_table(again[0])
+    assert cells == ["few", SHAPES["few"].label(), "11.5 ms", "23 ms", "2.00", "1.90", "15 %",
+                     "5 ms", "4.60", "25% / 25%", "1e-04"]
+    assert "Megatron, allgather | 50 ms" in sides_table(again[0])
     assert "| 356,174 " in sides_table(again[0])  # 4,096 tokens in 11.5 ms
-    page = body(again)
-    for title in ("## Megatron-core, one machine, 2 ranks", "## Megatron-core, 2x2 emulated nodes",
-                  "## fairseq, one machine, 2 ranks"):
-        assert page.count(title + "\n") == 1
-    write_page(tmp_path / "train.md", again)
-    written = (tmp_path / "train.md").read_text()
-    words = " ".join(written.split())
-    assert page in written and "torch 1.0" in words and "bench train --host" in words
-    assert all(len(line) <= 100 or line.startswith("|") for line in written.splitlines())
+
+
+def test_pages_are_a_summary_and_one_for_each_host_and_place(tmp_path: Path) -> None:
+    reports = [report(), report(name="wide"), report(place="2x2 emulated nodes, 200 Mbit/s"),
+               report("fairseq")]
+    write_pages(tmp_path / "train.md", reports)
+    names = ["train.md", "train_megatron_one_machine.md", "train_megatron_2x2_emulated_nodes.md",
+             "train_fairseq_one_machine.md"]
+    assert [page.name for page in pages_of(tmp_path / "train.md", reports)] == names
+    assert sorted(path.name for path in tmp_path.glob("*.md")) == sorted(names)
+    summary, megatron, _, fairseq = [(tmp_path / name).read_text() for name in names]
+    for title in ("Megatron-core, one machine, 2 ranks", "fairseq, one machine, 2 ranks",
+                  "Megatron-core, 2x2 emulated nodes, 200 Mbit/s"):
+        assert summary.count(f"## {title}\n") == 1
+    assert all(f"({name})" in summary for name in names[1:])
+    assert sides_table(reports[0]) in megatron and "machine, 2 ranks: wide\n" in megatron
+    assert "wide" not in fairseq and "# Whole training steps: fairseq, one machine\n" in fairseq
+    words = " ".join(summary.split())
+    assert "torch 1.0" in words and "bench train --host" in words
+    assert all(len(line) <= 100 or line.startswith("|")
+               for page in (summary, megatron, fairseq) for line in page.splitlines())
 
 
 def test_results_of_the_same_shape_and_place_are_replaced() -> None:
@@ -116,21 +127,24 @@ def test_sides_train_in_turn_on_equal_data_and_settle_before_they_count() -> Non
     text = torch.arange(200, dtype=torch.uint8)
 
     def made(name: str, settled_after: int) -> Side:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
 
         def step(number: int) -> float:
             calls.append((name, number))
+            weight.grad = torch.ones(3)
             optimizer.step()
-            return float(batch(text, number, 2, 4, 0).sum())
+            return float(batch(text, number, 2, 4, 0).sum() + weight.detach().sum())
 
         return Side(name, "ours", step, [optimizer],
                     lambda: sum(n == name for n, _ in calls) >= settled_after)
 
     one, two = measure([made("one", 1), made("two", 5)], LocalComm(), steps=3, warm_up=2)
     assert calls == [*(("one", n) for n in range(2)), *(("two", n) for n in range(5)),
-                     *((name, n + start) for n in range(3) for name, start in (("one", 2),
-                                                                              ("two", 5)))]
-    assert one.losses == two.losses[:5] and len(one.seconds) == len(two.optimizer_s) == 3
+                     *(("two", n) for n in range(2)),
+                     *((name, n + 2) for n in range(3) for name in ("one", "two"))]
+    assert one.losses == two.losses  # weights and moments of before: two began again
+    assert len(one.seconds) == len(two.optimizer_s) == 3
     assert all(0 < o < s for o, s in zip(one.optimizer_s, one.seconds, strict=True))
     assert one.parameters == 3
 

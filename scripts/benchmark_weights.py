@@ -1,0 +1,239 @@
+"""Memory and speed of training a model three times as large as its memory limit, in one process.
+
+    python scripts/benchmark_weights.py [--out docs/benchmarks] [--steps 2]
+
+Needs root and version 1 or 2 of cgroups with a writable memory controller, 5 GiB of disk and about
+3 minutes. Writes weights.json and weights.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_plugin import MoEConfig, MoELayer, weighted_loss
+from moe_plugin.bench.memory_limit import AnonymousPeak, run_limited
+from moe_plugin.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.config import with_overrides
+from moe_plugin.offload.tiers import DiskTier
+from moe_plugin.offload.weights import StreamedTrainer
+from moe_plugin.regular_files import write_regular
+
+FILES = ("weights.json", "weights.md")
+VOCABULARY, WIDTH, EXPERTS, MIB = 256, 512, 8, 2**20
+MODES = ("resident", "streamed", "streamed without overlap")
+
+
+class Block(nn.Module):
+    """Causal attention and experts."""
+
+    def __init__(self, seed: int, hidden: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.config = with_overrides(
+            MoEConfig(model_dim=WIDTH, num_experts=EXPERTS),
+            {"experts.hidden_dim": hidden, "experts.compute_selection": "rule"})
+        self.inward, self.outward = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.moe = MoELayer(self.config)
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """(output, weighted balance loss)."""
+        parts = self.inward(F.layer_norm(x_BSD, (WIDTH,))).unflatten(-1, (3, 8, -1))
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BSD = x_BSD + self.outward(mixed.transpose(1, 2).flatten(2))
+        out = self.moe(F.layer_norm(x_BSD, (WIDTH,)))
+        return x_BSD + out.output, weighted_loss(out.losses, self.config.losses)
+
+
+class Embedding(nn.Embedding):
+    """Token embedding of a seed."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(VOCABULARY, WIDTH)
+
+
+class Head(nn.Linear):
+    """Output of a seed."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(WIDTH, VOCABULARY)
+
+
+def model(layers: int, hidden: int) -> list[Any]:
+    """What makes the blocks, one after another."""
+    return [Embedding, *(partial(Block, 2 + i, hidden) for i in range(layers)), Head]
+
+
+def batches(step: int, count: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches of two noisy arithmetic progressions."""
+    random = torch.Generator().manual_seed(step)
+    start, by = torch.randint(0, VOCABULARY, (2, 2 * count, 1), generator=random)
+    ids = (start + by % 5 * torch.arange(length + 1)) % VOCABULARY
+    return [(ids_BS[:, :-1], ids_BS[:, 1:]) for ids_BS in ids.chunk(count)]
+
+
+def loss_of(count: int, out: Tensor, target: Tensor) -> Tensor:
+    """A micro-batch's part of the mean."""
+    return F.cross_entropy(out.flatten(0, 1), target.flatten()) / count
+
+
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+
+def child(args: argparse.Namespace) -> None:
+    """Train in this process and print what was seen."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    peak, blocks = AnonymousPeak(), model(args.layers, args.hidden)
+    loss, losses, seconds = partial(loss_of, args.micro_batches), [], []
+    seen: dict[str, Any] = {}
+    processor = []
+    if args.child == MODES[0]:
+        modules = [make() for make in blocks]
+        params = [p for module in modules for p in module.parameters()]
+        optimizer = OPTIMIZER(params)
+        seen["model_bytes"] = sum(p.numel() * p.element_size() for p in params)
+    else:
+        trainer = StreamedTrainer(blocks, loss, OPTIMIZER, DiskTier(args.scratch),
+                                  throttle=args.throttle * 1e6 or None,
+                                  overlap=args.child == MODES[1])
+        seen["model_bytes"] = sum(block.layout.nbytes for block in trainer.blocks)
+    for step in range(args.steps):
+        began, used = time.perf_counter(), time.process_time()
+        data = batches(step, args.micro_batches, args.length)
+        if args.child != MODES[0]:
+            losses += [float(x) for x in trainer.step(data).losses]
+        else:
+            for x, target in data:
+                balance = torch.zeros(())
+                for module in modules:
+                    x = module(x)
+                    x, own = x if isinstance(x, tuple) else (x, None)
+                    balance = balance if own is None else balance + own
+                value = loss(x, target)
+                (value + balance).backward()
+                losses.append(float(value.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+        processor.append(time.process_time() - used)
+    if args.child != MODES[0]:
+        trainer.settle()
+        counters = trainer.copier.counters
+        seen |= {"copied_bytes": counters.bytes, "stalled_s": counters.stalled_s,
+                 "copying_s": counters.busy_s, "device_bytes": trainer.device_bytes}
+        trainer.close()
+    tokens = 2 * args.length * args.micro_batches
+    seen |= {"losses": losses, "seconds": seconds, "anonymous_bytes": peak.bytes,
+             "tokens_s": tokens / min(seconds), "processor_s": min(processor)}
+    print(json.dumps(seen))
+
+
+def run(args: argparse.Namespace, mode: str, limit: int | None, scratch: str,
+        throttle: float = 0.0) -> dict[str, Any] | None:
+    """What a mode's process saw under a limit; None: it was killed for its memory."""
+    command = [sys.executable, __file__, "--child", mode, "--scratch", scratch,
+               "--throttle", str(throttle)]
+    for name in ("steps", "layers", "hidden", "length", "micro_batches"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    done = run_limited(command, limit)
+    if done is None:
+        return None
+    return json.loads(done.output.splitlines()[-1]) | {"cgroup_peak_bytes": done.peak_bytes}
+
+
+def measure(args: argparse.Namespace, scratch: str) -> dict[str, Any]:
+    """All modes; streamed losses are the resident ones, bit for bit."""
+    limit = args.limit_mib * MIB
+    rows = [{"mode": MODES[0], "limit": None, **run(args, MODES[0], None, scratch)}]
+    killed = run(args, MODES[0], limit, scratch)
+    if killed is not None:
+        raise SystemExit("the resident model fits the limit: give a smaller one")
+    for throttle in dict.fromkeys((0.0, args.throttle)):
+        for mode in MODES[1:]:
+            seen = run(args, mode, limit, scratch, throttle)
+            if seen is None:
+                raise SystemExit(f"{mode}: killed under the limit; give a larger one")
+            if seen["losses"] != rows[0]["losses"]:
+                raise SystemExit(f"{mode}: other losses than those of the resident model")
+            rows.append({"mode": mode, "limit": limit, "throttle_mb_s": throttle, **seen})
+    return {"limit": limit, "layers": args.layers, "hidden": args.hidden, "length": args.length,
+            "micro_batches": args.micro_batches, "steps": args.steps, "rows": rows}
+
+
+def report(seen: dict[str, Any]) -> str:
+    """The page."""
+    rows, size = seen["rows"], seen["rows"][0]["model_bytes"]
+    cells = []
+    for row in rows:
+        tier = f"{row['throttle_mb_s']:.0f} MB/s" if row.get("throttle_mb_s") else "as it is"
+        cells.append([
+            row["mode"], "" if row["limit"] is None else tier,
+            "none" if row["limit"] is None else f"{row['limit'] / MIB:.0f}",
+            f"{row['cgroup_peak_bytes'] / MIB:.0f}", f"{row['anonymous_bytes'] / MIB:.0f}",
+            f"{row['tokens_s']:.1f}",
+            f"{row['processor_s']:.1f}",
+            f"{row['stalled_s']:.1f}" if "stalled_s" in row else "",
+            f"{row['copied_bytes'] / MIB / seen['steps']:.0f}" if "copied_bytes" in row else ""])
+    return "\n".join([
+        "# Training a model three times as large as its memory", "",
+        paragraph(
+            "Made by `python scripts/benchmark_weights.py`. A language model of "
+            f"{seen['layers']} blocks ({EXPERTS} experts of width {WIDTH} x {seen['hidden']}, "
+            f"attention), {size / MIB:.0f} MiB of float32 weights, trains {seen['steps']} steps of "
+            f"{seen['micro_batches']} micro-batches with torch's fused AdamW, whose state is twice "
+            "as large again. The process runs in a cgroup whose limit counts all of its memory, "
+            "torch, activations and pages of files included; the resident model was killed under "
+            "it, and ran without a limit for comparison. Losses of all rows are equal bit for "
+            "bit. The peak of the cgroup contains pages of files, which the kernel takes back "
+            "where memory is short; memory of the process alone was sampled. Tokens/s are of the "
+            f"fastest step, with one thread on a machine of {os.cpu_count()} cores, which other "
+            "programs used, too: where the load is far above the cores, only processor seconds can "
+            "be compared. Load average "
+            f"{', '.join(f'{x:.1f}' for x in os.getloadavg())}."),
+        "", table(["weights", "tier", "limit MiB", "peak of the cgroup MiB",
+                   "peak of the process MiB", "tokens/s", "processor s a step", "stalled s",
+                   "copied MiB a step"],
+                  cells), ""])
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder to write")
+    parser.add_argument("--scratch", help="folder for the tier's file (default: a new one here)")
+    parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
+    for name, default, text in [
+            ("steps", 2, "training steps"), ("layers", 80, "blocks"), ("hidden", 384, "of experts"),
+            ("length", 32, "tokens of a sequence"), ("micro-batches", 4, "of a step"),
+            ("limit-mib", 424, "memory limit"),
+            ("throttle", 0, "MB/s of a slower tier, measured, too; 0: none")]:
+        parser.add_argument(f"--{name}", type=float if name == "throttle" else int,
+                            default=default, help=f"{text} (default: {default})")
+    args = parser.parse_args()
+    if args.child:
+        child(args)
+        return
+    folder = check_folder(parser, args.out, FILES)
+    with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:
+        seen = measure(args, scratch)
+    write_json(folder / FILES[0], seen)
+    write_regular(folder / FILES[1], report(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+#!/usr/bin/env python3
+"""Draw the pictures of layouts: docs/layouts.svg and docs/layouts_shards.svg.
+
+    python scripts/draw_layouts.py [--check]
+
+With --check: only say whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+RANKS = 4
+EXPERT_OF = (0, 1, 2, 3, 0, 2, 1, 3)  # of each token; two tokens per rank
+BUSY = (0, 0, 1, 0, 0, 2, 0, 3)  # one expert has most of them
+SHARDS = 4  # S of the picture of shards: 8 ranks, 2 experts
+STYLE = """
+  svg { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; }
+  .bg { fill: #ffffff; } .h { font-size: 15px; font-weight: 600; fill: #1f2328; }
+  .b { font-size: 13px; font-weight: 600; fill: #1f2328; } .s { font-size: 11.5px; fill: #59636e; }
+  .box { fill: #f6f8fa; stroke: #afb8c1; } .n { font-size: 10px; fill: #1f2328; }
+  .e0 { fill: #80ccff; } .e1 { fill: #ffd33d; } .e2 { fill: #7ee2a8; } .e3 { fill: #ffadda; }
+  .k { stroke: #1f2328; stroke-width: 1.2; } .g { stroke: #59636e; stroke-dasharray: 2 2; }
+  .u { fill: none; stroke: #d1d9e0; }
+  @media (prefers-color-scheme: dark) {
+    .bg { fill: #0d1117; } .h, .b { fill: #e6edf3; } .s { fill: #9198a1; }
+    .box { fill: #161b22; stroke: #3d444d; } .n { fill: #e6edf3; }
+    .e0 { fill: #0d4a83; } .e1 { fill: #6b4f00; } .e2 { fill: #12643a; } .e3 { fill: #7d2457; }
+    .k { stroke: #e6edf3; } .g { stroke: #9198a1; } .u { stroke: #3d444d; }
+  }
+"""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A line of a panel: what each rank has. experts: stored or borrowed, by rank; tokens: by rank.
+
+    borrowed: (rank, expert) drawn with a dashed line.
+    """
+
+    label: str
+    tokens: Sequence[Sequence[int]]
+    experts: Sequence[Sequence[int]] | None = None
+    borrowed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A layout: lines, and in front of each one but the first what travels."""
+
+    title: str
+    setting: str
+    bands: Sequence[Band]
+    travels: Sequence[str]
+    expert_of: Sequence[int] = EXPERT_OF
+
+
+def of_experts(expert_of: Sequence[int] = EXPERT_OF) -> list[list[int]]:
+    """Rows of each rank's expert."""
+    return [[t for t, e in enumerate(expert_of) if e == rank] for rank in range(RANKS)]
+
+
+def panels() -> list[Panel]:
+    """The layouts of four ranks with one expert each."""
+    own = [[2 * rank, 2 * rank + 1] for rank in range(RANKS)]
+    pair = [[4 * (rank // 2) + i for i in range(4)] for rank in range(RANKS)]
+    every = [list(range(8))] * RANKS
+    one, all_four = [[rank] for rank in range(RANKS)], [list(range(RANKS))] * RANKS
+    computed = Band("computes", of_experts(), one)
+    slots = [pair[rank][rank % 2::2] for rank in range(RANKS)]
+    spilled = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    return [
+        Panel("Rows travel", "r = 1",
+              [Band("has", own), computed, Band("ends with", own)],
+              ["all-to-all: each row to the rank of its expert", "all-to-all back, weighted sums"]),
+        Panel("Parameters travel", "r = 0",
+              [Band("has", own), Band("computes", own, all_four), Band("ends with", own)],
+              ["all-gather of the experts' parameters", "nothing travels"]),
+        Panel("Tokens are gathered", "gather_tokens; dispatcher all_gather",
+              [Band("has", own), Band("gathers", every), computed, Band("ends with", own)],
+              ["all-gather of tokens", "nothing travels", "reduce-scatter of the sums"]),
+        Panel("Same tokens on all ranks (PPMoE)", "dispatcher index_slice",
+              [Band("has", every), computed, Band("ends with", every)],
+              ["nothing travels: each rank takes its experts' rows", "all-reduce of the sums"]),
+        Panel("Same tokens on two ranks (Parm S1)", "replicas: 2, schedule: s1",
+              [Band("has", pair), Band("routes", own), computed, Band("ends with", pair)],
+              ["nothing travels: each takes its half", "all-to-all of rows",
+               "all-to-all back, all-gather of tokens in each pair"]),
+        Panel("Same tokens on two ranks (Parm S2)", "replicas: 2, schedule: s2",
+              [Band("has, routes", pair), Band("sends", slots), computed,
+               Band("ends with", pair)],
+              ["nothing travels: slots are shared out after the router", "all-to-all of slots",
+               "all-to-all back, all-gather of slots in each pair"]),
+        Panel("An overloaded expert", "spill: never",
+              [Band("has", spilled), Band("computes", of_experts(BUSY), one)],
+              ["all-to-all: rank 0 has most rows"], BUSY),
+        Panel("Rows of it on ranks that borrow it", "spill: least_loaded",
+              [Band("has", spilled), Band("computes", [[0, 1], [2, 3], [4, 5], [6, 7]],
+                                          [[0], [1, 0], [2, 0], [3, 0]],
+                                          ((1, 0), (2, 0), (3, 0)))],
+              ["all-to-all of rows; weights of expert 0 are lent for the call"], BUSY),
+    ]
+
+
+def draw_panel(panel: Panel, x: float, y: float) -> tuple[list[str], float]:
+    """The marks of a panel, and its height."""
+    marks = [text("b", x, y + 16, panel.title),
+             text("s", x + 460, y + 16, panel.setting, "end")]
+    at = y + 30
+    for number, band in enumerate(panel.bands):
+        if number:
+            marks.append(text("s", x + 84, at + 11, f"↓ {panel.travels[number - 1]}"))
+            at += 20
+        marks.append(text("s", x, at + 18, band.label))
+        for rank in range(RANKS):
+            left = x + 84 + 94 * rank
+            marks.append(f'<rect class="box" x="{left}" y="{at}" width="90" height="28" rx="5"/>')
+            inner = left + 4
+            for expert in (band.experts or [[]] * RANKS)[rank]:
+                line = "g" if (rank, expert) in band.borrowed or (
+                    panel.setting == "r = 0" and expert != rank) else "k"
+                marks.append(f'<rect class="e{expert} {line}" x="{inner}" y="{at + 5}" width="12" '
+                             'height="18" rx="3"/>')
+                inner += 14
+            inner += 2 if band.experts else 0
+            size = 10 if len(band.tokens[rank]) > 4 else 13
+            for token in band.tokens[rank]:
+                marks.append(f'<rect class="e{panel.expert_of[token]}" x="{inner}" '
+                             f'y="{at + 14 - size / 2}" width="{size - 1}" height="{size}"/>')
+                marks.append(text("n", inner + (size - 1) / 2, at + 17.5, str(token), "middle"))
+                inner += size
+        at += 32
+    return marks, at - y + 14
+
+
+def layouts() -> str:
+    """docs/layouts.svg: a panel for each layout, two in a row."""
+    marks, y = [], 64.0
+    found = panels()
+    for one, two in zip(found[::2], found[1::2], strict=True):
+        left, height = draw_panel(one, 24, y)
+        right, other = draw_panel(two, 512, y)
+        marks += [*left, *right]
+        y += max(height, other) + 8
+    head = [text("h", 24, 30, "Layouts of one layer: four ranks with one expert each, k = 1"),
+            text("s", 24, 50, "A box is a rank. Squares: tokens, in the color of their expert. "
+                 "Bars: parameters of experts, dashed where they are gathered or borrowed for a "
+                 "call.")]
+    return svg("Layouts of one layer over four ranks", 996, y, [*head, *marks])
+
+
+def shards() -> str:
+    """docs/layouts_shards.svg: routing degrees of two experts, each cut over four ranks."""
+    marks = [text("h", 24, 30, "Routing degree r: eight ranks, two experts, each cut into S = 4 "
+                  "shards"),
+             text("s", 24, 50, "Cells: the four shards of an expert, with a solid line where the "
+                  "rank stores it, dashed where it is gathered. Below: quarters of the expert's "
+                  "rows that it computes.")]
+    y = 70.0
+    says: dict[int, Callable[[], str]] = {
+        0: lambda: "r = 0: all parameters are gathered, tokens stay",
+        1: lambda: "r = 1: each row to one rank; the four ranks of an expert gather its shards",
+        2: lambda: "r = 2: each row to two ranks; runs of two ranks gather each other's shards",
+        4: lambda: "r = 4: each row to all four shards; no parameters travel"}
+    for r, say in says.items():
+        marks.append(text("b", 24, y + 14, say()))
+        for rank in range(2 * SHARDS):
+            marks += shard_column(r, rank, 24 + 118 * rank, y + 24)
+        y += 112 if r == 0 else 84
+    return svg("Routing degrees of experts that are cut into shards", 980, y + 4, marks)
+
+
+def used(r: int, rank: int) -> tuple[range, range]:
+    """(shards that a rank computes with, quarters of its expert's rows that it computes), r >= 1.
+
+    As `records.Placement` has it: runs of S/r ranks gather shards and share the tokens.
+    """
+    run, place = SHARDS // r, rank % SHARDS
+    first = place // run * run
+    width = SHARDS // run
+    return range(first, first + run), range(place % run * width, (place % run + 1) * width)
+
+
+def shard_column(r: int, rank: int, x: float, y: float) -> list[str]:
+    """One rank: the shards that it uses, and the rows that it computes."""
+    expert, own = rank // SHARDS, rank % SHARDS
+    marks = [f'<rect class="box" x="{x}" y="{y}" width="112" height="{80 if r == 0 else 52}" '
+             'rx="6"/>']
+    shown = [(e, range(SHARDS)) for e in (0, 1)] if r == 0 else [(expert, used(r, rank)[0])]
+    for line, (which, cells) in enumerate(shown):
+        for cell in range(SHARDS):
+            stored = which == expert and cell == own
+            kind = f"e{which} {'k' if stored else 'g'}" if cell in cells else "u"
+            marks.append(f'<rect class="{kind}" x="{x + 8 + 24 * cell}" y="{y + 7 + 26 * line}" '
+                         'width="22" height="18" rx="2"/>')
+    if r == 0:
+        return [*marks, text("s", x + 8, y + 72, f"rows of rank {rank}")]
+    for quarter in range(SHARDS):
+        kind = f"e{expert}" if quarter in used(r, rank)[1] else "u"
+        marks.append(f'<rect class="{kind}" x="{x + 8 + 24 * quarter}" y="{y + 32}" width="22" '
+                     'height="12"/>')
+    return marks
+
+
+def text(kind: str, x: float, y: float, words: str, anchor: str = "start") -> str:
+    """A line of text."""
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def svg(title: str, width: float, height: float, marks: Sequence[str]) -> str:
+    """The file."""
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
+        'aria-labelledby="title">', f'<title id="title">{escape(title)}</title>',
+        f"<style>{STYLE}</style>", f'<rect class="bg" width="{width:g}" height="{height:g}"/>',
+        *marks, "</svg>", ""])
+
+
+PICTURES: dict[str, Callable[[], str]] = {"layouts.svg": layouts, "layouts_shards.svg": shards}
+
+
+def main() -> int:
+    """Write the pictures, or check them. Exit status 1: a picture is out of date."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    old = [name for name, draw in PICTURES.items() if not (DOCS / name).is_file()
+           or (DOCS / name).read_text(encoding="utf-8") != draw()]
+    for name in old:
+        if check:
+            print(f"docs/{name} is out of date; run: python scripts/draw_layouts.py")
+        else:
+            (DOCS / name).write_text(PICTURES[name](), encoding="utf-8")
+    return 1 if check and old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
