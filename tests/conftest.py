@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,6 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples in every run, however busy the machine; `HYPOTHESIS_PROFILE=random` looks
+# for new ones.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.register_profile("random", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# A forked rank must not collect what is garbage in the process of the tests: the end of a process
+# group joins threads that no fork has, and waits for ever.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -37,8 +38,8 @@ def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
         context.Process(target=_work,
-                        args=(rank, world, store, pipes[rank][1], group_timeout_s, fn, args),
-                        daemon=True) for rank in range(world)
+                        args=(rank, world, store, pipes[rank][1], timeout_s, group_timeout_s, fn,
+                              args), daemon=True) for rank in range(world)
     ]
     for process, (_, child) in zip(processes, pipes, strict=True):
         process.start()
@@ -63,6 +64,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def listens(port: int) -> bool:
+    """Whether a program of this machine takes connections at a port of the loopback interface."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _receive(rank: int, pipe: Any, timeout_s: float) -> tuple[bool, Any]:
     if not pipe.poll(timeout_s):
         return False, f"rank {rank} gave no answer within {timeout_s} s"
@@ -73,9 +80,10 @@ def _receive(rank: int, pipe: Any, timeout_s: float) -> tuple[bool, Any]:
         return False, f"rank {rank} died"
 
 
-def _work(rank: int, world: int, store: str, pipe: Any, group_timeout_s: float,
+def _work(rank: int, world: int, store: str, pipe: Any, timeout_s: float, group_timeout_s: float,
           fn: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.95 * timeout_s, file=2)  # where a rank stalls
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
                                 timeout=timedelta(seconds=group_timeout_s))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ class Case:
     router_fp32: bool = False
     weights_first: bool = False
     dropout: float = 0.0  # with `drop_by_value` in place of chance
+    # operands of products rounded to e4m3, in so many parts of every expert; 0: not rounded
+    fp8_parts: int = 0
 
 
 def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -144,17 +147,44 @@ def drop_by_value(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     return x * ((x.detach().abs() * 997) % 1 >= p) / (1 - p)
 
 
+def round_fp8(x: Tensor) -> Tensor:
+    """To e4m3 values times one scale: a row or a weight of at most 128 values a side."""
+    scale = x.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).float().to(torch.float8_e4m3fn).double() * scale if scale else x
+
+
+class RoundedProduct(torch.autograd.Function):
+    """x [I] @ w [I, O], rounded as docs/kernels.md says: each operand, but those of w's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return round_fp8(x) @ round_fp8(w)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return round_fp8(grad) @ round_fp8(w).T, torch.outer(x, grad)
+
+
 def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
-    """One whole expert on one token."""
+    """One whole expert on one token; in fp8 the sum of its parts, each of which rounds its own
+    operands.
+    """
     act = ACTIVATIONS[case.activation]
+    product = RoundedProduct.apply if case.fp8_parts else torch.matmul
+    count = max(1, case.fp8_parts)
 
     def linear(v: Tensor, w: str, b: str) -> Tensor:
-        return v @ p[w][e] + (p[b][e] if case.bias else 0)
+        parts = [product(v, part) for part in p[w][e].chunk(count, 1)]
+        return torch.cat(parts) + (p[b][e] if case.bias else 0)
 
     inner = linear(x, "w_in", "b_in")
     inner = act(inner) if case.kind == "ffn" else act(linear(x, "w_gate", "b_gate")) * inner
     inner = drop_by_value(inner, case.dropout)
-    return linear(inner, "w_out", "b_out")
+    out = sum(map(product, inner.chunk(count), p["w_out"][e].chunk(count)))
+    return out + p["b_out"][e] if case.bias else out
 
 
 def losses(case: Case, chosen: list[list[int]], logits: Tensor, scores: Tensor,

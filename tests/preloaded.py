@@ -142,6 +142,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
     if pid:
         return pid
     code = 1
+    gc.freeze()  # what the server dropped is not the ranks' to end
     try:
         _become_rank(job, rank)
         module, name, args = pickle.loads(Path(job["folder"], "call").read_bytes())
