@@ -42,6 +42,12 @@ def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True)
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Let the host wait until a GPU has done what it was given: before a clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def start_to_host(x: Tensor) -> Callable[[], Tensor]:
     """Begin to copy a tensor of a device to the host; what is returned waits for it and gives it.
 

@@ -20,7 +20,7 @@ settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # A forked rank must not collect what is garbage in the process of the tests: the end of a process
-# group joins threads that no fork has, and waits for ever.
+# group joins threads that no fork has, and hangs.
 os.register_at_fork(after_in_child=gc.freeze)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -16,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+FIRST_PORT, PORTS = 10_000, 20_000  # of `free_port`
 
 
 def heeds_ctrl_c() -> None:
@@ -58,10 +62,28 @@ def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
 
 
 def free_port() -> int:
-    """A port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that is free, and that no other test is given before 20,000 more were asked for.
+
+    The kernel's own choice is among the ports of outgoing connections (32768 and up on Linux): of
+    the hundreds that ranks make to each other, one takes it before a program listens there.
+    """
+    counter = os.path.join(tempfile.gettempdir(), f"moe_plugin_ports_{os.getuid()}")
+    with open(counter, "a+") as shared:
+        fcntl.flock(shared, fcntl.LOCK_EX)  # ends with the file's closing
+        shared.seek(0)
+        given = int(shared.read() or 0)
+        while True:
+            port = FIRST_PORT + given % PORTS
+            given += 1
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    continue
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                break
+        shared.truncate(0)
+        shared.write(str(given))
+    return port
 
 
 def listens(port: int) -> bool:

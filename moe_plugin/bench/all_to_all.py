@@ -14,6 +14,7 @@ import torch
 from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, run_simulated
 from moe_plugin.config import CommConfig
 from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.machine import wait_for_device
 from moe_plugin.planner import COSTS, Cluster, Measurement, predict, wire_floor_s
 from moe_plugin.tuning.exchange import prepare
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
@@ -139,11 +140,11 @@ def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
     """(begin, end, own CPU seconds) of `burst` exchanges, to reduce the effect of the barrier."""
     run = algorithms.get(name)
     comm.barrier()
-    _wait_for_device(x)
+    wait_for_device(x.device)
     begin, cpu = time.perf_counter(), _cpu_s(comm, helper)
     for _ in range(burst):
         run(comm, x)
-    _wait_for_device(x)
+    wait_for_device(x.device)
     return begin, time.perf_counter(), _cpu_s(comm, helper) - cpu
 
 
@@ -152,11 +153,6 @@ def _cpu_s(comm: Comm, helper: int | None) -> float:
     if helper is None or comm.rank:
         return time.process_time()
     return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
-
-
-def _wait_for_device(x: torch.Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
 
 
 def measure_emulated(cluster: EmulatedCluster, plan: Plan, timeout_s: float = 1800.0) -> list[Row]:

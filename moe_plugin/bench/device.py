@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_plugin.machine import memory_bytes
+from moe_plugin.machine import memory_bytes, wait_for_device
 from moe_plugin.messages import short
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.fit import nonnegative_least_squares
@@ -110,13 +110,11 @@ def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
 def _seconds(fn: Callable[[], object], where: torch.device, repeats: int,
              least_s: float) -> list[float]:
     def once(calls: int = 1) -> float:
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        wait_for_device(where)
         start = time.perf_counter()
         for _ in range(calls):
             fn()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        wait_for_device(where)
         return (time.perf_counter() - start) / calls
 
     once()

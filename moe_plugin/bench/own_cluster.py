@@ -23,7 +23,7 @@ from moe_plugin.comm import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.layer import MoELayer
-from moe_plugin.machine import device_name, memory_bytes
+from moe_plugin.machine import device_name, memory_bytes, wait_for_device
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
@@ -249,17 +249,12 @@ def _repeats(comm: Comm, run: Callable[[], object], repeats: int,
     run()
     for _ in range(repeats):
         comm.barrier()
-        _wait(where)
+        wait_for_device(where)
         begin = time.perf_counter()
         run()
-        _wait(where)
+        wait_for_device(where)
         seconds.append(time.perf_counter() - begin)
     return comm.agree_max(seconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _slowest(comm: Comm, samples: Samples) -> Samples:

@@ -19,6 +19,7 @@ from torch import nn
 
 from moe_plugin.comm import Comm
 from moe_plugin.comm.agreement import agree
+from moe_plugin.machine import wait_for_device
 from moe_plugin.messages import short
 from moe_plugin.offload.activations import (
     POLICIES,
@@ -279,6 +280,5 @@ class _Measured(Probe):
         return ModelProfile(blocks=blocks, in_bytes_s=speed, out_bytes_s=speed, duplex=False)
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for_device(self.device)
         return time.perf_counter()

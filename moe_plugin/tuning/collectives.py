@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.collectives import NATIVE, Collectives, FindNetwork, kinds
 from moe_plugin.comm.forest import Forest
 from moe_plugin.config import CommConfig
+from moe_plugin.machine import wait_for_device
 from moe_plugin.messages import short
 from moe_plugin.planner.cluster import Cluster, load_cluster
 from moe_plugin.planner.collectives import Group, all_gather_s, all_reduce_s, reduce_scatter_s
@@ -230,11 +230,11 @@ class Auto(Collectives):
         tuner = Choices.of(comm).tuner
         self.forest.trees(comm)  # planned outside of what is measured
         comm.agree_max([0.0])  # all begin together
-        _synchronize(x)
+        wait_for_device(x.device)
         begun = time.perf_counter()
         name = tuner.choose(bucket)
         out = getattr(self._named(name), kind)(comm, x)
-        _synchronize(out)
+        wait_for_device(out.device)
         tuner.record(bucket, name, time.perf_counter() - begun, comm.agree_max)
         for decision in tuner.pop_decisions():
             if decision.event == "settle" and comm.rank == 0:
@@ -268,8 +268,3 @@ class Choices:
     def of(cls, comm: Comm) -> Choices:
         """Those of a group, made at the first use."""
         return comm.state.get(cls)
-
-
-def _synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

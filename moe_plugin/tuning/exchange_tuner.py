@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moe_plugin.comm import algorithms
 from moe_plugin.comm.base import Comm, Exchange
+from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.all_to_all import COSTS, predict
 from moe_plugin.tuning.default_hardware import Calibration
 from moe_plugin.tuning.engine import Tuner, TunerSettings
@@ -121,22 +121,17 @@ class _Trial(Exchange):
                  recv: Sequence[int] | None = None) -> Tensor:
         # all begin together: else the end of the last exchange is charged to this one
         comm.agree_max([0.0])
-        _synchronize(x)
+        wait_for_device(x.device)
         start = time.perf_counter()
         name = self.tuner.choose(self.bucket)
         out = algorithms.get(name)(comm, x, send, recv)
-        _synchronize(out)
+        wait_for_device(out.device)
         self.tuner.record(self.bucket, name, time.perf_counter() - start, comm.agree_max)
         for d in self.tuner.pop_decisions():
             if d.event == "settle" and comm.rank == 0:
                 log.info("all-to-all auto: %s for about %d bytes per rank (slowest rank, %s)",
                          d.choice, x.numel() * x.element_size(), d.why)
         return out
-
-
-def _synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
 
 
 auto = algorithms.register("auto")(Auto())

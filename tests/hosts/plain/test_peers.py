@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,24 @@ def by_hand(seeds: tuple[int, ...]) -> list[list[torch.Tensor]]:
     return seen
 
 
+def start_lighthouse() -> Any:
+    """It waits for two peers, and up to a minute for more."""
+    return coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2,
+                                         join_timeout_ms=60_000)
+
+
+def run_peers(work: Callable[[int], None], peers: int, lighthouse: Any,
+              failed: list[BaseException], timeout_s: float) -> None:
+    """`work(number)` of all peers in threads of this process; none of them may have failed."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(peers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    lighthouse.shutdown()
+    assert not failed, failed
+
+
 def lose_joining(peer: StreamedPeer) -> list[bool]:
     """The first average in which a peer joins is lost, after all parts of it were averaged: as all
     lose it where one more of them dies. Returns what says that it was.
@@ -81,8 +101,7 @@ def test_averages_are_those_of_one_process_and_a_peer_joins(tmp_path):
     """Two peers, weights in files and in host memory; a third one starts when they are at work. The
     average in which it joins is lost first: its own weights must not be in the next one.
     """
-    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2,
-                                               join_timeout_ms=60_000)
+    lighthouse = start_lighthouse()
     trainers = [trainer_of(DiskTier(tmp_path) if number else HostTier("cpu"),
                            seed=7 if number == 2 else 1) for number in range(3)]
     seen: dict[int, list[torch.Tensor]] = {}
@@ -114,13 +133,7 @@ def test_averages_are_those_of_one_process_and_a_peer_joins(tmp_path):
             failed.append(error)
         trainer.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    lighthouse.shutdown()
-    assert not failed, failed
+    run_peers(work, 3, lighthouse, failed, timeout_s=100)
     expected = by_hand((1, 1))[-1]
     for number in range(3):
         for x, y in zip(seen[number], expected, strict=True):
@@ -169,8 +182,7 @@ def test_diloco_is_its_published_formula_and_a_peer_joins_and_leaves(tmp_path):
     """Two peers; a third one takes weights and outer momentum of these, trains with them, and
     leaves.
     """
-    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2,
-                                               join_timeout_ms=60_000)
+    lighthouse = start_lighthouse()
     trainers = [trainer_of(DiskTier(tmp_path) if number else HostTier("cpu"),
                            seed=7 if number == 2 else 1) for number in range(3)]
     seen: list[list[tuple[int, list[torch.Tensor]]]] = [[], [], []]
@@ -221,13 +233,7 @@ def test_diloco_is_its_published_formula_and_a_peer_joins_and_leaves(tmp_path):
             both.abort()
         trainer.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    lighthouse.shutdown()
-    assert not failed, failed
+    run_peers(work, 3, lighthouse, failed, timeout_s=300)
     ours, of_late = seen[0], seen[2]
     idle = len(ours) - STEPS // EVERY - 2
     assert idle > 0 and ours[-1][0] == 2 and ours[-2][0] == of_late[-1][0] == 3
@@ -244,8 +250,7 @@ def of_two_peers(folder, begin: int, end: int) -> list[tuple[list[torch.Tensor],
     """Losses of steps `begin` to `end`, then weights and outer momenta, of both peers of a run that
     continues what was saved at `begin`, and is saved at `end`.
     """
-    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2,
-                                               join_timeout_ms=60_000)
+    lighthouse = start_lighthouse()
     found: list[tuple[list[torch.Tensor], ...]] = [(), ()]
     failed: list[BaseException] = []
     both = threading.Barrier(2)
@@ -271,13 +276,7 @@ def of_two_peers(folder, begin: int, end: int) -> list[tuple[list[torch.Tensor],
             both.abort()
         trainer.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    lighthouse.shutdown()
-    assert not failed, failed
+    run_peers(work, 2, lighthouse, failed, timeout_s=300)
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.pipeline.executor import Step
 from moe_plugin.hosts.plain.named_errors import gather_objects, named
+from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.choice import StageProfile
 
 ROUND_TRIPS = 2  # the faster one counts
@@ -43,19 +44,15 @@ class MeasuredStep(Step):
         def call() -> Tensor:
             start = time.perf_counter()
             tensor = receive()
-            self._synchronize()
+            wait_for_device(self.device)
             self._waited_s += time.perf_counter() - start
             return tensor
 
         return call
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _now(self) -> float:
         # the clock without the time spent waiting for tensors
-        self._synchronize()
+        wait_for_device(self.device)
         return time.perf_counter() - self._waited_s
 
     def forward(self, batch: int) -> None:
@@ -117,8 +114,7 @@ def transfer_s(step: Step, group: Any) -> float:
             with named("round trip between stages", group):
                 for send in (sends, not sends):
                     (dist.send if send else dist.recv)(tensor, peer, group=group)
-            if step.device.type == "cuda":
-                torch.cuda.synchronize(step.device)
+            wait_for_device(step.device)
             trips.append((time.perf_counter() - start) / 2)
         best = max(best, min(trips))
     return best

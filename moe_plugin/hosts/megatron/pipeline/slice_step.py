@@ -23,6 +23,7 @@ from moe_plugin.hosts.megatron.pipeline.base import refuse
 from moe_plugin.hosts.megatron.pipeline.cutting import NAME, Again, CutModel, check_model, weighed
 from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
 from moe_plugin.layer import MoELayer
+from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.slices import Unit
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.replay import ReplayLog
@@ -165,8 +166,8 @@ class SliceStep(Step):
             del self.batch_parts[batch]
 
     def _now(self) -> float:
-        if self.timed and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.timed:
+            wait_for_device(self.device)
         return time.perf_counter()
 
     def _took(self, kind: str, part: Part, began: float) -> None:

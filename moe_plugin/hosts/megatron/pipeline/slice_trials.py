@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moe_plugin.hosts.megatron.pipeline.slice_step import Seconds, SliceStep
 from moe_plugin.hosts.plain.named_errors import comm_of
+from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.slice_choice import SliceProfile
 from moe_plugin.planner.pipeline.slice_times import fit
 from moe_plugin.planner.pipeline.slices import equal_slices
@@ -129,8 +130,7 @@ def transfers_s(step: SliceStep, shape: tuple[int, ...]) -> float:
             began = time.perf_counter()
             for tensor, sends in ((x, first), (answer, not first)):
                 (dist.send if sends else dist.recv)(tensor, peer, group=group)
-            if x.is_cuda:
-                torch.cuda.synchronize(x.device)
+            wait_for_device(x.device)
             if first:
                 least = min(least, time.perf_counter() - began)
     return least if least < float("inf") else 0.0
