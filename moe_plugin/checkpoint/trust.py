@@ -4,6 +4,7 @@ runs.
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from collections.abc import Iterable
@@ -57,7 +58,7 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a pickle that may name only listed classes.
+    """Reads a pickle that may name only listed classes, and members of those that are enums.
 
     Args:
         stream: the pickle.
@@ -77,4 +78,12 @@ class Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
             return torch.__dict__[name]
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         raise UntrustedFile(self._what, [f"{module}.{name}"])
+
+    def _member(self, kind: Any, name: Any) -> Any:
+        # Python 3.11.0 to 3.11.3 write a member as getattr(enum, its name), others as enum(value)
+        if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
+            return kind[name]
+        raise UntrustedFile(self._what, ["builtins.getattr"])

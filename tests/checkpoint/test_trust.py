@@ -1,0 +1,60 @@
+"""Which pickles are read: listed classes, members of listed enums, nothing that runs code."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from moe_plugin.checkpoint.trust import Unpickler, UntrustedFile
+
+
+class Color(enum.Enum):
+    """A listed enum."""
+
+    RED = "red"
+
+    def paint(self) -> str:
+        """What a file must not reach."""
+        return self.value
+
+
+class Plain:
+    """A listed class that is no enum."""
+
+    RED = "red"
+
+
+class Attribute:
+    """Written as Python 3.11.0 to 3.11.3 write the member of an enum."""
+
+    def __init__(self, of: Any, name: Any) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+def read(value: Any) -> Any:
+    listed = [f"{kind.__module__}.{kind.__qualname__}" for kind in (Color, Plain)]
+    return Unpickler(io.BytesIO(pickle.dumps(value)), listed, "a file").load()
+
+
+def test_values_types_and_members_of_listed_classes_are_read():
+    """Members in both forms, whichever this Python writes."""
+    assert read([1, "a", Color.RED, Attribute(Color, "RED"), torch.bfloat16]) == [
+        1, "a", Color.RED, Color.RED, torch.bfloat16]
+
+
+@pytest.mark.parametrize("value", [
+    Attribute(Color, "paint"), Attribute(Color, "__class__"), Attribute(Plain, "RED"),
+    Attribute(Attribute(Color, "RED"), "paint"), Attribute(Color, ["RED"]),
+    Attribute(torch.float32, "__class__"), enum.Enum, print, eval])
+def test_nothing_else_is(value):
+    """By name; attributes of other things, and what is no member of an enum."""
+    with pytest.raises(UntrustedFile, match="a file holds"):
+        read(value)
