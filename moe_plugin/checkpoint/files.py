@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from moe_plugin.offload.stored import stored_names, without_values
 from moe_plugin.regular_files import write_remedy
 
 logger = logging.getLogger(__name__)
+# of shapes by name, as the checkpoint has them, and its `extra`
+Leave = Callable[[Mapping[str, tuple[int, ...]], Mapping[str, Any]], Collection[str]]
 
 
 def save(directory: str | os.PathLike[str], model: nn.Module,
@@ -96,8 +98,8 @@ def _together(comm: Comm, target: Path) -> Iterator[None]:
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module,
-         optimizer: torch.optim.Optimizer | None = None,
-         comm: Comm | None = None) -> dict[str, Any]:
+         optimizer: torch.optim.Optimizer | None = None, comm: Comm | None = None,
+         leave: Leave | None = None) -> dict[str, Any]:
     """Read a checkpoint into this rank's model and optimizer; returns `extra`.
 
     Any number of ranks may have written it. All ranks of `comm` (the expert-parallel group) call
@@ -105,9 +107,16 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
 
     Nothing is changed unless everything could be read.
 
+    Args:
+        leave: which of the model's tensors stay as they are, such as a head of other classes; not
+            with an optimizer, whose state is of the tensors that were saved. None: none.
     Raises:
         CheckpointError: missing, truncated, or of another model or expert count.
+        ValueError: both an optimizer and `leave`.
     """
+    if leave is not None and optimizer is not None:
+        raise ValueError("leave with an optimizer: must be None, because the optimizer's state is "
+                         "of the tensors that were saved; load one of the two")
     comm = comm or LocalComm()
     folder, index = _whole_folder(Path(directory), comm)
     with _as_saved(folder):
@@ -118,14 +127,20 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
         _check_layers(folder, source.layers, mine)
         shards = {prefix: origin["shards"] for prefix, origin in mine.items() if "shards" in origin}
         part = part_of_rank(source, comm.rank, comm.size, shards)
+        stay: Collection[str] = () if leave is None else leave(
+            {name: value.entry.shape for name, value in part["model"].items()
+             if isinstance(value, Derived)}, index["extra"])
+        part["model"], own, kept = (
+            {name: value for name, value in state.items() if (name in stay) == chosen}
+            for state, chosen in ((part["model"], False), (own, False), (own, True)))
         _check_tensors(folder, part["model"], own)
         if optimizer is not None:
             _check_optimizer(folder, part["optimizer"], model, optimizer)
             _load_optimizer(torch_files.read_all(part["optimizer"]), model, optimizer)
         # experts in a file are read one by one, as they are written there
-        model.load_state_dict({name: value if name in on_disk
-                               else torch_files.read_all(value, copy=False)
-                               for name, value in part["model"].items()})
+        model.load_state_dict({**kept, **{name: value if name in on_disk
+                                          else torch_files.read_all(value, copy=False)
+                                          for name, value in part["model"].items()}})
     return index["extra"]
 
 

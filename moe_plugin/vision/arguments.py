@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_plugin.config import MoEConfig, flatten, to_dict
 from moe_plugin.config.flags import add_arguments, setting_specs
+from moe_plugin.config.options import MOST_SECONDS, check
 from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
 from moe_plugin.vision.data import EXAMPLES
 from moe_plugin.vision.ensemble import HEAD
@@ -91,6 +93,8 @@ _WHOLE = {
     "pipeline.": "use Megatron, which has pipeline stages",
     "guard.": "use a host, fairseq or Megatron",
     "observe.timeline": "use a host, fairseq or Megatron",
+    "observe.jsonl": "read stats.jsonl in --out",
+    "observe.interval": "use --log-every",
 }
 
 
@@ -105,6 +109,31 @@ def refuse_whole_model(given: Mapping[str, Any]) -> None:
         if remedy and value != defaults[path]:
             raise ValueError(f"{path}={value} does not fit this training of images: must be "
                              f"{defaults[path]}; leave {flags_of[path]} out, or {remedy}")
+
+
+def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    """`ValueError` for an argument out of bounds, or one of experts for a model without.
+
+    given: settings of the layers, by dotted path.
+    """
+    for name, ok, bound, remedy in (
+            ("image", args.image >= 0, ">= 0", "use 0 for the preset's"),
+            ("experts", args.experts >= 0, ">= 0", "use 0 for the preset's"),
+            ("epochs", args.epochs >= 1, ">= 1", "use --evaluate to train nothing"),
+            ("batch_size", args.batch_size >= 1, ">= 1", "use 32"),
+            ("lr", 0 < args.lr < math.inf, "> 0 and finite", "use 3e-3"),
+            ("weight_decay", 0 <= args.weight_decay < math.inf, ">= 0 and finite", "use 0.05"),
+            ("warm_up", 0 <= args.warm_up <= 1, "in 0..1, a share of the steps", "use 0.1"),
+            ("clip", args.clip > 0, "> 0", "use inf to clip nothing"),
+            ("log_every", args.log_every >= 1, ">= 1", "use 10"),
+            ("timeout", 0 < args.timeout <= MOST_SECONDS, f"> 0 and <= {MOST_SECONDS:g}",
+             "use 300")):
+        check(ok, name, getattr(args, name), bound, remedy)
+    of_experts = sorted(path for path in given if not path.startswith("observe."))
+    if args.dense and (args.experts or of_experts):
+        what = f"experts={args.experts}" if args.experts else of_experts[0]
+        raise ValueError(f"{what} has no effect with --dense, a model without experts: must be "
+                         "left out; leave one of the two out")
 
 
 def smoothing_of(args: argparse.Namespace) -> float:

@@ -123,7 +123,7 @@ class Images(ImageSet):
         folder: FOLDER/train or FOLDER/val. size: pixels of a side. flips: whether an image and its
             mirror are the same class.
     Raises:
-        ValueError: no such folder, or no image in it.
+        ValueError: no such folder, no image in it, or images and masks.
     """
 
     def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:
@@ -141,6 +141,9 @@ class Images(ImageSet):
         except FileNotFoundError as error:
             raise ValueError(f"{folder}: {error}; one folder a class, with its images") from error
         self.classes = self.files.classes
+        if {"images", "masks"} <= set(self.classes):
+            raise ValueError(f"{folder} has images and masks in the place of a folder for each "
+                             "class: use --task segment; classes of these names must have others")
 
     def __len__(self) -> int:
         return len(self.files)

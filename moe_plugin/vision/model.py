@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,8 @@ class SwinMoE:
     settings: Mapping[str, Any] = field(default_factory=lambda: dict(PUBLISHED))
 
 
+# axes of classes in the parameters that make the outputs: of one model, of an ensemble
+_CLASS_AXES = {"head.fc.weight": 0, "head.fc.bias": 0, "head.heads.w_out_MHC": 2}
 _EVERY_OTHER = (), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,)
 PRESETS = {
     "swin_s": SwinMoE(192, 12, 96, (2, 2, 18, 2), (3, 6, 12, 24), _EVERY_OTHER, experts=32,
@@ -155,6 +157,26 @@ def freeze_experts(model: nn.Module) -> int:
         raise ValueError(f"{short(type(model).__name__)} has no experts to freeze; leave "
                          "--freeze-experts out of a dense run")
     return sum(p.numel() for p in frozen)
+
+
+def head_of_other_classes(model: nn.Module, classes: Sequence[str],
+                          shapes: Mapping[str, tuple[int, ...]],
+                          extra: Mapping[str, Any]) -> list[str]:
+    """The parameters that make the outputs, where a checkpoint has them for other classes, in
+    number or by name; none where it is of another model: reading it says so.
+
+    Args:
+        classes: of the model. shapes, extra: of the checkpoint, see `checkpoint.load`.
+    """
+    mine = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
+
+    def without_classes(found: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [found[name][:axis] + found[name][axis + 1:]
+                for name, axis in _CLASS_AXES.items() if name in mine and name in found]
+
+    same = (all(shapes.get(name) == shape for name, shape in mine.items())
+            and list(extra.get("classes", classes)) == list(classes))
+    return [] if same or without_classes(shapes) != without_classes(mine) else list(mine)
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

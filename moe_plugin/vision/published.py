@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint import trust
+from moe_plugin.checkpoint.files import Leave
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError
 from moe_plugin.checkpoint.tutel import COUNT, NAMES, rank_files
@@ -65,13 +66,14 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
 
 
 @torch.no_grad()
-def read_published(model: nn.Module, path: Path) -> None:
+def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> None:
     """Read files of any number of ranks, of whole experts each, into a model of `vision.model`.
 
     Nothing is changed unless everything fits.
 
     Args:
         path: without `.rankN`.
+        leave: see `checkpoint.load`; of parameters outside of the experts' layers.
     Raises:
         CheckpointError: files are missing or cannot be read; names or shapes differ.
     """
@@ -88,8 +90,11 @@ def read_published(model: nn.Module, path: Path) -> None:
         where = "file" if odd[0] in known else "model"
         raise CheckpointError(f"{odd[0]!r} is in the {where} alone: {files[0]} is of other sizes, "
                               "or not of a Swin V2 (see moe_plugin.vision.published)")
+    shapes = {name: tuple(states[0][published_name(name)].shape) for name in _others(model)}
+    stay = set(map(published_name, () if leave is None else leave(shapes, {})))
     for name, target in wanted.items():
-        found[name] = target, states[0][name]
+        if name not in stay:
+            found[name] = target, states[0][name]
     for name, block in blocks.items():
         for ours, value in _parameters(block).items():
             found[f"{name}.{ours}"] = value, _of_layer(states, name, ours, block)

@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint import load, save
+from moe_plugin.checkpoint.files import Leave
 from moe_plugin.comm import TorchComm
 from moe_plugin.config import ObserveConfig
 from moe_plugin.config.flags import file_settings, settings_from_flags
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in, optimizer_groups
 from moe_plugin.hosts.plain.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import ddp_model
+from moe_plugin.messages import short
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.routing import finish_step
-from moe_plugin.vision.arguments import ensemble_of, parser, refuse_whole_model, smoothing_of
+from moe_plugin.vision.arguments import (
+    check_arguments,
+    ensemble_of,
+    parser,
+    refuse_whole_model,
+    smoothing_of,
+)
 from moe_plugin.vision.data import Images, ImageSet, Masks, write_example
-from moe_plugin.vision.model import PRESETS, SwinMoE, build, build_ensemble, freeze_experts
+from moe_plugin.vision.model import (
+    PRESETS,
+    SwinMoE,
+    build,
+    build_ensemble,
+    freeze_experts,
+    head_of_other_classes,
+)
 from moe_plugin.vision.published import read_published
 from moe_plugin.vision.tasks import Task
 
@@ -54,6 +69,8 @@ class Trainer:
         flags = vars(args)
         given = {**file_settings(flags), **settings_from_flags(flags)}
         refuse_whole_model(given)
+        check_arguments(args, given)
+        in_file = given.pop("num_experts", None)
         self.task = Task(ensemble_of(args), smoothing_of(args), args.task == "segment")
         self.comm = TorchComm(timeout_s=args.timeout)
         if self.comm.rank == 0 and args.example:
@@ -62,8 +79,8 @@ class Trainer:
         size = PRESETS[args.preset]
         if args.image:
             size = dataclasses.replace(size, image=args.image)
-        if args.experts:
-            size = dataclasses.replace(size, experts=args.experts)
+        if experts := args.experts or in_file:
+            size = dataclasses.replace(size, experts=experts)
         part = {"size": size.image, "flips": args.flips}
         kind = Masks if self.task.segments else Images
         self.train_set: ImageSet = kind(args.data / "train", training=True, **part)
@@ -107,13 +124,13 @@ class Trainer:
         """From the last checkpoint, or initial weights, to the last epoch; or one evaluation."""
         if self.args.evaluate:
             return self.report_evaluation()
-        if self.folder.exists():
+        if self.there(self.folder):
             extra = load(self.folder, self.model, self.optimizer, self.comm)
+            self.check_classes(self.folder, extra)
             self.epoch, self.step = extra["epoch"], extra["step"]
             self.say(f"continues after epoch {self.epoch} of {self.args.epochs}")
         elif self.args.init:
-            self.read_weights(self.args.init)
-            self.say(f"begins with the weights of {self.args.init}")
+            self.begin_with(self.args.init)
         while self.epoch < self.args.epochs:
             self.train_epoch()
             self.epoch += 1
@@ -122,26 +139,59 @@ class Trainer:
             self.write({"iteration": self.step, "lm_loss": None, **found, "epoch": self.epoch})
             self.say(f"epoch {self.epoch}/{self.args.epochs} | {told(found)}")
             save(self.folder, self.model, self.optimizer, self.comm,
-                 {"epoch": self.epoch, "step": self.step, "accuracy": self.accuracy})
+                 {"epoch": self.epoch, "step": self.step, "accuracy": self.accuracy,
+                  "classes": self.classes})
 
-    def read_weights(self, place: Path) -> None:
-        """Of a run's checkpoint, or of published files.
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes, in the order of the outputs."""
+        return self.train_set.classes
 
+    def there(self, place: Path) -> bool:
+        """Whether any rank sees this folder: what ranks do then must be the same."""
+        [found] = self.comm.agree_max([float(place.exists())])
+        return bool(found)
+
+    def begin_with(self, place: Path) -> None:
+        """Read initial weights; a head of other classes stays as it was drawn."""
+        anew: list[str] = []
+
+        def leave(shapes: Mapping[str, tuple[int, ...]], extra: Mapping[str, Any]) -> list[str]:
+            anew.extend(head_of_other_classes(self.model, self.classes, shapes, extra))
+            return anew
+
+        self.read_weights(place, leave)
+        head = f"; the head begins anew, for {len(self.classes)} other classes" if anew else ""
+        self.say(f"begins with the weights of {place}{head}")
+
+    def read_weights(self, place: Path, leave: Leave | None = None) -> Mapping[str, Any]:
+        """Of a run's checkpoint, whose further values are returned, or of published files.
+
+        leave: see `checkpoint.load`.
         Raises:
             ValueError: neither is there, or they do not fit the model.
         """
-        if place.is_dir():
-            load(place, self.model, None, self.comm)
-        elif place.with_name(place.name + ".rank0").exists():
-            read_published(self.model, place)
-        else:
-            raise ValueError(f"there is no checkpoint {place}; give the folder of one, such as "
-                             "RUN/checkpoint, or PATH of published files PATH.rank0")
+        if self.there(place):
+            return load(place, self.model, None, self.comm, leave)
+        if self.there(place.with_name(place.name + ".rank0")):
+            read_published(self.model, place, leave)
+            return {}
+        raise ValueError(f"there is no checkpoint {place}; give the folder of one, such as "
+                         "RUN/checkpoint, or PATH of published files PATH.rank0")
+
+    def check_classes(self, source: Path, extra: Mapping[str, Any]) -> None:
+        """`ValueError` where a checkpoint is of other classes than --data."""
+        theirs = extra.get("classes", self.classes)
+        if theirs != self.classes:
+            raise ValueError(
+                f"{source} is of the classes {short(theirs)}, --data {self.args.data} has "
+                f"{short(self.classes)}: must be the same; to train it further for others, give "
+                "another --out, and this one to --init")
 
     def report_evaluation(self) -> None:
         """One evaluation of the weights, printed, and added to `evaluations.jsonl`."""
         source = self.args.init or self.folder
-        self.read_weights(source)
+        self.check_classes(source, self.read_weights(source))
         found = self.evaluate()
         self.write({"weights": str(source), **found}, "evaluations.jsonl")
         self.say(f"{source} | {told(found)}")

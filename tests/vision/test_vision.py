@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_plugin.checkpoint import load
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.cli.main import main as moe_plugin_main
 from moe_plugin.comm import Comm, TorchComm
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
+from moe_plugin.vision.arguments import parser
 from moe_plugin.vision.data import Images
 from moe_plugin.vision.model import PRESETS, build, freeze_experts
 from moe_plugin.vision.published import published_name, read_published, write_published
-from moe_plugin.vision.train import main
+from moe_plugin.vision.train import Trainer, main
 from tests.distributed import run_gloo
-from tests.vision.folders import few, image_folder
+from tests.vision.folders import few, image_folder, some
 
 pytest.importorskip("timm")
 TINY = PRESETS["tiny"]
@@ -199,6 +202,25 @@ def test_settings_of_a_whole_model_are_refused(flags: list[str], message: str, t
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("flags, message", [
+    (["--epochs", "0"], "epochs=0 is out of bounds: must be >= 1; use --evaluate"),
+    (["--clip", "0"], "clip=0.0 is out of bounds: must be > 0"),
+    (["--log-every", "0"], "log_every=0 is out of bounds"),
+    (["--batch-size", "0"], "batch_size=0 is out of bounds"),
+    (["--warm-up", "3"], r"warm_up=3.0 is out of bounds: must be in 0..1"),
+    (["--dense", "--moe-top-k", "2"], "router.top_k has no effect with --dense"),
+    (["--dense", "--experts", "8"], "experts=8 has no effect with --dense"),
+    (["--moe-config", "interval.yaml"], "observe.interval=7 .* or use --log-every"),
+])
+def test_arguments_out_of_bounds_or_without_effect(flags: list[str], message: str, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("interval.yaml").write_text("observe: {interval: 7}\n")
+    assert main(["--data", "none", "--out", "out", *flags]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_defaults_of_a_whole_model_are_no_reason_to_refuse(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data", str(tmp_path / "none"), "--out", str(tmp_path / "out"),
@@ -261,6 +283,95 @@ def test_initial_weights_and_evaluation_alone(digits: Path, tmp_path: Path,
     assert "there is no checkpoint" in capsys.readouterr().err
     assert run("other", "--evaluate", "--init", checkpoint, "--experts", "8") == 2
     assert "num_experts=4" in capsys.readouterr().err
+
+
+def test_initial_weights_of_other_classes(digits: Path, tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"three": few(digits, tmp_path / "three", 4), "two": tmp_path / "two",
+            "named": tmp_path / "named"}
+    for name, keep, of in (("two", "01", "01"), ("named", "012", "abc")):
+        for part in ("train", "val"):
+            for label, new in zip(keep, of, strict=True):
+                shutil.copytree(data["three"] / part / label, data[name] / part / new)
+
+    def run(images: str, out: str, *more: str) -> int:
+        return main(["--data", str(data[images]), "--out", str(tmp_path / out), "--batch-size",
+                     "8", *more])
+
+    def weights(out: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = build(TINY, 2 if out == "fewer" else 3)
+        load(tmp_path / out / "checkpoint", model)
+        return dict(model.state_dict())
+
+    checkpoint = str(tmp_path / "first" / "checkpoint")
+    frozen = ["--init", checkpoint, "--epochs", "1", "--lr", "1e-12"]
+    assert run("three", "first", "--epochs", "1") == 0
+    first = weights("first")
+    capsys.readouterr()
+    for images, out, count in (("two", "fewer", 2), ("named", "others", 3)):
+        assert run(images, out, *frozen) == 0
+        assert (f"begins with the weights of {checkpoint}; the head begins anew, for {count} other "
+                "classes") in capsys.readouterr().out
+        found = weights(out)
+        heads = {"head.fc.weight", "head.fc.bias"}
+        assert found["head.fc.weight"].shape == (count, 96)
+        assert not torch.isclose(found["head.fc.weight"][:2], first["head.fc.weight"][:2]).all()
+        for name in set(first) - heads:
+            if isinstance(first[name], Tensor):
+                torch.testing.assert_close(found[name], first[name])
+    assert run("three", "same", *frozen) == 0
+    assert "anew" not in capsys.readouterr().out
+    torch.testing.assert_close(weights("same")["head.fc.weight"], first["head.fc.weight"])
+    # neither an evaluation nor a run that goes on has other classes than its weights
+    assert run("two", "none", "--evaluate", "--init", checkpoint) == 2
+    assert "'head.fc.weight' has shape (3, 96)" in capsys.readouterr().err
+    for more in (["--evaluate", "--init", checkpoint], []):
+        assert run("named", "first", *more) == 2
+        assert "is of the classes ['0', '1', '2'], --data" in capsys.readouterr().err
+    path = tmp_path / "published"  # whose files have no names of classes
+    write_published(build(TINY, 3), path)
+    assert run("two", "of files", "--init", str(path), *frozen[2:]) == 0
+    assert "the head begins anew, for 2 other classes" in capsys.readouterr().out
+
+
+def _settings(data: Path, out: Path) -> tuple[int, int, str]:
+    config = next(blocks_in(Trainer(parser().parse_args([
+        "--data", str(data), "--out", str(out), "--moe-config", "configs/moe/dropless.yaml",
+        "--moe-top-k", "1"])).model))[1].moe.config
+    return config.num_experts, config.router.top_k, config.dispatch.name
+
+
+def test_files_of_settings(digits: Path, tmp_path: Path) -> None:
+    data = few(digits, tmp_path / "few", 2)
+    assert run_gloo(1, _settings, data, tmp_path) == [(8, 1, "ragged")]
+
+
+def test_images_with_masks_are_no_classes(tmp_path_factory: pytest.TempPathFactory,
+                                          tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    masked = some(image_folder(tmp_path_factory, "digits-with-masks"), tmp_path / "masked", 2)
+    assert main(["--data", str(masked), "--out", str(tmp_path / "out")]) == 2
+    assert re.search("train has images and masks .* use --task segment", capsys.readouterr().err)
+
+
+def _continues(data: Path, out: Path, rank_out: Path) -> str:
+    comm = TorchComm()
+    trainer = Trainer(parser().parse_args([
+        "--data", str(data), "--out", str(rank_out if comm.rank else out)]))
+    try:
+        trainer.run()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_a_rank_without_the_checkpoint_is_an_error_on_all(digits: Path, tmp_path: Path) -> None:
+    data = few(digits, tmp_path / "few", 2)
+    assert main(["--data", str(data), "--out", str(tmp_path / "out"), "--epochs", "1"]) == 0
+    first, second = run_gloo(2, _continues, data, tmp_path / "out", tmp_path / "elsewhere")
+    assert "the log of another rank says where" in first and "elsewhere" in second
 
 
 def test_published_files_are_initial_weights(digits: Path, tmp_path: Path) -> None:
