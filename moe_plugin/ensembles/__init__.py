@@ -1,8 +1,11 @@
 """Losses over a model's outputs (losses of routers: `moe_plugin.routing.losses`)."""
 
 from moe_plugin.ensembles.cmcl import (
+    BINS,
+    HISTOGRAMS,
     OracleLoss,
     confidence_counts,
+    confidence_histograms,
     confident_oracle_loss,
     ensemble_errors,
     responsible,
@@ -15,7 +18,8 @@ from moe_plugin.ensembles.cmcl import (
 from moe_plugin.ensembles.heads import EnsembleHeads
 
 __all__ = [
-    "EnsembleHeads", "OracleLoss", "confidence_counts", "confident_oracle_loss", "ensemble_errors",
-    "responsible", "sequence_errors", "sequence_oracle", "sequence_oracle_loss", "share_features",
+    "BINS", "HISTOGRAMS", "EnsembleHeads", "OracleLoss", "confidence_counts",
+    "confidence_histograms", "confident_oracle_loss", "ensemble_errors", "responsible",
+    "sequence_errors", "sequence_oracle", "sequence_oracle_loss", "share_features",
     "uniform_divergence"
 ]

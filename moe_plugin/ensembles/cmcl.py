@@ -18,6 +18,8 @@ from torch import Tensor
 from moe_plugin.kernels import top_k_stable
 
 LABELLING = ("exact", "stochastic")
+BINS = 10  # of a histogram of confidences
+HISTOGRAMS = ("responsible", "other", "ensemble")
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,9 @@ def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tenso
 
 def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int,
                          beta: float, *, labels: str = "exact",
-                         by_sequence: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss float32 [B * T] of each token, and errors bool [B * T] by name, False for padding.
+                         by_sequence: bool = True) -> tuple[OracleLoss, dict[str, Tensor]]:
+    """Loss float32 [B * T] of each token with the responsible members, and errors bool [B * T] by
+    name, False for padding.
 
     Args:
         logits_BTMC: [B, T, M, C]. target_BT: int64. real_BT: bool, True = not padding.
@@ -152,7 +155,7 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
                              by_sequence=by_sequence)
     real_N = real_BT.flatten()
     oracle_N, top1_N = ensemble_errors(logits_BTMC.detach().flatten(0, 1), target_BT.flatten())
-    return result.loss_N, {"oracle": oracle_N & real_N, "top1": top1_N & real_N}
+    return result, {"oracle": oracle_N & real_N, "top1": top1_N & real_N}
 
 
 def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int, beta: float, *,
@@ -179,6 +182,22 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
     oracle_B = wrong_BTM.mean(1).amin(1) if by_sequence else wrong_BTM.amin(2).mean(1)
     return {"top1": (mean_BTC.argmax(-1) != target_BT).double().mean(1), "oracle": oracle_B,
             "member": wrong_BTM.mean((1, 2))}
+
+
+def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
+                          real_N: Tensor) -> dict[str, Tensor]:
+    """How sure predictions are, by the names of `HISTOGRAMS`: of members that are responsible for
+    a sample, of the others, and of the mean of the members; float64 [BINS] of each, see
+    `confidence_counts`.
+
+    Args:
+        logits_NMC: float. chosen_NM: bool, the responsible members. real_N: bool, samples that
+            count.
+    """
+    p_NMC, real_N1 = F.softmax(logits_NMC.detach().float(), dim=-1), real_N[:, None]
+    shown = {"responsible": (p_NMC, chosen_NM & real_N1), "other": (p_NMC, ~chosen_NM & real_N1),
+             "ensemble": (p_NMC.mean(1), real_N)}
+    return {name: confidence_counts(*shown[name], BINS) for name in HISTOGRAMS}
 
 
 def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:

@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.ensembles import confidence_counts, sequence_errors, sequence_oracle
+from moe_plugin.ensembles import (
+    BINS,
+    HISTOGRAMS,
+    confidence_histograms,
+    sequence_errors,
+    sequence_oracle,
+)
 from moe_plugin.ensembles.settings import EnsembleSettings
 
-BINS = 10  # of a histogram of confidences
 _SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
-_HISTOGRAMS = "responsible", "other", "ensemble"
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,10 @@ class Task:
         sums = torch.stack([(by_name[name] * real_B).sum() for name in _SUMS])
         if not self.ensemble:
             return sums
-        real_BT1 = real_B.view(-1, 1, 1)
-        chosen_BTM = self._oracle(logits_BTMC, target_BT, False).chosen_NM.view(p_BTMC.shape[:3])
-        shown = {"responsible": (p_BTMC, chosen_BTM & real_BT1),
-                 "other": (p_BTMC, ~chosen_BTM & real_BT1),
-                 "ensemble": (p_BTMC.mean(2), real_B.view(-1, 1).expand_as(target_BT))}
-        return torch.cat([sums, *(confidence_counts(*shown[name], BINS) for name in _HISTOGRAMS)])
+        sure = confidence_histograms(
+            logits_BTMC.flatten(0, 1), self._oracle(logits_BTMC, target_BT, False).chosen_NM,
+            real_B.view(-1, 1).expand_as(target_BT).flatten())
+        return torch.cat([sums, *(sure[name] for name in HISTOGRAMS)])
 
     def results(self, sums: Tensor) -> dict[str, Any]:
         """Of `counts`, added over all batches and ranks: loss, accuracy (where it segments: of
@@ -96,7 +98,7 @@ class Task:
             found["iou"] = both / either if either else 1.0
         if not self.ensemble:
             return found
-        counts = sums[len(_SUMS):].view(len(_HISTOGRAMS), BINS).round().long().tolist()
+        counts = sums[len(_SUMS):].view(len(HISTOGRAMS), BINS).round().long().tolist()
         return {**found, "top1_error": top1 / images, "oracle_error": oracle / images,
                 "member_error": member / images,
-                "confidence": dict(zip(_HISTOGRAMS, counts, strict=True))}
+                "confidence": dict(zip(HISTOGRAMS, counts, strict=True))}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moe_plugin.ensembles import (
     EnsembleHeads,
     confidence_counts,
+    confidence_histograms,
     confident_oracle_loss,
     ensemble_errors,
     responsible,
@@ -161,6 +162,13 @@ def test_errors_of_sequences_and_confidences() -> None:
     p = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.3, 0.7], [0.9, 0.1]])
     counted = torch.tensor([True, True, True, False])
     assert confidence_counts(p, counted, 4).tolist() == [0, 0, 2, 1]
+    # 0.98 and 0.73 of the members, 0.62 of their mean; the last token is padding
+    chosen = torch.tensor([[True, False], [True, False], [False, True], [True, False]])
+    real = torch.tensor([True, True, True, False])
+    found = confidence_histograms(logits.flatten(0, 1), chosen, real)
+    assert {name: counts.nonzero()[:, 0].tolist() for name, counts in found.items()} == {
+        "responsible": [9], "other": [7, 9], "ensemble": [6, 9]}
+    assert [int(counts.sum()) for counts in found.values()] == [3, 3, 3]
 
 
 def clusters(n: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,15 @@ import torch
 import torch.nn.functional as F
 from fairseq import metrics
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.logging.meters import Meter
 from torch import Tensor
 
-from moe_plugin.ensembles import EnsembleHeads, sequence_oracle_loss
+from moe_plugin.ensembles import (
+    HISTOGRAMS,
+    EnsembleHeads,
+    confidence_histograms,
+    sequence_oracle_loss,
+)
 from moe_plugin.hosts.fairseq.criterion import GateLoss
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.hosts.fairseq.translate import plain_value, setting
@@ -51,6 +57,27 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
         return log_p_BTV if log_probs else log_p_BTV.exp()
 
 
+class _Counts(Meter):  # type: ignore[misc]
+    """Numbers by place, which a log shows as `3/0/12`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is counted."""
+        self.counts: Tensor | int = 0
+
+    def update(self, counts: Tensor) -> None:
+        """Add counts, [BINS]."""
+        self.counts = self.counts + counts.cpu()
+
+    @property
+    def smoothed_value(self) -> str:  # type: ignore[override]
+        """For logs."""
+        return "" if isinstance(self.counts, int) else "/".join(
+            str(round(count)) for count in self.counts.tolist())
+
+
 class _ConfidentOracle(CrossEntropyCriterion):
     """The loss without the gate loss."""
 
@@ -64,25 +91,34 @@ class _ConfidentOracle(CrossEntropyCriterion):
                 f"logits of shape {tuple(logits_BTMV.shape)} are of one head; moe_confident_oracle "
                 "needs an ensemble: "
                 "use --arch moe_ensemble_lm")
-        loss_N, errors = sequence_oracle_loss(
-            logits_BTMV, target_BT, target_BT != self.padding_idx, self.k, self.beta,
+        real_BT = target_BT != self.padding_idx
+        oracle, errors = sequence_oracle_loss(
+            logits_BTMV, target_BT, real_BT, self.k, self.beta,
             labels=self.labels if model.training else "exact", by_sequence=self.unit == "sentence")
         size = target_BT.size(0) if self.sentence_avg else sample["ntokens"]
-        loss = loss_N.sum() if reduce else loss_N
+        loss = oracle.loss_N.sum() if reduce else oracle.loss_N
+        sure = {} if model.training else confidence_histograms(
+            logits_BTMV.flatten(0, 1), oracle.chosen_NM, real_BT.flatten())
         return loss, size, {
             "loss": loss.data, "ntokens": sample["ntokens"], "nsentences": target_BT.size(0),
             "sample_size": size, "oracle_errors": errors["oracle"].sum(),
             "top1_errors": errors["top1"].sum(),
+            **{f"confidence_{name}": counts for name, counts in sure.items()},
         }
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """fairseq's, and the error rates: no head is right; the mean of the heads is wrong."""
+        """fairseq's, and the error rates: no head is right; the mean of the heads is wrong; in
+        validation also how sure heads are.
+        """
         super().reduce_metrics(logging_outputs)
         tokens = sum(log.get("ntokens", 0) for log in logging_outputs)
         for name in ("oracle", "top1"):
             errors = sum(log.get(f"{name}_errors", 0) for log in logging_outputs)
             metrics.log_scalar(f"{name}_error", errors / max(1, tokens), tokens, round=4)
+        for key in (f"confidence_{name}" for name in HISTOGRAMS):
+            for counts in (log[key] for log in logging_outputs if key in log):
+                metrics.log_custom(_Counts, key, counts)
 
 
 class ConfidentOracleCriterion(GateLoss, _ConfidentOracle):

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.ensembles import EnsembleHeads, sequence_oracle_loss
+from moe_plugin.ensembles import (
+    HISTOGRAMS,
+    EnsembleHeads,
+    confidence_histograms,
+    sequence_oracle_loss,
+)
 from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
 
 # arguments of the training script, named and meant as in fairseq
 FLAGS = flags("sentence", "token", "sequence")
-ERRORS = ("oracle error", "top-1 error")  # what `oracle_loss_function` logs in addition
+# what `oracle_loss_function` logs in addition: in training, and where it is asked for
+ERRORS, CONFIDENCE = ("oracle error", "top-1 error"), "confidence"
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,12 @@ class Ensemble(EnsembleSettings):
 
     def loss_function(self, labels_BS: Tensor, loss_mask_BS: Tensor, *, training: bool,
                       per_token: bool) -> Callable[[Tensor], Any]:
-        """See `oracle_loss_function`; in evaluation labels are exact. Its loss is also logged under
-        Megatron's name.
+        """See `oracle_loss_function`; in evaluation labels are exact, and confidences are counted.
+        Its loss is also logged under Megatron's name.
         """
         loss = oracle_loss_function(labels_BS, loss_mask_BS, self.k, self.beta, per_token=per_token,
                                     labelling=self.labels if training else "exact",
-                                    by_sequence=self.by_sequence)
+                                    by_sequence=self.by_sequence, confidence=not training)
 
         def named(logits_BSMV: Tensor) -> Any:
             *found, logged = loss(logits_BSMV)
@@ -122,7 +128,8 @@ def add_heads(model: nn.Module, heads: int, *, hidden: int = 0, sharing: float =
 
 def oracle_loss_function(labels_BS: Tensor, loss_mask_BS: Tensor, k: int = 1, beta: float = 0.75, *,
                          labelling: str = "exact", by_sequence: bool = True,
-                         per_token: bool = False) -> Callable[[Tensor], Any]:
+                         per_token: bool = False,
+                         confidence: bool = False) -> Callable[[Tensor], Any]:
     """The loss function that Megatron's `forward_step` returns with the logits [B, S, M, V].
 
     Args:
@@ -131,15 +138,17 @@ def oracle_loss_function(labels_BS: Tensor, loss_mask_BS: Tensor, k: int = 1, be
             same responsible heads.
         per_token: `calculate_per_token_loss`: returns the sum and the number of tokens instead of
             the mean.
+        confidence: log how sure the heads are, too: `confidence_histograms`, one after another in
+            the order of `HISTOGRAMS`, float [H * BINS].
     Returns: a function of the logits that gives what Megatron expects; logged: sums and tokens of
         "oracle loss", "oracle error" (no head is right) and "top-1 error" (the mean of the heads is
         wrong).
     """
     def loss(logits_BSMV: Tensor) -> Any:
         real_BS = loss_mask_BS > 0
-        loss_N, errors = sequence_oracle_loss(logits_BSMV, labels_BS, real_BS, k, beta,
+        oracle, errors = sequence_oracle_loss(logits_BSMV, labels_BS, real_BS, k, beta,
                                               labels=labelling, by_sequence=by_sequence)
-        tokens, total = real_BS.sum(), loss_N.sum()
+        tokens, total = real_BS.sum(), oracle.loss_N.sum()
         sums = {
             "oracle loss": total.detach(), "oracle error": errors["oracle"].sum(),
             "top-1 error": errors["top1"].sum()
@@ -147,6 +156,10 @@ def oracle_loss_function(labels_BS: Tensor, loss_mask_BS: Tensor, k: int = 1, be
         logged = {
             name: torch.stack([value.float(), tokens.float()]) for name, value in sums.items()
         }
+        if confidence:
+            sure = confidence_histograms(logits_BSMV.flatten(0, 1), oracle.chosen_NM,
+                                         real_BS.flatten())
+            logged[CONFIDENCE] = torch.cat([sure[name] for name in HISTOGRAMS]).float()
         return (total, tokens.to(torch.int), logged) if per_token else (total / tokens.clamp(min=1),
                                                                         logged)
 

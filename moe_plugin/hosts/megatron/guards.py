@@ -21,7 +21,9 @@ from moe_plugin.hosts.plain.vote import Ballots, flat_gradients
 from moe_plugin.planner.byzshield import assign
 
 logger = logging.getLogger("moe_plugin.megatron")
-Run = Callable[[list[Iterator[Any]], int], list[dict[str, Tensor]]]
+Logged = list[dict[str, Tensor]]
+Run = Callable[[list[Iterator[Any]], int], Logged]
+Sums = Callable[[Logged], Tensor]
 
 
 def guard_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> GuardConfig:
@@ -108,14 +110,15 @@ class StepVotes:
         self.parameters = [p for p in self.chunk.parameters() if p.requires_grad]
         self.layers = [layer.moe for layer in training.moe_layers()]
 
-    def __call__(self, run: Run, batches: Iterator[Any]) -> Tensor:
-        """Set all gradients of a step; (sum of losses, tokens) of all ranks, float64 [2].
+    def __call__(self, run: Run, batches: Iterator[Any], sums: Sums) -> Tensor:
+        """Set all gradients of a step; sums of all ranks, of losses and tokens first, float64.
 
         Collective.
 
         Args:
             run: Megatron's forward and backward passes of so many micro-batches.
             batches: those of all ranks, in order.
+            sums: of what some micro-batches logged, float [2] or more.
         """
         step = list(itertools.islice(batches, self.total))
         config, count = self.training.config, self.ballots.assignment.count
@@ -128,15 +131,15 @@ class StepVotes:
                     self.chunk.zero_grad_buffer()
                     mine = step[file::count]
                     logged = run([iter(mine)], len(mine))
-                    losses.append(torch.stack([each["lm loss"] for each in logged]).double().sum(0))
+                    losses.append(sums(logged).double())
                     answers.append(flat_gradients(self.parameters, self._gradients()))
         finally:
             config.finalize_model_grads_func = finalize
         result_N = self.ballots.result(torch.stack(answers))
-        sums_F2 = self.ballots.winners(torch.stack(losses).to(self.ballots.comm.device))
+        sums_FS = self.ballots.winners(torch.stack(losses).to(self.ballots.comm.device))
         self._set(result_N)
         finalize([self.chunk])
-        return sums_F2.sum(0).cpu()
+        return sums_FS.sum(0).cpu()
 
     def report(self, iteration: int) -> None:
         """Warn of ranks that were outvoted since the last call."""

@@ -166,7 +166,7 @@ class Loop(Passes):
         self.training.optimizer.zero_grad()
         passes = functools.partial(self._forward_backward, forward_only=False)
         if self.votes is not None:
-            return self.votes(passes, batches[0])
+            return self._taken(self.votes(passes, batches[0], self._own_sums))
         return self._loss_sums(passes(batches, self.microbatches))
 
     def _record(self, progress: Any, sums: torch.Tensor, norm: float | None,

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from moe_plugin.ensembles import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron import arguments
-from moe_plugin.hosts.megatron.ensemble import ERRORS
+from moe_plugin.hosts.megatron.ensemble import CONFIDENCE, ERRORS
 from moe_plugin.hosts.megatron.guards import losses_so_far
 from moe_plugin.hosts.megatron.pipeline import forward_backward_func, pipeline_settings
 from moe_plugin.hosts.plain.named_errors import collectives_named, comm_of
@@ -27,7 +28,8 @@ class Passes:
         valid_set: what an evaluation reads; None: there is none.
 
     Attributes:
-        errors: of an ensemble in the last passes, tokens by the names of `ERRORS`.
+        errors: of an ensemble in the last passes, tokens by the names of `ERRORS`. sure: in the
+            last evaluation, numbers of predictions by confidence [HISTOGRAMS, BINS].
         microbatches: of a step, for each replica. replica, replicas: this one, and how many.
     """
 
@@ -46,6 +48,7 @@ class Passes:
         # experts that are elsewhere come after the layer's others
         self.device = next(training.chunks[0].parameters()).device
         self.errors = torch.zeros(len(ERRORS), dtype=torch.float64)
+        self.sure = torch.zeros(len(HISTOGRAMS), BINS, dtype=torch.float64)
 
     def evaluate(self, iteration: int) -> dict[str, Any]:
         """The mean loss of `eval_iters` micro-batches of the validation set, logged and returned.
@@ -67,6 +70,8 @@ class Passes:
                 lambda: core.set_logged_losses(kept)).tolist()
         record = {"iteration": iteration, "valid_loss": total / max(1.0, tokens),
                   **self.error_rates(self.errors, tokens)}
+        if self.training.ensemble is not None:
+            record["confidence"] = dict(zip(HISTOGRAMS, self.sure.long().tolist(), strict=True))
         self.log.write(record)
         logger.info("iteration %d | validation loss %.4f", iteration, total / max(1.0, tokens))
         return record
@@ -112,14 +117,26 @@ class Passes:
         # all
         from megatron.core import parallel_state as ps
 
-        errors = ERRORS if self.training.ensemble is not None else ()
-        sums = torch.zeros(2 + len(errors), device=self.device)
-        for entry in logged:
-            sums[:2] += entry["lm loss"]
-            for index, name in enumerate(errors):
-                sums[2 + index] += entry[name][0]
+        sums = self._own_sums(logged)
         for group in (ps.get_data_parallel_group(), ps.get_pipeline_model_parallel_group()):
             sums = comm_of(group).all_reduce(sums)
-        if errors:
-            self.errors = sums[2:].double().cpu()
-        return sums[:2].double().cpu()
+        return self._taken(sums.double().cpu())
+
+    def _own_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        # over micro-batches: losses, tokens and, of an ensemble, errors and confidences
+        if self.training.ensemble is None:
+            return sum((entry["lm loss"] for entry in logged), torch.zeros(2, device=self.device))
+        sums = torch.zeros(2 + len(ERRORS) + self.sure.numel(), device=self.device)
+        for entry in logged:
+            rows = [entry["lm loss"], *(entry[name][:1] for name in ERRORS)]
+            rows.append(entry.get(CONFIDENCE, sums.new_zeros(self.sure.numel())))
+            sums += torch.cat(rows)
+        return sums
+
+    def _taken(self, sums: torch.Tensor) -> torch.Tensor:
+        # of such sums over all ranks, float64: (sum of losses, tokens); the others are kept
+        loss_2, errors, sure = sums.split([2, *(
+            (0, 0) if len(sums) == 2 else (len(ERRORS), self.sure.numel()))])
+        if len(sums) > 2:
+            self.errors, self.sure = errors, sure.view_as(self.sure)
+        return loss_2

@@ -22,6 +22,7 @@ _SKIPPED = re.compile(r"gradient norm is \S+: step (\d{1,15}) skipped on all ran
 _DONE = re.compile(r"(?:\| fairseq_cli\.train \||\]\[INFO\] -) done training in ")
 _KNOWN = {"loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
           "update", "ppl"}
+_CONFIDENCE = "confidence_"
 
 
 def parse_step(line: str) -> tuple[str, StepRecord] | None:
@@ -69,11 +70,22 @@ def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
                  for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
     if kind == "valid":
         return StepRecord(step=step, valid_loss=loss, extra={
-            f"valid {name}": numbers[name] for name in ERRORS if name in numbers})
+            f"valid {name}": numbers[name] for name in ERRORS if name in numbers},
+            confidence=_confidence(values))
     return StepRecord(step=step, loss=loss, tokens_per_s=numbers.get("wps"),
                       learning_rate=numbers.get("lr"), grad_norm=numbers.get("gnorm"),
                       elapsed_s=numbers.get("wall"),
                       extra={key: value for key, value in numbers.items() if key not in _KNOWN})
+
+
+def _confidence(values: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    # counts by confidence, such as `confidence_other: 3/0/12`
+    found = {}
+    for key, value in values.items():
+        counts = [_number(part) for part in str(value).split("/")]
+        if key.startswith(_CONFIDENCE) and None not in counts:
+            found[key.removeprefix(_CONFIDENCE)] = tuple(counts)
+    return found
 
 
 def _number(value: Any) -> float | None:

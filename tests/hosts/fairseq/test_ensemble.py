@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fairseq import metrics
 
 from moe_plugin.ensembles import uniform_divergence
 from moe_plugin.hosts.fairseq.ensemble import ConfidentOracleCriterion, MoEEnsembleLanguageModel
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.options import MoEEnsembleConfig
+from moe_plugin.observe.history.fairseq_log import parse_step
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, Corpus, run
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens
 
@@ -61,6 +64,25 @@ def test_the_loss_is_the_confident_oracle_loss_by_sentence_or_token(unit: str) -
     right = (logits.argmax(-1) == target[..., None]) & target.ne(dictionary().pad())[..., None]
     assert int(logged["oracle_errors"]) == 18 - int(right.any(-1).sum()) and 0 < int(
         logged["top1_errors"]) <= 18
+
+
+def test_confidences_of_a_validation_are_logged_and_read() -> None:
+    net, batch = model(), sample()
+    criterion = ConfidentOracleCriterion(task(), False)
+    assert not any("confidence" in name for name in criterion(net.train(), batch)[2])
+    logs = [criterion(net.eval(), batch)[2] for _ in range(2)]
+    with metrics.aggregate(new_root=True) as found:
+        for log in logs:
+            ConfidentOracleCriterion.reduce_metrics([log])
+    values = found.get_smoothed_values()
+    line = {f"valid_{name}": values[name] for name in values if name.startswith("confidence")}
+    [kind, record] = parse_step("2026 | INFO | valid | " + json.dumps(
+        {"valid_loss": 1.0, "valid_num_updates": 4, **line}))
+    logits = net(**batch["net_input"])[0].detach()[batch["target"] != dictionary().pad()]
+    want = torch.bincount((10 * logits.softmax(-1).mean(1).amax(-1)).long(), minlength=10)
+    assert kind == "valid" and [*record.confidence] == ["responsible", "other", "ensemble"]
+    assert record.confidence["ensemble"] == tuple((2 * want).tolist())
+    assert [sum(counts) for counts in record.confidence.values()] == [36, 72, 36]
 
 
 def test_probabilities_are_the_mean_of_the_heads() -> None:

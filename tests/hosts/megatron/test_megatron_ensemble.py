@@ -115,6 +115,36 @@ def test_heads_by_flags_over_two_stages(data: str, tmp_path: Path) -> None:
     assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
     for row in [*steps, valid]:
         assert 0 < row["oracle_error"] <= 1 and 0 < row["top1_error"] <= 1
+    tokens = 2 * 32  # of a micro-batch, for one responsible head of three
+    assert {name: sum(counts) for name, counts in valid["confidence"].items()} == {
+        "responsible": tokens, "other": 2 * tokens, "ensemble": tokens}
+    assert "confidence" not in steps[0]
+
+
+def _with_and_without_votes(argv: list[str], folder: str) -> list[list[dict[str, Any]]]:
+    from megatron.core import parallel_state
+
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron import train as script
+
+    found = []
+    for name, more in (("plain", []), ("votes", ["--moe-votes", "3"])):
+        args = arguments.parser().parse_args([*argv, *more, "--log-file", f"{folder}/{name}"])
+        script.start(args)
+        script.run(args)
+        parallel_state.destroy_model_parallel()
+        found.append([json.loads(line) for line in Path(args.log_file).read_text().splitlines()])
+    return found
+
+
+@pytest.mark.distributed
+def test_errors_of_steps_with_votes(data: str, tmp_path: Path) -> None:
+    argv = [*MODEL, *FLAGS, "--ensemble-sharing", "0", "--data-path", data, "--train-iters", "2",
+            "--global-batch-size", "6"]
+    plain, votes = on_ranks(3, _with_and_without_votes, argv, str(tmp_path))[0]
+    for mine, want in zip(votes, plain, strict=True):
+        for name in ("lm_loss", "oracle_error", "top1_error"):
+            assert mine[name] == pytest.approx(want[name], rel=1e-4) and want[name] > 0
 
 
 @pytest.mark.parametrize("more,said", [
