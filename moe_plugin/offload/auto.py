@@ -130,11 +130,18 @@ class AutoActivations(Activations):
         elif self._steps < len(MEASURING):
             self._measured.next_step(self._steps)
             self.use([MEASURING[self._steps]] * len(self.blocks))
-        elif self._measured.complete(len(self.blocks)):
+        elif self._all_complete():
             self._plan_first()
         else:
             self._wait_for_blocks()
         super().after_step()
+
+    def _all_complete(self) -> bool:
+        """Whether all ranks have measured all blocks: they plan together."""
+        missing = float(not self._measured.complete(len(self.blocks)))
+        if self.comm is not None and self.comm.size > 1:
+            [missing] = self.comm.agree_max([missing])
+        return not missing
 
     def _wait_for_blocks(self) -> None:
         """A step in which not all blocks ran is made again."""
@@ -146,7 +153,8 @@ class AutoActivations(Activations):
                 "activations: nothing is planned, because in %d steps %s; manage blocks that run "
                 "in every step, and in no graph of torch.compile or checkpoint that is larger",
                 self._waited, f"block {missing[0]} and {len(missing) - 1} more did not run"
-                if missing else "no block had a backward pass")
+                if missing else "another rank has not measured all blocks"
+                if self._measured.complete(len(self.blocks)) else "no block had a backward pass")
 
     def _plan_first(self) -> None:
         self.probe = Probe()

@@ -58,18 +58,18 @@ class BlockPasses:
         keep: for backward. Raises: ValueError: it returned something else than it may.
         """
         module = self.modules[number]
+        before = _values(module) if keep else {}
         for m, x in enumerate(self._x):
-            before = _values(module) if keep and m == 0 else None
             with torch.no_grad(), self.randomness(m, number), record_routing() as tape:
                 y, own = self._call(number, x)
             if keep:
                 self._inputs[number].append(x)
                 self._tapes[number].append(tape)
-            if before is not None:
-                self._moving[number] = [place for place, buffer in _buffers(module)
-                                        if not torch.equal(buffer, before[place])]
             self._x[m] = y
             self._add_balance(m, own)
+        if keep:
+            self._moving[number] = [place for place, buffer in _buffers(module) if place not in
+                                    before or not torch.equal(buffer, before[place])]
 
     def losses(self) -> None:
         """The losses of the last block's outputs, without backward."""

@@ -26,12 +26,16 @@ Beside = Mapping[str, Sequence[Tensor]]  # by name, one tensor of each weight's 
 
 
 def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
-                 beside: Callable[[int], Beside] | None = None) -> Path:
+                 beside: Callable[[int], Beside] | None = None, *,
+                 finite: bool = False) -> Path:
     """Write weights, buffers and optimizer state to a folder; one that is there is replaced when
     the new one is complete.
 
-    beside: by number of a block, what else is saved with it, for `read_beside`.
-    Raises: ValueError: it cannot be written, with the reason.
+    beside: by number of a block, what else is saved with it, for `read_beside`. finite: write
+        nothing where a number is not finite.
+    Raises:
+        ValueError: it cannot be written, with the reason.
+        FloatingPointError: see `finite`; it names block and tensor.
     """
     safetensors = _safetensors()
     folder = Path(folder)
@@ -43,13 +47,19 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
         for block in trainer.blocks:
             metadata = {_STEP: str(trainer.steps), **_numbers(block)}
             more = {} if beside is None else _named(block, beside(block.number))
-            safetensors.torch.save_file(_tensors(block) | more, half / _name(block), metadata)
+            tensors = _tensors(block)
+            if finite:
+                _refuse_not_finite(folder, block, tensors)
+            safetensors.torch.save_file(tensors | more, half / _name(block), metadata)
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             os.replace(folder, old)
         os.replace(half, folder)
         shutil.rmtree(old, ignore_errors=True)
+    except FloatingPointError:
+        shutil.rmtree(half, ignore_errors=True)
+        raise
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(half, ignore_errors=True)
         raise ValueError(f"{folder} cannot be written ({error}); "
@@ -63,7 +73,7 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
 
     Raises: ValueError: a file is missing or of another model; it names file, tensor and shapes.
     """
-    folder = Path(folder)
+    folder = _there(Path(folder))
     for block in trainer.blocks:
         _check(block, folder / _name(block))
     trainer.settle()
@@ -86,13 +96,27 @@ def read_beside(folder: str | os.PathLike[str], block: Block) -> dict[str, list[
 
     Raises: ValueError: the file is missing or of another model.
     """
-    path = Path(folder) / _name(block)
+    path = _there(Path(folder)) / _name(block)
     _check(block, path)
     with _open(path) as file:
         names = [name for name in file.held if name.startswith(_BESIDE)]
         kinds = sorted({name.split(".")[1] for name in names})
         return {kind: [file.read(f"{_BESIDE}{kind}.{name}") for name in block.names]
                 for kind in kinds}
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the one before it, where a save was killed when it replaced that."""
+    old = folder.with_name(folder.name + ".old")
+    return old if old.exists() and not folder.exists() else folder
+
+
+def _refuse_not_finite(folder: Path, block: Block, tensors: Mapping[str, Tensor]) -> None:
+    for name, x in tensors.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            raise FloatingPointError(
+                f"{short(name)} of block {block.number} is not finite: {folder} is not written; an "
+                "older one stays. Continue from it with a lower learning rate or other data")
 
 
 def _named(block: Block, beside: Beside) -> dict[str, Tensor]:

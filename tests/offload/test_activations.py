@@ -369,3 +369,24 @@ def _plans_of_two_ranks():
 def test_ranks_decide_alike():
     (first, profile), (second, other) = run_gloo(2, _plans_of_two_ranks)
     assert first == second and profile == other and "keep" not in first[:1]
+
+
+def _planned_by_step(folder):
+    comm, blocks, planned = TorchComm(), make(3), []
+    activations = manage(blocks, "auto", memory="120KiB", folder=folder, smallest=0, comm=comm)
+
+    def after():
+        activations.after_step()
+        planned.append(activations.planned)
+        comm.all_reduce(torch.zeros(()))  # of the next step
+
+    train(blocks, steps=len(MEASURING) - 1, after=after)
+    # one rank leaves a block out, as it may where layers are dropped at random
+    train(blocks[:2] if comm.rank else blocks, steps=1, after=after)
+    train(blocks, steps=1, after=after)
+    return planned, activations.policies
+
+
+def test_ranks_plan_when_all_have_measured_all_blocks(tmp_path):
+    first, second = run_gloo(2, _planned_by_step, tmp_path, timeout_s=60.0, group_timeout_s=20.0)
+    assert first == second and first[0] == [False, False, False, True]

@@ -205,6 +205,26 @@ def test_random_numbers_and_counts_are_those_of_one_pass(tmp_path, settings):
     trainer.close()
 
 
+class Counted(nn.Linear):
+    """Counts samples that are not padding."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.ne(0).any(1).sum()
+        return super().forward(x)
+
+
+def test_counts_that_begin_with_a_later_micro_batch(tmp_path):
+    blocks = [Counted(), nn.Linear(WIDTH, 1)]
+    trainer = StreamedTrainer(blocks, lambda y, _: y.mean(), SGD, DiskTier(tmp_path))
+    trainer.step([(torch.zeros(3, WIDTH), None), (torch.ones(2, WIDTH), None)])
+    assert int(blocks[0].seen) == 2
+    trainer.close()
+
+
 def test_holds_two_segments_and_loads_no_more_than_needed(tmp_path):
     """What is neither in the present segment nor in its neighbour takes no memory."""
     seen = []
@@ -327,6 +347,22 @@ def _resident_of(trainer: StreamedTrainer) -> list[nn.Module]:
         for p, x in zip(block.params, block.read(), strict=True):
             p.data = x
     return [block.module for block in trainer.blocks]
+
+
+def test_numbers_that_are_not_finite_are_not_saved(tmp_path):
+    trainer = StreamedTrainer(model(), loss(1), SGD, DiskTier(tmp_path))
+    save_weights(trainer, tmp_path / "saved", finite=True)
+    before = sorted(file.read_bytes() for file in (tmp_path / "saved").iterdir())
+    block = trainer.blocks[1]
+    block.write([torch.full_like(x, float("nan")) for x in block.read()])
+    with pytest.raises(FloatingPointError, match="of block 1 is not finite: .*saved is not writt"):
+        save_weights(trainer, tmp_path / "saved", finite=True)
+    assert before == sorted(file.read_bytes() for file in (tmp_path / "saved").iterdir())
+    # killed between the two steps in which a save replaces an older one
+    (tmp_path / "saved").rename(tmp_path / "saved.old")
+    load_weights(trainer, tmp_path / "saved")
+    assert all(x.isfinite().all() for x in block.read())
+    trainer.close()
 
 
 def test_weights_are_replaced_all_or_none(tmp_path):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -290,19 +291,24 @@ def check(path: str, meta: dict[str, Any], training: Training) -> None:
     for name, mine in shape(training).items():
         # a conversion does not know all of them
         if name in meta["model"] and meta["model"][name] != mine:
-            raise ValueError(_differs(path, name, meta["model"][name], mine))
-    saved, mine = meta.get("settings") or {}, training.settings
+            raise ValueError(differs(path, name, meta["model"][name], mine))
+    check_settings(path, meta.get("settings") or {}, training.settings)
+
+
+def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """The same of what `arguments.model_settings` gave when it was saved, and gives now."""
     both = [name for name in mine if name in saved and name != "moe_plugin"
             and (saved[name] or None) != (mine[name] or None)]
     for name in both:
         if name in _TENSORS:
-            raise ValueError(_differs(path, name, saved[name], mine[name]))
+            raise ValueError(differs(path, name, saved[name], mine[name]))
         if name in _COMPUTED:
             logger.warning("checkpoint %s was trained with %s=%s, this run has %s", path, name,
                            short(saved[name]), short(mine[name]))
 
 
-def _differs(path: str, name: str, saved: Any, mine: Any) -> str:
+def differs(path: str, name: str, saved: Any, mine: Any) -> str:
+    """Message: a setting differs, with the remedy."""
     return (f"checkpoint {path!r} has {name}={short(saved)}, this run has {name}={mine!r}; give "
             "the same arguments as when it was saved, or another --load")
 

@@ -83,11 +83,12 @@ class StreamedTraining(model.Training):
     """What a training step needs where weights stream.
 
     trainer: of the parts. losses: of the micro-batches since `take_losses`, float [2] each: sum and
-    number of tokens.
+    number of tokens. evaluates: it does not train.
     """
 
     trainer: Any = None
     losses: Any = None
+    evaluates: bool = False
 
     def bare(self) -> list[nn.Module]:
         """The parts."""
@@ -114,6 +115,12 @@ class StreamedOptimizer:
 
     def __init__(self, trainer: StreamedTrainer) -> None:
         self.trainer, self.not_finite = trainer, False
+
+    @property
+    def kind(self) -> str:
+        """Name of their class."""
+        return next((type(block.optimizer).__name__ for block in self.trainer.blocks
+                     if block.optimizer is not None), "none")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -154,7 +161,8 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
         clip=StreamedNorm(args.clip_grad), skip_not_finite=True)
     training = StreamedTraining([block.module for block in trainer.blocks],
                                 StreamedOptimizer(trainer), config,
-                                model_settings(args, config), trainer=trainer, losses=losses)
+                                model_settings(args, config), trainer=trainer, losses=losses,
+                                evaluates=args.skip_train)
     for layer in training.moe_layers():
         if "token_ids" in layer.needs:
             raise ValueError(

@@ -75,12 +75,15 @@ class StreamedLoop(StreamedPasses, Loop):
 def save(root: str, training: StreamedTraining, progress: Progress) -> str:
     """Write a checkpoint and return its folder.
 
-    Raises: ValueError: it cannot be written; older ones are untouched.
+    Raises:
+        ValueError: it cannot be written; older ones are untouched.
+        FloatingPointError: a weight or state of an optimizer is not finite; nothing is written.
     """
     folder = checkpoint.folder(root, progress.iteration)
-    save_weights(training.trainer, folder)
+    save_weights(training.trainer, folder, finite=True)
     files.write_text(os.path.join(folder, META), checksums.seal_json(
-        {**dataclasses.asdict(progress), "settings": dict(training.settings)}))
+        {**dataclasses.asdict(progress), "settings": dict(training.settings),
+         "optimizer": training.optimizer.kind}))
     files.write_text(os.path.join(root, checkpoint.LATEST), str(progress.iteration))
     return folder
 
@@ -107,5 +110,9 @@ def load(root: str, training: StreamedTraining) -> Progress:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({short(error)}): write the number of another folder "
                          f"into {os.path.join(root, checkpoint.LATEST)}") from error
+    folder, mine = str(path.parent), training.optimizer.kind
+    checkpoint.check_settings(folder, meta.get("settings") or {}, training.settings)
+    if not training.evaluates and meta.get("optimizer", mine) != mine:
+        raise ValueError(checkpoint.differs(folder, "optimizer", meta["optimizer"], mine))
     load_weights(training.trainer, path.parent)
     return progress

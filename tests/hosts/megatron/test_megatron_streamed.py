@@ -82,6 +82,37 @@ def test_a_resumed_run_goes_on(data: str, tmp_path: Path) -> None:
     assert first == whole[:3] and rest == whole[3:] and valid == whole[2:3]
 
 
+def _refused(argv: list[str], folder: str) -> list[str]:
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron import train as script
+
+    found = []
+    for more in (["--save", folder], ["--optimizer", "sgd"], ["--norm-epsilon", "0.1"],
+                 ["--add-qkv-bias"], ["--optimizer", "sgd", "--skip-train"]):
+        args = arguments.parser().parse_args([*argv, *more])
+        if not found:
+            script.start(args)
+        else:
+            args.load, args.train_iters = folder, 2
+        arguments.check(args, 1)
+        try:
+            script.run(args)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_checkpoint_of_other_settings_is_named(data: str, tmp_path: Path) -> None:
+    host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path)]
+    [found] = on_ranks(1, _refused, [
+        *UNTIED, *host, "--data-path", data, "--train-iters", "1"], str(tmp_path / "saved"))
+    said = ["", "has optimizer='AdamW', this run has optimizer='SGD'", "",
+            "has add_qkv_bias=False, this run", ""]
+    for message, part in zip(found, said, strict=True):
+        assert part in message and bool(part) == bool(message), found
+
+
 def test_dropout_is_repeated_in_backward(data: str, tmp_path: Path) -> None:
     """A recomputation with other masks would not descend: gradients would be those of another
     function.
