@@ -1,16 +1,21 @@
-"""Memory and speed of training a model three times as large as its memory limit, in one process.
+"""Memory and speed of training a model larger than its memory limit, in one process: in plain
+PyTorch three times as large, and by the training script of Megatron.
 
     python scripts/benchmark_weights.py [--out docs/benchmarks] [--steps 2]
+        [--part plain|megatron|all]
 
 Needs root and version 1 or 2 of cgroups with a writable memory controller, 5 GiB of disk and about
-3 minutes. Writes weights.json and weights.md.
+6 minutes; the second part megatron-core. Writes weights.json and weights.md; of a part alone, the
+other one stays as the folder has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +38,14 @@ from moe_plugin.regular_files import write_regular
 FILES = ("weights.json", "weights.md")
 VOCABULARY, WIDTH, EXPERTS, MIB = 256, 512, 8, 2**20
 MODES = ("resident", "streamed", "streamed without overlap")
+LIMIT_MIB = {"plain": 424, "megatron": 768}
+COLUMNS = ["weights", "tier", "limit MiB", "peak of the cgroup MiB", "peak of the process MiB",
+           "tokens/s", "processor s a step", "stalled s", "copied MiB a step"]
+# sizes of Megatron's GPT model; each layer has 16 MiB of weights
+MEGATRON = ["--num-attention-heads", "8", "--num-experts", str(EXPERTS), "--moe-router-topk", "2",
+            "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear", "--moe-fused-adam",
+            "--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--lr", "1e-3",
+            "--attention-dropout", "0", "--log-interval", "1"]
 
 
 class Block(nn.Module):
@@ -143,12 +156,55 @@ def child(args: argparse.Namespace) -> None:
     print(json.dumps(seen))
 
 
+def megatron_child(args: argparse.Namespace) -> None:
+    """Train with Megatron's script in this process and print what was seen."""
+    from moe_plugin.hosts.megatron.train import main as train
+    from moe_plugin.observe.history import read_run
+
+    torch.set_num_threads(1)
+    peak, scratch = AnonymousPeak(), Path(args.scratch)
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    began = time.process_time()
+    with contextlib.redirect_stdout(sys.stderr):
+        status = train([
+            *MEGATRON, "--data-path", str(scratch / "text"), "--num-layers", str(args.layers),
+            "--hidden-size", str(WIDTH), "--moe-ffn-hidden-size", str(args.hidden),
+            "--seq-length", str(args.length), "--micro-batch-size", "2", "--global-batch-size",
+            str(2 * args.micro_batches), "--train-iters", str(args.steps), "--moe-stats-interval",
+            "1", "--log-file", str(folder / "log.jsonl"), "--moe-stats-jsonl",
+            str(folder / "stats.jsonl"), *(
+                ["--weights-on", "host", "--moe-activation-path", str(scratch),
+                 "--weights-memory", f"{args.weights_mib}MiB"] if args.child == MODES[1] else [])])
+    if status:
+        raise SystemExit(status)
+    read = read_run(folder)
+    seen: dict[str, Any] = {
+        "losses": [step.loss for step in read.steps], "anonymous_bytes": peak.bytes,
+        "tokens_s": max(step.tokens_per_s or 0.0 for step in read.steps),
+        "processor_s": (time.process_time() - began) / args.steps}
+    if copies := read.copies.get("weights"):
+        seen |= {"copied_bytes": sum(record.bytes for record in copies),
+                 "stalled_s": sum(record.stalled_s for record in copies),
+                 "device_bytes": max(record.resident_bytes for record in copies)}
+    print(json.dumps(seen))
+
+
+def write_text(scratch: Path) -> None:
+    """Sentences for Megatron's script."""
+    words = "one two three four five six seven eight nine ten".split()
+    lines = (" ".join(words[(i * j + i) % 10] for j in range(1, 40)) for i in range(1, 600))
+    write_regular(scratch / "text.txt", "\n".join(lines))
+    subprocess.run([sys.executable, "-m", "moe_plugin.hosts.megatron.data", "--input",
+                    str(scratch / "text.txt"), "--output-prefix", str(scratch / "text")],
+                   check=True, stdout=subprocess.DEVNULL)
+
+
 def run(args: argparse.Namespace, mode: str, limit: int | None, scratch: str,
         throttle: float = 0.0) -> dict[str, Any] | None:
     """What a mode's process saw under a limit; None: it was killed for its memory."""
     command = [sys.executable, __file__, "--child", mode, "--scratch", scratch,
-               "--throttle", str(throttle)]
-    for name in ("steps", "layers", "hidden", "length", "micro_batches"):
+               "--throttle", str(throttle), "--part", args.part]
+    for name in ("steps", "layers", "hidden", "length", "micro_batches", "weights_mib"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     done = run_limited(command, limit)
     if done is None:
@@ -158,13 +214,17 @@ def run(args: argparse.Namespace, mode: str, limit: int | None, scratch: str,
 
 def measure(args: argparse.Namespace, scratch: str) -> dict[str, Any]:
     """All modes; streamed losses are the resident ones, bit for bit."""
-    limit = args.limit_mib * MIB
-    rows = [{"mode": MODES[0], "limit": None, **run(args, MODES[0], None, scratch)}]
-    killed = run(args, MODES[0], limit, scratch)
+    limit = (args.limit_mib or LIMIT_MIB[args.part]) * MIB
+    modes, throttles = MODES, (0.0, args.throttle)
+    if args.part == "megatron":
+        write_text(Path(scratch))
+        modes, throttles = MODES[:2], (0.0,)
+    rows = [{"mode": modes[0], "limit": None, **run(args, modes[0], None, scratch)}]
+    killed = run(args, modes[0], limit, scratch)
     if killed is not None:
         raise SystemExit("the resident model fits the limit: give a smaller one")
-    for throttle in dict.fromkeys((0.0, args.throttle)):
-        for mode in MODES[1:]:
+    for throttle in dict.fromkeys(throttles):
+        for mode in modes[1:]:
             seen = run(args, mode, limit, scratch, throttle)
             if seen is None:
                 raise SystemExit(f"{mode}: killed under the limit; give a larger one")
@@ -172,14 +232,14 @@ def measure(args: argparse.Namespace, scratch: str) -> dict[str, Any]:
                 raise SystemExit(f"{mode}: other losses than those of the resident model")
             rows.append({"mode": mode, "limit": limit, "throttle_mb_s": throttle, **seen})
     return {"limit": limit, "layers": args.layers, "hidden": args.hidden, "length": args.length,
-            "micro_batches": args.micro_batches, "steps": args.steps, "rows": rows}
+            "micro_batches": args.micro_batches, "steps": args.steps, "rows": rows,
+            "weights_mib": args.weights_mib, "load": os.getloadavg(), "cores": os.cpu_count()}
 
 
-def report(seen: dict[str, Any]) -> str:
-    """The page."""
-    rows, size = seen["rows"], seen["rows"][0]["model_bytes"]
+def cells_of(seen: dict[str, Any]) -> list[list[str]]:
+    """Of a part's table."""
     cells = []
-    for row in rows:
+    for row in seen["rows"]:
         tier = f"{row['throttle_mb_s']:.0f} MB/s" if row.get("throttle_mb_s") else "as it is"
         cells.append([
             row["mode"], "" if row["limit"] is None else tier,
@@ -189,7 +249,38 @@ def report(seen: dict[str, Any]) -> str:
             f"{row['processor_s']:.1f}",
             f"{row['stalled_s']:.1f}" if "stalled_s" in row else "",
             f"{row['copied_bytes'] / MIB / seen['steps']:.0f}" if "copied_bytes" in row else ""])
-    return "\n".join([
+    return cells
+
+
+def report(seen: dict[str, Any]) -> str:
+    """The page."""
+    return "\n".join([*plain_part(seen["plain"]), *megatron_part(seen["megatron"])])
+
+
+def megatron_part(seen: dict[str, Any]) -> list[str]:
+    """Of the page: Megatron's training script."""
+    resident, streamed = seen["rows"]
+    return [
+        "## In Megatron", "",
+        paragraph(
+            "`python -m moe_plugin.hosts.megatron.train` with a GPT model of "
+            f"{seen['layers']} layers of {EXPERTS} experts, {WIDTH} x {seen['hidden']}, "
+            f"{seen['steps']} steps of {seen['micro_batches']} micro-batches of 2 x "
+            f"{seen['length']} tokens; `--moe-fused-adam`. Streamed: `--weights-on host "
+            f"--weights-memory {seen['weights_mib']}MiB`, which holds two segments, gradients and "
+            "the optimizer's state of a block; the rest is what Python, torch and Megatron take, "
+            "and activations. The resident model was killed under the limit, too. Losses are equal "
+            "bit for bit. Processor seconds include building the model. Streamed: "
+            f"{streamed['tokens_s'] / resident['tokens_s']:.2f} of the tokens/s in "
+            f"{streamed['cgroup_peak_bytes'] / resident['cgroup_peak_bytes']:.2f} of the memory. "
+            f"Load average {', '.join(f'{x:.1f}' for x in seen['load'])}."),
+        "", table(COLUMNS, cells_of(seen)), ""]
+
+
+def plain_part(seen: dict[str, Any]) -> list[str]:
+    """Of the page: plain PyTorch."""
+    size = seen["rows"][0]["model_bytes"]
+    return [
         "# Training a model three times as large as its memory", "",
         paragraph(
             "Made by `python scripts/benchmark_weights.py`. A language model of "
@@ -201,14 +292,11 @@ def report(seen: dict[str, Any]) -> str:
             "it, and ran without a limit for comparison. Losses of all rows are equal bit for "
             "bit. The peak of the cgroup contains pages of files, which the kernel takes back "
             "where memory is short; memory of the process alone was sampled. Tokens/s are of the "
-            f"fastest step, with one thread on a machine of {os.cpu_count()} cores, which other "
+            f"fastest step, with one thread on a machine of {seen['cores']} cores, which other "
             "programs used, too: where the load is far above the cores, only processor seconds can "
             "be compared. Load average "
-            f"{', '.join(f'{x:.1f}' for x in os.getloadavg())}."),
-        "", table(["weights", "tier", "limit MiB", "peak of the cgroup MiB",
-                   "peak of the process MiB", "tokens/s", "processor s a step", "stalled s",
-                   "copied MiB a step"],
-                  cells), ""])
+            f"{', '.join(f'{x:.1f}' for x in seen['load'])}."),
+        "", table(COLUMNS, cells_of(seen)), ""]
 
 
 def main() -> None:
@@ -216,21 +304,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder to write")
     parser.add_argument("--scratch", help="folder for the tier's file (default: a new one here)")
+    parser.add_argument("--part", choices=(*LIMIT_MIB, "all"), default="all",
+                        help="default: %(default)s")
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     for name, default, text in [
             ("steps", 2, "training steps"), ("layers", 80, "blocks"), ("hidden", 384, "of experts"),
             ("length", 32, "tokens of a sequence"), ("micro-batches", 4, "of a step"),
-            ("limit-mib", 424, "memory limit"),
+            ("limit-mib", 0, "memory limit; 0: of the part"),
+            ("weights-mib", 128, "--weights-memory of Megatron's script"),
             ("throttle", 0, "MB/s of a slower tier, measured, too; 0: none")]:
         parser.add_argument(f"--{name}", type=float if name == "throttle" else int,
                             default=default, help=f"{text} (default: {default})")
     args = parser.parse_args()
     if args.child:
-        child(args)
+        (child if args.part == "plain" else megatron_child)(args)
         return
     folder = check_folder(parser, args.out, FILES)
-    with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:
-        seen = measure(args, scratch)
+    chosen = args.part
+    seen = {} if chosen == "all" else json.loads((folder / FILES[0]).read_text())
+    for args.part in LIMIT_MIB if chosen == "all" else [chosen]:
+        with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:
+            seen[args.part] = measure(args, scratch)
     write_json(folder / FILES[0], seen)
     write_regular(folder / FILES[1], report(seen))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -61,6 +62,15 @@ def reason() -> str:
         return ""
     _break_connections()
     return f"; {said}"
+
+
+def first_to_say(text: str) -> bool:
+    """Whether no other rank of the job has said the same before; True, too, where nobody can be
+    asked. For messages that any rank may have, alone or as all do.
+    """
+    key = f"moe_plugin/said/{zlib.crc32(text.encode()):08x}"
+    count = _bounded(lambda store: store.add(key, 1)) if _several() else None
+    return count is None or count == 1
 
 
 def _why(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.comm.gave_up import first_to_say
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.dispatch.overflow import RowsOverflow
 from moe_plugin.hosts.megatron import arguments
@@ -39,7 +40,8 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Errors of use end with a message and status 2, numbers that stay not
-    finite or are wrong on a rank, and a full disk, with status 1, on every rank.
+    finite or are wrong on a rank, and a full disk, with status 1, on every rank. The first rank
+    that has a message says it: others may have none.
     """
     parser = arguments.parser()
     args = parser.parse_args(argv)
@@ -49,8 +51,10 @@ def main(argv: list[str] | None = None) -> int:
             run(args, start(args))
     except (ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError) as error:
         logging.getLogger().setLevel(logging.ERROR)
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        rank = os.environ.get("RANK", "0")
+        if first_to_say(str(error)) if dist.is_initialized() else rank == "0":
+            where = "" if rank == "0" else f" (rank {rank})"
+            sys.stderr.write(f"{parser.prog}: error: {error}{where}\n")
         return 2 if isinstance(error, ValueError) else 1
     finally:
         if dist.is_initialized():

@@ -4,13 +4,17 @@ input.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging.handlers
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
@@ -117,6 +121,33 @@ def _train_with_warnings(argv: list[str]) -> tuple[Any, list[str]]:
     record = trained(argv)
     return record, [entry.getMessage() for entry in handler.buffer
                     if entry.levelno == logging.WARNING]
+
+
+def _said(argv: list[str]) -> list[tuple[int, str]]:
+    """Status and words of a script that fails on both ranks, and on the second one alone."""
+    from moe_plugin.hosts.megatron import train as script
+
+    found, script.start = [], lambda args: None  # type: ignore[assignment]
+    for failing in ((0, 1), (1,)):
+
+        def run(*_: Any, failing: tuple[int, ...] = failing) -> None:
+            if dist.get_rank() in failing:
+                raise ValueError(f"of ranks {failing}")
+
+        script.run = run  # type: ignore[assignment]
+        words = io.StringIO()
+        with mock.patch.object(dist, "destroy_process_group"), contextlib.redirect_stderr(words):
+            found.append((script.main(argv), words.getvalue()))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.distributed
+def test_an_error_is_said_once_whichever_rank_has_it(data: str) -> None:
+    first, second = on_ranks(2, _said, [*MODEL, "--data-path", data, "--train-iters", "1"])
+    assert [status for status, _ in (*first, *second)] == [2, 0, 2, 2]
+    assert (first[0][1] + second[0][1]).count("error: of ranks (0, 1)") == 1
+    assert first[1][1] == "" and second[1][1].endswith("error: of ranks (1,) (rank 1)\n")
 
 
 def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
