@@ -184,7 +184,8 @@ def latest(root: str) -> int | None:
 def load(root: str, training: Training, trust: bool = False) -> Progress:
     """Load the newest checkpoint under `root`, or an older one if it is damaged.
 
-    A collective call. Without a checkpoint, training starts from the beginning (with a warning).
+    A collective call. Without a checkpoint, training starts from the beginning (with a warning),
+    and an evaluation is refused.
 
     Args:
         root: folder of the checkpoints.
@@ -202,8 +203,7 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         logger.warning("%s is missing in %s: training resumes from its newest checkpoint", LATEST,
                        root)
     if iteration is None:
-        logger.warning("no checkpoint found in %s: training starts from the beginning", root)
-        return Progress()
+        return nothing_found(root, training.optimizer is None)
     path = folder(root, iteration)
     meta = _of_megatron(path, trust)
     if meta is None:
@@ -244,6 +244,15 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         logger.info("checkpoint of %s loaded on %s; random states start from the seed",
                     meta["layout"], layout(training))
     return Progress(meta["iteration"], meta["consumed_samples"])
+
+
+def nothing_found(root: str, evaluates: bool) -> Progress:
+    """Training starts from the beginning, with a warning. `ValueError` for an evaluation."""
+    if evaluates:
+        raise ValueError(f"no checkpoint found in {root}: there is nothing to evaluate; give the "
+                         "folder with iter_... of a run to --load")
+    logger.warning("no checkpoint found in %s: training starts from the beginning", root)
+    return Progress()
 
 
 def _of_megatron(path: str, trust: bool) -> dict[str, Any] | None:

@@ -90,14 +90,13 @@ def save(root: str, training: StreamedTraining, progress: Progress) -> str:
 
 def load(root: str, training: StreamedTraining) -> Progress:
     """Load the newest checkpoint that `save` wrote; without one, training starts from the
-    beginning, with a warning.
+    beginning, with a warning, and an evaluation is refused.
 
     Raises: ValueError: it is of another model, damaged, or no checkpoint of streamed weights.
     """
     iteration = checkpoint.latest(root)
     if iteration is None:
-        logger.warning("no checkpoint found in %s: training starts from the beginning", root)
-        return Progress()
+        return checkpoint.nothing_found(root, training.evaluates)
     path = Path(checkpoint.folder(root, iteration)) / META
     if not path.exists():
         raise ValueError(f"{path.parent} has no {META}: it was not written with --weights-on host, "

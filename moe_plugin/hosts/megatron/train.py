@@ -83,6 +83,7 @@ def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any
     settings = arguments.our_settings(args)
     guard = guard_of(args, settings)
     tokenizer, train_set, valid_set = _datasets(args)
+    _check_validation(args, valid_set)
     build, passes, loop, load = _kind(args)
     training = build(args, config, settings, tokenizer.vocab_size)
     if stages is not None:
@@ -92,9 +93,6 @@ def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any
     log = RunLog(args.log_file or (args.save and os.path.join(args.save, "log.jsonl")), vars(args),
                  arguments.changed_defaults(args))
     if args.skip_train:
-        if valid_set is None:
-            raise ValueError(f"split={args.split!r} leaves nothing to evaluate: its second part "
-                             "must be > 0; give --split 0,1,0, or train without --skip-train")
         with contextlib.closing(log):
             return passes(args, training, log, valid_set).evaluate(progress.iteration)
     observe = {path: value for path, value in settings.items() if path.startswith("observe.")}
@@ -110,6 +108,22 @@ def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any
         observer.recorder.close()
         if elastic is not None:
             elastic.replica.close()
+
+
+def _check_validation(args: argparse.Namespace, valid_set: Any) -> None:
+    """`ValueError` where there is nothing to evaluate, but it is asked for."""
+    if not (args.skip_train or args.eval_interval):
+        return
+    asked = "skip_train" if args.skip_train else "eval_interval"
+    if valid_set is None:
+        raise ValueError(f"{asked}={getattr(args, asked)}: split={args.split!r} leaves nothing to "
+                         "evaluate: its second part must be > 0; give --split 0,1,0, or train "
+                         f"without --{asked.replace('_', '-')}")
+    if not len(valid_set):
+        raise ValueError(f"{asked}={getattr(args, asked)}: split={args.split!r} leaves no document "
+                         "to evaluate, because whole documents are split: give more documents "
+                         "(blank lines end them), a larger second part, or another text "
+                         "(--data-path with --split 0,1,0)")
 
 
 def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Passes], type[Loop],

@@ -115,6 +115,9 @@ def test_loss_and_tokens_are_those_of_the_resident_model(flags: list[str], data:
     ("--skip-train --load {} --eval-iters 0", "eval_iters=0"),
     ("--moe-experts-on host", "experts.store=host does not fit training in Megatron"),
     ("--skip-train --load {} --split 1,0,0", "split='1,0,0' leaves nothing to evaluate"),
+    ("--eval-interval 1 --split 1,0,0", "eval_interval=1: split='1,0,0' leaves nothing to eval"),
+    ("--eval-interval 1 --split 9999,1,0", "leaves no document to evaluate"),
+    ("--skip-train --load {} --split 80,20,0", "there is nothing to evaluate; give the folder"),
     ("--skip-train --load {} --moe-experts-on disk", "experts.store_path=None does not fit"),
 ])
 def test_what_does_not_fit_is_refused(flags: str, message: str, data: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from moe_plugin.cli.main import main as command
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import MODEL
 
@@ -114,6 +115,36 @@ def _goes_on(data: str, folder: Path, writer: list[str], *readers: tuple[int, li
 def test_a_checkpoint_of_unequal_stages_continues_in_other_layouts(data: str,
                                                                    tmp_path: Path) -> None:
     _goes_on(data, tmp_path, FIRST, (4, [*PP2[:2], *SECOND]), (1, []))
+
+
+def _validation(argv: list[str]) -> dict[str, Any]:
+    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron import train as script
+
+    args = arguments.parser().parse_args(argv)
+    return script.run(args, script.start(args))
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_unequal_stages_is_shown_converted_and_evaluated(
+        data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*MODEL, *PP2[2:], "--data-path", data, *ADAM, "--split", "80,20,0"]
+    saved, unequal = str(tmp_path / "saved"), [*PP2[:2], *FIRST]
+    on_ranks(4, _curve, [*argv, *unequal, "--save", saved, "--exit-interval", "1"])
+    assert command(["inspect", saved]) == 0
+    shown = capsys.readouterr().out
+    assert "stage_layouts ['tp=2,ep=1', 'tp=1,ep=2']" in shown
+    assert shown.count("4 experts: ") == 2
+    evaluation = [*argv, "--skip-train", "--load"]
+    # of two replicas, so many micro-batches each
+    wanted = on_ranks(4, _validation, [*evaluation, saved, *unequal, "--eval-iters", "2"])[0]
+    for form, more in (("megatron", []), ("megatron_native", ["--native-moe"])):
+        folder = str(tmp_path / form)
+        assert command(["reshard", saved, folder, "--to", form]) == 0
+        [got] = on_ranks(1, _validation, [*evaluation, folder, *more, "--eval-iters", "4"])
+        assert got["valid_loss"] == pytest.approx(wanted["valid_loss"], rel=1e-5)
+    again = [*evaluation, str(tmp_path / "megatron"), *unequal, "--eval-iters", "2"]
+    assert on_ranks(4, _validation, again)[0] == wanted
 
 
 SHARDED = ["--use-distributed-optimizer"]
