@@ -63,6 +63,20 @@ def half_of(path: Path) -> Path:
     return path.with_name(path.name + ".new")
 
 
+def read_at(file: int, values: memoryview, offset: int) -> int:
+    """Fill a buffer from an open file, from a byte on; how many bytes the file is too short.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    while values:
+        count = os.preadv(file, [values], offset)
+        if not count:
+            break
+        values, offset = values[count:], offset + count
+    return len(values)
+
+
 def write_regular(path: _Path, content: str | bytes) -> Path:
     """Write a file whole or not at all. Text is written as UTF-8.
 

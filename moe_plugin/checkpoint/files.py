@@ -139,7 +139,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
             _load_optimizer(torch_files.read_all(part["optimizer"]), model, optimizer)
         # experts in a file are read one by one, as they are written there
         model.load_state_dict({**kept, **{name: value if name in on_disk
-                                          else torch_files.read_all(value, copy=False)
+                                          else torch_files.read_all(value)
                                           for name, value in part["model"].items()}})
     return index["extra"]
 

@@ -5,7 +5,6 @@ written before them.
 from __future__ import annotations
 
 import io
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,17 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from moe_plugin.checkpoint import checksums, trust
-from moe_plugin.checkpoint.source import Derived, Entry, Window, blocks, full_window
+from moe_plugin.checkpoint.source import (
+    CheckpointError,
+    Derived,
+    Entry,
+    Window,
+    blocks,
+    full_window,
+    window_shape,
+)
+from moe_plugin.checkpoint.windows import read_strided
+from moe_plugin.messages import short
 
 BLOCK = 1 << 22  # bytes of a tensor in memory at a time, while it is written; fits in a cache
 FLUSH = 1 << 26  # bytes after which the disk begins to write, while the next ones are read
@@ -49,27 +58,20 @@ class Stored:
             raise ValueError("a tensor in it reaches beyond its end")
 
     def read(self, window: Window) -> Tensor:
-        """The values of a window; the file's pages stay mapped while the result lives."""
-        if not self.nbytes:
-            return torch.empty([part.stop - part.start for part in window], dtype=self.entry.dtype)
-        first, last = self._span(window)
-        ahead = (self.start + first) % mmap.ALLOCATIONGRANULARITY
-        with open(self.path, "rb") as file:
-            # a private mapping: nothing that is done to the result reaches the file
-            pages = mmap.mmap(file.fileno(), ahead + last - first, access=mmap.ACCESS_COPY,
-                              offset=self.start + first - ahead)
-        flat = torch.frombuffer(pages, dtype=torch.uint8, offset=ahead, count=last - first)
-        if (self.start + first) % self.entry.dtype.itemsize:
-            flat = flat.clone()
-        return flat.view(self.entry.dtype).as_strided(
-            [part.stop - part.start for part in window], self.stride)
+        """The values of a window, in memory of their own.
 
-    def _span(self, window: Window) -> tuple[int, int]:
-        """First byte of a window and the byte behind its last, from the tensor's start."""
-        item, first, last = self.entry.dtype.itemsize, 0, 1
-        for part, stride in zip(window, self.stride, strict=True):
-            first, last = first + part.start * stride, last + max(part.stop - 1, 0) * stride
-        return first * item, max(first + 1, last) * item
+        Raises:
+            CheckpointError: the file cannot be read, or was cut short since it was opened.
+        """
+        first = self.start + self.entry.dtype.itemsize * sum(
+            part.start * step for part, step in zip(window, self.stride, strict=True))
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                return read_strided(file.fileno(), first, window_shape(window), self.stride,
+                                    self.entry.dtype)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"checkpoint file {str(self.path)!r} cannot be read "
+                                  f"({short(error)}); use another checkpoint") from error
 
 
 def _structure(load: Callable[..., Any]) -> Any:
@@ -112,15 +114,12 @@ def _lazily(path: Path, state: Any) -> Any:
     return _each(state, Tensor, stored)
 
 
-def read_all(value: Any, copy: bool = True) -> Any:
-    """A copy of nested mappings, lists and tuples with the values of `Derived` tensors.
-
-    Args:
-        copy: in memory of their own; False: files may stay mapped while the values live.
+def read_all(value: Any) -> Any:
+    """A copy of nested mappings, lists and tuples with the values of `Derived` tensors, in memory
+    of their own.
     """
     def read(one: Derived) -> Tensor:
-        found = one.read(full_window(one.entry.shape))
-        return found.clone(memory_format=torch.contiguous_format) if copy else found
+        return one.read(full_window(one.entry.shape)).contiguous()
 
     return _each(value, Derived, read)
 
@@ -159,7 +158,7 @@ class SealedWriter:
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None) -> None:
         self._advance = advance
-        self._pool = ThreadPoolExecutor(1)
+        self._pool, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._waiting, self._flushing, self._ending = 0, None, None
 
     def write(self, path: Path, state: Any, done: Callable[[], None] = lambda: None) -> None:
@@ -189,28 +188,40 @@ class SealedWriter:
             self._fill(file, order)
             self._wait()
         except BaseException:
-            self._pool.shutdown()  # what is under way needs the file
+            self._close()  # what is under way needs the file
             file.close()
             raise
         self._ending = self._pool.submit(_end, file, done)
 
     def _fill(self, file: io.FileIO, order: list[tuple[int, Derived]]) -> None:
         size, at, crc = os.path.getsize(file.name), 0, 0
-        for start, one in order:
-            at, crc = _keep(file, at, start, crc)
-            for window in blocks(one.entry, BLOCK):
-                data = memoryview(one.read(window).contiguous().reshape(-1).view(torch.uint8)
-                                  .numpy())
-                file.seek(at)
-                written = 0
-                while written < len(data):
-                    written += file.write(data[written:])
-                at, crc = at + len(data), checksums.crc32(data, crc)
-                self._flush(file, len(data))
-                self._advance(len(data))
+        for start, data in self._blocks(order):
+            if start is not None:
+                at, crc = _keep(file, at, start, crc)
+            file.seek(at)
+            written = 0
+            while written < len(data):
+                written += file.write(data[written:])
+            at, crc = at + len(data), checksums.crc32(data, crc)
+            self._flush(file, len(data))
+            self._advance(len(data))
         at, crc = _keep(file, at, size, crc)
         file.seek(size)
         file.write(checksums.trailer(crc))
+
+    def _blocks(self, order: list[tuple[int, Derived]]) -> Iterator[tuple[int | None, memoryview]]:
+        """The bytes of all tensors, with the place of each one's first; the next ones are read by
+        another thread, while the caller sums and writes these.
+        """
+        ahead = None
+        for start, one in order:
+            for window in blocks(one.entry, BLOCK):
+                reading = self._reader.submit(_bytes_of, one, window)
+                if ahead is not None:
+                    yield ahead[0], ahead[1].result()
+                ahead, start = (start, reading), None
+        if ahead is not None:
+            yield ahead[0], ahead[1].result()
 
     def _flush(self, file: io.FileIO, nbytes: int) -> None:
         """So many bytes more are in the file."""
@@ -232,9 +243,20 @@ class SealedWriter:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        with self._pool:
+        try:
             if kind is None:
                 self._wait()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for pool in (self._reader, self._pool):
+            pool.shutdown()
+
+
+def _bytes_of(one: Derived, window: Window) -> memoryview:
+    values = one.read(window).contiguous()
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
 
 
 def _keep(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:

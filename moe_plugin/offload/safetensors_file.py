@@ -26,6 +26,10 @@ DTYPES = {
 }
 
 
+class UnknownDtype(ValueError):
+    """A file is whole and has a tensor of a dtype that is not known here."""
+
+
 class SafetensorsFile:
     """A file that is open for reading; `close` it, or use it in `with`.
 
@@ -36,7 +40,8 @@ class SafetensorsFile:
         name: for messages. held: place, shape and dtype of each tensor. metadata: of the header.
     Raises:
         OSError: it cannot be opened.
-        ValueError: it is not whole, or has a dtype that is not known.
+        UnknownDtype: a tensor has a dtype that is not known.
+        ValueError: it is not whole.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,8 +57,8 @@ class SafetensorsFile:
 
     def _held(self, name: str, entry: Any, start: int) -> Held:
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{short(name)} has dtype {short(entry['dtype'])}: must be one of "
-                             f"{', '.join(DTYPES)}")
+            raise UnknownDtype(f"{short(name)} has dtype {short(entry['dtype'])}: must be one of "
+                               f"{', '.join(DTYPES)}")
         begin, end = entry["data_offsets"]
         held = Held(tuple(entry["shape"]), DTYPES[entry["dtype"]], file=self.file.fileno(),
                     offset=start + begin)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.offload.copier import Copier, Ticket
-from moe_plugin.regular_files import make_folder, write_remedy
+from moe_plugin.regular_files import make_folder, read_at, write_remedy
 
 
 class TierError(OSError):
@@ -302,17 +302,14 @@ def read_values(held: Held, target: Tensor, name: str) -> None:
     pinned = target.device.type == "cuda"
     buffer = target.detach() if direct else torch.empty(
         held.shape, dtype=held.dtype, pin_memory=pinned)
-    values, offset = _bytes(buffer), held.offset
-    while values:
-        try:
-            read = os.preadv(held.file, [values], offset)
-        except OSError as error:
-            raise TierError(error.errno, f"{name}: {held.nbytes} bytes at {held.offset} cannot be "
-                            f"read ({error.strerror}); check the disk") from error
-        if not read:
-            raise TierError(errno.EIO, f"{name} ends {len(values)} bytes before the end of a tensor"
-                            f" of {held.nbytes}: it was changed or truncated; write it again")
-        values, offset = values[read:], offset + read
+    try:
+        missing = read_at(held.file, _bytes(buffer), held.offset)
+    except OSError as error:
+        raise TierError(error.errno, f"{name}: {held.nbytes} bytes at {held.offset} cannot be read "
+                        f"({error.strerror}); check the disk") from error
+    if missing:
+        raise TierError(errno.EIO, f"{name} ends {missing} bytes before the end of a tensor of "
+                        f"{held.nbytes}: it was changed or truncated; write it again")
     if not direct:
         with torch.no_grad():
             target.copy_(buffer, non_blocking=pinned)

@@ -22,19 +22,16 @@ from moe_plugin.checkpoint.source import (
     Source,
     Window,
     blocks,
+    window_shape,
 )
+from moe_plugin.checkpoint.windows import read_strided
 from moe_plugin.messages import short
+from moe_plugin.offload.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.regular_files import check_input
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 BLOCK_BYTES = 32 << 20  # most that a writer holds at a time
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -55,25 +52,22 @@ class HuggingFaceSource(Source):
         self.path = path
         self.values: Mapping[str, Any] = {"config": read_json(path / CONFIG)}
         self.layers: Mapping[str, Mapping[str, int]] = {}
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[Key, str] = {}
-        self.entries: Mapping[Key, Entry] = self._find()
+        try:
+            self.entries: Mapping[Key, Entry] = self._find()
+        except BaseException:
+            self.close()
+            raise
 
     def _find(self) -> dict[Key, Entry]:
         weights, entries = weight_map(self.path), {}
         for file in dict.fromkeys(weights.values()):
-            handle = self._open(file)
-            held = set(handle.keys())
+            held = self._open(file).held
             for name in sorted(held):
-                if weights.get(name, file) != file:
-                    continue
-                part = handle.get_slice(name)
-                if part.get_dtype() not in DTYPES:
-                    raise CheckpointError(
-                        f"tensor {name!r} in {str(self.path / file)!r} has data type "
-                        f"{part.get_dtype()}, which is not known; known: {', '.join(DTYPES)}")
-                entries[MODEL, name] = Entry(tuple(part.get_shape()), DTYPES[part.get_dtype()])
-                self._file_of[MODEL, name] = file
+                if weights.get(name, file) == file:
+                    entries[MODEL, name] = Entry(held[name].shape, held[name].dtype)
+                    self._file_of[MODEL, name] = file
             lost = [name for name, at in weights.items()
                     if name and at == file and name not in held]
             if lost:
@@ -81,27 +75,29 @@ class HuggingFaceSource(Source):
                                       f"{INDEX} says is there; get the file again")
         return entries
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> SafetensorsFile:
         if file not in self._files:
-            safetensors = _safetensors()
             path = self.path / file
             try:
                 check_input(path)
-                self._files[file] = safetensors.safe_open(str(path), framework="pt")
-            except (OSError, safetensors.SafetensorError) as error:
+                self._files[file] = SafetensorsFile(path)
+            except (OSError, ValueError) as error:
+                remedy = ("convert the model to one of them" if isinstance(error, UnknownDtype)
+                          else "get the file again")
                 raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
-                                      f"({short(error)}); get the file again") from error
+                                      f"({short(error)}); {remedy}") from error
         return self._files[file]
 
     def _read(self, key: Key, window: Window) -> Tensor:
-        safetensors = _safetensors()
+        path = self.path / self._file_of[key]
+        held = self._open(path.name).held[key[1]]
+        stride = torch.empty(held.shape, device="meta").stride()
+        first = held.offset + held.dtype.itemsize * sum(
+            part.start * step for part, step in zip(window, stride, strict=True))
         try:
-            part = self._open(self._file_of[key]).get_slice(key[1])
-            if not window:
-                return self._open(self._file_of[key]).get_tensor(key[1])
-            return part[window]
-        except safetensors.SafetensorError as error:
-            raise CheckpointError(f"tensor {key[1]!r} in {str(self.path)!r} cannot be read "
+            return read_strided(held.file, first, window_shape(window), stride, held.dtype)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"tensor {key[1]!r} in {str(path)!r} cannot be read "
                                   f"({short(error)}); get the file again") from error
 
     def describe(self) -> Mapping[str, Any]:
@@ -115,16 +111,9 @@ class HuggingFaceSource(Source):
 
     def close(self) -> None:
         """Give the files back."""
+        for file in self._files.values():
+            file.close()
         self._files.clear()
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        raise CheckpointError("format 'hf' needs the package safetensors; install "
-                              "'moe-plugin[hf]'") from error
-    return safetensors
 
 
 def read_json(path: Path) -> dict[str, Any]:

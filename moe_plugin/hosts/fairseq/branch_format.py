@@ -3,8 +3,8 @@
 The shared file has everything but the experts, each rank's file its experts, numbered from 0, and
 their optimizer state; settings and histories are in all of them. Where there are more ranks than
 experts, rank N has expert N modulo E. Tensors have the branch's names here, with an expert's number
-among all E; optimizer state is by parameter name. Checkpoints of `fully_sharded` whose optimizer
-state is flat, and `-shardN` files, are refused.
+among all E; optimizer state is by parameter name. Checkpoints of `--ddp-backend fully_sharded` have
+it in the pieces of fairscale's modules, without names: of them the model alone is converted.
 """
 
 from __future__ import annotations
@@ -97,11 +97,15 @@ class BranchSource(DerivedSource):
         if len(steps) != 1:
             raise CheckpointError(f"the files of checkpoint {found.shared!r} are of steps "
                                   f"{sorted(map(str, steps))}; use files of one step")
-        columns = _columns(shared, shared[MODEL], found.shared)
+        parts = [(shared, shared[MODEL], found.shared)]
         for rank, state in enumerate(ranks[:self._ep]):
             numbered = {renumbered(name, rank * local + expert_of(name)[1]): value
                         for name, value in state[MODEL].items()}
-            for field, column in _columns(state, numbered, found.ranks[rank]).items():
+            parts.append((state, numbered, found.ranks[rank]))
+        self._unread = next(filter(None, (_unread(*part) for part in parts)), "")
+        columns: dict[str, dict[str, Any]] = {}
+        for state, model, _ in parts:
+            for field, column in _columns(state, model, bool(self._unread)).items():
                 columns.setdefault(field, {}).update(column)
         layers = {name.removesuffix("gate.wg.weight"): {"num_experts": count}
                   for name in shared[MODEL] if name.endswith(_GATE)}
@@ -110,11 +114,12 @@ class BranchSource(DerivedSource):
         super().__init__(
             (replace(value, key=(field, name)) for field, column in columns.items()
              for name, value in column.items() if isinstance(value, Derived)),
-            "fairseq_branch", {**_values(shared), COLUMNS: rest}, layers)
+            "fairseq_branch", {**_values(shared, bool(self._unread)), COLUMNS: rest}, layers)
 
     def describe(self) -> Mapping[str, Any]:
         """See `Source`."""
-        return {"ranks": self._ranks, "ep": self._ep}
+        unread = {"optimizer_state": f"not read: {self._unread}"} if self._unread else {}
+        return {"ranks": self._ranks, "ep": self._ep, **unread}
 
     def files(self) -> Sequence[Path]:
         """See `Source`."""
@@ -140,10 +145,13 @@ def _step(state: State) -> int | None:
     return (state.get("optimizer_history") or [{}])[-1].get("num_updates")
 
 
-def _values(shared: State) -> dict[str, Any]:
+def _values(shared: State, unread: bool) -> dict[str, Any]:
+    """unread: optimizer state has no names here, so that writers ask for the model alone."""
     rest = {key: value for key, value in shared.items() if key not in (MODEL, _OPTIMIZER)}
     optimizer = shared.get(_OPTIMIZER)
-    if optimizer:
+    if unread:
+        rest[_OPTIMIZER] = {"param_groups": []}
+    elif optimizer:
         rest[_OPTIMIZER] = {key: value for key, value in optimizer.items() if key != "state"}
     averages = [key for key in ("ema", "ema_fp32_params") if key in (rest.get("extra_state") or {})]
     if averages:
@@ -151,43 +159,47 @@ def _values(shared: State) -> dict[str, Any]:
                               "which are not read; save it without --store-ema")
     rest = torch_files.read_all(rest)
     return {"step": _step(shared), "settings": rest.get("cfg") or rest.get("args"), _STATE: rest,
-            GROUPS: (rest.get(_OPTIMIZER) or {}).get("param_groups")}
+            GROUPS: None if unread else (rest.get(_OPTIMIZER) or {}).get("param_groups")}
 
 
-def _columns(state: State, model: State, path: str) -> dict[str, dict[str, Any]]:
+def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str, Any]]:
     """Columns of one file: its tensors, and optimizer state by the parameters' names.
 
     model: its tensors by their names in the whole model.
     """
     columns: dict[str, dict[str, Any]] = {MODEL: dict(model)}
-    optimizer = state.get(_OPTIMIZER) or {}
-    if optimizer == -1 or "param_id_map" in optimizer:
-        raise CheckpointError(f"checkpoint file {path!r} has flat optimizer state, of "
-                              "--ddp-backend fully_sharded, which is not read; save it with "
-                              "--no-save-optimizer-state")
-    found = optimizer.get("state") or {}
-    names = _trained(model, len(found), path)
-    for (_, values), name in zip(sorted(found.items()), names, strict=True):
+    found = {} if model_only else (state.get(_OPTIMIZER) or {}).get("state") or {}
+    for (_, values), name in zip(sorted(found.items()), _trained(model, len(found)), strict=True):
         for field, value in values.items():
-            if isinstance(value, Derived) and value.entry.shape and \
-                    value.entry.shape != model[name].entry.shape:
-                raise CheckpointError(
-                    f"checkpoint file {path!r}: {field!r} of the optimizer has shape "
-                    f"{value.entry.shape}, its parameter {name!r} {model[name].entry.shape}: the "
-                    "state is flat (fp16 without --fp16-no-flatten-grads) or of another model")
             columns.setdefault(field, {})[name] = value
     return columns
 
 
-def _trained(model: State, count: int, path: str) -> list[str]:
-    """Names of the parameters that an optimizer with `count` of them has, in its order."""
-    if not count:
-        return []
-    if names := trained_names(branch_order(model), model, count):
-        return names
-    raise CheckpointError(f"checkpoint file {path!r} has optimizer state of {count} parameters, "
-                          f"its model has {len(model)} tensors: they do not fit together; save it "
-                          "with --no-save-optimizer-state")
+def _unread(state: State, model: State, path: str) -> str:
+    """Why a file's optimizer state cannot be given to its parameters; empty: it can."""
+    optimizer = state.get(_OPTIMIZER) or {}
+    if optimizer == -1 or "param_id_map" in optimizer:  # -1: fairscale's is in another file
+        return f"that of {path!r} is in the pieces of --ddp-backend fully_sharded"
+    found = optimizer.get("state") or {}
+    names = _trained(model, len(found))
+    if len(names) != len(found):
+        return (f"that of {path!r} is of {len(found)} parameters, its model has {len(model)} "
+                "tensors")
+    for (_, values), name in zip(sorted(found.items()), names, strict=True):
+        for field, value in values.items():
+            if isinstance(value, Derived) and value.entry.shape and \
+                    value.entry.shape != model[name].entry.shape:
+                return (f"{field!r} in {path!r} has shape {value.entry.shape}, its parameter "
+                        f"{name!r} {model[name].entry.shape}: it is flat (fp16 without "
+                        "--fp16-no-flatten-grads) or of another model")
+    return ""
+
+
+def _trained(model: State, count: int) -> list[str]:
+    """Names of the parameters that an optimizer with `count` of them has, in its order; none where
+    they do not fit together.
+    """
+    return trained_names(branch_order(model), model, count) if count else []
 
 
 @formats.register("fairseq_branch")
@@ -258,6 +270,11 @@ class _Content:
         self._source, self._rest = source, dict(source.values[_STATE])
         self._rest.pop(files.MANIFEST, None)
         self._model_only = bool(source.values.get(MODEL_ONLY))
+        if self._rest.get(_OPTIMIZER) and not self._model_only and source.values.get(
+                GROUPS) is None:
+            raise CheckpointError(
+                "the checkpoint has optimizer state without the names of its parameters, which no "
+                "other file can keep; give --model-only")
         self._columns: dict[str, dict[str, Any]] = {
             field: dict(column) for field, column in source.values.get(COLUMNS, {}).items()}
         for field, name in source.entries:

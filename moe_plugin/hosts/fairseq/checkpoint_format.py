@@ -70,12 +70,22 @@ def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
                 isinstance(name, str) for name in state[MODEL]):
             raise ValueError("it has no model")
         files.check_manifest(state)
+        _refuse_shard(path, state)
         return state
-    except trust.UntrustedFile:
+    except (trust.UntrustedFile, CheckpointError):
         raise
     except files.UNREADABLE as error:
         raise CheckpointError(f"checkpoint {path!r} is truncated or damaged: {short(error)}; give "
                               "another one") from error
+
+
+def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
+    """A file of `--use-sharded-state` has a part of each tensor, under a name of fairscale's."""
+    if any("flat_param" in name for name in state[MODEL]):
+        raise CheckpointError(
+            f"checkpoint {path!r} has one rank's part of every parameter (--ddp-backend "
+            "fully_sharded --use-sharded-state), which is not read; resume the run without "
+            "--use-sharded-state and save a whole checkpoint")
 
 
 def survey(name: str, trusted: bool = False) -> list[Written]:

@@ -39,4 +39,4 @@ def part_state(path: str, rank: int = 0, size: int = 1,
     with open_written(steps[0], trusted) as source:
         state = columns_of_rank(source, rank, size)[MODEL]
         return {name: value if leave_experts and ".moe.experts." in name
-                else torch_files.read_all(value, copy=False) for name, value in state.items()}
+                else torch_files.read_all(value) for name, value in state.items()}

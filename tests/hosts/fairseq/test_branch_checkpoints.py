@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,15 +159,44 @@ def test_files_that_do_not_fit_are_refused_by_name(trained: tuple[Path, Result, 
     shared = tmp_path / "checkpoint_last-shared.pt"
     whole = torch.load(shared, weights_only=False)
     torch.save(state, path)
-    flat = {**whole["last_optimizer_state"], "state": {0: {"exp_avg": torch.zeros(99)}}}
-    torch.save({**whole, "last_optimizer_state": flat}, shared)
-    refused("optimizer state of 1 parameters.*--no-save-optimizer-state")
-    torch.save({**whole, "last_optimizer_state": {"param_id_map": {}}}, shared)
-    refused("fully_sharded, which is not read")
     target = tmp_path / "code has run"
     torch.save({**whole, "cfg": Payload(target)}, shared)
     refused("mkdir.*refused", UntrustedFile)
     assert not target.exists()
+
+
+@pytest.mark.parametrize(("optimizer", "why"), [
+    ({"state": {0: {"exp_avg": torch.zeros(99)}}}, "of 1 parameters, its model has"),
+    ({"state": {0: {"exp_avg": torch.zeros(9)}}, "param_id_map": {0: 0, 1: 0}},
+     "pieces of --ddp-backend fully_sharded"), (-1, "pieces of --ddp-backend fully_sharded")])
+@pytest.mark.parametrize("to", ["fairseq", "fairseq_branch", "plain"])
+def test_of_optimizer_state_in_other_pieces_the_model_alone_is_converted(
+        optimizer: Any, why: str, to: str, trained: tuple[Path, Result, str], branch: Path,
+        tmp_path: Path) -> None:
+    shutil.copytree(branch, tmp_path / "in")
+    for path in (tmp_path / "in").iterdir():  # a rank's own experts have no map of numbers
+        kept = optimizer if path.stem.endswith("shared") or optimizer == -1 else {
+            "state": {0: {"exp_avg": torch.zeros(99)}}}
+        torch.save({**torch.load(path, weights_only=False), "last_optimizer_state": kept}, path)
+    with open_source(tmp_path / "in") as source:
+        assert why in source.describe()["optimizer_state"]
+        with pytest.raises(CheckpointError, match="--model-only"):
+            Conversion(source, tmp_path / "out", to).run()
+        assert Conversion(source, tmp_path / "out", to, model_only=True).run()
+    with open_source(branch) as source:
+        assert Conversion(source, tmp_path / "wanted", to, model_only=True).run()
+    with open_source(tmp_path / "out") as found, open_source(tmp_path / "wanted") as wanted:
+        assert dict(found.entries) == dict(wanted.entries) and len(wanted.entries) > 9
+        for key in wanted.entries:
+            assert torch.equal(found.read(key), wanted.read(key)), key
+
+
+def test_one_rank_s_part_of_every_parameter_is_no_model(trained: tuple[Path, Result, str],
+                                                        tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint_last-shard0.pt"
+    torch.save({**ours(trained), "model": {"flat_param_0": torch.zeros(9)}}, path)
+    with pytest.raises(CheckpointError, match="resume the run without --use-sharded-state"):
+        open_source(path, "fairseq")
 
 
 def test_training_and_evaluation_name_the_command(trained: tuple[Path, Result, str], branch: Path,

@@ -36,6 +36,7 @@ from moe_plugin.checkpoint.source import (
     Window,
     window_shape,
 )
+from moe_plugin.checkpoint.windows import read_strided
 from moe_plugin.hosts.megatron.checkpoint_trust import ALLOWED
 from moe_plugin.hosts.megatron.offline.folders import METADATA
 from moe_plugin.messages import short
@@ -231,14 +232,8 @@ class _Layout:
         count = 1 + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
         if min(self.strides, default=0) < 0 or (first + count) * dtype.itemsize > self.nbytes:
             raise ValueError("a tensor leaves its storage")
-        data = bytearray(count * dtype.itemsize)
-        stream.seek(self.start + first * dtype.itemsize)
-        view, done = memoryview(data), 0
-        while done < len(data) and (more := stream.readinto(view[done:])):
-            done += more
-        if done < len(data):
-            raise EOFError("the file ends too early")
-        return torch.frombuffer(data, dtype=dtype).as_strided(shape, self.strides)
+        return read_strided(stream.fileno(), self.start + first * dtype.itemsize, shape,
+                            self.strides, dtype)
 
 
 def _layout(stream: BinaryIO, place: Any) -> _Layout:
