@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.source import Source
+
+_NUMBER = re.compile(r"^(local_experts\.)?\d+\.")
 
 
 def summary(source: Source) -> dict[str, Any]:
@@ -16,10 +19,19 @@ def summary(source: Source) -> dict[str, Any]:
         "layout": dict(source.describe()), "files": len(source.files()),
         "file_bytes": sum(path.stat().st_size for path in source.files()),
         "fields": _fields(source), "layers": _layers(source),
-        "settings": plain(source.values.get("settings") or source.values.get("model")),
+        "settings": plain(_settings(source.values)),
         "tensors": {f"{field}/{name}": {"shape": list(entry.shape), "dtype": _name(entry.dtype)}
                     for (field, name), entry in source.entries.items()},
     }
+
+
+def _settings(values: Mapping[str, Any]) -> Any:
+    """The model's or the run's; of a plain checkpoint what its `extra` has."""
+    extra = values.get("extra")
+    found = [values.get(name) for name in ("settings", "model", "config")]
+    if isinstance(extra, Mapping):
+        found += [extra.get("model"), {k: v for k, v in extra.items() if k != "step"}]
+    return next(filter(None, found), None)
 
 
 def _fields(source: Source) -> dict[str, Any]:
@@ -36,13 +48,13 @@ def _fields(source: Source) -> dict[str, Any]:
 def _layers(source: Source) -> dict[str, Any]:
     layers = {}
     for prefix, origin in source.layers.items():
-        ahead = prefix + "experts."
-        layers[prefix] = {
-            "num_experts": origin["num_experts"],
-            "experts": {name.removeprefix(ahead): list(entry.shape)
-                        for (field, name), entry in source.entries.items()
-                        if field == "model" and name.startswith(ahead)},
-        }
+        ahead, shapes = prefix + "experts.", {}
+        for (field, name), entry in source.entries.items():
+            if field == "model" and name.startswith(ahead):
+                own, shape = name.removeprefix(ahead), list(entry.shape)
+                each = _NUMBER.sub(r"\1*.", own)  # experts that are stored one by one
+                shapes[each if shapes.get(each, shape) == shape else own] = shape
+        layers[prefix] = {"num_experts": origin["num_experts"], "experts": shapes}
     return layers
 
 

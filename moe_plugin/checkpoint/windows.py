@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_plugin.regular_files import read_at
 
-SPAN = 1 << 23  # bytes that are read at once where they are not all wanted
+SPAN = 1 << 20  # bytes that are read at once where they are not all wanted
 GAP = 1 << 16  # bytes that take longer to read than another call for those behind them
 
 

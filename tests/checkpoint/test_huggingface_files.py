@@ -14,6 +14,7 @@ import torch
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats import Layout, detect, formats, open_source
 from moe_plugin.checkpoint.huggingface.files import HuggingFaceSource, write_folder
+from moe_plugin.checkpoint.inspection import summary
 from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
 from moe_plugin.checkpoint.source import MODEL, Source, View, cast, derive
 from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers all formats
@@ -175,3 +176,18 @@ def test_what_no_family_holds_is_named_for_each(tmp_path: Path) -> None:
     trained = View(neutral, [*(derive(neutral, key) for key in neutral.entries), moment])
     with pytest.raises(CheckpointError, match="holds no optimizer state, .* has exp_avg"):
         form.write(form.from_neutral(trained), tmp_path, Layout())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "llama"])
+def test_layers_and_settings_are_shown(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    model.save_pretrained(tmp_path)
+    with open_source(tmp_path) as source:
+        found = summary(source)
+        neutral = formats.get("hf")().to_neutral(source)
+    assert found["settings"]["model_type"] == found["layout"]["model_type"] == kind
+    assert len(found["layers"]) == len(neutral.layers)
+    for (name, layer), wanted in zip(found["layers"].items(), neutral.layers.values(), strict=True):
+        assert layer["num_experts"] == wanted["num_experts"] and "shared" not in name
+        # one line for all experts, which are stored one by one
+        assert len(layer["experts"]) == 3 and all(one.startswith("*.") for one in layer["experts"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from moe_plugin.regular_files import check_input
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 BLOCK_BYTES = 32 << 20  # most that a writer holds at a time
+_EXPERT = re.compile(r"(.+\.)experts\.(?:(\d+)\.|gate_up_proj$|down_proj$)")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -51,7 +53,6 @@ class HuggingFaceSource(Source):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.values: Mapping[str, Any] = {"config": read_json(path / CONFIG)}
-        self.layers: Mapping[str, Mapping[str, int]] = {}
         self._files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[Key, str] = {}
         try:
@@ -59,6 +60,7 @@ class HuggingFaceSource(Source):
         except BaseException:
             self.close()
             raise
+        self.layers: Mapping[str, Mapping[str, int]] = _layers_of(self.entries)
 
     def _find(self) -> dict[Key, Entry]:
         weights, entries = weight_map(self.path), {}
@@ -101,9 +103,8 @@ class HuggingFaceSource(Source):
                                   f"({short(error)}); get the file again") from error
 
     def describe(self) -> Mapping[str, Any]:
-        """Files, model type and settings."""
-        return {"files": len(self._files), "model_type": self.values["config"].get("model_type"),
-                "config": self.values["config"]}
+        """The type of the model."""
+        return {"model_type": self.values["config"].get("model_type")}
 
     def files(self) -> Sequence[Path]:
         """See `Source`."""
@@ -114,6 +115,17 @@ class HuggingFaceSource(Source):
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _layers_of(entries: Mapping[Key, Entry]) -> dict[str, dict[str, int]]:
+    """MoE layers by the names of experts, one by one or all of a layer in one tensor."""
+    layers: dict[str, dict[str, int]] = {}
+    for (_, name), entry in entries.items():
+        if found := _EXPERT.match(name):
+            count = int(found[2]) + 1 if found[2] else entry.shape[0] if entry.shape else 0
+            layer = layers.setdefault(found[1], {"num_experts": 0})
+            layer["num_experts"] = max(layer["num_experts"], count)
+    return layers
 
 
 def read_json(path: Path) -> dict[str, Any]:
