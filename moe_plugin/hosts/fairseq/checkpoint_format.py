@@ -70,9 +70,8 @@ def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
                 isinstance(name, str) for name in state[MODEL]):
             raise ValueError("it has no model")
         files.check_manifest(state)
-        _refuse_shard(path, state)
         return state
-    except (trust.UntrustedFile, CheckpointError):
+    except trust.UntrustedFile:
         raise
     except files.UNREADABLE as error:
         raise CheckpointError(f"checkpoint {path!r} is truncated or damaged: {short(error)}; give "
@@ -127,10 +126,11 @@ def open_written(written: Written, trusted: bool = False) -> RankedSource:
     """The files of one step as a source.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: a file is damaged, or has a part of every parameter.
     """
     states = [by_parameter(read_file(path, trusted)) for path in written.paths]
     first = states[0]
+    _refuse_shard(written.paths[0], first)
     rest = torch_files.read_all(_without_columns(first))
     optimizer = first.get(OPTIMIZER) or {}
     values = {"step": _step(first), "settings": first.get("cfg") or first.get("args"),

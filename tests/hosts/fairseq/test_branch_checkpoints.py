@@ -195,8 +195,9 @@ def test_one_rank_s_part_of_every_parameter_is_no_model(trained: tuple[Path, Res
                                                         tmp_path: Path) -> None:
     path = tmp_path / "checkpoint_last-shard0.pt"
     torch.save({**ours(trained), "model": {"flat_param_0": torch.zeros(9)}}, path)
-    with pytest.raises(CheckpointError, match="resume the run without --use-sharded-state"):
-        open_source(path, "fairseq")
+    for format in (None, "fairseq"):
+        with pytest.raises(CheckpointError, match="resume the run without --use-sharded-state"):
+            open_source(path, format)
 
 
 def test_training_and_evaluation_name_the_command(trained: tuple[Path, Result, str], branch: Path,
