@@ -82,9 +82,10 @@ class Conversion:
         try:
             self._write(view, plan)
         except OSError as error:
+            kept = (f"what is complete stays in {str(self.scratch)!r} and is used again; "
+                    if self.scratch.is_dir() else "")
             raise CheckpointError(
-                f"checkpoint {str(self.target)!r} cannot be written ({error.strerror}); what is "
-                f"complete stays in {str(self.scratch)!r} and is used again; "
+                f"checkpoint {str(self.target)!r} cannot be written ({error.strerror}); {kept}"
                 f"{write_remedy(error, self.target.parent)}") from error
         return True
 

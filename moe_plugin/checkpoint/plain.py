@@ -106,13 +106,7 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
     Raises:
         CheckpointError: it is missing, truncated, damaged, or of another rank or checkpoint.
     """
-    path = folder / part_name(rank, index["parts"])
-    size, seal = index["bytes"][rank], index["seals"][rank]
-    found = path.stat().st_size if path.exists() else None
-    if found != size:
-        raise CheckpointError(
-            f"checkpoint file {str(path)!r} has {'no' if found is None else found} bytes, its "
-            f"index says {short(size)}: it is truncated or missing; use an older checkpoint")
+    path, seal = _part_of_size(folder, index, rank), index["seals"][rank]
     try:
         sealed = checksums.verify(path)
         if sealed and seal is not None and seal != checksums.seal_of(path):
@@ -120,6 +114,17 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
         return sealed
     except UNREADABLE as error:
         raise _unreadable(path, error) from error
+
+
+def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
+    """A rank's part; `CheckpointError` where it is missing or of another size than in the index."""
+    path, size = folder / part_name(rank, index["parts"]), index["bytes"][rank]
+    found = path.stat().st_size if path.exists() else None
+    if found != size:
+        raise CheckpointError(
+            f"checkpoint file {str(path)!r} has {'no' if found is None else found} bytes, its "
+            f"index says {short(size)}: it is truncated or missing; use an older checkpoint")
+    return path
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
@@ -136,7 +141,7 @@ def open_folder(folder: Path, trusted: bool = False) -> RankedSource:
         CheckpointError: a file is missing or damaged.
     """
     index, _ = read_index(folder)
-    paths = [folder / part_name(rank, index["parts"]) for rank in range(index["parts"])]
+    paths = [_part_of_size(folder, index, rank) for rank in range(index["parts"])]
     parts = [_open_part(path, trusted) for path in paths]
     try:
         layers, optimizer = moe_layers(parts[0]["model"]), parts[0]["optimizer"]

@@ -269,6 +269,10 @@ def test_the_commands_and_what_inspect_shows(tmp_path: Path,
     (tmp_path / "x.bin").write_bytes(b"x")
     assert main(["inspect", str(tmp_path / "x.bin")]) == 2
     assert "is of no known format" in capsys.readouterr().err
+    os.truncate(target / part_name(1, 4), 5000)
+    for words in (["inspect", str(target)], ["reshard", str(target), str(tmp_path / "no")]):
+        assert main(words) == 2
+        assert "part-00001-of-00004.pt' has 5000 bytes, its index says" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 3, 5), (4, 0, 2)])
