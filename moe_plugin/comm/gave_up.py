@@ -43,7 +43,8 @@ def give_up(error: BaseException) -> None:
     """
     if not _several() or _why(error) in getattr(error, "__notes__", ()):
         return
-    error.add_note(_why(error))
+    # as `error.add_note`, which Python 3.10 does not have
+    error.__notes__ = [*getattr(error, "__notes__", ()), _why(error)]  # type: ignore[attr-defined]
     _bounded(lambda store: _say(store, _why(error)))
     _break_connections()
     if dist.get_rank() == 0:  # the store may end with this process

@@ -56,5 +56,8 @@ class OffloadConfig(Section):
                      "a size with offload.activations=auto", "name one, such as 8GiB")
         self.require("memory", auto or self.memory is None,
                      "none without offload.activations=auto", "use offload.activations=auto")
+        self.require("profile", auto or self.profile is None,
+                     "none without offload.activations=auto, which alone measures",
+                     "use offload.activations=auto")
         self.require("weights_memory", self.weights == "host" or self.weights_memory is None,
                      "none without offload.weights=host", "use offload.weights=host")

@@ -35,6 +35,10 @@ LEAST_BETA_S = 1e-12  # seconds per byte: 1000 GB/s
 GAIN = 0.97  # predicted seconds of forest over native, below which it is taken
 
 
+class WrongNetwork(ValueError):
+    """`comm.network` cannot be read, or does not fit the group."""
+
+
 def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
     """A prepared group with the collectives of its settings; itself, where these are its own.
 
@@ -97,7 +101,7 @@ def _named_network(text: str, comm: Comm) -> tuple[Network, str]:
         if nodes > 1 and len(network.ranks) * nodes == comm.size:
             network, note = find_network(text, nodes)
     except ValueError as error:
-        raise ValueError(f"comm.network: {error}") from error
+        raise WrongNetwork(f"comm.network: {error}") from error
     return network, note
 
 
@@ -106,7 +110,7 @@ def _of_group(network: Network, comm: Comm, where: str) -> Network:
     if count == comm.size:
         return network
     if count % comm.size or count <= max(comm.ranks):
-        raise ValueError(
+        raise WrongNetwork(
             f"{where} has {count} ranks, which does not fit {comm.name!r} with {comm.size}: must "
             "have as many as the group, or as the whole job; correct its ranks")
     return part_of(network, comm.ranks)
@@ -141,10 +145,15 @@ class Auto(Collectives):
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """See `Collectives`. Native where no trees can be planned."""
+        """See `Collectives`. Native where no trees can be planned.
+
+        Raises: WrongNetwork: the settings' network is no reason to do without it.
+        """
         try:
             forest = Forest(*network())
             forest.trees(comm)
+        except WrongNetwork:
+            raise
         except ValueError as error:
             log_once(comm, "no forest", f"collectives auto over {comm.name} are native: {error}")
             return NATIVE

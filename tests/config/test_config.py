@@ -56,6 +56,7 @@ def test_round_trip() -> None:
      ({"dispatch": {"eval_token_fraction": 2}}, ["eval_token_fraction=2.0", "[0, 1]"]),
      ({"num_experts": 0}, ["num_experts=0", ">= 1"]),
      ({"comm": {"timeout_s": 0}}, ["comm.timeout_s=0.0", "> 0"]),
+     ({"offload": {"profile": "file"}}, ["offload.profile='file'", "offload.activations=auto"]),
      ({"observe": {"interval": 0}}, ["observe.interval=0", ">= 1"]),
      ({"experts": {"hidden_dim": -4}}, ["experts.hidden_dim=-4", ">= 0"]),
      ({"experts": {"activation": "tanh"}}, ["experts.activation='tanh'", "gelu"]),])

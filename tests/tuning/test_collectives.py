@@ -76,11 +76,12 @@ def test_a_group_takes_its_own_of_a_network_of_the_job(tmp_path: Path) -> None:
     assert run_simulated(6, rank) == [("0", "1", "2")] * 3 + [("3", "4", "5")] * 3
 
 
+@pytest.mark.parametrize("collectives", ["forest", "auto"])
 @pytest.mark.parametrize("ranks", [3, 5])
-def test_a_network_of_other_ranks_is_refused(tmp_path: Path, ranks: int) -> None:
+def test_a_network_of_other_ranks_is_refused(tmp_path: Path, ranks: int, collectives: str) -> None:
     path = file(tmp_path, ranks)
     with pytest.raises(ValueError, match=f"has {ranks} ranks, which does not fit .* with {SIZE}"):
-        run_simulated(SIZE, lambda comm: chosen(comm, collectives="forest", network=path))
+        run_simulated(SIZE, lambda comm: chosen(comm, collectives=collectives, network=path))
 
 
 def test_the_network_of_a_topology_has_its_ranks_in_their_places() -> None:
@@ -181,10 +182,10 @@ def test_a_network_is_named_as_the_planner_names_it(tmp_path: Path) -> None:
                 for name in ("ring:4", str(path))]
 
     assert run_simulated(4, rank, topology=Topology.uniform(4, 2)) == [[4, 4]] * 4
-    for name in ("nowhere", "nowhere.yaml"):
+    for name, kind in (("nowhere", "forest"), ("nowhere.yaml", "forest"), ("nowhere.yaml", "auto")):
         with pytest.raises(ValueError, match="comm.network: .*nowhere"):
-            run_simulated(2, lambda comm, name=name: chosen(comm, collectives="forest",
-                                                            network=name))
+            run_simulated(2, lambda comm, name=name, kind=kind: chosen(comm, collectives=kind,
+                                                                       network=name))
 
 
 @pytest.mark.parametrize("name", ["native", "forest"])

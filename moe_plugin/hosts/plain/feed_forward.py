@@ -30,7 +30,8 @@ class FeedForward:
     Attributes:
         weights: `w_in_DF`, `w_out_FD`, `w_gate_DF` where there is a gate, and of the biases
             `b_in_F`, `b_gate_F`, `b_out_D` those that exist; views of the module's parameters.
-        activation: its name in `experts.activation`. dropout: probability after the activation.
+        activation: its name in `experts.activation`. dropout: probability after the activation (and
+            the gate).
         after: probability of the dropout behind the last map.
     """
 
@@ -58,7 +59,8 @@ class FeedForward:
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
     """What a module computes; None: it is no feed-forward module.
 
-    The module runs once, copied, in float32, in evaluation.
+    The module runs copied, in float32, in evaluation: once, and once for each dropout, which then
+    drops.
     """
     maps = _linear_maps(module)
     own = {id(p) for part in maps for p in part.parameters(recurse=False)}
@@ -68,7 +70,7 @@ def read_feed_forward(module: nn.Module) -> FeedForward | None:
     for width in dict.fromkeys(_matrix(part).shape[0] for part in maps):
         ran = _run(twin, width)
         if ran is not None:
-            return _explained(maps, _linear_maps(twin), ran)
+            return _explained(maps, twin, ran)
     return None
 
 
@@ -101,10 +103,10 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
     return _Ran(x_TD, y_TD, parts) if fits else None
 
 
-def _explained(maps: list[Any], twins: list[Any], ran: _Ran) -> FeedForward | None:
+def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | None:
     """The feed-forward function that gave a call's result; None: there is none."""
-    linear = [index for index, part in enumerate(ran.parts) if not isinstance(part, nn.Dropout)]
-    order = [twins.index(ran.parts[index]) for index in linear]
+    twins = _linear_maps(twin)
+    order = [twins.index(part) for part in ran.parts if not isinstance(part, nn.Dropout)]
     if sorted(order) != list(range(len(maps))):
         return None
     *up, back = (maps[index] for index in order)
@@ -115,26 +117,71 @@ def _explained(maps: list[Any], twins: list[Any], ran: _Ran) -> FeedForward | No
     best = min(_candidates(up, back), key=lambda found: _distance(found, ran.x_TD, ran.y_TD))
     if not _distance(best, ran.x_TD, ran.y_TD) <= NEAR:
         return None
-    inner = [p.p for p in ran.parts[:linear[-1]] if isinstance(p, nn.Dropout) and p.p]
-    after = [p.p for p in ran.parts[linear[-1]:] if isinstance(p, nn.Dropout) and p.p]
-    if len(inner) > 1 or len(after) > 1:
-        return None
-    return FeedForward(best.weights, best.activation, sum(inner), sum(after))
+    placed: dict[str, float] = {}
+    for number, part in enumerate(part for part in ran.parts if isinstance(part, nn.Dropout)):
+        place = _place(best, twin, number, ran.x_TD) if part.p else None
+        if part.p and (place is None or place in placed):
+            return None
+        if place is not None:
+            placed[place] = part.p
+    return FeedForward(best.weights, best.activation, **placed)
 
 
-def compute(ffn: FeedForward, x_TD: Tensor) -> Tensor:
-    """What it computes, without dropout, in the dtype of x_TD: the plain formula."""
+def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str | None:
+    """Which dropout of a `FeedForward` a dropout of the module is, found by letting it drop; None:
+    neither.
+
+    number: of its call among those of all dropouts, 0 first.
+    """
+    calls, kept = itertools.count(), torch.ones(())
+
+    def drop(part: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        nonlocal kept
+        if next(calls) != number:
+            return None
+        draws = torch.rand(output.shape, generator=torch.Generator().manual_seed(2))
+        kept = 2 * (draws < 0.5).to(output)
+        return output * kept
+
+    hooks = [part.register_forward_hook(drop) for part in twin.modules()
+             if isinstance(part, nn.Dropout)]
+    try:
+        with torch.no_grad():
+            y_TD = twin(x_TD)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if kept.shape == (len(x_TD), ffn.hidden) and _distance(ffn, x_TD, y_TD, kept) <= NEAR:
+        return "dropout"
+    if kept.shape == x_TD.shape and _off(compute(ffn, x_TD) * kept, y_TD) <= NEAR:
+        return "after"
+    return None
+
+
+def compute(ffn: FeedForward, x_TD: Tensor, kept_TF: Tensor | None = None) -> Tensor:
+    """What it computes, without dropout, in the dtype of x_TD: the plain formula.
+
+    kept_TF: factors of the inner values, such as a dropout's; None: all 1.
+    """
     w = {name: value.to(x_TD.dtype) for name, value in ffn.weights.items()}
     act = ACTIVATIONS[ffn.activation].value
     h_TF = x_TD @ w["w_in_DF"] + w.get("b_in_F", 0)
     h_TF = act(x_TD @ w["w_gate_DF"] + w.get("b_gate_F", 0)) * h_TF if ffn.gated else act(h_TF)
+    h_TF = h_TF if kept_TF is None else h_TF * kept_TF
     y_TD: Tensor = h_TF @ w["w_out_FD"] + w.get("b_out_D", 0)
     return y_TD
 
 
-def _distance(ffn: FeedForward, x_TD: Tensor, y_TD: Tensor) -> float:
+def _distance(ffn: FeedForward, x_TD: Tensor, y_TD: Tensor,
+              kept_TF: Tensor | None = None) -> float:
     with torch.no_grad():
-        off = (compute(ffn, x_TD) - y_TD).abs().max() / y_TD.abs().max().clamp_min(1e-30)
+        y = compute(ffn, x_TD, kept_TF)
+    return _off(y, y_TD)
+
+
+def _off(y: Tensor, wanted: Tensor) -> float:
+    """The largest difference, of the largest value."""
+    off = (y - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)
     return float(off.nan_to_num(float("inf")))
 
 

@@ -83,6 +83,20 @@ def test_other_modules_are_left_alone(module: nn.Module) -> None:
     assert read_feed_forward(module) is None
 
 
+@pytest.mark.parametrize("place, activation, found", [
+    (0, nn.ReLU(), None),  # of the input
+    (1, nn.ReLU(), (0.25, 0.0)),  # commutes with what follows
+    (1, nn.GELU(), None), (2, nn.GELU(), (0.25, 0.0)), (3, nn.GELU(), (0.0, 0.25)),
+])
+@pytest.mark.parametrize("inner", [16, 40])
+def test_a_dropout_is_taken_over_where_it_drops_the_same(
+        place: int, activation: nn.Module, found: tuple[float, float] | None, inner: int) -> None:
+    parts = [*plain_ffn(activation, inner=inner)]
+    parts.insert(place, nn.Dropout(0.25))
+    read = read_feed_forward(nn.Sequential(*parts))
+    assert (read and (read.dropout, read.after)) == found
+
+
 def test_a_replaced_model_computes_what_it_did_before() -> None:
     model = stack()
     x = torch.randn(5, 7, 16)
