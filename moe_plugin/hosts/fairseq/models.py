@@ -100,6 +100,7 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         if evaluation is not None:
             config.dispatch.equal_tokens = False  # evaluating ranks have batches of any size
             config.parallel.shards = None  # there may be fewer of them
+            config.comm.network = None  # of the ranks that trained
         groups = groups or _groups(args, config, evaluation)
         settings = LayerSettings(config, groups, masks_padding(args, config),
                                  gradient_factor(args, groups.world),

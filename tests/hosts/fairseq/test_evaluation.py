@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from moe_plugin.comm import Comm, run_simulated
-from moe_plugin.hosts.fairseq.groups import Evaluation
+from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
+from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.part_state import part_state
 from moe_plugin.hosts.fairseq.turns import Turns
 from tests.hosts.fairseq.conftest import Corpus, Result, run
+from tests.hosts.fairseq.small import language_model
 
 EXPERTS = "decoder.layers.1.moe_layer.moe.experts."
 
@@ -53,6 +55,14 @@ def test_experts_are_spread_over_as_many_ranks_as_fit() -> None:
     assert Evaluation(8, asked=8).expert_ranks(4) == 8
     with pytest.raises(ValueError, match=r"=3 is out of bounds: must divide the 4 evaluating"):
         Evaluation(4, asked=3).expert_ranks(4)
+
+
+def test_the_network_of_the_ranks_that_trained_is_not_asked_for() -> None:
+    settings = {"moe_collectives": "auto", "moe_network": "not_here.yaml"}
+    with evaluating():
+        model = language_model(**settings)
+    assert moe_layers(model)[0].moe_layer.moe.config.comm.network is None
+    assert moe_layers(language_model(**settings))[0].moe_layer.moe.config.comm.network is not None
 
 
 @pytest.mark.distributed
