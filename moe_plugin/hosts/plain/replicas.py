@@ -138,7 +138,8 @@ class ReplicaReducer:
     def __init__(self, parameters: Iterable[nn.Parameter], comm: Comm, *,
                  bucket_bytes: int = BUCKET_BYTES, at_end_of_backward: bool = True) -> None:
         self.comm, self.passes = comm, 1
-        self._at_end, self._queued = at_end_of_backward, False
+        # which backward pass calls `finish`: one that failed has not, and never will
+        self._at_end, self._queued = at_end_of_backward, -1
         # backward reaches the last layer first
         self._buckets = [Bucket(each)
                          for each in in_buckets(reversed(list(parameters)), bucket_bytes)]
@@ -150,8 +151,9 @@ class ReplicaReducer:
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def added(parameter: Tensor) -> None:
             bucket.add(parameter)  # type: ignore[arg-type]
-            if self._at_end and not self._queued:
-                self._queued = True
+            here = torch._C._current_graph_task_id()
+            if self._at_end and self._queued != here:
+                self._queued = here
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self._start_ready()
 
@@ -168,7 +170,7 @@ class ReplicaReducer:
         Collective where backward passes were. A parameter that has no gradient in one of these
         buckets gets the average of the others', zero where none has one.
         """
-        self._queued = False
+        self._queued = -1
         for bucket in self._touched():
             if not bucket.started:
                 bucket.start(self.comm)
