@@ -11,6 +11,7 @@ of the senders' ranks, and the tree decides in which round whose part arrives.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,17 +37,20 @@ class Trees:
     gather: Schedule
     reduce: Schedule
     _rounds: dict[tuple[str, int, int], list[Round]] = field(default_factory=dict)
+    # sums run in a thread of their own while other data is gathered
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def rounds(self, schedule: Schedule, comm: Comm, length: int, size: int) -> list[Round]:
         """This rank's rounds for a whole of `length` elements in `size` bytes."""
         chunks = chunks_for(schedule, size)
         key = schedule.collective, length, chunks
-        if key not in self._rounds:
-            if len(self._rounds) >= KEPT:
-                self._rounds.pop(next(iter(self._rounds)))
-            self._rounds[key] = rounds_of(schedule, comm.rank, shards_of(length, comm.size),
-                                          chunks)
-        return self._rounds[key]
+        with self._lock:
+            if key not in self._rounds:
+                if len(self._rounds) >= KEPT:
+                    self._rounds.pop(next(iter(self._rounds)))
+                self._rounds[key] = rounds_of(schedule, comm.rank, shards_of(length, comm.size),
+                                              chunks)
+            return self._rounds[key]
 
 
 def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -133,3 +136,36 @@ def test_a_rank_that_fails_ends_the_others() -> None:
         run_simulated(4, rank, timeout_s=20)
     assert len(seen) == 3 and all("round 1 of" in text and "all_gather by trees" in text
                                   for text in seen)
+
+
+def test_threads_share_the_kept_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in the background, others in the main thread; more sizes than are kept."""
+    monkeypatch.setattr(executor, "KEPT", 2)
+    trees, found, failed = random_trees(2, 0), [], []
+
+    def rank(comm: Comm) -> None:
+        if comm.rank:
+            return
+
+        def use(step: int) -> None:
+            try:
+                for number in range(300):
+                    size = 8 + number * step % 7
+                    found.append((size, trees.rounds(trees.gather, comm, size, 4 * size)))
+            except (KeyError, RuntimeError, StopIteration) as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=use, args=(step,)) for step in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run_simulated(2, rank)
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed and len(found) == 900
+    assert len({size for size, _ in found}) == 7
