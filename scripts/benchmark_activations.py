@@ -33,6 +33,7 @@ from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.config import from_dict
 from moe_plugin.machine import cpu_name
 from moe_plugin.offload.auto import MEASURING, manage
+from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.regular_files import write_regular
 
 FILES = ("activations.json", "activations.md")
@@ -222,8 +223,8 @@ def markdown(result: dict[str, Any]) -> str:
             "before the first one; gradients of the weights are in it. Both hold what the expert "
             "layers keep on a CPU for the next call, which is one set for all layers."),
         paragraph(
-            f"Auto may take {result['limit_bytes'] / MIB:.1f} MiB, half of keeping all. Its "
-            f"step was predicted to take {1e3 * result['predicted_s']:.0f} ms. It takes "
+            f"Auto may take {show_size(result['limit_bytes'])}, half of keeping all. Its "
+            f"step was predicted to take {show_time(result['predicted_s'])}. It takes "
             f"{seconds['auto'] / others[0]:.2f} times as long as the better of recomputing all and "
             f"swapping all, and the other takes {others[1] / seconds['auto']:.2f} times as long "
             "as it.")]) + "\n"

@@ -25,10 +25,11 @@ from moe_plugin.comm.base import FunctionExchange
 from moe_plugin.config import from_dict
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
+from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("adaptive.json", "adaptive.md", "adaptive_overlap.png")
+FILES = ("adaptive.json", "adaptive.md", PLOT := "adaptive_overlap.png")
 NODES, EXPERTS, WIDTH = 4, 2, 256
 EVERY = 6  # steps from one measurement of the fixed layouts to the next
 REGIMES: dict[str, dict[str, Any]] = {
@@ -187,9 +188,11 @@ def measure_overlap(args: argparse.Namespace, report: dict[str, Any]) -> None:
         "hidden_share": {
             d: statistics.fmean(hidden_share(r["spans"]) for r in ranks)
             for d, ranks in runs.items()
-        }
+        },
+        # of rank 0, for the plot
+        "spans": {d: ranks[0]["spans"] for d, ranks in runs.items()}
     }
-    _plot({d: ranks[0]["spans"] for d, ranks in runs.items()}, args.out / "adaptive_overlap.png")
+    draw(report, args.out / PLOT)
 
 
 def hidden_share(spans: list[tuple[str, float, float]]) -> float:
@@ -201,7 +204,9 @@ def hidden_share(spans: list[tuple[str, float, float]]) -> float:
     return both / min(sum(b - a for a, b in lane) for lane in lanes.values())
 
 
-def _plot(spans: dict[int, list], path: Path) -> None:
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Exchange and experts of rank 0 over time, by pieces; `report` as in the JSON file."""
+    spans = report["overlap"]["spans"]
     figure, axes = pyplot().subplots(len(spans), 1, figsize=(9, 1.4 * len(spans)), sharex=True,
                                    layout="constrained")
     for axis, (d, items) in zip(axes, spans.items(), strict=True):
@@ -244,7 +249,7 @@ def markdown(report: dict[str, Any]) -> str:
     found = report["overlap"]
     lines += [
         "## Overlap, forward", "",
-        f"Exchange {1e3 * found['exchange']:.1f} ms, experts {1e3 * found['experts']:.1f} ms "
+        f"Exchange {show_time(found['exchange'])}, experts {show_time(found['experts'])} "
         "without overlap.",
         "",
         "| d | ms, median of 9 | share of the smaller one that overlaps the other (last run) |",

@@ -38,7 +38,7 @@ from moe_plugin.planner import (
     predict,
     predict_table,
 )
-from moe_plugin.planner.units import show_size
+from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,7 +135,7 @@ class Quiet:
             share, rows = _measure_once(grid, plan, message_s)
             print(
                 f"{grid[0]}x{grid[1]}, {show_size(plan.sizes[0])}, message cost "
-                f"{message_s * 1e3:g} ms: other programs used {share:.0%}",
+                f"{show_time(message_s)}: other programs used {share:.0%}",
                 flush=True)
             if key not in self.cells or share < self.cells[key]["others"]:
                 self.cells[key] = {"others": share, "rows": [asdict(row) for row in rows]}
@@ -222,7 +222,7 @@ def page(about: dict[str, Any], rows: list[Row], costly: list[Row], fitted: Fit,
 
 Made by `python scripts/benchmark_all_to_all.py`; all numbers are in
 `docs/benchmarks/all_to_all.json`. An emulated cluster on {about["cores"]} cores: every node is a
-network namespace, links of {RATE / 1e6:g} Mbit/s and {DELAY * 1e3:g} ms one way, gloo, torch
+network namespace, links of {RATE / 1e6:g} Mbit/s and {show_time(DELAY)} one way, gloo, torch
 {about["torch"]}. Other programs used {statistics.mean(others):.0%} of the CPU on average over the
 cells, {max(others):.0%} in the worst. *Wire floor*: least time of the bytes on one node's link.
 *Own CPU*: CPU time of the exchange, divided by the number of cores; where it is close to the
@@ -239,7 +239,7 @@ repeats, each from the first rank's begin to the last one's end.
 
 ## With a cost per message
 
-The same with {MESSAGE * 1e3:g} ms on a node's card for every message that leaves it:
+The same with {show_time(MESSAGE)} on a node's card for every message that leaves it:
 
 {markdown(costly)}
 
@@ -282,7 +282,7 @@ def auto_table(rows: Sequence[Row]) -> str:
 def gain_table(rows: Sequence[Row], costly: Sequence[Row]) -> str:
     """Linear over hierarchical, without and with the message cost."""
     lines = []
-    for what, some in (("no message cost", rows), (f"{MESSAGE * 1e3:g} ms per message", costly)):
+    for what, some in (("no message cost", rows), (f"{show_time(MESSAGE)} per message", costly)):
         for size in dict.fromkeys(r.bytes for r in costly):
             t = {
                 r.algorithm: r.median_ms for r in some

@@ -26,6 +26,7 @@ import yaml
 
 from moe_plugin.bench.corpus import build_corpus
 from moe_plugin.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import make_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -233,7 +234,7 @@ def main() -> int:
             r = rows[-1]
             print(
                 f"{name:<16} {host:<9} loss {r.first_loss:.3f} -> {r.last_loss:.3f}, busiest "
-                f"{r.busiest:.2f}, drops {r.drops:.1%}, {r.step_ms:.0f} ms per step"
+                f"{r.busiest:.2f}, drops {r.drops:.1%}, {show_time(r.step_ms / 1e3)} per step"
                 + "".join(f"; FAULT: {fault}" for fault in r.faults), flush=True)
     about = {
         "python": platform.python_version(), "torch": torch.__version__,

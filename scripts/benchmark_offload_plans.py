@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_plugin.planner.offload.atom import Layer, StreamPlan, plan
 from moe_plugin.planner.offload.peers import Peers, versus_pipeline
+from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +73,7 @@ def markdown(found: dict[str, Any]) -> str:
         "`moe_plugin.planner.offload`, not measured. "
         f"{PEERS} peers of {FLOPS / 1e12:.0f} TFLOP/s, {BYTES_S / 1e9:.0f} GB/s to and from host "
         f"memory, {LIMIT / 2**30:.0f} GiB; a GPT in 16 bits, sequences of {TOKENS:,} tokens, one a "
-        f"micro-batch, {BATCHES} micro-batches of each peer in a step, {1e3 * DELAY_S:.0f} ms of "
+        f"micro-batch, {BATCHES} micro-batches of each peer in a step, {show_time(DELAY_S)} of "
         "delay. Each peer streams the whole model (ATOM) and averages weights with the others "
         "every so many steps, by a ring that nothing hides; or the peers are a pipeline (the best "
         "of blocking, overlapped and eager 1F1B) over the same links for the same micro-batches. "

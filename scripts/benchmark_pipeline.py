@@ -30,6 +30,7 @@ from moe_plugin.emulate.networks import chain
 from moe_plugin.planner.pipeline.one_f_one_b import Pipeline
 from moe_plugin.planner.pipeline.slices import SlicePipeline
 from moe_plugin.planner.pipeline.terapipe import cut, slice_seconds
+from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import write_regular
 
 FILES = ("pipeline.json", "pipeline.md")
@@ -304,7 +305,7 @@ def schedules_part(seen: dict[str, Any]) -> list[str]:
             f"a chain, {BATCHES} micro-batches a step, activations of "
             f"{4 * LENGTH * WIDTH / 2**20:.2f} MiB. The schedules are Megatron's own function and "
             "ours, transfers are real (gloo over the emulated links); a pass waits in place of "
-            f"computing ({1e3 * FORWARD_S:.0f} ms forward, {1e3 * BACKWARD_S:.0f} ms backward), "
+            f"computing ({show_time(FORWARD_S)} forward, {show_time(BACKWARD_S)} backward), "
             f"because four stages do not compute at a time on {seen['cores']} cores. Predicted: "
             "the event simulator (`moe_plugin/planner/pipeline`) with the measured time of one "
             "transfer; of Megatron's 1F1B it knows that both stages wait for a transfer, and that "

@@ -3,7 +3,8 @@
 
     python scripts/redraw_plots.py [--out docs/benchmarks]
 
-Not drawn: adaptive_overlap.png, whose spans are of one run.
+adaptive_overlap.png is drawn where its file of numbers has the spans, which older runs did not
+keep.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import benchmark_adaptive
 import benchmark_forest
 import benchmark_offload_plans
 import benchmark_peers
@@ -44,6 +46,9 @@ def redraw(out: Path) -> None:
     benchmark_offload_plans.draw(out / "offload_plans.svg", numbers("offload_plans"))
     benchmark_peers.plot(numbers("peers"), out / "peers.png")
     benchmark_pregate.draw(numbers("pregate"), out / "pregate.png")
+    adaptive = numbers("adaptive")
+    if "spans" in adaptive["overlap"]:
+        benchmark_adaptive.draw(adaptive, out / benchmark_adaptive.PLOT)
 
 
 def numbers(name: str) -> Any:

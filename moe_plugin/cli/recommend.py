@@ -177,7 +177,7 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
     keep = max(KEPT, args.top)
     larger = search(model, cluster, dataclasses.replace(device, memory_bytes=MAX_NUMBER), space,
                     keep=keep).plans
-    saving = recomputed(model, larger, device.memory_bytes)
+    saving = recomputed(model, larger, device.memory_bytes, args.host)
     try:
         return [*search(model, cluster, device, space, keep=keep).plans, *saving]
     except ValueError:
@@ -256,7 +256,7 @@ def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
                          *advice.plan_lines(estimates), ""]), flush=True)
     if not args.trust_fit:
         trust.refuse(doubts)
-    text = _write(args, model, best, cluster, processor.device)
+    text = _write(args, model, best, cluster)
     if args.json:
         print(json.dumps({**advice.as_dict(model, estimates, ratios, doubts), "launch": text},
                          indent=1))
@@ -264,13 +264,11 @@ def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
         print("\n".join([*advice.verdict_lines(best, doubts), *advice.LEFT_OUT, "", text]))
 
 
-def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster: Cluster,
-           device: Device) -> str:
+def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster: Cluster) -> str:
     """Write moe.yaml and launch.sh; returns the launch line."""
     import torch
 
     from moe_plugin.planner.launch import Start, launch_text, launch_words
-    from moe_plugin.planner.recompute import RECOMPUTED, activation_bytes
     from moe_plugin.planner.units import show_time
     from moe_plugin.planner.write import write_plan
 
@@ -279,10 +277,9 @@ def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster:
     start = Start(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
                   head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
                   threads=torch.get_num_threads(), data=args.data, config=args.out / CONFIG,
-                  script=args.script, activations=activation_bytes(best.cost, device.memory_bytes)
-                  if RECOMPUTED in best.cost.time else 0)
+                  script=args.script)
     text = launch_text(launch_words(model, best.cost.plan, args.host, start))
-    files = write_plan(model, best.cost.plan, args.host, args.auto, note)
+    files = write_plan(model, best.cost.plan, args.host, args.auto, note, best.cost.activations)
     write_regular(args.out / CONFIG, files[CONFIG])
     write_regular(args.out / LINE, f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n')
     return text

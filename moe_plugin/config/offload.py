@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moe_plugin.config.options import Section, option
 
-ACTIVATIONS = ("keep", "recompute", "swap", "auto")
+POLICIES = ("keep", "recompute", "swap")
 WEIGHTS = ("device", "host")
 
 
@@ -21,8 +21,9 @@ class OffloadConfig(Section):
         "what each transformer layer does with its activations until backward. keep: on the "
         "device; recompute: only its input, the rest again in backward; swap: copied to host "
         "memory (on a CPU: to a disk) and back ahead of use; auto: one of these for each layer, "
-        "chosen for offload.memory from what the first steps measure",
-        choices=ACTIVATIONS, flag="activations")
+        "chosen for offload.memory from what the first steps measure. Or keep, recompute or swap "
+        "for each layer of the model, in the order of forward: recompute,keep,recompute,keep",
+        flag="activations")
     memory: str | None = option(
         None,
         "with activations auto: what the layers' activations may take on a rank's device, such as "
@@ -50,8 +51,11 @@ class OffloadConfig(Section):
         "segment is one block", flag="weights-memory", prefix="--")
 
     def check_bounds(self) -> None:
-        """Check that auto has a size."""
+        """Check names, and that auto has a size."""
         auto = self.activations == "auto"
+        self.require("activations", auto or set(self.each_layer()) <= set(POLICIES),
+                     f"auto, one of {', '.join(POLICIES)}, or one of these for each layer",
+                     "write for example keep, or recompute,keep,recompute,keep")
         self.require("memory", not auto or self.memory is not None,
                      "a size with offload.activations=auto", "name one, such as 8GiB")
         self.require("memory", auto or self.memory is None,
@@ -61,3 +65,7 @@ class OffloadConfig(Section):
                      "use offload.activations=auto")
         self.require("weights_memory", self.weights == "host" or self.weights_memory is None,
                      "none without offload.weights=host", "use offload.weights=host")
+
+    def each_layer(self) -> list[str]:
+        """`activations` at its commas: one name for all layers, or one for each."""
+        return [name.strip() for name in self.activations.split(",")]

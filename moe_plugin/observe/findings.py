@@ -248,8 +248,9 @@ def waits_for_experts(run: Run) -> Iterator[Finding]:
             "waits_for_experts", f"{100 * waits[worst]:.0f} % of the calls of {worst} wait for "
             "experts that are not on the device",
             "They are copied while nothing else runs.",
-            "raise --moe-experts-cache, or train with --moe-pre-gate 1: then the next block's "
-            "experts are fetched while this one computes", tuple(waits))
+            "raise --moe-experts-cache, or let the next block's experts be fetched while this one "
+            "computes: --moe-predict-experts true, or a model trained with --moe-pre-gate 1",
+            tuple(waits))
 
 
 def undecided(run: Run) -> Iterator[Finding]:

@@ -31,11 +31,11 @@ class HealthLog:
     memory that does not grow with the run.
 
     Args:
-        skip: rules that somebody else warns of.
+        skip: rules that somebody else warns of. unit: what records are counted in.
     """
 
-    def __init__(self, skip: Iterable[str] = ()) -> None:
-        self._run, self._skip = Run(name="", host=""), tuple(skip)
+    def __init__(self, skip: Iterable[str] = (), unit: str = "step") -> None:
+        self._run, self._skip, self._unit = Run(name="", host=""), tuple(skip), unit
         self._said: dict[str, _Said] = {}  # by rule
 
     def add(self, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -71,8 +71,8 @@ class HealthLog:
             said = self._said.setdefault(rule, _Said())
             if len(one.layers) >= 2 * said.layers:
                 said.layers = max(1, len(one.layers))
-                logger.warning("step %d: %s. %s Remedy: %s [%s]", step, one.title, one.meaning,
-                               one.remedy, rule)
+                logger.warning("%s %d: %s. %s Remedy: %s [%s]", self._unit, step, one.title,
+                               one.meaning, one.remedy, rule)
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:

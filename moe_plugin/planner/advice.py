@@ -9,6 +9,7 @@ from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.measured import ALL_REDUCE, MATMUL, Network, Processor
 from moe_plugin.planner.model import ModelShape
+from moe_plugin.planner.offload.karma import RECOMPUTE
 from moe_plugin.planner.trust import EXCHANGES, INSIDE, Estimate, Residuals, mean_error
 from moe_plugin.planner.units import show_size, show_time
 
@@ -53,11 +54,17 @@ def plan_lines(estimates: Sequence[Estimate]) -> list[str]:
     lines = ["plans, fastest first, after correction:"]
     lines += [f"  {show_time(e.seconds):>8}, {show_time(e.low)} to {show_time(e.high)}; "
               f"{show_size(e.cost.memory_bytes)}  {e.cost.plan.label}" for e in estimates]
-    lines += ["", f"{best.cost.plan.label}: one step"]
+    lines += ["", f"{best.cost.plan.label}: one step{_recomputes(best)}"]
     return lines + [
         f"  {name:22}{show_time(middle):>10}   {show_time(low)} to {show_time(high)}"
         for name, (low, middle, high) in best.parts.items()
     ]
+
+
+def _recomputes(best: Estimate) -> str:
+    policies = best.cost.activations
+    again = policies.count(RECOMPUTE)
+    return f", {again} of {len(policies)} layers recomputed" if again else ""
 
 
 def verdict_lines(best: Estimate, doubts: Sequence[str]) -> list[str]:
@@ -79,6 +86,7 @@ def as_dict(model: ModelShape, estimates: Sequence[Estimate], found: Mapping[str
         "tokens_per_step": model.global_batch * model.sequence, "plans": [{
             "plan": e.cost.plan.as_dict(), "label": e.cost.plan.label, "seconds": e.seconds,
             "low": e.low, "high": e.high, "memory_bytes": e.cost.memory_bytes,
+            "activations": list(e.cost.activations),
             "parts": {name: list(part) for name, part in e.parts.items()}
         } for e in estimates], "measured_over_predicted": {
             kind: {"median": c.center, "low": c.low, "high": c.high, "sizes": list(c.sizes)}

@@ -22,9 +22,8 @@ class Start:
     nodes, ranks_per_node: processes. head: address of the first node, where there are several.
     cpu: train on the processor. threads: of each rank there; 0: as many as it likes. data: folder
     (fairseq) or prefix (Megatron) of the data. config: the plan's file for `--moe-config`. script:
-    Megatron-LM's `pretrain_gpt.py`; None: our own script. activations: bytes for all layers',
-    within which the host chooses what to recompute; 0: all are kept. steps: of the run.
-    learning_rate: of Adam.
+    Megatron-LM's `pretrain_gpt.py`; None: our own script. steps: of the run. learning_rate: of
+    Adam.
     """
 
     nodes: int = 1
@@ -35,7 +34,6 @@ class Start:
     data: str = "DATA"
     config: Path = Path("moe.yaml")
     script: str | None = None
-    activations: int = 0
     steps: int = 10000
     learning_rate: float = 5e-4
 
@@ -77,9 +75,6 @@ def launch_words(model: ModelShape, plan: Plan, host: str, start: Start) -> list
             "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab or BYTES)
         ]
     program += ["--bf16"] if model.element_bytes == 2 else []
-    if start.activations:
-        program += ["--moe-activations", "auto", "--moe-activation-memory",
-                    f"{max(1, start.activations // 1024)}KiB"]
     return [*torchrun_words(start), *program, "--moe-config", str(start.config)]
 
 

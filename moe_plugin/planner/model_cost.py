@@ -27,13 +27,14 @@ class PlanCost:
     """Cost of a plan.
 
     time: seconds per step by part. memory: bytes of the fullest rank by part. layer: of one MoE
-    layer.
+    layer. activations: keep or recompute, by layer of the model; empty: all are kept.
     """
 
     plan: Plan
     time: dict[str, float]
     memory: dict[str, float]
     layer: LayerCost
+    activations: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:

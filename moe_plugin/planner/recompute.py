@@ -9,7 +9,9 @@ from dataclasses import replace
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.model_cost import ACTIVATION_BYTES, BACKWARD, PlanCost
 from moe_plugin.planner.offload.karma import KEEP, Block
+from moe_plugin.planner.offload.karma import Plan as KarmaPlan
 from moe_plugin.planner.offload.karma import plan as karma_plan
+from moe_plugin.planner.write import has_experts
 
 RECOMPUTED = "recomputed layers"  # the part of a step
 PARAMETERS = ("dense parameters", "expert parameters")
@@ -21,12 +23,14 @@ def activation_bytes(cost: PlanCost, memory: float) -> int:
     return int(memory - sum(cost.memory[name] for name in PARAMETERS))
 
 
-def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> list[PlanCost]:
+def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float,
+               host: str) -> list[PlanCost]:
     """Those of the plans that exceed `memory` bytes per rank and fit with layers recomputed in
-    backward, with what that costs: the part `RECOMPUTED` of their time.
+    backward, with which ones (`PlanCost.activations`) and what that costs: the part `RECOMPUTED` of
+    their time.
 
-    Which layers is chosen by KARMA's search, from the predicted times and sizes of a stage's dense
-    and MoE layers; nothing is swapped.
+    Which layers is chosen by KARMA's search, from the predicted times and sizes of each stage's
+    dense and MoE layers in the order of the host; nothing is swapped.
     """
     found = []
     for cost in costs:
@@ -34,22 +38,35 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
         if cost.memory_bytes <= memory or room <= 0:
             continue
         try:
-            made = karma_plan(_blocks(model, cost), room)
+            made = _stages(model, cost, room, host)
         except ValueError:  # even the inputs of all layers do not fit
             continue
-        stages = cost.plan.micro_batches(model) + cost.plan.pp - 1
-        extra = sum(block.forward_s for block, what in zip(made.problem.blocks, made.decisions,
-                                                           strict=True) if what != KEEP)
+        turns = cost.plan.micro_batches(model) + cost.plan.pp - 1
         kept = {name: cost.memory[name] for name in PARAMETERS}
-        found.append(replace(cost, time={**cost.time, RECOMPUTED: extra * stages},
-                             memory={**kept, ACTIVATIONS: float(made.outcome.peak)}))
+        found.append(replace(
+            cost, time={**cost.time, RECOMPUTED: turns * max(map(_again_s, made))},
+            memory={**kept, ACTIVATIONS: float(max(one.outcome.peak for one in made))},
+            activations=tuple(decision for one in made for decision in one.decisions)))
     return found
 
 
-def _blocks(model: ModelShape, cost: PlanCost) -> list[Block]:
-    """The layers of the fullest stage, for all micro-batches in flight; every `moe_every`-th has
-    experts.
-    """
+def _again_s(made: KarmaPlan) -> float:
+    """Seconds a micro-batch of the layers that a stage computes again."""
+    return sum(block.forward_s for block, decision in zip(made.problem.blocks, made.decisions,
+                                                          strict=True) if decision != KEEP)
+
+
+def _stages(model: ModelShape, cost: PlanCost, room: int, host: str) -> list[KarmaPlan]:
+    """A plan for each pipeline stage; stages with the same layers have the same one."""
+    each = model.layers // cost.plan.pp
+    rows = [tuple(has_experts(model, host, layer) for layer in range(first, first + each))
+            for first in range(0, model.layers, each)]
+    made = {row: karma_plan(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
+    return [made[row] for row in rows]
+
+
+def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[Block]:
+    """The layers of a stage, for all micro-batches in flight. experts: which ones have experts."""
     plan, share = cost.plan, 1 / (1 + BACKWARD)
     micro = plan.micro_batches(model)
     layers, moe = math.ceil(model.layers / plan.pp), math.ceil(model.moe_layers / plan.pp)
@@ -59,12 +76,11 @@ def _blocks(model: ModelShape, cost: PlanCost) -> list[Block]:
     seconds = {name: cost.time[name] / micro for name in ("attention", "tensor parallel",
                                                           "dense FFN", "MoE layers")}
     always = (seconds["attention"] + seconds["tensor parallel"]) / layers
+    dense, sparse = seconds["dense FFN"] / max(1, layers - moe), seconds["MoE layers"] / max(1, moe)
     blocks = []
-    for index in range(layers):
-        own, extra = seconds["dense FFN"] / max(1, layers - moe), 0.0
-        if index >= layers - moe:  # their order does not matter: all of them stay until backward
-            own, extra = seconds["MoE layers"] / moe, flight * cost.layer.memory_bytes
-        each = always + own
+    for index, with_experts in enumerate(experts):
+        each = always + (sparse if with_experts else dense)
+        extra = flight * cost.layer.memory_bytes if with_experts else 0.0
         blocks.append(Block(name=f"layer {index}", forward_s=share * each,
                             backward_s=(1 - share) * each, kept_bytes=int(kept),
                             activation_bytes=int(ACTIVATION_BYTES * kept + extra)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -10,6 +11,11 @@ from moe_plugin.messages import short
 from moe_plugin.planner.model import ModelShape, Plan
 
 HOSTS = ("fairseq", "megatron")
+
+
+def has_experts(model: ModelShape, host: str, layer: int) -> bool:
+    """Whether a layer, from 0, has experts: Megatron begins with one, fairseq ends with one."""
+    return (layer if host == "megatron" else layer + 1) % model.moe_every == 0
 
 
 def moe_settings(model: ModelShape, plan: Plan, auto: bool) -> dict[str, Any]:
@@ -69,12 +75,16 @@ def host_flags(model: ModelShape, plan: Plan, host: str) -> list[str]:
     return [str(f) for f in flags]
 
 
-def write_plan(model: ModelShape, plan: Plan, host: str, auto: bool, note: str) -> dict[str, str]:
+def write_plan(model: ModelShape, plan: Plan, host: str, auto: bool, note: str,
+               activations: Sequence[str] = ()) -> dict[str, str]:
     """Files by name: `<host>.flags` (a flag per line, for `$(cat ...)`) and `moe.yaml`.
 
-    note: comment at the top of `moe.yaml`, which is for `--moe-config`.
+    note: comment at the top of `moe.yaml`, which is for `--moe-config`. activations: see
+    `PlanCost`.
     """
     settings = moe_settings(model, plan, auto)
+    if activations:
+        settings["offload"] = {"activations": ",".join(activations)}
     if host == "megatron":  # its own flags override these
         for key in ("num_experts", "router", "experts"):
             settings.pop(key)

@@ -22,6 +22,7 @@ from moe_plugin.records import Routing
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.engine import Decision
+from moe_plugin.tuning.exchange import log_once
 from moe_plugin.tuning.layouts import Layout, Layouts
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,8 @@ class PredictedLayout(Replaying):
                f"{show_time(configured)} as configured")
         self.current = best
         self.decisions = (Decision(0, f"{tokens} tokens", best, "predict", why, seconds),)
-        if self.comm.rank == 0:
-            log.info("layout %s (%s; parallel.mode=fixed keeps the configured one)", best, why)
+        text = f"layout {best} ({why}; parallel.mode=fixed keeps the configured one)"
+        log_once(self.comm, text, text)  # layers of one shape have one line
 
     def _best(self, tokens: int) -> tuple[LayoutChoice, float, float]:
         """(choice, its predicted seconds, those of the configured choice)."""

@@ -36,6 +36,7 @@ from moe_plugin.hosts.plain.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.messages import short
 from moe_plugin.observe import StatsRecorder
+from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.routing import finish_step
 from moe_plugin.vision.arguments import (
     check_arguments,
@@ -218,9 +219,9 @@ class Trainer:
             if self.step % args.log_every == 0:
                 seconds = time.perf_counter() - begun
                 mean, calls = self.comm.all_reduce(total).tolist()
-                self.write({"iteration": self.step, "lm_loss": mean / calls,
-                            "tokens_per_s": images / seconds, "grad_norm": float(norm),
-                            "lr": self.optimizer.param_groups[0]["lr"], "seconds": seconds})
+                self.log({"iteration": self.step, "lm_loss": mean / calls,
+                          "tokens_per_s": images / seconds, "grad_norm": float(norm),
+                          "lr": self.optimizer.param_groups[0]["lr"], "seconds": seconds})
                 begun, images, total = time.perf_counter(), 0, torch.zeros(2)
 
     def train_step(self, x_BCSS: Tensor, y: Tensor, real_B: Tensor,
@@ -276,6 +277,14 @@ class Trainer:
         routed, kept = self.comm.all_reduce(routed_2).tolist()
         found = self.task.results(self.comm.all_reduce(sums))
         return {**found, "drop_fraction": 1 - kept / routed} if routed else found
+
+    def log(self, record: dict[str, Any]) -> None:
+        """A line of the training log, for the findings and plots, too."""
+        self.write(record)
+        if self.comm.rank == 0:
+            step = step_record(record)[0]
+            self.recorder.health.add_step(step)
+            self.recorder.plot(step)
 
     def write(self, record: dict[str, Any], file: str = "log.jsonl") -> None:
         """A line of a file of the run, by rank 0."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,20 @@ def test_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     assert recommend(*TRUST, "--memory", "1KiB") == 2
     assert "no plan fits 1.02e+03 bytes" in capsys.readouterr().err
+
+
+def test_little_memory_recomputes_the_same_layers_in_plan_and_host(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend(*TRUST, "--memory", "1KiB") == 2
+    least = re.search(r"the smallest needs ([\d.e+]+)", capsys.readouterr().err)
+    assert least is not None
+    assert recommend(*TRUST, "--json", "--memory", str(int(float(least[1]) - 2000))) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all("recompute" in plan["activations"] for plan in found["plans"])
+    settings = from_yaml(str(Path("out", CONFIG)))
+    assert settings.offload.each_layer() == found["plans"][0]["activations"]
+    assert recommend(*TRUST, "--memory", str(int(float(least[1]) - 2000))) == 0
+    assert ": one step, 1 of 2 layers recomputed" in capsys.readouterr().out
 
 
 def test_a_far_fit_is_refused_and_trusted_by_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

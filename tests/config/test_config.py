@@ -58,6 +58,8 @@ def test_round_trip() -> None:
      ({"comm": {"timeout_s": 0}}, ["comm.timeout_s=0.0", "> 0"]),
      ({"offload": {"profile": "file"}}, ["offload.profile='file'", "offload.activations=auto"]),
      ({"observe": {"interval": 0}}, ["observe.interval=0", ">= 1"]),
+     ({"offload": {"activations": "keep,auto"}},
+      ["offload.activations='keep,auto'", "one of keep, recompute, swap", "recompute,keep"]),
      ({"experts": {"hidden_dim": -4}}, ["experts.hidden_dim=-4", ">= 0"]),
      ({"experts": {"activation": "tanh"}}, ["experts.activation='tanh'", "gelu"]),])
 def test_wrong_values_are_named(tree: dict, words: list[str]) -> None:

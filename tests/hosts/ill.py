@@ -37,8 +37,9 @@ FLAGS = ("--moe-stats-interval 2 --moe-capacity-factor 1.0 --moe-dispatch ragged
          f"--moe-parallel auto --moe-parallel-samples 100 --moe-stats-timeline {TIMELINE}")
 RULES = {"not_finite", "collapse", "dead_experts", "uneven", "sure_router", "spikes",
          "exchange_dominates", "undecided", "slower", "no_balance"}
-# of the others, the hosts say themselves what is dropped, and refuse to train experts that are not
-# on the device
+# of the others, the hosts say themselves what is dropped; experts that are not on the device are
+# evaluated alone, and the tests of that have waits_for_experts
+
 
 class Ill:
     """Makes the process ill; `begin` tells it that a step begins. rank: of this process."""

@@ -67,7 +67,6 @@ def test_dragging_zooms_and_a_double_click_resets(page: Page) -> None:
     low, high = seen(page)
     assert low == pytest.approx(100.5, abs=2) and high == pytest.approx(150, abs=2)
     assert plot(page, "loss", "u.scales.y.max") < tall / 2  # the height fits what is shown
-    assert seen(page, "speed") == (1, STEPS)
     page.double_click("#loss .u-over")
     assert seen(page) == (1, STEPS) and plot(page, "loss", "u.scales.y.max") == tall
 
@@ -196,6 +195,38 @@ def test_paper_and_readers_without_scripts_get_drawings(browser: Browser, page: 
     assert plain.value("document.documentElement.dataset.ready ?? null") is None
     assert plain.value("document.getElementById('help').hidden")
     assert plain.value("document.querySelector('#loss .plot svg').getBoundingClientRect().height")
+
+
+def test_all_plots_show_the_same_steps(browser: Browser) -> None:
+    run = made("one")
+    for record, layout in zip(run.layers["layer0"], "ab" * STEPS, strict=False):
+        record.layouts[layout] = 1.0
+    page = browser.open(render(run))
+    bands = ("((b) => b.range.map((x) => b.full[0] + x / 1000 * (b.full[1] - b.full[0])))"
+             "(bands.all[0])")
+    others = [name for name in page.value("plots.all.map((p) => p.figure.id)") if name != "loss"]
+    assert len(others) > 2
+    page.drag("#speed .u-over", 0.5, 0.75)
+    zoomed = seen(page, "speed")
+    assert zoomed[1] - zoomed[0] < 60
+    assert {seen(page, name) for name in [*others, "loss"]} == {zoomed}
+    assert page.value(bands) == pytest.approx(zoomed)
+    page.value("bands.all[0].plot.focus()")
+    page.press("Home")
+    assert {seen(page, name) for name in others} == {(1, STEPS)}
+    page.point("h1", 0.5, 0.5)
+    page.value("bands.all[0].plot.blur(); plots.all[0].box.focus({ preventScroll: true })")
+    page.press("ArrowLeft", "+")  # from the keyboard, too
+    low, high = seen(page)
+    assert (low, high) != (1, STEPS) and {seen(page, name) for name in others} == {(low, high)}
+    # the line of the cursor is in all of them, values in one
+    step = plot(page, "loss", "u.posToVal(u.cursor.left, 'x')")
+    lines = [plot(page, name, "[u.posToVal(u.cursor.left, 'x'), p.tip.hidden]") for name in others]
+    assert all(x == pytest.approx(step, abs=0.6) and hidden for x, hidden in lines)
+    assert tip(page) is not None
+    page.press("Escape")
+    assert all(plot(page, name, "u.cursor.left") < 0 for name in others)
+    assert page.complaints == [] and page.requests == []
 
 
 def test_runs_are_compared_in_plots_that_zoom(browser: Browser) -> None:

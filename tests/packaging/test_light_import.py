@@ -73,3 +73,4 @@ def test_looking_for_fairseq_leaves_its_import_as_it_is(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           check=False)
     assert done.stdout.strip().endswith("imported"), done.stderr
+    assert "install tensorboardX" not in done.stderr

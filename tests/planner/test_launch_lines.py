@@ -17,7 +17,7 @@ from tests.planner.problems import model
 PLAN = Plan(tp=2, pp=2, dp=2, ep=4, etp=1, micro_batch=4, layout=LayoutChoice(r=1, d=2))
 DATA_PARALLEL = Plan(tp=1, pp=1, dp=8, ep=4, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
 STARTS = [Start(nodes=1, ranks_per_node=8, cpu=True, threads=2, data="a folder/data"),
-          Start(nodes=2, ranks_per_node=4, head="10.0.0.1", activations=3 << 30)]
+          Start(nodes=2, ranks_per_node=4, head="10.0.0.1")]
 
 
 @pytest.mark.parametrize("start", STARTS, ids=["one node", "two nodes"])
@@ -35,7 +35,6 @@ def test_the_hosts_parsers_take_every_word(host: str, script: str | None, start:
         assert words.pop(0) == "OMP_NUM_THREADS=2"
     Shell(tmp_path)(words, runs=False)
     assert ("--bf16" in words) == (not changes)
-    assert ("3145728KiB" in words) == bool(start.activations)
 
 
 def test_megatron_reads_the_sizes_of_the_plan() -> None:

@@ -134,10 +134,11 @@ def test_explanation() -> None:
 def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> None:
     m = model(experts=2, capacity_factor=1.25)
     best = search(m, cluster(1, 4), A100, Space(data_parallel_only=host == "fairseq")).plans[0].plan
-    files = write_plan(m, best, host, auto, "a note")
+    files = write_plan(m, best, host, auto, "a note", ("keep", "recompute") if auto else ())
     (tmp_path / "moe.yaml").write_text(files["moe.yaml"])
     settings = from_yaml(str(tmp_path / "moe.yaml"))
     assert settings.parallel.mode == ("auto" if auto else "fixed")
+    assert settings.offload.activations == ("keep,recompute" if auto else "keep")
     assert (settings.parallel.r, settings.parallel.d,
             settings.comm.all_to_all) == (best.layout.r, best.layout.d, best.layout.algorithm)
     assert settings.dispatch.capacity_factor == 1.25

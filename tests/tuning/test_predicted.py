@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_gathered_parameters_cost_what_the_configured_collectives_do(
     tree = {**SMALL, "comm": {"collectives": collectives, "network": str(path)}}
     for found in run_simulated(2, lambda comm: labels(comm, tree, [4096])):
         assert {label.split()[0] for label in found} == {f"r={wanted}"}
+
+
+def test_layers_of_one_shape_have_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def rank(comm: Comm) -> None:
+        for tree in (SMALL, SMALL, LARGE):
+            layer(comm, tree)(torch.randn(4096, 32))
+
+    with caplog.at_level(logging.INFO):
+        run_simulated(2, rank)
+    said = [r.getMessage() for r in caplog.records if "keeps the configured one" in r.getMessage()]
+    assert len(said) == len(set(said)) == 2, said
 
 
 def test_no_token_decides_nothing_and_the_next_call_does() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from moe_plugin.vision.model import PRESETS, build, freeze_experts
 from moe_plugin.vision.published import published_name, read_published, write_published
 from moe_plugin.vision.train import Trainer, main
 from tests.distributed import run_gloo
+from tests.observe import wandb_files
 from tests.vision.folders import few, image_folder, some
 
 pytest.importorskip("timm")
@@ -249,6 +253,25 @@ def test_a_run_trains_resumes_and_is_reported(digits: Path, tmp_path: Path,
                                                    "0.5", "--freeze-experts") == 0
     assert run("wrong", 1, "--moe-top-k", "9") == 2
     assert "router.top_k=9 is out of bounds" in capsys.readouterr().err
+
+
+def test_weights_and_biases_gets_layers_and_the_training_log(digits: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    data, out = few(digits, tmp_path / "few"), tmp_path / "out"
+    # their package starts a service and replaces standard output
+    subprocess.run(
+        [sys.executable, "-m", "moe_plugin.vision.train", "--data", str(data), "--out", str(out),
+         "--epochs", "1", "--batch-size", "12", "--log-every", "1", "--moe-stats-wandb", "moe"],
+        check=True, timeout=300, capture_output=True, stdin=subprocess.DEVNULL,
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)})
+    found, name = wandb_files.rows(tmp_path), "moe/layers.1.blocks.1.mlp"
+    written = [r["lm_loss"] for r in lines(out) if r["lm_loss"] is not None]
+    assert len(written) == 3
+    assert [row["moe/training/loss"] for row in found if "moe/training/loss" in row] == written
+    layer = [row for row in found if f"{name}/tokens" in row]
+    assert len(layer) == 3
+    assert all(sum(row[key] for key in row if key.startswith(f"{name}/share/")) == pytest.approx(1)
+               for row in layer)
 
 
 def test_initial_weights_and_evaluation_alone(digits: Path, tmp_path: Path,

@@ -25,6 +25,7 @@ from moe_plugin.hosts.fairseq.groups import Evaluation, Groups
 from moe_plugin.hosts.fairseq.tokens import ids_of
 from moe_plugin.hosts.plain.overflow import until_rows_fit
 from moe_plugin.hosts.plain.replicas import mark_replicas
+from moe_plugin.hosts.plain.store_log import watch_store
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import LayerStats, MoEOutput, weighted_loss
@@ -168,6 +169,8 @@ class _MoEMixin:
     def _become_moe(self: Any, settings: LayerSettings) -> None:
         del self.fc1, self.fc2
         self.moe_layer = ExpertFFN(settings)
+        stack = "encoder" if isinstance(self, TransformerEncoderLayerBase) else "decoder"
+        watch_store(self.moe_layer.moe, lambda: f"{stack}'s MoE layer {settings.layer_number}")
         self.fc1, self.fc2, self.activation_fn = self._experts, _identity, _identity
         self.activation_dropout_module = nn.Identity()
         self.gate_loss: Tensor | None = None

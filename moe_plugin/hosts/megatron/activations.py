@@ -44,6 +44,7 @@ def activations_of(settings: OffloadConfig, config: Any,
         settings = dataclasses.replace(settings, profile=str(file.with_name(name)))
     return manage_layers(
         settings, layers, comm_of(stage), contexts=[_random_states],
+        places=[layer.layer_number - 1 for layer in layers.values()], total=config.num_layers,
         refused={f"Megatron's {name}": bool(setting(config, name, None)) for name in _REFUSED})
 
 

@@ -26,6 +26,7 @@ from moe_plugin.hosts.megatron.translate import (
     translate,
 )
 from moe_plugin.hosts.plain.named_errors import comm_of
+from moe_plugin.hosts.plain.store_log import watch_store
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import LayerStats, MoEOutput
@@ -100,6 +101,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.needs = needs_of(moe.router)
         if setting(config, "overlap_moe_expert_parallel_comm"):
             stages.check(self)
+        watch_store(moe, lambda: f"layer{self.layer_number}")
         self._clock = StepClock()
         self.continues = False  # a slice of a micro-batch whose first slice has passed
         self.last_stats: LayerStats | None = None

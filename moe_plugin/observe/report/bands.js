@@ -161,7 +161,21 @@ const bands = (() => {
       if (known) this.select(this.at);
     }
 
-    show([low, high]) {
+    // a stretch of steps that plots of curves show, too
+    follow([low, high]) {
+      const [begin, end] = this.full;
+      this.draw([low, high].map((step) => WIDTH * (step - begin) / (end - begin)));
+    }
+
+    show(range) {
+      this.draw(range);
+      const [begin, end] = this.full;
+      if (this.unit !== "s") {
+        plots.share(this, this.range.map((x) => begin + x / WIDTH * (end - begin)));
+      }
+    }
+
+    draw([low, high]) {
       const size = Math.min(Math.max(high - low, WIDTH / 1e4), WIDTH);
       const first = Math.min(Math.max(low, 0), WIDTH - size);
       this.range = [first, first + size];
@@ -190,6 +204,10 @@ const bands = (() => {
   }
 
   const all = [];
-  window.addEventListener("beforeprint", () => all.forEach((one) => one.show([0, WIDTH])));
-  return { upgrade: (figure, unit) => { all.push(new Bands(figure, unit)); }, all };
+  window.addEventListener("beforeprint", () => all.forEach((one) => one.draw([0, WIDTH])));
+  const upgrade = (figure, unit) => {
+    all.push(new Bands(figure, unit));
+    if (unit !== "s") plots.link(all.at(-1));
+  };
+  return { upgrade, all };
 })();

@@ -60,6 +60,8 @@ const plots = (() => {
       this.log = false;
       this.smoothing = 0;
       this.hidden = new Set();
+      this.owns = false;  // whether the pointer or the keyboard is here
+      this.marked = null;  // the step of the cursor of another plot
       this.box = element("div", {
         class: "live", tabindex: "0", role: "application", "aria-roledescription": "line plot",
         "aria-labelledby": `${figure.id}-title`, "aria-describedby": `${figure.id}-text keys`,
@@ -171,6 +173,7 @@ const plots = (() => {
       this.building = false;
       this.box.append(this.tip);
       this.plot.over.addEventListener("pointermove", (event) => {
+        this.owns = true;
         if (event.pointerType === "touch") this.plot.setCursor({ left: event.offsetX, top: 10 });
       });
       this.state();
@@ -241,6 +244,16 @@ const plots = (() => {
     zoomed(plot) {
       this.range = [plot.scales.x.min, plot.scales.x.max];
       this.state();
+      share(this, this.range);
+      if (!this.owns && this.marked !== null) queueMicrotask(() => this.mark(this.marked));
+    }
+
+    // the stretch that another plot shows
+    follow([low, high]) {
+      const range = this.within(low, high);
+      if (range[0] === this.range[0] && range[1] === this.range[1]) return;
+      this.range = range;
+      this.plot.setScale("x", { min: range[0], max: range[1] });
     }
 
     // what the buttons and attributes say
@@ -284,6 +297,7 @@ const plots = (() => {
     move(by) {
       this.at = Math.min(Math.max(this.at + by, 0), this.steps.length - 1);
       const x = this.steps[this.at], [low, high] = this.range;
+      this.owns = true;
       if (by && (x < low || x > high)) {
         const shift = x < low ? x - low : x - high;
         this.range = this.within(low + shift, high + shift);
@@ -311,8 +325,15 @@ const plots = (() => {
     // the values under the cursor
     point(plot) {
       const { left, top } = plot.cursor;
-      if (!(left >= 0)) { this.tip.hidden = true; return; }
+      if (!this.owns) return;  // uPlot says it after a change of scale, too
+      if (!(left >= 0)) {
+        this.owns = false;
+        this.tip.hidden = true;
+        markOthers(this, null);
+        return;
+      }
       this.at = nearest(this.steps, plot.posToVal(left, "x"));
+      markOthers(this, plot.posToVal(left, "x"));
       const x = this.steps[this.at], near = NEAR * (this.range[1] - this.range[0]);
       const words = this.data.lines.map((one, i) => {
         if (this.hidden.has(i) || !one.x.length) return null;
@@ -333,6 +354,15 @@ const plots = (() => {
       this.tip.style.top = `${Math.max(0, Math.min(top, this.box.clientHeight - 60))}px`;
     }
 
+    // the line of the cursor alone, where another plot has it; null: nowhere
+    mark(x) {
+      this.marked = x;
+      this.owns = false;
+      this.tip.hidden = true;
+      const left = x === null ? -10 : this.plot.valToPos(x, "x");
+      this.plot.setCursor({ left, top: left < 0 ? -10 : 10 }, false);
+    }
+
     hide() {
       this.tip.hidden = true;
       this.plot.setCursor({ left: -10, top: -10 });
@@ -346,9 +376,13 @@ const plots = (() => {
     }
   }
 
-  const all = [];
-  const upgrade = (figure, data) => { all.push(new Plot(figure, data)); };
+  const all = [], linked = [];
+  const link = (one) => linked.push(one);
+  // all that has steps below it shows the same stretch of them
+  const share = (from, range) => linked.forEach((one) => { if (one !== from) one.follow(range); });
+  const markOthers = (from, x) => all.forEach((one) => { if (one !== from) one.mark(x); });
+  const upgrade = (figure, data) => { all.push(new Plot(figure, data)); link(all.at(-1)); };
   matchMedia("(prefers-color-scheme: dark)")
     .addEventListener("change", () => all.forEach((plot) => plot.build()));
-  return { upgrade, all, element, oneStop, ROUND };
+  return { upgrade, all, link, share, element, oneStop, ROUND };
 })();

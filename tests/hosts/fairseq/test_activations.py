@@ -33,6 +33,7 @@ def test_the_log_is_that_of_keeping(corpus: Corpus, tmp_path: Path) -> None:
                  f"--moe-activation-profile {profile}") == kept
     assert [block.name for block in load_profile(profile).blocks] == [
         "decoder.layers.0", "decoder.layers.1"]
+    assert train(f"--moe-activations recompute,swap {swap}") == kept
     # its first step swaps, two recompute, and the others do as planned
     pre_gates = "--moe-freq 1 --moe-pre-gate 1"
     assert train(f"{pre_gates} --moe-activations auto --moe-activation-memory 1MiB {swap}"
@@ -43,3 +44,6 @@ def test_what_does_not_fit_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     done = run("fairseq-train", f"{corpus.lm} {KEEP} --moe-activations swap "
                f"--checkpoint-activations --save-dir {tmp_path}")
     assert "offload.activations='swap' does not fit --checkpoint-activations" in done.log
+    done = run("fairseq-train", f"{corpus.lm} {KEEP} --moe-activations keep,keep,swap "
+               f"--save-dir {tmp_path}")
+    assert "has 3 names, and the model 2 layers: must be one for all, or one for each" in done.log

@@ -228,5 +228,10 @@ def test_experts_outside_the_device_give_the_same_tokens_and_losses(
     [two] = scores(run("fairseq-eval-lm", f"{score} {disk}", ranks=2))
     assert two == pytest.approx(losses[0][0], abs=1.1e-2, rel=2e-5)
     assert folder.is_dir() and not list(folder.iterdir())
+    # no slot for the second expert of a call: each of them waits
+    waits = run("fairseq-eval-lm", f"{score} --batch-size 1 --moe-experts-on host "
+                "--moe-experts-cache 24KiB").ok().log
+    assert waits.count("[waits_for_experts]") == 1
+    assert "the calls of decoder's MoE layer 0 wait for experts" in waits
     run("fairseq-eval-lm", f"{score} --moe-experts-on host --moe-experts-cache 1KiB").failed_with(
         "experts.cache=1 KiB does not hold one expert")

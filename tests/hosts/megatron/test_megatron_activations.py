@@ -58,13 +58,14 @@ def test_losses_are_those_of_keeping(sizes: list[str], data: str, tmp_path: Path
     stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl")]
     ways = [[], ["--moe-activations", "recompute"], ["--moe-activations", "swap", *moved, *stats],
             ["--moe-activations", "auto", "--moe-activation-memory", "400KiB",
-             "--moe-activation-profile", profile, *moved]]
-    pre_gate = ["--moe-pre-gate", "1"]
+             "--moe-activation-profile", profile, *moved],
+            ["--moe-activations", "keep,recompute,keep,keep"]]
+    pre_gate, stages_layers = ["--moe-pre-gate", "1"], []
     for rank in on_ranks(2, _curves, argv, [*ways, pre_gate, [*pre_gate, *ways[1]],
                                             [*pre_gate, *ways[2]], [*pre_gate, *ways[3]]]):
         (kept, nothing), *others = rank
-        (pre_gated, _), *others_pre_gated = others[3:]
-        others = others[:3]
+        (pre_gated, _), *others_pre_gated = others[4:]
+        *others, (named, (given, _)) = others[:4]
         assert [curve for curve, _ in others_pre_gated] == [pre_gated] * 3 and pre_gated != kept
         assert nothing is None and len(kept) == 6
         assert [curve for curve, _ in others] == [kept] * 3
@@ -72,7 +73,10 @@ def test_losses_are_those_of_keeping(sizes: list[str], data: str, tmp_path: Path
         copied = read_run(tmp_path / "stats").copies["activations"]
         assert sum(record.bytes for record in copied) > 0 and {r.ranks for r in copied} == {2}
         assert again == 0 < swapped and len(policies) == (2 if sizes is PP2 else 4)
-        assert set(policies) != {"keep"}
+        assert set(policies) != {"keep"} and named == kept
+        stages_layers.append(given)
+    assert sorted(stages_layers) == ([("keep", "keep"), ("keep", "recompute")] if sizes is PP2
+                                     else [("keep", "recompute", "keep", "keep")] * 2)
     files = [tmp_path / f"profile.stage{n}.json" for n in range(2)] if sizes is PP2 else [profile]
     assert all(len(load_profile(file).blocks) == len(policies) for file in files)
 
@@ -82,3 +86,6 @@ def test_what_does_not_fit_is_refused(data: str) -> None:
         *MODEL, "--data-path", data, "--train-iters", "2", "--moe-activations", "swap",
         "--recompute-granularity", "selective"])
     assert "does not fit Megatron's recompute_granularity" in message
+    [message] = on_ranks(1, refusal, [
+        *MODEL, "--data-path", data, "--train-iters", "2", "--moe-activations", "keep,swap,keep"])
+    assert "has 3 names, and the model 2 layers" in message

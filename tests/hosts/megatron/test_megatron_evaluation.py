@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.hosts.megatron.training import EP2, MODEL, PP2, refusal
 
 pytestmark = pytest.mark.megatron
 # in one layout, where bits are equal: training may leave another one to the resident model
-EVALUATION = ["--split", "8,2,0", "--eval-iters", "2", "--moe-parallel", "fixed"]
+EVALUATION = ["--split", "8,2,0", "--eval-iters", "10", "--moe-parallel", "fixed"]
 LENGTH = 32
 
 
@@ -43,8 +44,8 @@ def _continued(training: Any) -> tuple[list[int], float]:
 
 
 def _evaluations(argv: list[str], folder: str) -> list[tuple[Any, ...]]:
-    """(validation loss, text, counters of the store, parameters of experts) by store; first the
-    loss that training saw at its last step.
+    """(validation loss, text, counters of the store, parameters of experts, findings in the log) by
+    store; first the loss that training saw at its last step. The host's store has one slot.
     """
     import torch.distributed as dist
 
@@ -63,10 +64,13 @@ def _evaluations(argv: list[str], folder: str) -> list[tuple[Any, ...]]:
         return built[0]
 
     model.build = keep  # what `run` evaluates
-    path = Path(folder, "experts.safetensors")
+    path, one = Path(folder, "experts.safetensors"), "6KiB" if "--bf16" in argv else "12KiB"
+    said: list[str] = []
+    log = logging.getLogger("moe_plugin.observe.health")
+    log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
     ways = [["--train-iters", "2", "--save", folder, "--eval-interval", "2"],
             *(["--skip-train", "--load", folder, "--log-file", f"{folder}/log", *more] for more in (
-                [], ["--moe-experts-on", "host", "--moe-experts-cache", "24KiB"],
+                [], ["--moe-experts-on", "host", "--moe-experts-cache", one],
                 ["--moe-experts-on", "disk", "--moe-experts-store-path", str(path)]))]
     for number, way in enumerate(ways):
         args = arguments.parser().parse_args([*argv, *EVALUATION, *way])
@@ -92,7 +96,8 @@ def _evaluations(argv: list[str], folder: str) -> list[tuple[Any, ...]]:
         stores = [layer.experts.store.counters.as_dict() for layer in layers
                   if layer.experts.stored]
         seen.append((record["valid_loss"], text, stores,
-                     sum(1 for layer in layers for _ in layer.experts.parameters())))
+                     sum(1 for layer in layers for _ in layer.experts.parameters()), tuple(said)))
+        said.clear()
     return seen
 
 
@@ -102,10 +107,17 @@ def _evaluations(argv: list[str], folder: str) -> list[tuple[Any, ...]]:
 def test_loss_and_tokens_are_those_of_the_resident_model(flags: list[str], data: str,
                                                          tmp_path: Path) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "2", *flags]
-    for trained, resident, host, disk in on_ranks(2, _evaluations, argv, str(tmp_path)):
+    ranks = on_ranks(2, _evaluations, argv, str(tmp_path))
+    waits = [ranks[0][2][4], ranks[1][2][4]]
+    assert waits[1] == ()  # rank 0 says it
+    if "--moe-pre-gate" not in flags:
+        assert [said.endswith("[waits_for_experts]") for said in waits[0]] == [True]
+        assert "the calls of layer1" in waits[0][0]
+    for trained, resident, host, disk in ranks:
         assert trained[:2] == resident[:2] == host[:2] == disk[:2]
         assert resident[3] == host[3] > 0 == disk[3] and not resident[2]
-        for _, _, stores, _ in (host, disk):
+        assert () == trained[4] == resident[4]
+        for _, _, stores, _, _ in (host, disk):
             assert stores and all(store["misses"] + store["prefetched"] > 0 for store in stores)
         assert (trained[1] is None) == (flags is PP2)
 

@@ -15,8 +15,16 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import importlib.machinery
+    import logging
     from types import ModuleType
     from typing import Any
+
+# whatever the task of a run, importing fairseq logs that this one lacks an optional package
+_SPEECH, _HINT = "fairseq.tasks.text_to_speech", "Please install tensorboardX"
+
+
+def _no_hint(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_HINT)
 
 
 class _Loader:
@@ -30,13 +38,17 @@ class _Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         import dataclasses
+        import logging
 
-        original = dataclasses.dataclass
+        original, speech = dataclasses.dataclass, logging.getLogger(_SPEECH)
         dataclasses.dataclass = _hashable_fairseq_dataclasses(original)
+        if not sys.warnoptions:  # as in `moe_plugin.quiet`
+            speech.addFilter(_no_hint)
         try:
             self.inner.exec_module(module)
         finally:
             dataclasses.dataclass = original
+            speech.removeFilter(_no_hint)
         # the package itself is imported for this release alone: fairseq's `moe` branch refuses a
         # user dir that was imported before
         if str(getattr(module, "__version__", "")).startswith("0.12."):

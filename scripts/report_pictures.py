@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Take the pictures of docs/pictures from the reports of two runs, with Chromium without a screen.
+
+    bash scripts/quickstart.sh
+    python scripts/report_pictures.py runs/quickstart/fairseq runs/quickstart/megatron \
+        [--out docs/pictures]
+
+The first run's report is pictured, and the comparison of both: 1,280 and 400 pixels wide, light and
+dark. Needs Chromium, and the packages of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from moe_plugin.bench.report import check_folder
+from moe_plugin.observe.history import Run, read_run
+from moe_plugin.observe.report import render, render_comparison
+from moe_plugin.regular_files import write_regular
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.observe.chromium import Browser, Page  # noqa: E402
+
+WIDE, PHONE = 1280, 400
+FILES = ("report_light.png", "report_dark.png", "report_phone_light.png", "report_phone_dark.png",
+         "comparison_light.png")
+MARGIN, COLORS = 18, 256
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="folder of the run whose report is pictured")
+    parser.add_argument("other", type=Path, help="folder of the run that it is compared with")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures",
+                        help="folder to write to (default: %(default)s)")
+    args = parser.parse_args()
+    check_folder(parser, args.out, FILES)
+    try:
+        runs = [read_run(args.run), read_run(args.other)]
+    except ValueError as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            browser = Browser(Path(folder))
+        except pytest.skip.Exception as error:
+            parser.error(str(error))
+        try:
+            take(browser, runs, args.out)
+        finally:
+            browser.close()
+    return 0
+
+
+def take(browser: Browser, runs: list[Run], out: Path) -> None:
+    """All of `FILES`."""
+    report = render(runs[0])
+    end = runs[0].step_range[1]
+
+    page = opened(browser, report, WIDE, "light")
+    do(page, "loss", "p.smooth()")
+    page.point("#loss .u-over", 0.62, 0.2)
+    save(page, out / FILES[0], "header", "#loss, #speed")
+
+    page = opened(browser, report, WIDE, "dark")
+    heat = "section:has(.scale)"
+    save(page, out / FILES[1], f"{heat} h2", f"{heat} figure:nth-of-type(-n+3)")
+
+    page = opened(browser, report, PHONE, "light")
+    do(page, "loss", "p.smooth()")
+    page.point("#loss .u-over", 0.62, 0.2)
+    save(page, out / FILES[2], "section:has(#loss) h2", "#speed")
+
+    page = opened(browser, report, PHONE, "dark")
+    do(page, "max-mean", "p.toggleLog()")
+    save(page, out / FILES[3], "section:has(#max-mean) h2",
+         "section:has(#max-mean) figure:nth-of-type(-n+2)")
+
+    page = opened(browser, render_comparison(runs), WIDE, "light")
+    do(page, "loss", "p.toggleLog()")
+    do(page, "loss", f"p.show([{end // 6}, {end * 5 // 6}])")
+    page.point("#loss .u-over", 0.45, 0.2)
+    save(page, out / FILES[4], "section:has(#loss) h2", "section:has(#loss) figure")
+
+
+def opened(browser: Browser, html: str, width: int, scheme: str) -> Page:
+    """A page with its long lists closed."""
+    page = browser.open(html, width, scheme)
+    page.value("document.querySelectorAll('details').forEach((d) => { d.open = false; })")
+    return page
+
+
+def do(page: Page, figure: str, action: str) -> None:
+    """Something with our object `p` of a plot."""
+    page.value(f"((p) => {{ {action}; }})"
+               f"(plots.all.find((p) => p.figure.id === '{figure}'))")
+    page.value("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
+
+
+def save(page: Page, path: Path, first: str, last: str) -> None:
+    """A picture of the page from the top of `first` to the lowest end of all `last`, selectors."""
+    top, bottom, width = page.value(f"""(() => {{
+        const box = (element) => element.getBoundingClientRect();
+        const ends = [...document.querySelectorAll(`{last}`)].map((e) => box(e).bottom);
+        return [box(document.querySelector(`{first}`)).top + scrollY, Math.max(...ends) + scrollY,
+                document.documentElement.clientWidth]; }})()""")
+    begin = max(0, round(top) - MARGIN)
+    shot = page.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip={
+        "x": 0, "y": begin, "width": width, "height": round(bottom) + MARGIN - begin, "scale": 1})
+    picture = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
+    small = io.BytesIO()
+    picture.quantize(COLORS).save(small, "PNG", optimize=True)
+    write_regular(path, small.getvalue())
+    print(f"{path}: {picture.width} x {picture.height}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
