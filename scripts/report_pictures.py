@@ -33,7 +33,7 @@ from tests.observe.chromium import Browser, Page  # noqa: E402
 WIDE, PHONE = 1280, 400
 FILES = ("report_light.png", "report_dark.png", "report_phone_light.png", "report_phone_dark.png",
          "comparison_light.png")
-MARGIN, COLORS = 18, 256
+MARGIN, COLORS = 12, 256
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
         runs = [read_run(args.run), read_run(args.other)]
     except ValueError as error:
         parser.error(str(error))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             browser = Browser(Path(folder))
         except pytest.skip.Exception as error:
@@ -68,7 +68,7 @@ def take(browser: Browser, runs: list[Run], out: Path) -> None:
 
     page = opened(browser, report, WIDE, "light")
     do(page, "loss", "p.smooth()")
-    page.point("#loss .u-over", 0.62, 0.2)
+    do(page, "loss", "p.at = Math.floor(0.62 * p.steps.length); p.move(0)")
     save(page, out / FILES[0], "header", "#loss, #speed")
 
     page = opened(browser, report, WIDE, "dark")
@@ -77,7 +77,7 @@ def take(browser: Browser, runs: list[Run], out: Path) -> None:
 
     page = opened(browser, report, PHONE, "light")
     do(page, "loss", "p.smooth()")
-    page.point("#loss .u-over", 0.62, 0.2)
+    do(page, "loss", "p.at = Math.floor(0.62 * p.steps.length); p.move(0)")
     save(page, out / FILES[2], "section:has(#loss) h2", "#speed")
 
     page = opened(browser, report, PHONE, "dark")
@@ -88,13 +88,15 @@ def take(browser: Browser, runs: list[Run], out: Path) -> None:
     page = opened(browser, render_comparison(runs), WIDE, "light")
     do(page, "loss", "p.toggleLog()")
     do(page, "loss", f"p.show([{end // 6}, {end * 5 // 6}])")
-    page.point("#loss .u-over", 0.45, 0.2)
-    save(page, out / FILES[4], "section:has(#loss) h2", "section:has(#loss) figure")
+    do(page, "loss", "p.at = Math.floor(0.46 * p.steps.length); p.move(0)")
+    save(page, out / FILES[4], "section:has(#loss) h2",
+         "section:has(#loss) figure:nth-of-type(-n+4)")
 
 
 def opened(browser: Browser, html: str, width: int, scheme: str) -> Page:
     """A page with its long lists closed."""
     page = browser.open(html, width, scheme)
+    page.call("Emulation.setScrollbarsHidden", hidden=True)
     page.value("document.querySelectorAll('details').forEach((d) => { d.open = false; })")
     return page
 
@@ -118,7 +120,7 @@ def save(page: Page, path: Path, first: str, last: str) -> None:
         "x": 0, "y": begin, "width": width, "height": round(bottom) + MARGIN - begin, "scale": 1})
     picture = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
     small = io.BytesIO()
-    picture.quantize(COLORS).save(small, "PNG", optimize=True)
+    picture.quantize(COLORS, Image.Quantize.MAXCOVERAGE).save(small, "PNG", optimize=True)
     write_regular(path, small.getvalue())
     print(f"{path}: {picture.width} x {picture.height}")
 
