@@ -80,7 +80,7 @@ class Run:
     """Model, optimizer and progress of this rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.step, self.skipped = args, 0, 0
+        self.args, self.step, self.saved, self.skipped = args, 0, 0, 0
         torch.manual_seed(args.seed)
         self.comm = TorchComm(timeout_s=args.timeout)
         self.experts: Comm = self.comm
@@ -110,6 +110,8 @@ class Run:
         """From the last checkpoint to the last step."""
         if self.folder.exists() or self.folder.with_name("checkpoint.old").exists():
             self.step = load(self.folder, self.bare, self.optimizer, self.experts)["step"]
+            self.saved = self.step
+            self.say(f"goes on from step {self.step}, of {self.folder}")
         args = self.args
         if args.lighthouse:
             self.replica = ElasticReplica(args.lighthouse, args.replica, self.state, self.load,
@@ -123,6 +125,14 @@ class Run:
                 self.check(self.step, self.sequences(), lambda ids_BS: sum(self.bare(ids_BS)))
             if saves:  # after the check: it holds nothing that was computed wrongly
                 self.save()
+        saved = f"of step {self.saved} in {self.folder}" if self.saved else "none (--save-every)"
+        self.say(f"ended after step {self.step}; losses: {Path(args.out, 'log.jsonl')}; last "
+                 f"checkpoint: {saved}")
+
+    def say(self, what: str) -> None:
+        """A line of output, by rank 0."""
+        if self.comm.rank == 0:
+            print(what, flush=True)
 
     def save(self) -> None:
         """Write a checkpoint, by one of the groups that store all experts; the one before it
@@ -132,6 +142,7 @@ class Run:
             save(self.folder, self.bare, self.optimizer, self.experts, {"step": self.step},
                  keep_old=True)
         self.comm.barrier()
+        self.saved = self.step
 
     def sequences(self) -> Tensor:
         """This rank's share of the step, [B, S + 1]."""
@@ -147,22 +158,21 @@ class Run:
         mean = comm.all_reduce(loss.detach()) / comm.size
         if self.replica is not None:
             if not self.replica.average([p.grad for p in self.bare.parameters()]):
-                return self.skip("a replica was lost")
+                return self.skip(self.step + 1, "a replica was lost")
             if self.replica.healed:  # this loss is of older weights
                 mean = torch.tensor(float("nan"))
         norm = clip_grad_norm_(self.bare.parameters(), args.clip, world=comm)
         if not norm.isfinite():
             self.step += 1
-            return self.skip("a gradient is not finite")
+            return self.skip(self.step, "a gradient is not finite")
         self.optimizer.step()
         self.step += 1
         return float(mean)
 
-    def skip(self, why: str) -> None:
-        """Say that this step changed nothing."""
+    def skip(self, step: int, why: str) -> None:
+        """Say that a step changed nothing."""
         self.skipped += 1
-        if self.comm.rank == 0:
-            print(f"step skipped on all ranks: {why}", flush=True)
+        self.say(f"step {step} skipped on all ranks: {why}")
         if self.skipped > 100:
             raise FloatingPointError("more than 100 steps were skipped; see the log")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ class SealedWriter:
     def __init__(self, advance: Callable[[int], None] = lambda _: None) -> None:
         self._advance = advance
         self._pool, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._waiting, self._flushing, self._ending = 0, None, None
+        self._ending: Future[None] | None = None
 
     def write(self, path: Path, state: Any, done: Callable[[], None] = lambda: None) -> None:
         """Write one file.
@@ -186,7 +186,7 @@ class SealedWriter:
         file = open(path, "r+b", buffering=0)  # noqa: SIM115 - closed when it is on the disk
         try:
             self._fill(file, order)
-            self._wait()
+            self._wait()  # for the file before
         except BaseException:
             self._close()  # what is under way needs the file
             file.close()
@@ -194,7 +194,7 @@ class SealedWriter:
         self._ending = self._pool.submit(_end, file, done)
 
     def _fill(self, file: io.FileIO, order: list[tuple[int, Derived]]) -> None:
-        size, at, crc = os.path.getsize(file.name), 0, 0
+        size, at, crc, begun = os.path.getsize(file.name), 0, 0, 0
         for start, data in self._blocks(order):
             if start is not None:
                 at, crc = _keep(file, at, start, crc)
@@ -203,8 +203,11 @@ class SealedWriter:
             while written < len(data):
                 written += file.write(data[written:])
             at, crc = at + len(data), checksums.crc32(data, crc)
-            self._flush(file, len(data))
             self._advance(len(data))
+            if at - begun >= FLUSH:  # the disk begins to take it, and nobody waits
+                self._pool.submit(os.posix_fadvise, file.fileno(), begun, at - begun,
+                                  os.POSIX_FADV_DONTNEED)
+                begun = at
         at, crc = _keep(file, at, size, crc)
         file.seek(size)
         file.write(checksums.trailer(crc))
@@ -223,21 +226,11 @@ class SealedWriter:
         if ahead is not None:
             yield ahead[0], ahead[1].result()
 
-    def _flush(self, file: io.FileIO, nbytes: int) -> None:
-        """So many bytes more are in the file."""
-        self._waiting += nbytes
-        if self._waiting < FLUSH or (self._flushing is not None and not self._flushing.done()):
-            return
-        if self._flushing is not None:
-            self._flushing.result()  # raises what the disk said
-        self._waiting, self._flushing = 0, self._pool.submit(os.fsync, file.fileno())
-
     def _wait(self) -> None:
-        """Until what was begun is on the disk; raises what the disk said."""
-        for running in (self._flushing, self._ending):
-            if running is not None:
-                running.result()
-        self._flushing = self._ending = None
+        """Until the file that was begun last is on the disk; raises what the disk said."""
+        if self._ending is not None:
+            self._ending.result()
+        self._ending = None
 
     def __enter__(self) -> SealedWriter:
         return self
