@@ -99,6 +99,12 @@ def _neutral(one: Derived) -> Iterator[Derived]:
                 third = part_of(one, (slice(at * size, (at + 1) * size),))
                 yield third.renamed(f"{place}attention.{letter}.{together[1]}")
             return
+    if width := re.search(r"\bproject_(in|out)_dim\b", name):
+        raise CheckpointError(
+            f"tensor {name!r} projects embeddings of another width (fairseq's default is 512, "
+            "whatever --decoder-embed-dim is), which no other format has; train with "
+            f"--decoder-{width[1]}put-dim equal to --decoder-embed-dim, or convert to "
+            "fairseq alone")
     raise CheckpointError(f"tensor {name!r} has no neutral name: only decoder language models "
                           "(transformer_lm) without parts of their own become another format's; "
                           "convert to fairseq alone")

@@ -217,7 +217,8 @@ def _frequency(source: Source, layers: int) -> int:
     if numbers != list(range(frequency - 1, layers, frequency)):
         raise CheckpointError(f"fairseq has experts in every Nth layer (--moe-freq), the model has "
                               f"them in layers {numbers} of {layers}, counted from 0; choose "
-                              "another format")
+                              "another format, or train with experts in every Nth layer (every "
+                              "second one: --moe-layer-freq 0,1,0,1 in Megatron)")
     return frequency
 
 

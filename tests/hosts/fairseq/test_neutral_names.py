@@ -1,0 +1,19 @@
+"""Tensors of fairseq's models that no other format has: the error names the flags."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_plugin.checkpoint import CheckpointError
+from moe_plugin.hosts.fairseq.neutral_names import neutral_tensors
+from tests.checkpoint.test_source import InMemory
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("decoder.project_in_dim.weight", "--decoder-input-dim equal to --decoder-embed-dim"),
+    ("decoder.project_out_dim.weight", "--decoder-output-dim equal to --decoder-embed-dim"),
+    ("decoder.adaptive_softmax.head.weight", "without parts of their own")])
+def test_parts_of_fairseq_alone_are_named(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name}' .*{message}"):
+        list(neutral_tensors(InMemory(**{name: torch.zeros(2, 3)}), tied=True))
