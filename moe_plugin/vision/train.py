@@ -209,6 +209,7 @@ class Trainer:
         for number, (x_BCSS, y, real_B) in enumerate(self.train_set.batches(
                 args.batch_size, self.comm.rank, self.comm.size, order)):
             of_all = min(step, count - number * step)
+            self.set_rate(self.epoch + number / self.epoch_steps)
             found = self.train_step(x_BCSS, y, real_B, of_all)
             if found is None:
                 self.say(f"step {self.step} skipped on all ranks: a gradient is not finite")
@@ -230,7 +231,6 @@ class Trainer:
         ranks is that of the images, and the gradient norm; None: a gradient is not finite, and no
         parameter changes.
         """
-        self.set_rate()
         self.optimizer.zero_grad()
         loss_B = self.task.losses(self.wrapped(x_BCSS), y, training=True)
         # gradients are means over ranks: each image of a short last step counts alike
@@ -245,12 +245,15 @@ class Trainer:
         finish_step(self.model)
         return loss.detach(), norm
 
-    def set_rate(self) -> None:
-        """Linear warm-up, then half a cosine to 1 % of the rate."""
+    def set_rate(self, epochs: float) -> None:
+        """Linear warm-up, then half a cosine to 1 % of the rate.
+
+        epochs: done, with parts of one. Steps say less: a run may continue with other batches.
+        """
         args, steps = self.args, self.args.epochs * self.epoch_steps
-        warm = max(1, round(args.warm_up * steps))
-        share = (self.step - warm) / max(1, steps - warm)
-        factor = (self.step + 1) / warm if self.step < warm else (
+        warm, step = max(1, round(args.warm_up * steps)), round(epochs * self.epoch_steps)
+        share = (step - warm) / max(1, steps - warm)
+        factor = (step + 1) / warm if step < warm else (
             0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, share))) / 2)
         for group in self.optimizer.param_groups:
             group["lr"] = args.lr * factor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -18,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint import load
+from moe_plugin.checkpoint import save as checkpoint_save
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.cli.main import main as moe_plugin_main
 from moe_plugin.comm import Comm, TorchComm
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
+from moe_plugin.vision import train as vision_train
 from moe_plugin.vision.arguments import parser
 from moe_plugin.vision.data import Images
 from moe_plugin.vision.model import PRESETS, build, freeze_experts
@@ -272,6 +275,40 @@ def test_weights_and_biases_gets_layers_and_the_training_log(digits: Path, tmp_p
     assert len(layer) == 3
     assert all(sum(row[key] for key in row if key.startswith(f"{name}/share/")) == pytest.approx(1)
                for row in layer)
+
+
+def test_the_rate_follows_epochs_where_a_run_continues_with_other_batches(
+        digits: Path, tmp_path: Path) -> None:
+    data = few(digits, tmp_path / "few", 4)  # of three classes
+
+    def rates(out: str, batch: int, epochs: int = 3) -> list[float]:
+        command = ["--data", str(data), "--out", str(tmp_path / out), "--batch-size", str(batch),
+                   "--epochs", "3", "--log-every", "1"]
+        trainer = run_gloo(1, _train_until, command, epochs)
+        assert trainer == [epochs]
+        return [r["lr"] for r in lines(tmp_path / out) if "lr" in r]
+
+    whole = rates("whole", 6)
+    assert len(rates("smaller", 2, 1)) == 6  # steps of one epoch
+    assert rates("smaller", 6)[6:] == pytest.approx(whole[2:])
+
+
+def _train_until(command: list[str], epochs: int) -> int:
+    trainer, last = Trainer(parser().parse_args(command)), 0
+
+    def save(*given: object) -> None:
+        nonlocal last
+        done = given[4]
+        assert isinstance(done, dict)
+        last = done["epoch"]
+        checkpoint_save(*given)
+        if last == epochs:
+            raise StopIteration
+
+    vision_train.save = save  # type: ignore[assignment]
+    with contextlib.suppress(StopIteration):
+        trainer.run()
+    return last
 
 
 def test_initial_weights_and_evaluation_alone(digits: Path, tmp_path: Path,
