@@ -270,7 +270,8 @@ def megatron_part(seen: dict[str, Any]) -> list[str]:
             f"--weights-memory {seen['weights_mib']}MiB`, which holds two segments, gradients and "
             "the optimizer's state of a block; the rest is what Python, torch and Megatron take, "
             "and activations. The resident model was killed under the limit, too. Losses are equal "
-            "bit for bit. Processor seconds are of the whole run, imports included, by step. Streamed: "
+            "bit for bit. Processor seconds are of the whole run, imports included, by step. "
+            "Streamed: "
             f"{streamed['tokens_s'] / resident['tokens_s']:.2f} of the tokens/s in "
             f"{streamed['cgroup_peak_bytes'] / resident['cgroup_peak_bytes']:.2f} of the memory. "
             f"Load average {', '.join(f'{x:.1f}' for x in seen['load'])}."),
