@@ -206,8 +206,9 @@ def check(args: argparse.Namespace, world: int) -> None:
           f"use {max(1, args.global_batch_size // step) * step}")
     _need(not args.skip_train or args.load, "skip_train", args.skip_train, "False without --load",
           "give the folder of the checkpoints to evaluate")
-    _need(not args.skip_train or args.eval_iters >= 1, "eval_iters", args.eval_iters, ">= 1",
-          "give a positive number, or train without --skip-train")
+    _need(not (args.skip_train or args.eval_interval) or args.eval_iters >= 1, "eval_iters",
+          args.eval_iters, ">= 1 with --skip-train or --eval-interval",
+          "give a positive number, or train without them")
     _need(args.save_interval is None or args.save_interval >= 1, "save_interval",
           args.save_interval, ">= 1", "leave it out to save at the end only")
     _need(

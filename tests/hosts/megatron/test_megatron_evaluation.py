@@ -125,6 +125,7 @@ def test_loss_and_tokens_are_those_of_the_resident_model(flags: list[str], data:
 @pytest.mark.parametrize(("flags", "message"), [
     ("--skip-train", "skip_train=True"),
     ("--skip-train --load {} --eval-iters 0", "eval_iters=0"),
+    ("--eval-interval 1 --eval-iters 0", "eval_iters=0 is out of bounds: must be >= 1 with"),
     ("--moe-experts-on host", "experts.store=host does not fit training in Megatron"),
     ("--skip-train --load {} --split 1,0,0", "split='1,0,0' leaves nothing to evaluate"),
     ("--eval-interval 1 --split 1,0,0", "eval_interval=1: split='1,0,0' leaves nothing to eval"),
