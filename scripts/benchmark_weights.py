@@ -38,7 +38,7 @@ from moe_plugin.regular_files import write_regular
 FILES = ("weights.json", "weights.md")
 VOCABULARY, WIDTH, EXPERTS, MIB = 256, 512, 8, 2**20
 MODES = ("resident", "streamed", "streamed without overlap")
-LIMIT_MIB = {"plain": 424, "megatron": 640}
+LIMIT_MIB = {"plain": 424, "megatron": 832}
 COLUMNS = ["weights", "tier", "limit MiB", "peak of the cgroup MiB", "peak of the process MiB",
            "tokens/s", "processor s a step", "stalled s", "copied MiB a step"]
 # sizes of Megatron's GPT model; each layer has 16 MiB of weights
@@ -312,7 +312,7 @@ def main() -> None:
             ("steps", 2, "training steps"), ("layers", 80, "blocks"), ("hidden", 384, "of experts"),
             ("length", 32, "tokens of a sequence"), ("micro-batches", 4, "of a step"),
             ("limit-mib", 0, "memory limit; 0: of the part"),
-            ("weights-mib", 128, "--weights-memory of Megatron's script"),
+            ("weights-mib", 144, "--weights-memory of Megatron's script"),
             ("throttle", 0, "MB/s of a slower tier, measured, too; 0: none")]:
         parser.add_argument(f"--{name}", type=float if name == "throttle" else int,
                             default=default, help=f"{text} (default: {default})")
