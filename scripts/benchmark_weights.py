@@ -272,9 +272,12 @@ def megatron_part(seen: dict[str, Any]) -> list[str]:
             "and activations. The resident model was killed under the limit, too. Losses are equal "
             "bit for bit. Processor seconds are of the whole run, imports included, by step. "
             "Streamed: "
-            f"{streamed['tokens_s'] / resident['tokens_s']:.2f} of the tokens/s in "
-            f"{streamed['cgroup_peak_bytes'] / resident['cgroup_peak_bytes']:.2f} of the memory. "
-            f"Load average {', '.join(f'{x:.1f}' for x in seen['load'])}."),
+            f"{streamed['tokens_s'] / resident['tokens_s']:.2f} of the tokens/s and "
+            f"{streamed['processor_s'] / resident['processor_s']:.2f} times the processor seconds "
+            f"in {streamed['cgroup_peak_bytes'] / resident['cgroup_peak_bytes']:.2f} of the "
+            "memory. "
+            f"Load average {', '.join(f'{x:.1f}' for x in seen['load'])}; the same holds as "
+            "above."),
         "", table(COLUMNS, cells_of(seen)), ""]
 
 
