@@ -10,7 +10,12 @@ from fairseq import metrics
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.translate import setting
-from moe_plugin.hosts.plain.elastic import ElasticReplica, ModuleState, check_settings
+from moe_plugin.hosts.plain.elastic import (
+    ElasticReplica,
+    ModuleState,
+    check_alone,
+    check_settings,
+)
 
 # their rate depends on the epoch or a validation, which every replica has of its own
 _OWN_RATES = ("manual", "pass_through", "reduce_lr_on_plateau")
@@ -59,6 +64,7 @@ class ElasticUpdates:
 def wants_replicas(cfg: Any, has_experts: bool) -> bool:
     """Whether the run is one replica of several. `ValueError`: it cannot be."""
     if not setting(cfg.model, "moe_lighthouse"):
+        check_alone(setting(cfg.model, "moe_replica", 0) or 0)
         return False
     common, rates = cfg.common, cfg.lr_scheduler
     for what, remedy, ok in (

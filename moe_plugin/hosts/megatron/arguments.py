@@ -12,7 +12,7 @@ from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron import ensemble
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
-from moe_plugin.hosts.plain.elastic import check_settings
+from moe_plugin.hosts.plain.elastic import check_alone, check_settings
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import Parser, short
 
@@ -253,6 +253,8 @@ def _check_training(args: argparse.Namespace) -> None:
               "off with --moe-lighthouse, where Megatron's biases follow each replica's own loads",
               "use --moe-router sigmoid_bias")
         check_settings(args.moe_replica)
+    else:
+        check_alone(args.moe_replica)
 
 
 def _need(ok: bool, name: str, value: Any, bound: str, remedy: str) -> None:

@@ -261,6 +261,13 @@ def check_settings(replica: int) -> None:
     _torchft()
 
 
+def check_alone(replica: int) -> None:
+    """`ValueError`: a run without a lighthouse is the only one, and has no number."""
+    if replica:
+        raise ValueError(f"replica={replica} does not fit a run without a lighthouse, which would "
+                         "train alone: must be 0; give the lighthouse's address (--moe-lighthouse)")
+
+
 def _torchft() -> Any:
     try:
         import torchft

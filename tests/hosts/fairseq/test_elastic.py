@@ -41,3 +41,5 @@ def test_replicas_need_experts_and_are_not_the_default() -> None:
         wants_replicas(_settings(""), has_experts=False)
     assert wants_replicas(_settings(""), has_experts=True)
     assert not wants_replicas(_settings("--moe-lighthouse="), has_experts=True)
+    with pytest.raises(ValueError, match="replica=2 does not fit a run without a lighthouse"):
+        wants_replicas(_settings("--moe-lighthouse= --moe-replica 2"), has_experts=True)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.megatron
     ("--use-distributed-optimizer", "moe_lighthouse='http://a:1' is out of bounds"),
     ("--moe-router-enable-expert-bias", "use --moe-router sigmoid_bias"),
     ("--moe-replica 1048576", "replica=1048576 is out of bounds"),
+    ("--moe-lighthouse= --moe-replica 2", "replica=2 does not fit a run without a lighthouse"),
 ])
 def test_what_replicas_cannot_be_is_named(flags: str, message: str) -> None:
     args = arguments.parser().parse_args([
