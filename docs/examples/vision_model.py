@@ -1,7 +1,7 @@
 """SwinV2 with experts (`moe_plugin.vision`), on images made here. For folders of images see
 docs/vision.md.
 
-    pip install ".[vision]"
+    pip install ".[vision]"     # docs/vision.md says how to keep the torch that you have
     python vision_model.py
 """
 
