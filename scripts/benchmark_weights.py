@@ -264,7 +264,8 @@ def megatron_part(seen: dict[str, Any]) -> list[str]:
         "## In Megatron", "",
         paragraph(
             "`python -m moe_plugin.hosts.megatron.train` with a GPT model of "
-            f"{seen['layers']} layers of {EXPERTS} experts, {WIDTH} x {seen['hidden']}, "
+            f"{seen['layers']} layers, each with 16 MiB of weights in attention and {EXPERTS} "
+            f"experts of {WIDTH} x {seen['hidden']}, "
             f"{seen['steps']} steps of {seen['micro_batches']} micro-batches of 2 x "
             f"{seen['length']} tokens; `--moe-fused-adam`. Streamed: `--weights-on host "
             f"--weights-memory {seen['weights_mib']}MiB`, which holds two segments, gradients and "
