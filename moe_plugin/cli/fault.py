@@ -62,14 +62,27 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.emulate.faults import Fault
 
     program = _program(args.program)
-    Fault(args.kind, args.ranks, args.step, args.place, args.seconds, args.bytes,
-          args.bit).arm(int(os.environ.get("RANK", "0")))
+    fault = Fault(args.kind, args.ranks, args.step, args.place, args.seconds, args.bytes, args.bit)
+    rank, world = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"),
+                                                                       ("WORLD_SIZE", "1")))
+    if rank == 0 and min(fault.ranks) >= world:
+        _say(f"{fault.kind} happens on no rank: it is for {', '.join(map(str, fault.ranks))}, the "
+             f"program has {world} (RANK 0 to {world - 1})")
+    armed = fault.arm(rank)
     try:
         _become(program)
     except Exception:
         traceback.print_exc()  # the program's own error, as without this command
         return 1
+    finally:
+        if armed is not None and not armed.happened_in:
+            _say(f"{fault.kind} did not happen on rank {rank}: step {fault.step}, place "
+                 f"{fault.place}, was not reached; the program made {armed.step - 1} steps")
     return 0
+
+
+def _say(what: str) -> None:
+    print(f"moe-plugin fault: {what}", file=sys.stderr, flush=True)
 
 
 def _program(words: Sequence[str]) -> list[str]:

@@ -106,25 +106,34 @@ class Fault:
             raise ValueError(f"fault {self.kind}: bit={self.bit} must be 0 to 63; use 20")
         object.__setattr__(self, "place", known)
 
-    def arm(self, rank: int) -> None:
-        """Let it happen in this process, where this is the process of one of its ranks.
+    def arm(self, rank: int) -> Armed | None:
+        """Let it happen in this process, where this is the process of one of its ranks; None: it is
+        not.
 
         Hooks on all layers, optimizers and exchanges stay for the life of the process.
         """
-        if rank in self.ranks:
-            _Armed(self, rank).install()
+        if rank not in self.ranks:
+            return None
+        armed = Armed(self, rank)
+        armed.install()
+        return armed
 
 
-class _Armed:
-    """A fault that waits for its moment."""
+class Armed:
+    """A fault that waits for its moment.
+
+    Attributes:
+        happened_in: the step; 0: not yet.
+    """
 
     def __init__(self, fault: Fault, rank: int) -> None:
         self.fault, self.rank = fault, rank
-        self.happened_in = 0  # the step; 0: not yet
+        self.happened_in = 0
         self._updates: dict[int, int] = {}  # by optimizer: a model may have several
 
     @property
     def step(self) -> int:
+        """The step that is under way."""
         return 1 + max(self._updates.values(), default=0)
 
     def due(self) -> bool:
@@ -141,6 +150,7 @@ class _Armed:
         return True
 
     def install(self) -> None:
+        """Set the hooks."""
         register_optimizer_step_post_hook(self._updated)
         kind, place = self.fault.kind, self.fault.place
         if kind in _ONLY:
