@@ -11,6 +11,7 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.model import ModelShape, Plan
 from moe_plugin.planner.model_cost import PlanCost, lower_bound_s, plan_cost
+from moe_plugin.planner.units import show_size
 
 ANY = LayoutChoice(r=1)
 PLAN_AXES, LAYOUT_AXES = ("tp", "pp", "expert_ranks", "micro_batch"), ("r", "d", "algorithm")
@@ -113,9 +114,9 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
             found.sort(key=_order)
     if not found:
         raise ValueError(
-            f"no plan fits {device.memory_bytes:.3g} bytes per rank on {cluster.ranks} ranks: the "
-            f"smallest needs {least:.3g}; use more ranks, a smaller model, or fewer sequences at "
-            "a time" if least < float("inf") else
+            f"no plan fits {show_size(device.memory_bytes)} per rank on {cluster.ranks} ranks: the "
+            f"smallest needs {show_size(least)}; use more ranks, a smaller model, or fewer "
+            "sequences at a time" if least < float("inf") else
             f"no plan divides {cluster.ranks} ranks, {model.experts} experts, {model.layers} "
             f"layers and a batch of {model.global_batch}; change one of them")
     return Found(found[:keep], tried, skipped, too_big)

@@ -17,6 +17,7 @@ import pytest
 from moe_plugin.cli.main import main
 from moe_plugin.cli.recommend import CONFIG, LINE, NETWORK, PROCESSOR
 from moe_plugin.config import from_yaml
+from moe_plugin.planner.units import parse_size
 from tests.cli.examples import ROOT, Shell, commands
 
 MODEL = """
@@ -80,20 +81,20 @@ def test_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
                                                 "MoE layers", "optimizer"}
 
     assert recommend(*TRUST, "--memory", "1KiB") == 2
-    assert "no plan fits 1.02e+03 bytes" in capsys.readouterr().err
+    assert "no plan fits 1 KiB per rank" in capsys.readouterr().err
 
 
 def test_little_memory_recomputes_the_same_layers_in_plan_and_host(
         folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert recommend(*TRUST, "--memory", "1KiB") == 2
-    least = re.search(r"the smallest needs ([\d.e+]+)", capsys.readouterr().err)
+    least = re.search(r"the smallest needs ([\d.]+ \w+)", capsys.readouterr().err)
     assert least is not None
-    assert recommend(*TRUST, "--json", "--memory", str(int(float(least[1]) - 2000))) == 0
+    assert recommend(*TRUST, "--json", "--memory", str(parse_size(least[1]) - 2000)) == 0
     found = json.loads(capsys.readouterr().out)
     assert all("recompute" in plan["activations"] for plan in found["plans"])
     settings = from_yaml(str(Path("out", CONFIG)))
     assert settings.offload.each_layer() == found["plans"][0]["activations"]
-    assert recommend(*TRUST, "--memory", str(int(float(least[1]) - 2000))) == 0
+    assert recommend(*TRUST, "--memory", str(parse_size(least[1]) - 2000)) == 0
     assert ": one step, 1 of 2 layers recomputed" in capsys.readouterr().out
 
 
