@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_plugin.bench.all_to_all import Plan, measure_rank
 from moe_plugin.bench.device import Samples, sample_device
+from moe_plugin.bench.tensor_parallel import TensorParallelBlock, tensor_group, tensor_ranks
 from moe_plugin.comm import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.config import MoEConfig, from_dict
@@ -35,6 +36,7 @@ from moe_plugin.planner.measured import (
     HEAD,
     MATMUL,
     MOE,
+    TENSOR,
     UPDATE,
     Network,
     Processor,
@@ -106,10 +108,12 @@ def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device
     }
 
 
-def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict[str, str]:
+def about_processor(model: ModelShape, comm: Comm, device: torch.device,
+                    ranks_per_node: int) -> dict[str, str]:
     """The same of processors: ranks of one machine share it."""
     return {
         "device": device_name(device), "ranks": str(comm.size),
+        "tensor_ranks": str(tensor_ranks(model, ranks_per_node)),
         "threads": str(torch.get_num_threads() if device.type == "cpu" else 0),
         "model": " ".join(f"{name}={getattr(model, name)}" for name in (
             "model_dim", "ffn_dim", "expert_dim", "heads", "vocab", "sequence", "experts", "top_k",
@@ -140,11 +144,11 @@ def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about:
 
 
 def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,
-                      about: dict[str, str], repeats: int) -> Processor:
+                      about: dict[str, str], repeats: int, ranks_per_node: int) -> Processor:
     """Matmuls of the experts' widths, and parts of the model by numbers of tokens.
 
     memory: bytes of a rank; an MoE layer that takes more than a part of it is measured with fewer
-    experts.
+    experts. ranks_per_node: those that can be tensor-parallel.
     """
     dtype = torch.float32 if model.element_bytes == 4 else torch.bfloat16
     where = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
@@ -159,6 +163,10 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
                           lambda x_SLD: layer(x_SLD, choice=PLAIN).output)
     block = DenseBlock(model).to(device=device, dtype=dtype)
     timings += _by_tokens(DENSE, comm, model, device, dtype, repeats, block)
+    cut = tensor_ranks(model, ranks_per_node)
+    if cut > 1:
+        part = TensorParallelBlock(model, tensor_group(cut, comm.size)).to(device, dtype)
+        timings += _by_tokens(TENSOR, comm, model, device, dtype, repeats, part, cut)
     if model.vocab:
         head = nn.Linear(model.model_dim, model.vocab, bias=False, device=device, dtype=dtype)
 
@@ -169,7 +177,7 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
         timings += _by_tokens(HEAD, comm, model, device, dtype, repeats, loss)
     timings.append(_update(comm, device, repeats))
     return Processor(about=about, device=samples.device(memory, device_name(device)), model=model,
-                     timings=timings)
+                     timings=timings, tensor_ranks=cut)
 
 
 def _layer_config(model: ModelShape, ranks: int) -> MoEConfig:
@@ -215,11 +223,16 @@ class DenseBlock(nn.Module):
 
 
 def _by_tokens(name: str, comm: Comm, model: ModelShape, device: torch.device, dtype: torch.dtype,
-               repeats: int, forward: Callable[[Tensor], Tensor]) -> list[Timing]:
-    """Forward and backward of one, two, four, eight sequences, until one takes long enough."""
+               repeats: int, forward: Callable[[Tensor], Tensor], cut: int = 1) -> list[Timing]:
+    """Forward and backward of one, two, four, eight sequences, until one takes long enough.
+
+    forward: of [S, L, D]; of [L / cut, S, D] on `cut` tensor-parallel ranks.
+    """
     found: list[Timing] = []
     for sequences in MICRO_BATCHES:
         shape = sequences, model.sequence, model.model_dim
+        if cut > 1:
+            shape = model.sequence // cut, sequences, model.model_dim
         x_SLD = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
         found.append(Timing(name=name, size=sequences * model.sequence, seconds=_repeats(
             comm, lambda x=x_SLD: forward(x).float().square().mean().backward(), repeats, device)))

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {short(value)} must be >= 1; leave it out for the default")
     if not 0 < args.experts_per_rank <= 1e6:
         raise ValueError(f"--experts-per-rank {args.experts_per_rank} must be a number > 0; use 1")
-    model, device = load_model(args.model), load_device(args.device)
+    model, device = load_model(args.model).in_host(args.host), load_device(args.device)
     cluster = load_cluster(args.cluster)
     cluster = cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node)
     if args.scale:

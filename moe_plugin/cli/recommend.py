@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--script {short(args.script)} is Megatron's; use --host megatron, or "
                          "leave it out")
     cuda = _cuda(args)
-    model = load_model(args.model)
+    model = load_model(args.model).in_host(args.host)
     if os.environ.get("RANK", "0") == "0":
         output_folder(args.out, FILES)
     with _quiet(args.verbose), own_ranks(cuda) as comm:
@@ -177,7 +177,7 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
     keep = max(KEPT, args.top)
     larger = search(model, cluster, dataclasses.replace(device, memory_bytes=MAX_NUMBER), space,
                     keep=keep).plans
-    saving = recomputed(model, larger, device.memory_bytes, args.host)
+    saving = recomputed(model, larger, device.memory_bytes)
     try:
         return [*search(model, cluster, device, space, keep=keep).plans, *saving]
     except ValueError:
@@ -207,10 +207,10 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
             network = measure_network(model, comm, grid, about, args.nics, args.repeats)
             if comm.rank == 0:
                 write_regular(args.out / NETWORK, dump(network))
-    about = about_processor(model, comm, device)
+    about = about_processor(model, comm, device, grid[1])
     kept, processor = _kept(args, comm, Processor, PROCESSOR, about)
     if not kept:
-        processor = measure_processor(model, comm, device, memory, about, args.repeats)
+        processor = measure_processor(model, comm, device, memory, about, args.repeats, grid[1])
         if comm.rank == 0:
             write_regular(args.out / PROCESSOR, dump(processor))
     return network, processor

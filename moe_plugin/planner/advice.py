@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.measured import ALL_REDUCE, MATMUL, Network, Processor
+from moe_plugin.planner.measured import ALL_REDUCE, MATMUL, Network, Processor, Timing
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.offload.karma import RECOMPUTE
 from moe_plugin.planner.trust import EXCHANGES, INSIDE, Estimate, Residuals, mean_error
@@ -27,18 +27,23 @@ def measured_lines(network: Network | None, processor: Processor,
     device, cluster = processor.device, network.cluster if network else Cluster()
     products = [t for t in processor.timings if t.name == MATMUL]
     lines = [f"processor: {device.name}, {device.flops / 1e9:,.1f} GFLOP/s, half of it at "
-             f"{device.half_rows:.0f} rows;\nthe fit is off by "
-             f"{mean_error(products, cluster, processor):.0%} on average"]
+             f"{device.half_rows:.0f} rows;\n{_error(products, cluster, processor)}"]
     if network:
         exchanges = [t for t in network.timings if t.name in COSTS]
         lines.append(
             f"network: {cluster.nodes} x {cluster.ranks_per_node} ranks, "
-            f"{network.about.get('backend', '')}, {len(exchanges)} exchanges; the fit is off by "
-            f"{mean_error(exchanges, cluster, processor):.0%} on average")
+            f"{network.about.get('backend', '')}, {len(exchanges)} exchanges; "
+            f"{_error(exchanges, cluster, processor)}")
     lines += ["", f"{'measured / predicted':22}{'median':>8}   {INSIDE:.0%} of the repeats"]
     lines += [f"  {kind:20}{check.center:8.2f}   {check.low:.2f} to {check.high:.2f}, "
               f"{_sizes(kind, check)}" for kind, check in found.items()]
     return lines
+
+
+def _error(timings: Sequence[Timing], cluster: Cluster, processor: Processor) -> str:
+    if not timings:  # a file that was edited by hand
+        return "nothing that was measured checks the fit"
+    return f"the fit is off by {mean_error(timings, cluster, processor):.0%} on average"
 
 
 def _sizes(kind: str, check: Residuals) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from moe_plugin.messages import short
-from moe_plugin.planner.cluster import Cluster
+from moe_plugin.planner.cluster import MAX_RANKS, Cluster
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.files import load_record
 from moe_plugin.planner.model import ModelShape
@@ -23,8 +23,8 @@ REMEDY = "measure again with --fresh"
 MAX_SECONDS, MAX_SIZE, MAX_TIMINGS = 1e6, 1e18, 10_000
 
 ALL_REDUCE = "all-reduce"
-MATMUL, MOE, DENSE, HEAD, UPDATE = (
-    "matmul", "MoE layer", "dense layer", "output head", "optimizer step")
+MATMUL, MOE, DENSE, TENSOR, HEAD, UPDATE = (
+    "matmul", "MoE layer", "dense layer", "tensor-parallel", "output head", "optimizer step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +80,21 @@ class Processor:
     """Matmuls and parts of a model on real ranks, all of which compute at the same time.
 
     about: see `Network`. device: fitted. model: whose parts they are; `model.experts` are those of
-    the layer that was measured. timings: matmuls, parts, an optimizer step.
+    the layer that was measured. timings: matmuls, parts, an optimizer step. tensor_ranks: that
+    shared the tensor-parallel layer, whose sizes are the tokens that they had together; 1: none.
     """
 
     about: dict[str, str] = field(default_factory=dict)
     device: Device = field(default_factory=Device)
     model: ModelShape = field(default_factory=lambda: ModelShape(layers=1, model_dim=1, ffn_dim=1))
     timings: list[Timing] = field(default_factory=list)
+    tensor_ranks: int = 1
 
     def __post_init__(self) -> None:
         _check(self.timings)
+        if not 1 <= self.tensor_ranks <= MAX_RANKS:
+            raise ValueError(f"tensor_ranks={short(self.tensor_ranks)} must be from 1 to "
+                             f"{MAX_RANKS:,}; {REMEDY}")
 
 
 Record = TypeVar("Record", Network, Processor)

@@ -21,6 +21,8 @@ MAX_SIZE = 10**12  # more than any model has; products stay within floats
 class ModelShape:
     """A decoder with experts in every `moe_every`-th layer.
 
+    moe_first: each so many layers the first one has experts, as Megatron's `--moe-layer-freq` has
+    it, rather than the last one, as fairseq's `--moe-freq`; `in_host` sets it.
     ffn_dim: inner width of dense layers; hidden_dim: of an expert. sequence: tokens per sequence;
     global_batch: sequences per step. capacity_factor: None: dropless. element_bytes: of weights and
     activations; state_bytes: gradient and optimizer state per parameter, without its weight (fp32
@@ -35,6 +37,7 @@ class ModelShape:
     sequence: int = 1024
     global_batch: int = 1
     moe_every: int = 2
+    moe_first: bool = False
     experts: int = 8
     hidden_dim: int = 0
     top_k: int = 2
@@ -47,14 +50,39 @@ class ModelShape:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             least = 0 if f.name in ("vocab", "hidden_dim", "capacity_factor") else 1
-            if value is not None and f.name != "gated" and not least <= value <= MAX_SIZE:
+            if f.name in ("gated", "moe_first") or value is None:
+                continue
+            if not least <= value <= MAX_SIZE:
                 raise ValueError(f"model {f.name}={short(value)} must be from {least} to "
                                  f"{MAX_SIZE}; correct the file")
+
+    def in_host(self, host: str) -> ModelShape:
+        """The same with experts in the layers where this host has them."""
+        return dataclasses.replace(self, moe_first=host == "megatron")
+
+    def moe_before(self, layer: int) -> int:
+        """Layers with experts among the first `layer` ones."""
+        return -(-layer // self.moe_every) if self.moe_first else layer // self.moe_every
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, from 0, has experts."""
+        return self.moe_before(layer + 1) > self.moe_before(layer)
 
     @property
     def moe_layers(self) -> int:
         """Layers with experts."""
-        return self.layers // self.moe_every
+        return self.moe_before(self.layers)
+
+    def stages(self, pp: int) -> list[range]:
+        """The layers of each of `pp` pipeline stages, as many each; the last may have fewer."""
+        each = -(-self.layers // pp)
+        return [range(min(first, self.layers), min(first + each, self.layers))
+                for first in range(0, pp * each, each)]
+
+    def fullest(self, pp: int) -> tuple[int, int]:
+        """(layers, those with experts) of the stage that has most with experts."""
+        return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
+                   for layers in self.stages(pp))[::-1]
 
     @property
     def matrices(self) -> int:

@@ -9,11 +9,10 @@ size.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import all_reduce_s
+from moe_plugin.planner.collectives import Group, all_reduce_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost
 from moe_plugin.planner.model import ModelShape, Plan
@@ -79,22 +78,29 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
     return {name: (1 + BACKWARD) * device.matmul_s(tokens, f / tp) for name, f in flops.items()}
 
 
+def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: int,
+                  tp: int) -> dict[str, float]:
+    """The same of one dense layer on `tp` ranks, with what they exchange: two all-reduces per
+    direction.
+    """
+    part = dense_s(model, device, tokens, tp)
+    size = tokens * model.model_dim * model.element_bytes
+    return {"attention": part["attention"], "dense FFN": part["dense FFN"],
+            "tensor parallel": 2 * 2 * all_reduce_s(cluster, Group(tp), size) if tp > 1 else 0.0}
+
+
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
            layer_s: float) -> dict[str, float]:
     """Seconds of forward and backward of one micro-batch on the fullest stage."""
-    layers = math.ceil(model.layers / plan.pp)
-    moe = math.ceil(model.moe_layers / plan.pp)
-    tokens, d = plan.micro_batch * model.sequence, model.model_dim
-    part = dense_s(model, device, tokens, plan.tp)
-    size = tokens * d * model.element_bytes
-    groups = plan.groups()
-    reduce = all_reduce_s(cluster, groups["tp"], size) if plan.tp > 1 else 0.0
-    # two all-reduces per direction; in an MoE layer the second one splits and gathers its tokens
-    exchange = 2 * 2 * reduce * layers
+    layers, moe = model.fullest(plan.pp)
+    tokens = plan.micro_batch * model.sequence
+    dense = dense_layer_s(model, cluster, device, tokens, plan.tp)
+    size = tokens * model.model_dim * model.element_bytes
     return {
-        "attention": part["attention"] * layers, "dense FFN": part["dense FFN"] * (layers - moe),
-        "output head": part["output head"], "tensor parallel": exchange,
-        "MoE layers": layer_s * moe,
+        "attention": dense["attention"] * layers, "dense FFN": dense["dense FFN"] * (layers - moe),
+        "output head": dense_s(model, device, tokens, plan.tp)["output head"],
+        # in an MoE layer the second exchange splits and gathers its tokens
+        "tensor parallel": dense["tensor parallel"] * layers, "MoE layers": layer_s * moe,
         "stage to stage": _stage_to_stage_s(cluster, plan, size / plan.tp),
     }
 
@@ -114,20 +120,26 @@ def gradient_s(model: ModelShape, cluster: Cluster, plan: Plan) -> float:
                               4 * model.dense_parameters / (plan.tp * plan.pp))
     if plan.expert_dp > 1:
         total += all_reduce_s(cluster, groups["expert_dp"],
-                              4 * model.expert_parameters / (plan.expert_ranks * plan.pp))
+                              4 * expert_parameters(model, plan))
     return total
 
 
+def expert_parameters(model: ModelShape, plan: Plan) -> float:
+    """Those of experts that a rank of the fullest stage has."""
+    _, moe = model.fullest(plan.pp)
+    return model.expert_parameters / max(1, model.moe_layers) * moe / plan.expert_ranks
+
+
 def memory_of(model: ModelShape, plan: Plan, layer: LayerCost) -> dict[str, float]:
-    """Bytes by part on the first stage, with pp micro-batches in flight."""
+    """Bytes by part on the fullest stage, with pp micro-batches in flight."""
     each = model.element_bytes + model.state_bytes
-    layers, moe = math.ceil(model.layers / plan.pp), math.ceil(model.moe_layers / plan.pp)
+    layers, moe = model.fullest(plan.pp)
     tokens = plan.micro_batch * model.sequence
     flight = min(plan.pp, plan.micro_batches(model))
     activations = ACTIVATION_BYTES * model.element_bytes * tokens * model.model_dim / plan.tp
     return {
         "dense parameters": each * model.dense_parameters / (plan.tp * plan.pp),
-        "expert parameters": each * model.expert_parameters / (plan.expert_ranks * plan.pp),
+        "expert parameters": each * expert_parameters(model, plan),
         "activations": flight * layers * activations,
         "MoE rows and gathered": flight * moe * layer.memory_bytes,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from moe_plugin.planner.model_cost import ACTIVATION_BYTES, BACKWARD, PlanCost
 from moe_plugin.planner.offload.karma import KEEP, Block
 from moe_plugin.planner.offload.karma import Plan as KarmaPlan
 from moe_plugin.planner.offload.karma import plan as karma_plan
-from moe_plugin.planner.write import has_experts
 
 RECOMPUTED = "recomputed layers"  # the part of a step
 PARAMETERS = ("dense parameters", "expert parameters")
@@ -23,14 +21,13 @@ def activation_bytes(cost: PlanCost, memory: float) -> int:
     return int(memory - sum(cost.memory[name] for name in PARAMETERS))
 
 
-def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float,
-               host: str) -> list[PlanCost]:
+def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> list[PlanCost]:
     """Those of the plans that exceed `memory` bytes per rank and fit with layers recomputed in
     backward, with which ones (`PlanCost.activations`) and what that costs: the part `RECOMPUTED` of
     their time.
 
     Which layers is chosen by KARMA's search, from the predicted times and sizes of each stage's
-    dense and MoE layers in the order of the host; nothing is swapped.
+    dense and MoE layers in the order of the host (`ModelShape.in_host`); nothing is swapped.
     """
     found = []
     for cost in costs:
@@ -38,7 +35,7 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float,
         if cost.memory_bytes <= memory or room <= 0:
             continue
         try:
-            made = _stages(model, cost, room, host)
+            made = _stages(model, cost, room)
         except ValueError:  # even the inputs of all layers do not fit
             continue
         turns = cost.plan.micro_batches(model) + cost.plan.pp - 1
@@ -56,11 +53,9 @@ def _again_s(made: KarmaPlan) -> float:
                                                           strict=True) if decision != KEEP)
 
 
-def _stages(model: ModelShape, cost: PlanCost, room: int, host: str) -> list[KarmaPlan]:
+def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[KarmaPlan]:
     """A plan for each pipeline stage; stages with the same layers have the same one."""
-    each = model.layers // cost.plan.pp
-    rows = [tuple(has_experts(model, host, layer) for layer in range(first, first + each))
-            for first in range(0, model.layers, each)]
+    rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
     made = {row: karma_plan(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
     return [made[row] for row in rows]
 
@@ -69,7 +64,7 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
     """The layers of a stage, for all micro-batches in flight. experts: which ones have experts."""
     plan, share = cost.plan, 1 / (1 + BACKWARD)
     micro = plan.micro_batches(model)
-    layers, moe = math.ceil(model.layers / plan.pp), math.ceil(model.moe_layers / plan.pp)
+    layers, moe = model.fullest(plan.pp)
     flight = min(plan.pp, micro)
     kept = flight * plan.micro_batch * model.sequence * model.model_dim * (
         model.element_bytes / plan.tp)

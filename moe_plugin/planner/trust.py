@@ -24,12 +24,13 @@ from moe_plugin.planner.measured import (
     HEAD,
     MATMUL,
     MOE,
+    TENSOR,
     Network,
     Processor,
     Timing,
 )
 from moe_plugin.planner.model import ModelShape, Plan
-from moe_plugin.planner.model_cost import PlanCost, dense_s
+from moe_plugin.planner.model_cost import PlanCost, dense_layer_s, dense_s, expert_parameters
 from moe_plugin.planner.recompute import RECOMPUTED
 from moe_plugin.planner.units import show_size, show_time
 
@@ -39,6 +40,8 @@ CHECKS = {
     "attention": DENSE, "dense FFN": DENSE, "output head": HEAD, "MoE layers": MOE,
     "gradient reduction": ALL_REDUCE, "tensor parallel": ALL_REDUCE, "stage to stage": EXCHANGES
 }
+# and in plans with tensor-parallel ranks, for all parts of a dense layer together
+CUT = dict.fromkeys(("attention", "dense FFN", "tensor parallel"), TENSOR)
 LAYERS = ("attention", "dense FFN", "tensor parallel", "MoE layers")
 STAGE = (*LAYERS, "output head", "stage to stage")
 # parts that are other parts once more, and are corrected as these are
@@ -91,6 +94,9 @@ def predicted_s(timing: Timing, cluster: Cluster, processor: Processor) -> float
         return device.matmul_s(tokens, 2.0 * tokens * model.model_dim * model.expert_dim)
     if timing.name == MOE:
         return layer_cost(model.layer(tokens), cluster, device, LayoutChoice(r=1)).seconds
+    if timing.name == TENSOR:
+        return sum(dense_layer_s(model, cluster, device, tokens,
+                                 processor.tensor_ranks).values())
     parts = dense_s(model, device, tokens)
     if timing.name == DENSE:
         return parts["attention"] + parts["dense FFN"]
@@ -113,6 +119,12 @@ def residuals(network: Network | None, processor: Processor) -> dict[str, Residu
             sizes.setdefault(kind, []).append(timing.size)
     return {kind: Residuals(tuple(found), (min(sizes[kind]), max(sizes[kind])))
             for kind, found in ratios.items()}
+
+
+def check_of(name: str, plan: Plan, found: Mapping[str, Residuals]) -> Residuals | None:
+    """The measurement that stands for a part of a plan's step; None: there is none."""
+    cut = found.get(CUT.get(name, "")) if plan.tp > 1 else None
+    return cut or found.get(CHECKS.get(name, ""))
 
 
 def mean_error(timings: Sequence[Timing], cluster: Cluster, processor: Processor) -> float:
@@ -166,7 +178,7 @@ def estimate(model: ModelShape, cost: PlanCost, found: Mapping[str, Residuals],
     """
     parts: dict[str, tuple[float, float, float]] = {}
     for name, seconds in cost.time.items():
-        check = found.get(CHECKS.get(name, ""))
+        check = check_of(name, cost.plan, found)
         low, center, high = (check.low, check.center, check.high) if check else (1.0, 1.0, 1.0)
         if seconds and name not in FOLLOWING:
             parts[name] = seconds * low, seconds * center, seconds * high
@@ -184,9 +196,8 @@ def estimate(model: ModelShape, cost: PlanCost, found: Mapping[str, Residuals],
 
 
 def parameters_of(model: ModelShape, plan: Plan) -> float:
-    """Parameters that one rank stores and updates."""
-    return (model.dense_parameters / (plan.tp * plan.pp)
-            + model.expert_parameters / (plan.expert_ranks * plan.pp))
+    """Parameters that one rank of the fullest stage stores and updates."""
+    return model.dense_parameters / (plan.tp * plan.pp) + expert_parameters(model, plan)
 
 
 def doubts(model: ModelShape, made: Estimate, network: Network | None, processor: Processor,
@@ -221,7 +232,7 @@ def _of_checks(made: Estimate, found: Mapping[str, Residuals]) -> list[str]:
         lines.append(f"the step's spread is from {show_time(made.low)} to {show_time(made.high)}, "
                      f"a factor of more than {WIDTH:g}, mostly because of: {widest}")
     for name, (_, seconds, _) in made.parts.items():
-        check = found.get(CHECKS.get(name, ""))
+        check = check_of(name, made.cost.plan, found)
         if check and seconds > COUNTS * made.seconds and not (
                 1 / FACTOR <= check.center <= FACTOR):
             lines.append(f"{name}: measured over predicted time is {check.center:.2f}, not within "
@@ -245,7 +256,8 @@ def _of_sizes(model: ModelShape, plan: Plan, network: Network | None,
                            model.experts * shape.expert_bytes / plan.expert_ranks)
     if plan.dp > 1:
         size[ALL_REDUCE] = 4 * model.dense_parameters / (plan.tp * plan.pp)
-    size |= {MOE: tokens, DENSE: plan.micro_batch * model.sequence}
+    dense = TENSOR if plan.tp > 1 and TENSOR in found else DENSE
+    size |= {MOE: tokens, dense: plan.micro_batch * model.sequence}
     for kind, wanted in size.items():
         check = found.get(kind)
         if check and not check.sizes[0] / REACH <= wanted <= check.sizes[1] * REACH:

@@ -13,11 +13,6 @@ from moe_plugin.planner.model import ModelShape, Plan
 HOSTS = ("fairseq", "megatron")
 
 
-def has_experts(model: ModelShape, host: str, layer: int) -> bool:
-    """Whether a layer, from 0, has experts: Megatron begins with one, fairseq ends with one."""
-    return (layer if host == "megatron" else layer + 1) % model.moe_every == 0
-
-
 def moe_settings(model: ModelShape, plan: Plan, auto: bool) -> dict[str, Any]:
     """A plan as this package's settings, nested plain values.
 

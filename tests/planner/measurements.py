@@ -13,6 +13,7 @@ from moe_plugin.planner.measured import (
     HEAD,
     MATMUL,
     MOE,
+    TENSOR,
     UPDATE,
     Network,
     Processor,
@@ -33,7 +34,7 @@ def measurements(m: ModelShape, c: Cluster, factors: Mapping[str, Sequence[float
 
     factors: by name of a timing, one for each repeat; left out: 1. about: of both records.
     """
-    empty = Processor(about=about[1], device=A100, model=m,
+    empty = Processor(about=about[1], device=A100, model=m, tensor_ranks=c.ranks_per_node,
                       timings=[Timing(name=UPDATE, size=1e6, seconds=[UPDATE_S])])
 
     def timing(name: str, size: float) -> Timing:
@@ -46,5 +47,6 @@ def measurements(m: ModelShape, c: Cluster, factors: Mapping[str, Sequence[float
         timing(name, size) for name in (*COSTS, ALL_REDUCE) for size in SIZES
     ]) if c.ranks > 1 else None
     own = [timing(MATMUL, rows) for rows in ROWS]
-    own += [timing(name, tokens) for name in (MOE, DENSE, HEAD) for tokens in TOKENS]
+    parts = (MOE, DENSE, HEAD, *([TENSOR] if c.ranks_per_node > 1 else []))
+    own += [timing(name, tokens) for name in parts for tokens in TOKENS]
     return network, dataclasses.replace(empty, timings=[*own, *empty.timings])

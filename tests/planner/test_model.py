@@ -95,6 +95,29 @@ def test_memory_and_time_by_hand() -> None:
     assert gradient_s(m, cluster(1, 4), plan) == pytest.approx(2 * 3 * (3e-6 + dense / 250e9))
 
 
+@pytest.mark.parametrize("layers, every", [(7, 2), (8, 3), (6, 2), (5, 1), (2, 3)])
+def test_layers_with_experts_are_those_of_the_host(layers: int, every: int) -> None:
+    m = model(layers=layers, moe_every=every)
+    for host, there in (("megatron", range(0, layers, every)),  # --moe-layer-freq
+                        ("fairseq", range(every - 1, layers, every))):  # --moe-freq
+        own = m.in_host(host)
+        assert [i for i in range(layers) if own.has_experts(i)] == list(there)
+        assert own.moe_layers == len(there)
+        assert own.expert_parameters == len(there) * 8 * 2 * 1024 * 4096
+
+
+def test_the_stage_with_most_experts_counts() -> None:
+    plan = Plan(tp=1, pp=2, dp=4, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
+    six, c = model(layers=6).in_host("megatron"), cluster(1, 8)  # experts in 0, 2 and 4
+    assert six.fullest(2) == (3, 2) and six.fullest(1) == (6, 3) and six.fullest(6) == (1, 1)
+    assert [list(stage) for stage in model(layers=5).stages(2)] == [[0, 1, 2], [3, 4]]
+    two = model(layers=6, moe_every=3).in_host("megatron")  # one in each stage
+    made, even = (plan_cost(m, c, A100, plan) for m in (six, two))
+    assert made.memory["expert parameters"] == 2 * even.memory["expert parameters"]
+    assert made.time["MoE layers"] == pytest.approx(2 * even.time["MoE layers"])
+    assert made.memory["MoE rows and gathered"] == 2 * even.memory["MoE rows and gathered"]
+
+
 def test_the_bubble_is_that_of_1f1b() -> None:
     m = model(vocab=0)
     one, two = (plan_cost(

@@ -12,7 +12,6 @@ from moe_plugin.planner.model import Plan
 from moe_plugin.planner.model_cost import plan_cost
 from moe_plugin.planner.recompute import ACTIVATIONS, RECOMPUTED, activation_bytes, recomputed
 from moe_plugin.planner.trust import estimate, residuals
-from moe_plugin.planner.write import has_experts
 from tests.planner.measurements import measurements
 from tests.planner.problems import A100, cluster, model
 
@@ -23,11 +22,11 @@ BASE = COST.memory["dense parameters"] + COST.memory["expert parameters"]
 
 
 def test_what_fits_stays_as_it_is() -> None:
-    assert recomputed(M, [COST], COST.memory_bytes, "fairseq") == []
+    assert recomputed(M, [COST], COST.memory_bytes) == []
 
 
 def test_a_little_less_memory_costs_one_dense_layer() -> None:
-    [made] = recomputed(M, [COST], COST.memory_bytes - 1, "fairseq")
+    [made] = recomputed(M, [COST], COST.memory_bytes - 1)
     dense = COST.time["attention"] / M.layers + COST.time["dense FFN"] / (M.layers - M.moe_layers)
     assert made.time[RECOMPUTED] == pytest.approx(dense / 3)  # forward is a third
     assert made.seconds == pytest.approx(COST.seconds + dense / 3)
@@ -40,16 +39,16 @@ def test_the_least_memory_recomputes_all_but_one_layer_or_all() -> None:
     inputs = layer / 17  # 34 bytes a number in 16 bits, of which the input is two
     moe = layer + COST.memory["MoE rows and gathered"] / M.moe_layers
     least = BASE + (M.layers - 1) * inputs + moe
-    [made] = recomputed(M, [COST], least + 1e4, "fairseq")
+    [made] = recomputed(M, [COST], least + 1e4)
     forward = sum(COST.time[name] for name in ("attention", "dense FFN", "MoE layers")) / 3
     assert 0.5 * forward < made.time[RECOMPUTED] <= forward * (1 + 1e-9)
-    assert all(recomputed(M, [COST], memory, "fairseq") == [] for memory in (least - inputs, BASE))
+    assert all(recomputed(M, [COST], memory) == [] for memory in (least - inputs, BASE))
     assert activation_bytes(COST, least) == int(least - BASE)
 
 
 def test_stages_and_their_bubble_recompute_too() -> None:
     cost = plan_cost(M, C, A100, dataclasses.replace(PLAN, pp=2, dp=4, ep=4))
-    [made] = recomputed(M, [cost], cost.memory_bytes - 1, "megatron")
+    [made] = recomputed(M.in_host("megatron"), [cost], cost.memory_bytes - 1)
     micro = cost.plan.micro_batches(M)
     assert micro == 8
     layer = (cost.time["attention"] / (M.layers / 2)
@@ -62,21 +61,22 @@ def test_stages_and_their_bubble_recompute_too() -> None:
 
 @pytest.mark.parametrize("host, experts", [("megatron", [0, 2, 4, 6]), ("fairseq", [1, 3, 5, 7])])
 def test_layers_are_named_in_the_order_of_the_host(host: str, experts: list[int]) -> None:
-    assert [i for i in range(M.layers) if has_experts(M, host, i)] == experts
-    [made] = recomputed(M, [COST], COST.memory_bytes - 1, host)
+    m = M.in_host(host)
+    assert [i for i in range(m.layers) if m.has_experts(i)] == experts
+    [made] = recomputed(m, [COST], COST.memory_bytes - 1)
     assert made.activations.index("recompute") not in experts
 
 
 def test_stages_that_differ_have_plans_of_their_own() -> None:
-    m = model(layers=6)  # two stages: experts in layers 0, 2 and 4
+    m = model(layers=6).in_host("megatron")  # two stages: experts in layers 0, 2 and 4
     cost = plan_cost(m, C, A100, dataclasses.replace(PLAN, pp=2, dp=4, ep=4))
-    [made] = recomputed(m, [cost], cost.memory_bytes - 1, "megatron")
+    [made] = recomputed(m, [cost], cost.memory_bytes - 1)
     assert len(made.activations) == 6 and "recompute" in made.activations[:3]
     assert set(made.activations[3:]) == {"keep"}  # one layer with experts less
 
 
 def test_it_is_corrected_as_the_layers_are() -> None:
-    [made] = recomputed(M, [COST], COST.memory_bytes - 1, "fairseq")
+    [made] = recomputed(M, [COST], COST.memory_bytes - 1)
     found = residuals(*measurements(M, C, {MOE: (2.0,), DENSE: (2.0,), HEAD: (9.0,)}))
     low, middle, high = estimate(M, made, found).parts[RECOMPUTED]
     assert low == middle == high == pytest.approx(2 * made.time[RECOMPUTED])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_plugin.planner.advice import measured_lines
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.measured import (
     ALL_REDUCE,
@@ -14,6 +15,7 @@ from moe_plugin.planner.measured import (
     HEAD,
     MATMUL,
     MOE,
+    TENSOR,
     UPDATE,
     Network,
     Processor,
@@ -42,10 +44,24 @@ M, C = model(), cluster(2, 4)
 
 
 def estimated(plan: Plan, **factors: tuple[float, ...]) -> Estimate:
-    names = {"moe": MOE, "dense": DENSE, "head": HEAD, "reduce": ALL_REDUCE}
+    names = {"moe": MOE, "dense": DENSE, "head": HEAD, "reduce": ALL_REDUCE,
+             "tensor": TENSOR}
     network, processor = measurements(M, C, {names[k]: v for k, v in factors.items()})
     return estimate(M, plan_cost(M, C, A100, plan), residuals(network, processor),
                     processor.timings[-1])
+
+
+def test_a_file_without_matmuls_or_exchanges_is_described() -> None:
+    """As one that was edited by hand has them."""
+    network, processor = measurements(M, C)
+    found = residuals(network, processor)
+    lines = " ".join(measured_lines(network, processor, found))
+    assert lines.count("the fit is off by 0% on average") == 2
+    network = dataclasses.replace(network, timings=[t for t in network.timings
+                                                    if t.name == ALL_REDUCE])
+    processor = dataclasses.replace(processor, timings=processor.timings[-1:])
+    lines = " ".join(measured_lines(network, processor, residuals(network, processor)))
+    assert lines.count("nothing that was measured checks the fit") == 2
 
 
 def test_measured_as_predicted_changes_nothing() -> None:
@@ -65,6 +81,22 @@ def test_each_part_is_corrected_by_its_measurement() -> None:
     for name, factor in (("attention", 1.5), ("dense FFN", 1.5), ("gradient reduction", 0.5)):
         assert made.parts[name] == pytest.approx([factor * cost.time[name]] * 3)
     assert made.low < made.seconds < made.high
+
+
+def test_cut_layers_are_corrected_by_a_cut_layer() -> None:
+    plan = dataclasses.replace(PLAN, tp=4, dp=2)
+    cost, made = plan_cost(M, C, A100, plan), estimated(plan, tensor=(3.0,), dense=(1.5,),
+                                                        reduce=(0.5,))
+    for name in ("attention", "dense FFN", "tensor parallel"):
+        assert made.parts[name] == pytest.approx([3 * cost.time[name]] * 3)
+    assert made.parts["gradient reduction"][1] == pytest.approx(
+        0.5 * cost.time["gradient reduction"])
+    # files from before this was measured
+    network, processor = measurements(M, C, {DENSE: (1.5,), ALL_REDUCE: (0.5,)})
+    found = {kind: one for kind, one in residuals(network, processor).items() if kind != TENSOR}
+    older = estimate(M, cost, found)
+    assert older.parts["attention"][1] == pytest.approx(1.5 * cost.time["attention"])
+    assert older.parts["tensor parallel"][1] == pytest.approx(0.5 * cost.time["tensor parallel"])
 
 
 def test_the_bubble_follows_its_stages() -> None:
@@ -136,6 +168,8 @@ def test_sizes_far_outside_are_doubted() -> None:
     found = why(m=long)
     assert [line.split(":")[0] for line in found] == [EXCHANGES, MOE, DENSE][-len(found):]
     assert "65,536 tokens, and 1,024 tokens to 4,096 tokens were measured" in found[-1]
+    cut = why(m=long, plan=dataclasses.replace(PLAN, tp=4, dp=2))
+    assert cut[-1].startswith(f"{TENSOR}: the plan needs 65,536 tokens")
     wide = dataclasses.replace(M, vocab=3_000_000)
     assert [line.split(":")[0] for line in why(m=wide)] == [ALL_REDUCE]
 
