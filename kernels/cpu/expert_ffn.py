@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
 from moe_plugin.kernels.cpu.blocks import Block, blocks_of
+from moe_plugin.kernels.cpu.products import product
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.grad_sums import GradSums
@@ -114,11 +115,7 @@ class _Linear:
         """
         for expert, x, y in zip(block.experts, block.split(x_NI), block.split(out_NO),
                                 strict=True):
-            base = y if add else self.b[expert]
-            if base is None:
-                torch.mm(x, self.w[expert], out=y)
-            else:
-                torch.addmm(base, x, self.w[expert], out=y)
+            product(x, self.w[expert], y, y if add else self.b[expert])
         return out_NO
 
 
@@ -227,11 +224,9 @@ class _WeightGrad:
 
     def add_matmul(self, expert: int, a_IN: Tensor, b_NO: Tensor) -> None:
         """Add a b to this expert's gradient."""
-        if expert in self.written:
-            self.into[expert].addmm_(a_IN, b_NO)
-        else:
-            torch.mm(a_IN, b_NO, out=self.into[expert])
-            self.written.add(expert)
+        into_IO = self.into[expert]
+        product(a_IN, b_NO, into_IO, into_IO if expert in self.written else None)
+        self.written.add(expert)
 
     def result(self) -> Tensor | None:
         """What backward returns, see `GradSums.end`."""

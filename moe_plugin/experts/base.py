@@ -18,7 +18,7 @@ class Experts(nn.Module):
     """Base of all kinds of experts of one rank.
 
     Its parameters stay marked as experts' where torch makes new ones of them (deepcopy, leaving the
-    meta device).
+    meta device, `load_state_dict(..., assign=True)`).
 
     Attributes:
         supports_gather: can compute with parameters gathered from other ranks; then it has
@@ -28,6 +28,10 @@ class Experts(nn.Module):
 
     supports_gather: ClassVar[bool] = False
     traceable: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_mark_loaded)
 
     @abstractmethod
     def forward(self, work: ExpertRows) -> Tensor:
@@ -83,6 +87,10 @@ class Experts(nn.Module):
         super()._apply(fn, recurse)
         self.mark()
         return self
+
+
+def _mark_loaded(experts: Experts, incompatible: object) -> None:
+    experts.mark()
 
 
 expert_kinds: Registry[type[Experts]] = Registry("experts", base=Experts)

@@ -79,7 +79,8 @@ class FFNExperts(Experts):
         One draw from torch's generator seeds all experts by their global index, so that values do
         not depend on the number of ranks, and every rank's generator moves on alike.
         """
-        self.seed = int(torch.randint(2**31, ()))
+        # on the CPU wherever the parameters are, and under `torch.device` of "meta" or a GPU
+        self.seed = int(torch.randint(2**31, (), device="cpu"))
         if self.w_in_LDF.is_meta:
             return
         stored = {name: value for name, value in self.named_parameters() if name in SHARD_AXIS}
@@ -100,7 +101,7 @@ class FFNExperts(Experts):
     def _draw(self, like: Tensor, axis: int, generator: torch.Generator) -> Tensor:
         shape = list(like.shape)
         shape[axis] *= self.placement.shards
-        whole = torch.empty(shape, dtype=torch.float32)
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         if self.config.init_std is None:
             bound = (6 / sum(shape)) ** 0.5
             whole.uniform_(-bound, bound, generator=generator)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.machine import cpu_name
 from moe_plugin.planner.units import show_size
 
@@ -18,7 +19,7 @@ def devices() -> list[dict[str, str]]:
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
     rows = [{
         "name": "cpu", "state": "active" if not torch.cuda.is_available() else "available",
-        "what": f"{cpu_name()}, {threads}"
+        "what": f"{cpu_name()}, {threads}{_widened()}"
     }]
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
@@ -30,6 +31,13 @@ def devices() -> list[dict[str, str]]:
     if not torch.cuda.is_available():
         rows.append({"name": "cuda", "state": "not available", "what": _why_no_cuda()})
     return rows
+
+
+def _widened() -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, torch.float16)
+             if in_float32(dtype)]
+    return f"; experts' products of {' and '.join(names)} in float32: no instructions for them" \
+        if names else ""
 
 
 def backends() -> list[dict[str, str]]:

@@ -1,0 +1,92 @@
+"""Products of 16 bits on a processor without instructions for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_plugin import MoELayer
+from moe_plugin.cli.doctor import hardware
+from moe_plugin.kernels.cpu import products
+from moe_plugin.tuning import compute_tuner
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (products, compute_tuner):
+        monkeypatch.setattr(module, "in_float32", lambda dtype: dtype in NARROW)
+
+
+def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(*shape, generator=generator).to(dtype)
+                 for shape in ((5, 7), (7, 3), (5, 3)))
+
+
+def test_only_16_bits_are_widened() -> None:
+    assert not products.in_float32(torch.float32) and not products.in_float32(torch.float64)
+
+
+@pytest.mark.usefixtures("without_instructions")
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("base", ["none", "rows", "row", "itself"])
+def test_sums_are_of_32_bits_and_rounded_once(dtype: torch.dtype, base: str) -> None:
+    a, b, out = operands(dtype)
+    added = {"none": None, "rows": out.clone() * 2, "row": out[0].clone(), "itself": out}[base]
+    wanted = a.double() @ b.double() + (0 if added is None else added.double())
+    assert products.product(a, b, out, added) is out
+    step = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(out.double(), wanted, rtol=step * 1.01, atol=1e-6)
+
+
+@pytest.mark.usefixtures("without_instructions")
+def test_autocast_changes_nothing() -> None:
+    a, b, out = operands(torch.bfloat16)
+    plain = products.product(a, b, out.clone(), out)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(products.product(a, b, out.clone(), out), plain)
+
+
+def grads(layer: MoELayer, x_TD: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    x_TD = x_TD.clone().requires_grad_()
+    for _ in range(2):  # the second one adds to gradients that are there
+        out = layer(x_TD)
+        out.output.float().square().sum().backward()
+    return [out.output.detach(), x_TD.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.usefixtures("without_instructions")
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("kind", ["ffn", "gated_ffn"])
+def test_the_layer_is_as_near_to_its_reference(dtype: torch.dtype, kind: str) -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(16, num_experts=4, experts={"kind": kind}).to(dtype)
+    reference = MoELayer(16, num_experts=4, experts={"kind": kind}).double()
+    reference.load_state_dict(layer.state_dict())
+    x_TD = torch.randn(24, 16).to(dtype)
+    mine, theirs = grads(layer, x_TD), grads(reference, x_TD.double())
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype == dtype
+        scale = other.abs().max().item() or 1.0
+        torch.testing.assert_close(one.double() / scale, other / scale, rtol=0.0,
+                                   atol=20 * torch.finfo(dtype).eps)
+
+
+def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for narrow, said in ((NARROW, "products of bfloat16 and float16 in float32"),
+                         (NARROW[1:], "products of float16 in float32"), ((), None)):
+        monkeypatch.setattr(hardware, "in_float32", lambda dtype, narrow=narrow: dtype in narrow)
+        what = hardware.devices()[0]["what"]
+        assert said in what if said else "products" not in what
+
+
+@pytest.mark.usefixtures("without_instructions")
+def test_auto_takes_no_way_that_multiplies_number_by_number() -> None:
+    layer = MoELayer(512, num_experts=2).bfloat16()
+    p = layer.experts
+    assert compute_tuner._usable(torch.zeros(1, 512, dtype=torch.bfloat16), p, None,
+                                 torch.bfloat16) == {"fused"}
