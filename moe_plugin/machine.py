@@ -1,13 +1,15 @@
-"""This machine: names of its processors, how numbers get to a device, and a folder for results that
-outlive a run.
+"""This machine: names of its processors, how numbers get to a device, a folder for results that
+outlive a run, and processes that do not outlive the one that started them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import platform
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+_PR_SET_PDEATHSIG = 1
 
 
 @functools.cache
@@ -94,3 +98,20 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} is not writable, so {purpose}; make it writable")
     return folder
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent (the thread of it that started this one)
+    ends, for any reason. parent: its id.
+    """
+    call_libc("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
+
+
+def call_libc(name: str, *args: int) -> None:
+    """A function of the C library that returns 0. `OSError` with its reason if it does not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)

@@ -4,6 +4,7 @@ link is replaced. Errors name the file and the remedy.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -16,6 +17,7 @@ from moe_plugin.messages import short
 
 _KINDS = ((stat.S_ISDIR, "folder"), (stat.S_ISLNK, "link"), (stat.S_ISFIFO, "pipe"),
           (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"), (stat.S_ISSOCK, "socket"))
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _Path = str | os.PathLike[str]
 
 
@@ -75,6 +77,15 @@ def read_at(file: int, values: memoryview, offset: int) -> int:
             break
         values, offset = values[count:], offset + count
     return len(values)
+
+
+def begin_writing(file: int, offset: int, nbytes: int) -> None:
+    """Let the disk begin to take a part of an open file, which stays in memory. Linux's
+    sync_file_range(2), which Python does not have; nothing where the C library has none.
+    """
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if begin is not None:
+        begin(file, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
 
 
 def write_regular(path: _Path, content: str | bytes) -> Path:

@@ -8,12 +8,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from threading import Event, Lock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.formats import Layout, Progress, convert, formats
 from moe_plugin.checkpoint.ranks import COLUMNS
+from moe_plugin.checkpoint.read_sums import ReadSums, summed
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,
@@ -79,8 +79,9 @@ class Conversion:
         if self._is_there(plan):
             return False
         view = self._view()
+        sealed = [path for path in self.source.files() if checksums.seal_of(path) is not None]
         try:
-            self._write(view, plan)
+            self._write(view, plan, sealed)
         except OSError as error:
             kept = (f"what is complete stays in {str(self.scratch)!r} and is used again; "
                     if self.scratch.is_dir() else "")
@@ -115,18 +116,17 @@ class Conversion:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))
 
-    def _verify(self, stop: Event) -> None:
+    def _verify(self, sums: Mapping[Path, ReadSums]) -> None:
+        """What was converted, and the rest of its files."""
         for path in self.source.files():
-            if stop.is_set():
-                return
             try:
-                checksums.verify(path)
+                checksums.verify(path, sums[path].crc_of if path in sums else None)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"checkpoint file {str(path)!r} is damaged: {error}; use "
                                       "another checkpoint") from error
             self.advance(path.stat().st_size)
 
-    def _write(self, view: Source, plan: Mapping[str, Any]) -> None:
+    def _write(self, view: Source, plan: Mapping[str, Any], sealed: Sequence[Path]) -> None:
         scratch, progress = self.scratch, _Progress(self, plan)
         if not progress.finished:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -134,18 +134,10 @@ class Conversion:
         for path in sorted(scratch.rglob("*")):  # of an interrupted file
             if path.is_file() and str(path.relative_to(scratch)) not in {*progress.finished, PLAN}:
                 path.unlink()
-        stop = Event()
-        with ThreadPoolExecutor(1) as pool:  # sums take as long as the disk
-            verified = pool.submit(self._verify, stop)
-            try:
-                with _one_thread():  # blocks are small, and the sums have another one
-                    formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None),
-                                                 progress)
-            except BaseException:
-                stop.set()
-                raise
+        with summed(sealed) as sums, _one_thread():  # blocks are small
+            formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None), progress)
         try:
-            verified.result()
+            self._verify(sums)
         except CheckpointError:
             shutil.rmtree(scratch)  # made of damaged values
             raise

@@ -28,6 +28,7 @@ from moe_plugin.checkpoint.plain import (
     write_index,
 )
 from moe_plugin.checkpoint.reshard import moe_layers
+from moe_plugin.checkpoint.sharded import as_stored, whole
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Derived
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
@@ -43,19 +44,22 @@ Leave = Callable[[Mapping[str, tuple[int, ...]], Mapping[str, Any]], Collection[
 def save(directory: str | os.PathLike[str], model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None, comm: Comm | None = None,
          extra: Mapping[str, Any] | None = None, keep_old: bool = False) -> None:
-    """Write a checkpoint; all ranks of `comm` (the expert-parallel group) call it.
+    """Write a checkpoint; all ranks of `comm` call it.
 
     Everything is written next to the target and moved into place at the end, so that a killed run
     leaves either the old or the new checkpoint complete.
 
     Args:
+        model: in a plain training loop, also in FSDP2; without the wrapper of DDP.
+        comm: the expert-parallel group; None: that of the model's `MoELayer`s.
         extra: JSON values of the caller (step, seed, ...), equal on all ranks.
         keep_old: the checkpoint that was there stays as `DIRECTORY.old`, which `load` takes where
             this one is damaged later.
     Raises:
         CheckpointError: a rank could not write; on every rank.
+        ValueError: layers of several groups without `comm`.
     """
-    comm = comm or LocalComm()
+    comm = comm or _group_of(model)
     target = Path(directory)
     scratch = target.with_name(target.name + ".writing")
     with _together(comm, target):
@@ -63,13 +67,38 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
     with _together(comm, target):
-        state = {"model": model.state_dict(), "optimizer": _optimizer_state(model, optimizer)}
+        own = model.state_dict()
+        _check_group(own, comm)
+        state = {"model": whole(own, comm),
+                 "optimizer": whole(_optimizer_state(model, optimizer), comm)}
         checksums.write_sealed(scratch / part_name(comm.rank, comm.size),
                                lambda stream: torch.save(state, stream))
     with _together(comm, target):
         if comm.rank == 0:
             write_index(scratch, comm.size, extra or {})
             move_into_place(scratch, target, keep_old)
+
+
+def _group_of(model: nn.Module) -> Comm:
+    """Else each rank would write its own experts into the file of all."""
+    from moe_plugin.layer import MoELayer  # imported where there is one; slow where there is none
+
+    groups = {layer.comm.name: layer.comm for layer in model.modules()
+              if isinstance(layer, MoELayer)}
+    if len(groups) > 1:
+        raise ValueError(f"the model's layers have the groups {', '.join(sorted(groups))}: must be "
+                         "one; pass `comm`, the ranks that write or read the checkpoint together")
+    return next(iter(groups.values()), LocalComm())
+
+
+def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
+    """Parts of other ranks than those that share the experts would not join."""
+    for prefix, origin in moe_layers(state).items():
+        if origin["ep_size"] != comm.size:
+            raise ValueError(
+                f"the experts of layer {prefix!r} are spread over {origin['ep_size']} ranks and "
+                f"{comm.size} write the checkpoint: must be the same ranks; pass the layers' group "
+                "as `comm` (in FSDP2: with expert groups of all its ranks; ddp_model has any)")
 
 
 @contextmanager
@@ -102,8 +131,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
          leave: Leave | None = None) -> dict[str, Any]:
     """Read a checkpoint into this rank's model and optimizer; returns `extra`.
 
-    Any number of ranks may have written it. All ranks of `comm` (the expert-parallel group) call
-    it: each verifies some of the files, and reads of all only what it stores.
+    Any number of ranks may have written it. All ranks of `comm` (as of `save`) call it: each
+    verifies some of the files, and reads of all only what it stores.
 
     Nothing is changed unless everything could be read.
 
@@ -112,12 +141,12 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
             with an optimizer, whose state is of the tensors that were saved. None: none.
     Raises:
         CheckpointError: missing, truncated, or of another model or expert count.
-        ValueError: both an optimizer and `leave`.
+        ValueError: both an optimizer and `leave`, or see `save`.
     """
     if leave is not None and optimizer is not None:
         raise ValueError("leave with an optimizer: must be None, because the optimizer's state is "
                          "of the tensors that were saved; load one of the two")
-    comm = comm or LocalComm()
+    comm = comm or _group_of(model)
     folder, index = _whole_folder(Path(directory), comm)
     with _as_saved(folder):
         source, on_disk = open_folder(folder), stored_names(model)
@@ -139,7 +168,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
             _load_optimizer(torch_files.read_all(part["optimizer"]), model, optimizer)
         # experts in a file are read one by one, as they are written there
         model.load_state_dict({**kept, **{name: value if name in on_disk
-                                          else torch_files.read_all(value)
+                                          else as_stored(torch_files.read_all(value), own[name])
                                           for name, value in part["model"].items()}})
     return index["extra"]
 
@@ -270,8 +299,9 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
     for saved, group in zip(state["groups"], optimizer.param_groups, strict=True):
         groups.append({**saved, "params": list(range(start, start + len(group["params"])))})
         start += len(group["params"])
+    own = dict(model.named_parameters())
     by_index = {
-        index: state["by_name"][name] for index, name in enumerate(names)
-        if name in state["by_name"]
+        index: {key: as_stored(value, own[name]) for key, value in state["by_name"][name].items()}
+        for index, name in enumerate(names) if name in state["by_name"]
     }
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from moe_plugin.checkpoint import checksums, trust
+from moe_plugin.checkpoint.read_sums import sums_of
 from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,
@@ -27,6 +28,7 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.checkpoint.windows import read_strided
 from moe_plugin.messages import short
+from moe_plugin.regular_files import begin_writing
 
 BLOCK = 1 << 22  # bytes of a tensor in memory at a time, while it is written; fits in a cache
 FLUSH = 1 << 26  # bytes after which the disk begins to write, while the next ones are read
@@ -67,8 +69,9 @@ class Stored:
             part.start * step for part, step in zip(window, self.stride, strict=True))
         try:
             with open(self.path, "rb", buffering=0) as file:
+                sums = sums_of(self.path)
                 return read_strided(file.fileno(), first, window_shape(window), self.stride,
-                                    self.entry.dtype)
+                                    self.entry.dtype, None if sums is None else sums.add)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"checkpoint file {str(self.path)!r} cannot be read "
                                   f"({short(error)}); use another checkpoint") from error
@@ -205,8 +208,7 @@ class SealedWriter:
             at, crc = at + len(data), checksums.crc32(data, crc)
             self._advance(len(data))
             if at - begun >= FLUSH:  # the disk begins to take it, and nobody waits
-                self._pool.submit(os.posix_fadvise, file.fileno(), begun, at - begun,
-                                  os.POSIX_FADV_DONTNEED)
+                self._pool.submit(begin_writing, file.fileno(), begun, at - begun)
                 begun = at
         at, crc = _keep(file, at, size, crc)
         file.seek(size)

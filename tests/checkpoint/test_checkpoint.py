@@ -130,6 +130,20 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
+def test_ranks_that_do_not_share_the_experts_write_no_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path)
+    before = (tmp_path / "ckpt" / "index.json").read_bytes()
+
+    def rank(comm: Comm) -> str:
+        with pytest.raises(CheckpointError) as error:
+            save(tmp_path / "ckpt", Model(LocalComm()), None, comm)
+        return str(error.value)
+
+    said = run_simulated(2, rank)
+    assert "are spread over 1 ranks and 2 write the checkpoint" in said[0], said
+    assert (tmp_path / "ckpt" / "index.json").read_bytes() == before
+
+
 def load_here(path: Path, experts: int = 4, optimizer: bool = False) -> None:
     def rank(comm: Comm) -> None:
         model = Model(comm, experts)
@@ -242,7 +256,8 @@ def test_every_single_bit_flip_and_every_cut_is_detected(tmp_path: Path, name: s
         (path / name).write_bytes(flipped)
         with pytest.raises(CheckpointError):
             load(path, model)
-    for size in range(0, len(whole), max(1, len(whole) // 50)):
+    # without its last line break index.json is still whole
+    for size in range(0, len(whole) - 1, max(1, len(whole) // 50)):
         (path / name).write_bytes(whole[:size])
         with pytest.raises(CheckpointError):
             load(path, model)

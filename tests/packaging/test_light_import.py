@@ -44,6 +44,13 @@ def test_using_the_layer_loads_no_heavy_module(code: str) -> None:
     assert "moe_plugin" in found and not set(HEAVY) & (found - loaded(WITH_TORCH, "import torch"))
 
 
+def test_converting_checkpoints_loads_no_symbolic_algebra() -> None:
+    # with torch.distributed.tensor, a third of the time until a conversion begins
+    found = loaded(WITH_TORCH, "import moe_plugin.checkpoint.conversion, "
+                               "moe_plugin.cli.checkpoint_formats")
+    assert "sympy" not in found - loaded(WITH_TORCH, "import torch")
+
+
 def test_starting_python_costs_one_small_module(tmp_path: Path) -> None:
     """The `.pth` file runs at every start, also of programs that never see fairseq."""
     shutil.copy(ROOT / "moe_plugin" / "hosts" / "fairseq" / "compat" / "startup.py",
