@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.meter import TrafficMeter
-from moe_plugin.config import MoEConfig
-from moe_plugin.config.named import layer_config
+from moe_plugin.config import MoEConfig, unread
+from moe_plugin.config.named import layer_config, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
 from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual, is_expert
 from moe_plugin.experts.ddp_check import DDPCheck
+from moe_plugin.messages import short
 from moe_plugin.offload.build import place_in_tier
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
@@ -61,11 +62,16 @@ class MoELayer(Replaying, EndsSteps, PreGated):
                  experts: Callable[[int], nn.Module] | Mapping[str, Any] | None = None,
                  dtype: torch.dtype | None = None, device: Any = None, **settings: Any) -> None:
         super().__init__()
+        _check_given(comm, router, experts)
         config = layer_config(config, settings, router=router, experts=experts)
+        refuse_timeout(comm, settings)
         router = router if isinstance(router, nn.Module) else None
         experts = experts if callable(experts) else None
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
         self.given, self.has_own_router = config, router is not None
+        if not host.acts_on_model:
+            unread.check(config, self.comm.rank == 0, router=router is not None,
+                         experts=experts is not None)
         where = {"dtype": dtype, "device": device}
         config, place, sharing = place_experts(config, self.comm, router, experts, **where)
         self.config, self.placement = config, place
@@ -161,3 +167,18 @@ class MoELayer(Replaying, EndsSteps, PreGated):
         return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
                 f"({place.local} here, {place.shards} shards), top_k={c.router.top_k}, "
                 f"dispatch={c.dispatch.name}, ranks={self.comm.size}")
+
+
+def _check_given(comm: Any, router: Any, experts: Any) -> None:
+    """What is of none of the types that these arguments take would be left out silently."""
+    if comm is not None and not isinstance(comm, Comm):
+        raise ValueError(f"comm={short(comm)} is a {type(comm).__name__}; must be a Comm, such as "
+                         "TorchComm(group); give the number of experts as num_experts=...")
+    if not isinstance(router, nn.Module | str | Mapping | None):
+        raise ValueError(f"router={short(router)} is a {type(router).__name__}; must be a name, a "
+                         "dict of settings or a built module; register a class of yours with "
+                         "moe_plugin.routing.routers.register(name)")
+    if experts is not None and not callable(experts) and not isinstance(experts, Mapping):
+        raise ValueError(f"experts={short(experts)} is a {type(experts).__name__}; must be a dict "
+                         "of settings or a function of the expert's global index that returns a "
+                         "module, e.g. lambda index: modules[index]")

@@ -64,10 +64,10 @@ def config_page() -> str:
         NOTE, "", "# Settings (YAML)", "",
         _prose(
             "The whole tree with its defaults. A file contains what differs from them. Unknown "
-            "keys, wrong types and impossible combinations are refused; the error names the value, "
-            "the bound and the remedy. Give a file to a host with `--moe-config FILE`, or read it "
-            "with `moe_plugin.config.from_yaml`. Under Hydra the group `moe` has the same settings "
-            "(`configs/moe/`)."),
+            "keys, wrong types, impossible combinations and settings that nothing would read are "
+            "refused; the error names the value, the bound and the remedy. Give a file to a host "
+            "with `--moe-config FILE`, or read it with `moe_plugin.config.from_yaml`. Under Hydra "
+            "the group `moe` has the same settings (`configs/moe/`)."),
         "", "```yaml",
         _yaml(), "```", "", *_table(MoEConfig, ""), "## Sections", "",
         "| section | about | page |", "|---|---|---|", *(

@@ -94,3 +94,8 @@ class ExpertsConfig(Section):
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
                      "use none")
         self.within("store_throttle", 0, 1e9, "use 0 for none")
+        self.read_where(self.store != "device", "where experts.store=device",
+                        "use experts.store=host or disk", "cache", "cache_policy",
+                        "store_throttle")
+        self.read_where(self.store == "disk", f"where experts.store={self.store}",
+                        "use experts.store=disk", "store_path")

@@ -21,7 +21,14 @@ from moe_plugin.config import (
     settings_from_yaml,
     with_overrides,
 )
-from moe_plugin.config.options import Section, aliases, canonical, hints_of, is_section
+from moe_plugin.config.options import (
+    Section,
+    aliases,
+    canonical,
+    hints_of,
+    is_section,
+    unread_allowed,
+)
 from moe_plugin.messages import short
 
 
@@ -164,8 +171,9 @@ def config_from_flags(values: Mapping[str, Any],
         ValueError: naming the flag or path, its value, the bound and the remedy.
     """
     config_file = values.get(CONFIG_FLAG.dest)
-    config = from_yaml(config_file, trust_imports=_trusted(values)) if config_file else (
-        from_dict({}))
+    with unread_allowed():  # by flags
+        config = from_yaml(config_file, trust_imports=_trusted(values)) if config_file else (
+            from_dict({}))
     return with_overrides(config, {**(base or {}), **settings_from_flags(values)})
 
 

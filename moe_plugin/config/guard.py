@@ -44,3 +44,5 @@ class GuardConfig(Section):
         self.within("votes", 0, MOST_RANKS, "use 0 for none, or 3")
         self.require("votes", self.votes == 0 or (self.votes >= 3 and self.votes % 2 == 1),
                      "0, or odd and >= 3", "an even number of answers has no majority: use 3")
+        self.read_where(self.votes > 0, "where guard.votes=0", "use guard.votes=3", "assignment",
+                        "aggregate")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from moe_plugin.config import unread
 from moe_plugin.config.flags import setting_specs
-from moe_plugin.config.options import hints_of
-from moe_plugin.config.tree import MoEConfig, flatten, from_dict, with_overrides
+from moe_plugin.config.tree import MoEConfig, flatten, from_dict, to_dict, with_overrides
 from moe_plugin.messages import short
 
 
@@ -29,7 +31,7 @@ def named_config(model_dim: int, **settings: Any) -> MoEConfig:
 def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Such keyword arguments as dotted paths to values, for `with_overrides`."""
     flags = {spec.dest.removeprefix("moe_"): spec.path for spec in setting_specs()}
-    top = hints_of(MoEConfig)
+    top = [f.name for f in dataclasses.fields(MoEConfig)]
     given: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and name in top:
@@ -40,13 +42,23 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
             found = {name: value}
         else:
             raise ValueError(
-                f"unknown setting {short(name)}={short(value)}; use the name of a flag of "
-                f"docs/flags.md without --moe- (top_k, router, dispatch), or one of the sections "
-                f"{', '.join(top)} with a dict")
+                f"unknown setting {short(name)}={short(value)}; {_meant(name, flags, top)}use the "
+                "name of a flag of docs/flags.md without --moe- (top_k, router, dispatch), or one "
+                f"of {', '.join(top)}, sections with a dict")
         if both := sorted(set(found) & set(given)):
             raise ValueError(f"{both[0]} is given twice, once by {short(name)}; give it once")
         given |= found
     return given
+
+
+def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
+    """Which settings a wrong name is near to: the same last part of the path, or similar letters.
+    """
+    known = list(dict.fromkeys([*top, *flags]))
+    near = [flag for flag, path in flags.items() if path.rpartition(".")[2] == name]
+    near = near or [*difflib.get_close_matches(name, known, 2, 0.8),
+                    *(each for each in known if each.startswith(f"{name}_"))]
+    return f"did you mean {' or '.join(dict.fromkeys(near[:3]))}? If not, " if near else ""
 
 
 def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either: Any) -> MoEConfig:
@@ -56,14 +68,25 @@ def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either:
         either: arguments that are a setting if they are text or a mapping, and something else if
             not.
     Raises:
-        ValueError: see `named_config`; or there are settings beside a whole config.
+        ValueError: see `named_config`; there are settings beside a whole config, or settings of a
+            whole model.
     """
     given = {**settings, **{name: value for name, value in either.items()
                             if isinstance(value, str | Mapping)}}
     if not isinstance(config, MoEConfig):
-        return named_config(config, **given)
+        made = named_config(config, **given)
+        unread.refuse(flatten(to_dict(made)), "a layer by itself")
+        return made
     if given:
         name = next(iter(given))
         raise ValueError(f"{name}={short(given[name])} beside a whole MoEConfig: give it in the "
                          "config, or give the width of a token in the config's place")
     return config
+
+
+def refuse_timeout(group: object | None, settings: Mapping[str, Any]) -> None:
+    """`ValueError` for a timeout beside a group that is given: it has one of its own."""
+    if group is not None and "timeout" in settings:
+        raise ValueError(f"timeout={short(settings['timeout'])} does not fit a `comm` that is "
+                         "given, which has its own timeout: leave it out, or give it there, "
+                         "TorchComm(group, timeout_s=...)")

@@ -65,6 +65,11 @@ class OffloadConfig(Section):
                      "use offload.activations=auto")
         self.require("weights_memory", self.weights == "host" or self.weights_memory is None,
                      "none without offload.weights=host", "use offload.weights=host")
+        where = f"where offload.activations={self.activations}"
+        swaps = auto or "swap" in self.each_layer()
+        self.read_where(swaps, where, "use swap or auto", "smallest")
+        self.read_where(swaps or self.weights == "host", f"{where} and offload.weights=device",
+                        "use swap, auto or offload.weights=host", "path")
 
     def each_layer(self) -> list[str]:
         """`activations` at its commas: one name for all layers, or one for each."""

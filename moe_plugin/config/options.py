@@ -8,7 +8,9 @@ import dataclasses
 import functools
 import operator
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeGuard
@@ -44,6 +46,21 @@ def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
 
+_READ_CHECKED: ContextVar[bool] = ContextVar("whether unread settings are errors", default=True)
+
+
+@contextmanager
+def unread_allowed() -> Iterator[None]:
+    """Settings that nothing reads are no errors meanwhile (`Section.read_where`): those of a file
+    whose flags are still to come, or of a run that is over.
+    """
+    token = _READ_CHECKED.set(False)
+    try:
+        yield
+    finally:
+        _READ_CHECKED.reset(token)
+
+
 @dataclass
 class Section:
     """Base of all sections of the tree, which are dataclasses.
@@ -68,6 +85,19 @@ class Section:
     def require(self, name: str, ok: bool, bound: str, remedy: str) -> None:
         """`check` of the leaf `name` of this section, or `section.name` of one inside it."""
         check(ok, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
+
+    def read_where(self, ok: bool, where: str, remedy: str, *names: str) -> None:
+        """`require` that leaves which nothing reads (not `ok`) are as by default, so that nothing
+        is ignored that was asked for.
+
+        where: when nothing reads them, e.g. "where guard.votes=0". names: none: all leaves.
+        """
+        for f in dataclasses.fields(self) if _READ_CHECKED.get() else ():
+            if not names or f.name in names:
+                default = "none" if f.default is None else f.default
+                self.require(f.name, ok or getattr(self, f.name) == f.default,
+                             f"{default} {where}, which does not read it",
+                             f"leave it out, or {remedy}")
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
         """`require` that the number `name` is in these bounds. `most` is beyond any use: it keeps
@@ -157,7 +187,8 @@ def hints_of(cls: type) -> Mapping[str, Any]:
 
 @functools.cache  # most of the time in which settings are read
 def _hints_of(cls: type) -> Mapping[str, Any]:
-    return MappingProxyType(typing.get_type_hints(cls))
+    return MappingProxyType({name: hint for name, hint in typing.get_type_hints(cls).items()
+                             if typing.get_origin(hint) is not ClassVar})
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:

@@ -123,6 +123,23 @@ class ParallelConfig(Section):
         self.require("drift", self.drift > 0, "> 0", "use 0.3")
         self.require("bucket", self.bucket > 1, "> 1", "use 1.5")
 
+    def check_read(self) -> None:
+        """Check that the layout, as it is asked for, reads what is given with it. (What a group of
+        ranks makes of a layout that is left open may read less; `device` is also for layouts that
+        are named call by call.)
+        """
+        chosen = self.mode == "auto" or self.mode is None
+        where = f"where parallel.mode={self.mode}"
+        self.read_where(chosen, where, "use parallel.mode=auto", "max_d", "tries", "samples",
+                        "drift", "bucket")
+        lends = self.spill not in (None, "never") or (self.spill is None and chosen)
+        self.read_where(lends, f"where parallel.spill={self.spill or 'never'}",
+                        "use parallel.spill=least_loaded", "guests", "speeds")
+        self.read_where(self.replicas > 1, "where parallel.replicas=1", "use parallel.replicas=2",
+                        "schedule")
+        self.read_where(self.spill == "standing", f"where parallel.spill={self.spill or 'never'}",
+                        "use parallel.spill=standing", "replan")
+
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
         """`speeds` as numbers; None: not given, or measured. `ValueError`: another number than
         `ranks`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from moe_plugin.config.options import MOST_EXPERTS, MOST_WIDTH, Section, option
@@ -116,13 +117,25 @@ class SelectionConfig(Section):
         self.require("every", self.every >= 1, ">= 1", "use 1")
         self.require("outside_training", self.outside_training >= 0, ">= 0",
                      "use 0 for the first router")
-        reads = self.rule not in ("first", "layer")
-        for name, value, default in (("every", self.every, 1), ("seed", self.seed, 0),
-                                     ("outside_training", self.outside_training, 0)):
-            self.require(
-                name, reads or value == default,
-                f"{default} where router.selection.rule={self.rule}, which does not read it",
-                "leave it out, or use the rule cycle or random")
+        where = f"where router.selection.rule={self.rule}"
+        self.read_where(self.rule not in ("first", "layer"), where, "use the rule cycle or random",
+                        "every", "seed", "outside_training")
+        self.read_where(self.rule != "cycle", where, "use the rule random", "seed")
+
+
+# the routers of this package, and those that read a setting which the others do not; users' own
+# routers may read any
+BUILT_IN = frozenset({
+    "base", "cosine", "dense_to_sparse", "expert_choice", "group_limited", "gshard", "hash",
+    "ktop1", "noisy_topk", "sam", "sigmoid_bias", "sinkhorn", "switch", "ta_moe", "topk",
+    "topology_quota"})
+READ_BY = {
+    "groups": ("sam", "group_limited", "sigmoid_bias"),
+    "group_top_k": ("group_limited", "sigmoid_bias"),
+    "group_scores": ("group_limited", "sigmoid_bias"), "bias_rate": ("sigmoid_bias",),
+    "cosine_dim": ("cosine",), "sinkhorn_rounds": ("sinkhorn",), "hash": ("hash",),
+    "sparsity": ("dense_to_sparse",),
+}
 
 
 @dataclass(kw_only=True)
@@ -227,6 +240,15 @@ class RouterConfig(Section):
         self.require("predict", not (self.predict and self.pre_gate),
                      "off where router.pre_gate=1, which knows the experts", "leave it out")
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
+        for setting, readers in READ_BY.items():
+            section, names = (self, [setting]) if setting not in ("hash", "sparsity") else (
+                getattr(self, setting), [])
+            section.read_where(self.may_be_read(readers), f"where router.name={short(self.name)}",
+                               f"use router.name={readers[-1]}", *names)
+
+    def may_be_read(self, readers: Collection[str]) -> bool:
+        """Whether one of the configured routers is one of these, or a user's own."""
+        return any(name in readers or name not in BUILT_IN for name in self.names)
 
     @property
     def names(self) -> list[str]:

@@ -32,6 +32,7 @@ from moe_plugin.config.options import (
     hints_of,
     is_section,
     option,
+    unread_allowed,
 )
 from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.config.pipeline import PipelineConfig
@@ -101,13 +102,26 @@ class MoEConfig(Section):
                      f"keep where pipeline.schedule={self.pipeline.schedule} cuts sequences",
                      "use Megatron's --recompute-granularity with slices of sequences, or "
                      "pipeline.schedule=1f1b")
+        self._check_links()
         uses_load = self.losses.get("load_importance", 0) > 0
         check(not uses_load or self.router.noise > 0, "losses.load_importance",
               self.losses.get("load_importance"), "0 unless router.noise > 0",
               "its load term is the probability under the noise: set router.noise, e.g. 1.0")
 
+    def _check_links(self) -> None:
+        router, links, weighs = self.router, self.router.links, self.losses.get("ta_moe", 0) > 0
+        where = f"where router.name={short(router.name)}"
+        quota, capacity = (router.may_be_read([name]) for name in ("topology_quota", "ta_moe"))
+        links.read_where(quota, where, "use router.name=topology_quota", "quota")
+        links.read_where(capacity, where, "use router.name=ta_moe", "pair_capacity")
+        links.read_where(weighs or router.may_be_read([]), "without losses.ta_moe",
+                         "use losses.ta_moe", "blend")
+        links.read_where(weighs or capacity, f"{where} without losses.ta_moe",
+                         "use router.name=ta_moe or losses.ta_moe", "costs", "far")
+
     def prepare(self) -> None:
         """Before a layer is built: import users' modules, and check what only a layer needs."""
+        self.parallel.check_read()
         import_user_modules(self.imports)
         determinism.check(self.deterministic)
         check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
@@ -160,7 +174,8 @@ def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, A
     """The settings that a YAML file names, as dotted paths; arguments and errors as of `from_yaml`.
     """
     values = _read(path, trust_imports)
-    from_dict(values)  # its errors name keys, types and bounds
+    with unread_allowed():  # what is given beside the file may read it
+        from_dict(values)  # its errors name keys, types and bounds
     return canonical(flatten(values), aliases(MoEConfig))
 
 

@@ -74,6 +74,9 @@ class TokenEntry:
         return self.sharing.collectives.all_reduce(self.sharing, grad.contiguous())
 
     def _check(self, x: Tensor, token_mask: Tensor | None, dtype: torch.dtype | None) -> None:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"input of type {type(x).__name__} does not fit: must be a "
+                             f"torch.Tensor [..., {self.model_dim}]; use torch.as_tensor(x)")
         if x.dim() < 2 or x.shape[-1] != self.model_dim:
             raise ValueError(f"input of shape {tuple(x.shape)} does not fit: must be "
                              f"[..., {self.model_dim}] (model_dim)")

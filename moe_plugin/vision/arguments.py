@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.config import MoEConfig, flatten, to_dict
-from moe_plugin.config.flags import add_arguments, setting_specs
+from moe_plugin.config.flags import add_arguments
 from moe_plugin.config.options import MOST_SECONDS, check
+from moe_plugin.config.unread import refuse
 from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
 from moe_plugin.vision.data import EXAMPLES
 from moe_plugin.vision.ensemble import HEAD
@@ -102,13 +102,7 @@ def refuse_whole_model(given: Mapping[str, Any]) -> None:
     """`ValueError` for a setting by dotted path that no layer reads, and this training does not
     either: it names the setting and where it works.
     """
-    defaults = flatten(to_dict(MoEConfig()))
-    flags_of = {spec.path: spec.flag for spec in setting_specs()}
-    for path, value in given.items():
-        remedy = next((text for start, text in _WHOLE.items() if path.startswith(start)), None)
-        if remedy and value != defaults[path]:
-            raise ValueError(f"{path}={value} does not fit this training of images: must be "
-                             f"{defaults[path]}; leave {flags_of[path]} out, or {remedy}")
+    refuse(given, "this training of images", _WHOLE, flags=True)
 
 
 def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

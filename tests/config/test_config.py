@@ -9,6 +9,7 @@ from pathlib import Path
 import omegaconf
 import pytest
 
+from moe_plugin import MoELayer
 from moe_plugin.config import (
     DispatchConfig,
     ExpertsConfig,
@@ -224,3 +225,19 @@ def test_overrides_need_nothing_of_omegaconf_that_fairseqs_branch_lacks(
     assert changed.losses == {"gshard": 0.01, "z": 0.1}
     with pytest.raises(ValueError, match="unknown key.*num_experts.x"):
         with_overrides(MoEConfig(), {"num_experts.x": 1})
+
+
+def test_a_section_that_is_no_mapping_is_told_its_settings_alone() -> None:
+    with pytest.raises(ValueError, match="experts=3 must be a mapping with keys kind, hidden_dim"):
+        from_dict({"model_dim": 8, "experts": 3})
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"comm": 8}, "comm=8 is a int; must be a Comm"),
+    ({"router": int}, "router=<class 'int'> is a type; must be a name, a dict"),
+    ({"experts": [None]}, "must be a dict of settings or a function"),
+])
+def test_arguments_of_a_layer_are_not_left_out_silently(given: dict[str, object],
+                                                        words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MoELayer(8, **given)

@@ -178,7 +178,7 @@ def test_a_network_is_named_as_the_planner_names_it(tmp_path: Path) -> None:
                                          inter=Link(beta_s=1e-9))))
 
     def rank(comm: Comm) -> list[int]:
-        return [len(network_of(comm, CommConfig(network=name))[0].ranks)
+        return [len(network_of(comm, CommConfig(network=name, collectives="forest"))[0].ranks)
                 for name in ("ring:4", str(path))]
 
     assert run_simulated(4, rank, topology=Topology.uniform(4, 2)) == [[4, 4]] * 4

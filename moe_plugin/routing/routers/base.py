@@ -64,16 +64,15 @@ class Router(RouterModule):
         self.needs = self.needs | {
             NEEDS_OF_LOSSES[name] for name in self.loss_names if name in NEEDS_OF_LOSSES
         }
-        penalty_E = link_penalties(config, self.comm) if "ta_moe" in self.loss_names else None
-        self.register_buffer("penalty_E", None if penalty_E is None else penalty_E.to(device),
-                             persistent=False)
-        self.register_buffer("step_load_E",
-                             torch.zeros(config.num_experts + 1, dtype=torch.int64, device=device),
-                             persistent=False)
         self.register_parameter("weight_ED", None)
         if self.config.fp32:
             dtype = _at_least_float32(dtype or torch.get_default_dtype())
-        self.build(dtype, device)
+        if torch.empty(0, device=device).is_meta:
+            with torch.device("cpu"):  # also where `torch.device("meta")` is in force
+                self._build(dtype, "cpu")
+            self._parameters_to_meta()
+        else:
+            self._build(dtype, device)
         self.reset_parameters()
 
     @property
@@ -91,15 +90,29 @@ class Router(RouterModule):
                     "that add router.noise")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        # half() and bfloat16() are for parameters: in them, a bias that moves by 0.001 stands still
-        floats = {
-            name: buffer for name, buffer in self.named_buffers(recurse=False)
-            if buffer.is_floating_point()
-        }
+        # half() and bfloat16() are for parameters: a bias that moves by 0.001 stands still in them;
+        # and to_empty() for what reset_parameters() draws
+        buffers = dict(self.named_buffers(recurse=False))
         super()._apply(_not_lowering(fn) if self.config.fp32 else fn, recurse)
-        for name, before in floats.items():
-            self._buffers[name] = before.to(self._buffers[name].device)
+        for name, before in buffers.items():
+            if not before.is_meta:
+                self._buffers[name] = before.to(self._buffers[name].device)
         return self
+
+    def _build(self, dtype: torch.dtype | None, device: Any) -> None:
+        penalty_E = link_penalties(self.layer_config, self.comm) \
+            if "ta_moe" in self.loss_names else None
+        self.register_buffer("penalty_E", None if penalty_E is None else penalty_E.to(device),
+                             persistent=False)
+        self.register_buffer("step_load_E",
+                             torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device),
+                             persistent=False)
+        self.build(dtype, device)
+
+    def _parameters_to_meta(self) -> None:
+        """Buffers stay: what they hold (costs of links, tables, biases) is not drawn again."""
+        for name, parameter in self.named_parameters(recurse=False):
+            setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create parameters and buffers, and check settings.

@@ -84,10 +84,10 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
                          f"size of the vocabulary{entries}; set it")
     g = torch.Generator().manual_seed(config.seed)
     if config.kind == "random":
-        return torch.randint(experts, (vocabulary,), generator=g)
+        return torch.randint(experts, (vocabulary,), generator=g, device="cpu")
     if config.kind == "balanced":
-        return balanced_table(
-            torch.ones(vocabulary, dtype=torch.int64) if listed_V is None else listed_V, experts, g)
+        even_V = torch.ones(vocabulary, dtype=torch.int64, device="cpu")
+        return balanced_table(even_V if listed_V is None else listed_V, experts, g)
     assert listed_V is not None
     if not 0 <= int(listed_V.min()) <= int(listed_V.max()) < experts:
         raise ValueError(
@@ -109,7 +109,7 @@ def balanced_table(counts_V: Tensor, experts: int,
         experts: E.
         generator: of the random order.
     """
-    shuffled_V = torch.randperm(counts_V.numel(), generator=generator)
+    shuffled_V = torch.randperm(counts_V.numel(), generator=generator, device="cpu")
     order = shuffled_V[torch.argsort(counts_V[shuffled_V], descending=True, stable=True)].tolist()
     counts, table_V = counts_V.tolist(), torch.empty_like(counts_V)
     heap = [(0, 0, e) for e in range(experts)]

@@ -1,0 +1,205 @@
+"""No setting is ignored without a word: what nothing reads is refused, or warned of."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moe_plugin import MoEBlock, MoELayer, replace_ffn
+from moe_plugin.comm import LocalComm
+from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict
+from moe_plugin.config.flags import config_from_flags, file_settings
+from moe_plugin.config.router import BUILT_IN, READ_BY
+from moe_plugin.config.unread import ELSEWHERE, UnreadSetting, of_whole_model
+from moe_plugin.records import HostContext
+from moe_plugin.routing import routers
+
+Build = Callable[..., Any]
+
+
+def ffn() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
+
+
+def layer(**settings: Any) -> MoELayer:
+    return MoELayer(16, **settings)
+
+
+def block(**settings: Any) -> MoEBlock:
+    return MoEBlock(16, **settings)
+
+
+def replaced(**settings: Any) -> list[str]:
+    return replace_ffn(ffn(), **settings)
+
+
+@pytest.mark.parametrize("build", [layer, block, replaced])
+@pytest.mark.parametrize("settings, words", [
+    ({"votes": 3}, "guard.votes=3 .* must be 0; .*plain.vote.VotedGradients"),
+    ({"guard": {"twins": 5}}, "guard.twins=5 .*TwinCheck"),
+    ({"activations": "swap"}, "offload.activations='swap' .* must be keep; .*offload.auto.manage"),
+    ({"weights_on": "host"}, "offload.weights='host' .*streamed_trainer"),
+    ({"pipeline": "terapipe"}, "pipeline.schedule='terapipe' .* must be 1f1b; .* use Megatron"),
+])
+def test_a_layer_refuses_settings_of_a_whole_model(build: Build, settings: dict[str, Any],
+                                                   words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build(**settings)
+
+
+def test_a_layer_warns_of_those_in_a_file_that_hosts_read_too() -> None:
+    config = from_dict({"model_dim": 16, "guard": {"votes": 3}, "pipeline": "terapipe",
+                        "observe": {"jsonl": "stats.jsonl"}})
+    with pytest.warns(UnreadSetting) as found:
+        MoELayer(config)
+    assert [str(each.message).split(" ")[0] for each in found] == [
+        "guard.votes=3", "pipeline.schedule='terapipe'"]
+    assert {each.filename for each in found} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MoELayer(config, host=HostContext(acts_on_model=True))
+        MoELayer(from_dict({"model_dim": 16}))
+
+
+def test_every_section_of_a_whole_model_is_known() -> None:
+    """Each setting of these sections; those of a layer are not among them."""
+    values = {path: object() for path in flatten(to_dict(MoEConfig()))}
+    sections = {path.split(".")[0] for path in of_whole_model(values)}
+    assert sections == {start.split(".")[0] for start in ELSEWHERE} == {
+        "guard", "offload", "pipeline"}
+    assert set(of_whole_model(values)) == {path for path in values
+                                           if path.split(".")[0] in sections}
+
+
+class OneExpert(nn.Module):
+    """Everything to expert 0."""
+
+    def forward(self, x_TD: torch.Tensor, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("own, settings, words", [
+    ({"experts": lambda _: nn.Linear(16, 16)}, {"expert_activation": "relu"},
+     "experts.activation='relu' .* bring the experts yourself: must be gelu"),
+    ({"experts": lambda _: nn.Linear(16, 16)}, {"expert_dropout": 0.1}, "experts.dropout=0.1"),
+    ({"router": OneExpert()}, {"router_noise": 1.0}, "router.noise=1.0 .* bring the router"),
+])
+def test_settings_of_what_is_replaced_are_refused(own: dict[str, Any], settings: dict[str, Any],
+                                                  words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layer(**own, **settings)
+    layer(**own, expert_hidden_dim=32, top_k=1)
+
+
+def test_a_timeout_beside_a_group_is_refused() -> None:
+    for build in (lambda **more: MoELayer(16, LocalComm(), **more),
+                  lambda **more: replace_ffn(ffn(), comm=LocalComm(), **more)):
+        with pytest.raises(ValueError, match="timeout=5.0 does not fit a `comm`"):
+            build(timeout=5.0)
+    assert layer(timeout=5.0).config.comm.timeout_s == 5.0
+
+
+# of a method that was not chosen
+UNREAD: list[tuple[dict[str, Any], str]] = [
+    ({"comm": {"network": "file"}}, "comm.network='file' .* none where comm.collectives=native"),
+    ({"offload": {"path": "folder"}}, "offload.path='folder' .* none where .*activations=keep"),
+    ({"offload": {"activations": "recompute", "smallest": "1MiB"}},
+     "offload.smallest='1MiB' .* 64KiB where offload.activations=recompute"),
+    ({"guard": {"assignment": "mols"}}, "guard.assignment='mols' .* cyclic where guard.votes=0"),
+    ({"guard": {"aggregate": "median"}}, "guard.aggregate='median' .* mean where guard.votes=0"),
+    ({"experts": {"cache": "2GiB"}}, "experts.cache='2GiB' .* 0 where experts.store=device"),
+    ({"experts": {"cache_policy": "lfu"}}, "experts.cache_policy='lfu' .* lru where"),
+    ({"experts": {"store_throttle": 1.0}}, "experts.store_throttle=1.0 .* 0.0 where"),
+    ({"experts": {"store": "host", "store_path": "folder"}},
+     "experts.store_path='folder' .* none where experts.store=host"),
+    ({"router": {"name": "switch,topk", "cosine_dim": 3}},
+     "router.cosine_dim=3 .* 256 where router.name='switch,topk'.* use router.name=cosine"),
+    ({"router": {"name": "sam", "groups": 2, "group_scores": 1}}, "router.group_scores=1"),
+    ({"router": {"bias_rate": 0.1}}, "router.bias_rate=0.1 .* router.name=sigmoid_bias"),
+    ({"router": {"hash": {"vocabulary": 3}}}, "router.hash.vocabulary=3 .* router.name=hash"),
+    ({"router": {"sparsity": {"steps": 3}}}, "router.sparsity.steps=3"),
+    ({"router": {"links": {"quota": 0.3}}}, "router.links.quota=0.3 .* use router.name=topology_q"),
+    ({"router": {"links": {"pair_capacity": 1.0}}}, "pair_capacity=1.0 .* router.name=ta_moe"),
+    ({"router": {"links": {"blend": 0.5}}}, "links.blend=0.5 .* without losses.ta_moe"),
+    ({"router": {"name": "topology_quota", "links": {"far": 3.0}}}, "links.far=3.0"),
+    ({"router": {"name": "topk,hash", "selection": {"rule": "cycle", "seed": 3}}},
+     "router.selection.seed=3 .* 0 where router.selection.rule=cycle"),
+]
+
+
+@pytest.mark.parametrize("tree, words", UNREAD)
+def test_parameters_of_a_method_that_was_not_chosen_are_refused(tree: dict[str, Any],
+                                                                words: str) -> None:
+    with pytest.raises(ValueError, match=words) as found:
+        from_dict(tree)
+    assert "which does not read it; leave it out, or use " in str(found.value)
+
+
+@pytest.mark.parametrize("parallel, words", [
+    ({"mode": "fixed", "max_d": 8}, "parallel.max_d=8 .* 4 where parallel.mode=fixed"),
+    ({"mode": "predicted", "tries": 2}, "parallel.tries=2 .* where parallel.mode=predicted"),
+    ({"mode": "fixed", "guests": 3}, "parallel.guests=3 .* 2 where parallel.spill=never"),
+    ({"spill": "never", "speeds": "1"}, "parallel.speeds='1' .* none where parallel.spill=never"),
+    ({"replan": 3}, "parallel.replan=3 .* use parallel.spill=standing"),
+    ({"schedule": "s1"}, "parallel.schedule='s1' .* auto where parallel.replicas=1"),
+])
+def test_parameters_of_a_layout_that_was_not_chosen_are_refused(parallel: dict[str, Any],
+                                                                words: str) -> None:
+    config = from_dict({"model_dim": 16, "num_experts": 2, "parallel": parallel})
+    with pytest.raises(ValueError, match=words):
+        MoELayer(config)
+
+
+@pytest.mark.parametrize("tree", [
+    {"comm": {"collectives": "auto", "network": "dgx-a100:1"}},
+    {"offload": {"weights": "host", "path": "folder"}},
+    {"offload": {"activations": "keep,swap", "path": "folder", "smallest": "1MiB"}},
+    {"offload": {"activations": "auto", "memory": "1GiB", "smallest": "1MiB"}},
+    {"guard": {"votes": 3, "assignment": "mols", "aggregate": "median"}},
+    {"experts": {"store": "disk", "store_path": "folder", "cache": "1GiB", "cache_policy": "lfu"}},
+    {"router": {"name": "topk,hash", "hash": {"vocabulary": 3}}},
+    {"router": {"name": "my_own", "cosine_dim": 3, "sparsity": {"steps": 3},
+                "links": {"far": 3.0}}},
+    {"router": {"links": {"far": 3.0, "blend": 0.5}}, "losses": {"ta_moe": 0.1}},
+    {"parallel": {"max_d": 8, "guests": 3, "speeds": "1,1", "device": "file"}},
+])
+def test_what_may_be_read_is_taken(tree: dict[str, Any]) -> None:
+    """A layout that is left open is decided by the group: on another one it may be read."""
+    from_dict(tree).parallel.check_read()
+
+
+def test_the_routers_of_this_package_are_known() -> None:
+    ours = {name for name in routers.names() if routers.get(name).__module__.startswith(
+        "moe_plugin.")}
+    assert ours == BUILT_IN
+    assert {name for readers in READ_BY.values() for name in readers} <= BUILT_IN
+    fields = {f.name for f in dataclasses.fields(MoEConfig().router)}
+    assert set(READ_BY) <= fields
+
+
+def test_a_shared_expert_beside_own_experts_reads_what_it_is_built_from() -> None:
+    settings = {"expert_kind": "gated_ffn", "expert_activation": "silu", "expert_bias": False}
+    layer = MoELayer(8, num_experts=2, experts=lambda index: torch.nn.Linear(8, 8),
+                     shared_expert_hidden_dim=16, **settings)
+    assert layer(torch.randn(3, 8)).output.shape == (3, 8)
+    with pytest.raises(ValueError, match="experts.kind='gated_ffn' is not read"):
+        MoELayer(8, num_experts=2, experts=lambda index: torch.nn.Linear(8, 8), **settings)
+
+
+def test_a_file_is_read_with_the_flags_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("router: {hash: {vocabulary: 50257}}\nexperts: {cache: 2GiB}\n")
+    flags = {"moe_config": str(path), "moe_router": "hash", "moe_experts_on": "host"}
+    assert config_from_flags(flags).router.hash.vocabulary == 50257
+    assert file_settings(flags)["experts.cache"] == "2GiB"
+    with pytest.raises(ValueError, match="which does not read it"):
+        config_from_flags({**flags, "moe_router": "topk"})
+    with pytest.raises(ValueError, match="which does not read it"):
+        from_yaml(str(path))
