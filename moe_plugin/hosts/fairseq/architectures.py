@@ -4,7 +4,6 @@ functions do.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +24,15 @@ TRANSLATION_MODELS = {
 }
 
 
-def set_missing(args: Namespace, values: dict[str, Any]) -> None:
-    """Set the arguments that the user did not give."""
+def set_missing(args: Any, values: dict[str, Any]) -> None:
+    """Set the arguments that the user did not give.
+
+    args: a Namespace when fairseq parses them, a DictConfig when it builds the model. The second
+    has its keys elsewhere than `vars(args)`, where one would hide the value that was given.
+    """
     for name, value in values.items():
-        vars(args).setdefault(name, value)
+        if name not in args:
+            setattr(args, name, value)
 
 
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
@@ -60,7 +64,7 @@ def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], No
                 f"{stack}_layers": layers, f"{stack}_attention_heads": heads,
                 f"{stack}_normalize_before": True
             })
-        if not {"moe_freq", "encoder_moe_freq", "decoder_moe_freq"} & set(vars(args)):
+        if not any(name in args for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")):
             args.moe_freq = 2
         set_missing(args, {"moe_expert_count": 8})
         base_architecture(args)

@@ -21,7 +21,12 @@ from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.hosts.plain.named_errors import gather_objects
 from moe_plugin.hosts.plain.overflow import StepStart
 from moe_plugin.hosts.plain.twins import alike
-from moe_plugin.hosts.plain.vote import Ballots, flat_gradients, refuse_spread_experts
+from moe_plugin.hosts.plain.vote import (
+    Ballots,
+    flat_gradients,
+    refuse_reported_loads,
+    refuse_spread_experts,
+)
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.byzshield import Assignment, assign
 
@@ -56,6 +61,7 @@ def guard_of(cfg: Any, model: nn.Module) -> GuardConfig:
             ("losses.global_batch", "it is computed from all ranks' tokens, so that no two ranks "
              "compute it alike; use losses.gshard", not config.losses.get("global_batch"))])
         refuse_spread_experts(model)
+        refuse_reported_loads(model)
         assignment_of(guard, settings.distributed_world_size)
     return guard
 

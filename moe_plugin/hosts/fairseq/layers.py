@@ -60,7 +60,7 @@ class LayerSettings:
             batch_comm = default_comm(self.config.comm.timeout_s)
         return HostContext(layer_number=self.layer_number, replay=self.replay,
                            batch_comm=batch_comm, own_capacity=self.evaluation is not None,
-                           training=self.evaluation is None)
+                           training=self.evaluation is None, acts_on_model=True)
 
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:

@@ -4,6 +4,8 @@ they were built.
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,8 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import nn
 
 from moe_plugin import determinism
-from moe_plugin.config import MoEConfig
+from moe_plugin.config import MoEConfig, ParallelConfig, flatten, to_dict, with_overrides
+from moe_plugin.config.options import unread_allowed
 from moe_plugin.hosts.fairseq.groups import (
     Evaluation,
     Groups,
@@ -37,7 +40,10 @@ from moe_plugin.hosts.fairseq.translate import (
     setting,
 )
 from moe_plugin.hosts.plain.gradients import exclude_experts
+from moe_plugin.messages import short
 from moe_plugin.routing.pregate import link
+
+logger = logging.getLogger(__name__)
 
 
 class MoETransformerLanguageModel(TransformerLanguageModel):
@@ -94,13 +100,13 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         if not freq:
             continue
         module = getattr(model, stack)
-        config = _stack_config(module, stack, args)
+        # of a run that is over nobody can leave out what nothing reads
+        with nullcontext() if evaluation is None else unread_allowed():
+            config = _stack_config(module, stack, args)
         if config.deterministic:
             determinism.enable()
         if evaluation is not None:
-            config.dispatch.equal_tokens = False  # evaluating ranks have batches of any size
-            config.parallel.shards = None  # there may be fewer of them
-            config.comm.network = None  # of the ranks that trained
+            config = _for_other_ranks(config)
         groups = groups or _groups(args, config, evaluation)
         settings = LayerSettings(config, groups, masks_padding(args, config),
                                  gradient_factor(args, groups.world),
@@ -109,6 +115,27 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         _exchange_layers(module, stack, freq, settings)
     if dist.is_initialized() and evaluation is None:
         exclude_experts(model)
+
+
+def _for_other_ranks(config: MoEConfig) -> MoEConfig:
+    """Settings of a model that trained, for the ranks that evaluate it: without those that say
+    something of the ranks that trained. None of them changes a result beyond rounding.
+    """
+    default = ParallelConfig()
+    others = {"dispatch.equal_tokens": False,  # evaluating ranks have batches of any size
+              "comm.network": None, "comm.topology": "detect", **{
+                  f"parallel.{name}": getattr(default, name) for name in
+                  ("shards", "spill", "speeds", "replan", "guests")}}
+    if config.parallel.r:  # 0 fits any number of ranks
+        others["parallel.r"] = None
+    before = flatten(to_dict(config))
+    left_out = [f"{path}={short(before[path])}" for path, value in others.items()
+                if before[path] != value]
+    if left_out:
+        logger.info("settings of the ranks that trained, which an evaluation leaves out: %s",
+                    ", ".join(left_out))
+    with unread_allowed():
+        return with_overrides(config, others)
 
 
 def _groups(args: Any, config: MoEConfig, evaluation: Evaluation | None) -> Groups:

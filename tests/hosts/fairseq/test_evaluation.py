@@ -65,6 +65,27 @@ def test_the_network_of_the_ranks_that_trained_is_not_asked_for() -> None:
     assert moe_layers(language_model(**settings))[0].moe_layer.moe.config.comm.network is not None
 
 
+@pytest.mark.parametrize("settings, words", [
+    ({"moe_parallel_r": "2"}, "parallel.r=2"),
+    ({"moe_spill": "everywhere", "moe_speeds": "1,0.5"}, "parallel.spill='everywhere', "
+                                                         "parallel.speeds='1,0.5'"),
+    ({"moe_topology": "not_here.yaml"}, "comm.topology='not_here.yaml'")])
+def test_settings_of_the_ranks_that_trained_are_left_out(
+        settings: dict[str, str], words: str, caplog: pytest.LogCaptureFixture) -> None:
+    with evaluating(), caplog.at_level("INFO", logger="moe_plugin"):
+        model = language_model(**settings)
+    assert f"which an evaluation leaves out: {words}" in caplog.text
+    config = moe_layers(model)[0].moe_layer.moe.given
+    assert (config.parallel.r, config.parallel.spill, config.parallel.speeds,
+            config.comm.topology) == (None, None, None, "detect")
+    with evaluating():
+        gathering = language_model(moe_parallel_r="0")
+    assert moe_layers(gathering)[0].moe_layer.moe.given.parallel.r == 0
+    if "moe_parallel_r" in settings:  # as it was in training
+        with pytest.raises(ValueError, match="parallel.r=2 does not fit 4 experts on 1"):
+            language_model(**settings)
+
+
 @pytest.mark.distributed
 def test_a_process_loads_its_experts_alone(ep2: tuple[Path, Result]) -> None:
     path = str(ep2[0] / "checkpoint_last-rank-0.pt")

@@ -4,10 +4,14 @@ incremental decoding.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import build_model
 from torch import nn
 
 from moe_plugin.experts.marks import expert_parameters
@@ -157,10 +161,7 @@ def test_named_sizes_build() -> None:
     assert ARCH_MODEL_REGISTRY["moe_lm_tiny"] is MoETransformerLanguageModel
     from moe_plugin.hosts.fairseq.options import MoELanguageModelConfig
 
-    class Given:
-        pass
-
-    given = Given()
+    given = Namespace()
     ARCH_CONFIG_REGISTRY["moe_lm_tiny"](given)
     known = {
         k: v for k, v in vars(given).items() if k in MoELanguageModelConfig.__dataclass_fields__
@@ -172,6 +173,25 @@ def test_named_sizes_build() -> None:
         })
     model = MoETransformerLanguageModel.build_model(config, task())
     assert moe_layers(model)[0].moe_layer.moe.config.num_experts == 8
+
+
+@pytest.mark.parametrize(("arch", "flags", "experts"), [
+    ("moe_lm_tiny", "", [8]),
+    ("moe_lm_tiny", "--moe-freq 1 --moe-expert-count 4 --decoder-embed-dim 16", [4, 4]),
+    ("moe_lm_tiny", "--moe-freq 0", []),
+    ("moe_transformer_tiny", "", [8, 8]),
+    ("moe_transformer_tiny", "--moe-freq 1 --moe-expert-count 2", [2] * 4),
+    ("moe_transformer_tiny", "--decoder-moe-freq 1 --moe-expert-count 2", [2] * 2),
+])
+def test_flags_win_over_named_sizes(arch: str, flags: str, experts: list[int]) -> None:
+    """fairseq fills in a size twice: when it parses the flags, and when it builds the model."""
+    job = "language_modeling" if arch == "moe_lm_tiny" else "translation"
+    given = f"data --user-dir moe_plugin --task {job} --arch {arch} {flags}"
+    parsed = options.parse_args_and_arch(options.get_training_parser(), given.split())
+    model = build_model(convert_namespace_to_omegaconf(parsed).model, task())
+    assert [each.moe_layer.moe.config.num_experts for each in moe_layers(model)] == experts
+    if "embed-dim" in flags:
+        assert model.decoder.embed_dim == 16
 
 
 def test_a_checkpoint_of_another_expert_count_is_refused() -> None:

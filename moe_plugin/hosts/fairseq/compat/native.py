@@ -30,6 +30,7 @@ from moe_plugin.hosts.fairseq.translate import layer_config
 from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
+from moe_plugin.records import HostContext
 
 logger = logging.getLogger(__name__)
 # arguments of later versions of the branch's layer that change what it computes: off here
@@ -126,7 +127,8 @@ class _SwappedLayer(nn.Module):
         config = layer_config(args, model_dim=weight_ED.shape[1], ffn_dim=4 * weight_ED.shape[1],
                               activation="gelu")
         first = comm.rank * len(self.experts)
-        layer = MoELayer(config, comm, experts=lambda index: self.experts[index - first])
+        layer = MoELayer(config, comm, experts=lambda index: self.experts[index - first],
+                         host=HostContext(acts_on_model=True))
         _check_router(layer)
         layer.router.weight_ED = weight_ED
         # not a sub-module: the branch's checkpoint code knows the parameters by their native names
