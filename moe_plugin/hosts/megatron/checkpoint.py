@@ -27,7 +27,7 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron import checkpoint_trust
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import core, writers
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.model import Training
@@ -106,8 +106,6 @@ def save(root: str, training: Training, progress: Progress) -> str:
             is written.
         CheckpointError: it cannot be written; on every rank.
     """
-    from megatron.core import dist_checkpointing
-
     training.gather_parameters()
     _refuse_not_finite(root, training)
     final = folder(root, progress.iteration)
@@ -127,8 +125,7 @@ def save(root: str, training: Training, progress: Progress) -> str:
     files.together(final, make_folder)
     state = _state(training, loading=False, same_layout=True,
                    layers_apart=bool(training.stage_layouts))
-    files.together(final, lambda: dist_checkpointing.save({**state, "progress": asdict(progress)},
-                                                          part))
+    files.together(final, lambda: writers.save({**state, "progress": asdict(progress)}, part))
     sums = files.sums(part)
     files.together(final, finish)
     return final

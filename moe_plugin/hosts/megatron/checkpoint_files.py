@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError, checksums
 from moe_plugin.hosts.plain.named_errors import gather_objects
@@ -28,18 +29,24 @@ def together(folder: str, work: Callable[[], None]) -> None:
     Raises:
         CheckpointError: it failed on a rank; with the reason and the remedy.
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         work()
-    except Exception as caught:  # noqa: BLE001 - of any kind: the other ranks must know
+    # of any kind: the other ranks must know; torch's own is no `Exception`
+    except (Exception, CheckpointException) as caught:
         error = caught
-    text = "" if error is None else (
-        f"checkpoint {folder!r} cannot be written on rank {dist.get_rank()}: "
-        f"{type(error).__name__}: {short(error)}; older ones are untouched; "
-        f"{write_remedy(error, os.path.dirname(folder))} (--save)")
-    failed = [text for text in gather(text) if text]
+    failed = [text for text in gather("" if error is None else _not_written(folder, error)) if text]
     if failed:
         raise CheckpointError(failed[0]) from error
+
+
+def _not_written(folder: str, error: BaseException) -> str:
+    rank = dist.get_rank()
+    if isinstance(error, CheckpointException) and error.failures:  # of all ranks, on each of them
+        rank, (error, _) = min(error.failures.items())
+    return (f"checkpoint {folder!r} cannot be written on rank {rank}: {type(error).__name__}: "
+            f"{short(error)}; older ones are untouched; "
+            f"{write_remedy(error, os.path.dirname(folder))} (--save)")
 
 
 def gather(value: Any) -> list[Any]:

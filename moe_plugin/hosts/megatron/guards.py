@@ -17,7 +17,7 @@ from moe_plugin.config import GuardConfig, MoEConfig, with_overrides
 from moe_plugin.hosts.megatron.rows import Start
 from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.hosts.plain.twins import TwinCheck, alike
-from moe_plugin.hosts.plain.vote import Ballots, flat_gradients
+from moe_plugin.hosts.plain.vote import Ballots, flat_gradients, refuse_reported_loads
 from moe_plugin.planner.byzshield import assign
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -57,6 +57,9 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> GuardConf
                      "leave it out: it counts tokens of one rank's whole step"),
                     ("--moe-lighthouse", args.moe_lighthouse is None,
                      "leave it out: replicas' gradients are averaged, whatever they are"),
+                    ("--moe-router-enable-expert-bias", not args.moe_router_enable_expert_bias
+                     or args.moe_router_bias_update_rate == 0,
+                     "leave it out: its biases follow loads that every rank reports"),
                     ("losses.global_batch", not losses.get("global_batch"),
                      "use --moe-aux-loss-coeff"),
                     ("--moe-router-load-balancing-type", "global" not in str(balance),
@@ -85,7 +88,8 @@ class StepVotes:
         guard: what is asked for. training: its chunk no longer reduces gradients by itself.
         microbatches: of a step on each rank, without votes.
     Raises:
-        ValueError: no such assignment for these ranks, or files of different sizes.
+        ValueError: no such assignment for these ranks, files of different sizes, or a router that
+            follows loads which ranks report.
 
     Attributes:
         total: micro-batches that a step takes from the data, all ranks' together.
@@ -95,6 +99,8 @@ class StepVotes:
     def __init__(self, guard: GuardConfig, training: Any, microbatches: int) -> None:
         from megatron.core import parallel_state as ps
 
+        [self.chunk] = training.chunks
+        refuse_reported_loads(self.chunk)
         comm = comm_of(ps.get_data_parallel_group())
         assignment = assign(guard.assignment, comm.size, guard.votes)
         self.ballots = Ballots(assignment, comm, guard.aggregate)
@@ -105,8 +111,8 @@ class StepVotes:
                 f"guard.assignment={guard.assignment!r} cuts a step into {assignment.count} parts, "
                 f"of which its {self.total} micro-batches must be a multiple; use another "
                 "--global-batch-size, or 'cyclic'")
-        [self.chunk] = training.chunks
-        self.chunk.finish_grad_sync = lambda **_: None  # `finalize_model_grads` calls it
+        # `finalize_model_grads` calls it
+        self.chunk.finish_grad_sync = lambda **_: None
         self.parameters = [p for p in self.chunk.parameters() if p.requires_grad]
         self.layers = [layer.moe for layer in training.moe_layers()]
 

@@ -80,8 +80,10 @@ def _run(script: str, arguments: list[str], on_cpu: bool) -> None:
     skip_steps_of_all_optimizers()
     mend_loading_of_all_optimizers()
     # imported here: it imports Megatron, which may lie next to the script
+    from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 
+    end_writers_of_all_saves()
     load_without_missing()
     observe_script()
     runpy.run_path(script, run_name="__main__")

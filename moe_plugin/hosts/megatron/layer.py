@@ -133,7 +133,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         number = None if self.layer_number is None else _moe_layers_before(
             config, self.layer_number, self._is_mtp)
         host = HostContext(layer_number=number, numbered_later=number is None,
-                           replay=config.recompute_granularity is not None,
+                           replay=config.recompute_granularity is not None, acts_on_model=True,
                            adds_to_main_grad=bool(config.gradient_accumulation_fusion))
         if native:
             return host

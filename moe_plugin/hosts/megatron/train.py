@@ -90,6 +90,8 @@ def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any
         training.passes = unequal_passes(stages, args, training)
         training.stage_layouts = [str(layout) for layout in stages.layouts]
     progress = load(args.load, training) if args.load else checkpoint.Progress()
+    if progress.iteration and not args.skip_train:
+        logger.info("goes on from iteration %d, of %s", progress.iteration, args.load)
     log = RunLog(args.log_file or (args.save and os.path.join(args.save, "log.jsonl")), vars(args),
                  arguments.changed_defaults(args))
     if args.skip_train:

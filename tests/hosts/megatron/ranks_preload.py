@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-import queue
 import warnings
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions: 15 s for the first
@@ -21,12 +20,6 @@ def _preload() -> None:
 
     for module in pkgutil.iter_modules(host.__path__, f"{host.__name__}."):
         importlib.import_module(module.name)
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    # Megatron starts a fresh interpreter for this queue (3 s per rank), for asynchronous saves,
-    # which no test makes. `test_megatron_kills.py` saves as users do.
-    filesystem_async._results_queue = queue.Queue()
-
 
 if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec(
         "megatron.core") is not None:

@@ -413,13 +413,17 @@ def test_no_code_runs_from_a_checkpoint(name: str, data: str, whole_run: Any,
     assert target.exists() or name != ".metadata"  # this run does not read that entry
 
 
-def _save_without_space(argv: list[str]) -> str:
+def _save_without_space(argv: list[str], by_torch: bool) -> str:
     import errno
+    import traceback
     from unittest import mock
 
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    error: BaseException = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if by_torch:  # which is no `Exception`
+        error = CheckpointException("write", {1: (error, traceback.StackSummary())})
     with mock.patch.object(dist_checkpointing, "save", side_effect=error):
         return refusal(argv)
 
@@ -428,8 +432,10 @@ def test_a_full_disk_and_a_folder_that_cannot_be_made_end_with_the_remedy(
         data: str, tmp_path: Path) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--log-file",
             str(tmp_path / "log.jsonl"), "--save"]
-    for message in on_ranks(1, _save_without_space, [*argv, str(tmp_path / "full")]):
+    for by_torch, rank in ((False, 0), (True, 1)):
+        [message] = on_ranks(1, _save_without_space, [*argv, str(tmp_path / "full")], by_torch)
         assert "disk is full" in message and "free space" in message and "--save" in message
+        assert f"cannot be written on rank {rank}: OSError" in message
     (tmp_path / "file").write_text("in the way")
     [message] = on_ranks(1, refusal, [*argv, str(tmp_path / "file" / "run")])
     assert "cannot be written" in message and "choose another folder" in message

@@ -112,7 +112,7 @@ def test_loss_and_tokens_are_those_of_the_resident_model(flags: list[str], data:
     assert waits[1] == ()  # rank 0 says it
     if "--moe-pre-gate" not in flags:
         assert [said.endswith("[waits_for_experts]") for said in waits[0]] == [True]
-        assert "100 % of the calls of layer1 wait for experts" in waits[0][0]
+        assert "% of the calls of layer1 wait for experts" in waits[0][0]  # most, by time
     for trained, resident, host, disk in ranks:
         assert trained[:2] == resident[:2] == host[:2] == disk[:2]
         assert resident[3] == host[3] > 0 == disk[3] and not resident[2]

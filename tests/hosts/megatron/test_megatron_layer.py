@@ -346,7 +346,8 @@ def _stored(case: Case, store: str, folder: Path) -> None:
 
     def stored(path: Path) -> PluginMoELayer:
         return PluginMoELayer(case.config(), layer_number=1, settings={
-            "experts.store": store, "experts.store_path": str(path), "experts.cache": "8KiB"})
+            "experts.store": store, "experts.cache": "8KiB",
+            **({"experts.store_path": str(path)} if store == "disk" else {})})
 
     layer = stored(path)
     assert isinstance(layer.experts, StoredExperts)

@@ -32,15 +32,18 @@ def log_of(arguments: list[str], **variables: str) -> list[str]:
 
 @pytest.mark.distributed
 def test_known_warnings_are_hidden_on_all_ranks(data: str, tmp_path: Path) -> None:
-    arguments = [*MODEL, *EP2, "--data-path", data, "--train-iters", "3", "--cpu",
-                 "--data-cache-path", str(tmp_path)]
-    lines = log_of(arguments)
+    """Also those of a run that goes on from a checkpoint, and says so."""
+    save = str(tmp_path / "run")
+    arguments = [*MODEL, *EP2, "--data-path", data, "--cpu", "--save", save, "--load", save,
+                 "--data-cache-path", str(tmp_path), "--train-iters"]
+    shown = log_of([*arguments, "3"], PYTHONWARNINGS="default")
+    lines = log_of([*arguments, "6"])
     assert not [line for line in lines if "Warning" in line or "warnings.warn" in line]
-    assert sum(line.startswith("iteration ") for line in lines) == 3 and len(lines) <= 13, lines
+    assert sum(line.startswith("iteration ") for line in lines) == 3 and len(lines) <= 14, lines
+    assert lines.count(f"goes on from iteration 3, of {save}") == 1
     (first,) = (line for line in lines if line.startswith("first step: "))
     assert first.endswith(" if all take as long") and "tokens/s; 2 steps left, " in first
     steps = [line for line in lines if line.startswith("iteration ")]
     assert lines.index(first) < lines.index(steps[0])
     assert [line.endswith(" left") for line in steps] == [True, True, False]
-    shown = log_of(arguments, PYTHONWARNINGS="default")
     assert sum("Apex" in line for line in shown) >= 4 and len(shown) > len(lines) + 20

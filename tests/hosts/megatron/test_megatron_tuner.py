@@ -129,10 +129,12 @@ def _megatrons_own_load(folder: str) -> int:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
+    from moe_plugin.hosts.megatron.compat.writers import save
+
     initialise_parallel(Case(ep=2))
     fixed, tuned, predicted = (build(Case(ep=2), True, {"parallel.mode": mode})
                                for mode in ("fixed", "auto", "predicted"))
-    dist_checkpointing.save(fixed.sharded_state_dict("mlp."), folder)
+    save(fixed.sharded_state_dict("mlp."), folder)
     dist_checkpointing.load(predicted.sharded_state_dict("mlp."), folder)  # needs no permission
     with torch.no_grad():
         tuned.experts.w_in_LDF.zero_()
@@ -153,6 +155,7 @@ def _predicted(folder: str) -> tuple[list[str], list[bool]]:
     """
     from megatron.core import dist_checkpointing
 
+    from moe_plugin.hosts.megatron.compat.writers import save
     from moe_plugin.hosts.megatron.state import load_without_missing
 
     load_without_missing()
@@ -165,7 +168,7 @@ def _predicted(folder: str) -> tuple[list[str], list[bool]]:
     layers = ((first, again, "predicted"), (fixed, other, "fixed"))
     for source, target, name in layers:
         Path(folder, name).mkdir(exist_ok=True)
-        dist_checkpointing.save({"model": source.sharded_state_dict("mlp.")}, f"{folder}/{name}")
+        save({"model": source.sharded_state_dict("mlp.")}, f"{folder}/{name}")
         found = dist_checkpointing.load({"model": target.sharded_state_dict("mlp.")},
                                         f"{folder}/{name}")["model"]
         target.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})

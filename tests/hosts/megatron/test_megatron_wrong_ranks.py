@@ -105,6 +105,9 @@ def _refusals(argv: list[str]) -> list[str]:
     found = []
     for more in (["--moe-votes", "4"], VOTES, [*VOTES, *EP2],
                  [*VOTES, "--use-distributed-optimizer"],
+                 [*VOTES, "--moe-router", "sigmoid_bias"],
+                 [*VOTES, "--moe-router-enable-expert-bias", "--moe-router-score-function",
+                  "sigmoid"],
                  [*VOTES, "--tensor-model-parallel-size", "2"],
                  ["--moe-check-twins", "2", *EP2],
                  ["--moe-check-twins", "2", "--pipeline-model-parallel-size", "2"]):
@@ -117,7 +120,8 @@ def _refusals(argv: list[str]) -> list[str]:
 def test_what_cannot_be_guarded_is_refused(data: str) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "1"]
     wanted = ["odd and >= 3", "copies=3 must be <= 2 workers", "use 1, so that every rank has all",
-              "what one rank updates for all cannot be voted on", "--tensor-model-parallel-size",
+              "what one rank updates for all cannot be voted on", "nobody votes on these",
+              "follow loads that every rank reports", "--tensor-model-parallel-size",
               "no two of 2 ranks store the same experts", "--pipeline-model-parallel-size"]
     for found in on_ranks(2, _refusals, argv):
         for text, part in zip(found, wanted, strict=True):

@@ -3,4 +3,5 @@
 `core`: layer, groups, specs, losses. `optimizer`: its state in checkpoints. `settings`: its
 settings and script. `norm`: norms without Apex. `finite`: steps that are skipped. `cpu`: running
 without CUDA; `script_cpu`: its training code, too. `older_python`: 0.18 on before Python 3.12.
+`writers`: processes that write checkpoints end with their rank.
 """

@@ -1,0 +1,79 @@
+"""Processes that write Megatron's checkpoints end with the rank that started them.
+
+Megatron's writers hand their results over in a queue that has a process of its own, of 280 MB,
+which waits for its rank for ever: it stays where rank and launcher are killed (torchrun ends it as
+long as it lives itself). A save that the rank waits for does not need it. In older versions (0.16)
+forks of the rank write the files; they stay where they wait to hand over more than a pipe holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from moe_plugin.machine import die_with_parent
+
+_QUEUE = "_results_queue"
+_thread = threading.local()  # parent: id of this process while this thread saves
+
+
+def _after_fork() -> None:
+    # a fork has the thread that made it alone, with its values
+    parent = getattr(_thread, "parent", None)
+    if parent is not None:
+        die_with_parent(parent)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextlib.contextmanager
+def writers_end_with_us() -> Iterator[None]:
+    """Inside, a save that is waited for starts no process that outlives this one."""
+    kept = vars(filesystem_async).get(_QUEUE)
+    setattr(filesystem_async, _QUEUE, queue.Queue())
+    _thread.parent = os.getpid()
+    try:
+        yield
+    finally:
+        _thread.parent = None
+        setattr(filesystem_async, _QUEUE, kept)
+
+
+def save(*args: Any, **kwargs: Any) -> Any:
+    """`dist_checkpointing.save` whose writers end with this process; takes and returns the same."""
+    return _ending(dist_checkpointing.save)(*args, **kwargs)
+
+
+def end_writers_of_all_saves() -> None:
+    """The same in scripts that call Megatron's own function; stays for the life of the process.
+
+    Saves that are not waited for (`--async-save`) stay as they are.
+    """
+    if not hasattr(dist_checkpointing.save, "ends_writers"):
+        dist_checkpointing.save = _ending(dist_checkpointing.save)
+
+
+def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(original, "ends_writers"):
+        return original
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def ending(*args: Any, **kwargs: Any) -> Any:
+        if signature.bind(*args, **kwargs).arguments.get("async_sharded_save"):
+            return original(*args, **kwargs)
+        with writers_end_with_us():
+            return original(*args, **kwargs)
+
+    ending.ends_writers = True  # type: ignore[attr-defined]
+    return ending
