@@ -8,6 +8,7 @@ tensor out, so that they fit into `nn.Sequential`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,24 +53,49 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
             if isinstance(module, MoEBlock))
 
 
+@dataclass(frozen=True)
+class _NewPass:
+    """Before a forward pass of a model: what its blocks keep is of the pass before."""
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        for _, block in blocks_in(model):
+            block.last = None
+
+
+def follow_passes(model: nn.Module) -> None:
+    """From now on, a block that a forward pass of the model leaves out (layer drop) has no part in
+    that pass's losses. The same model may be given more than once.
+    """
+    if not any(isinstance(hook, _NewPass) for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(_NewPass())
+
+
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """The routers' losses of the last forward pass: for each block sum of weight * loss over the
     names in `losses`, summed over the blocks. Add it to the model's loss once.
 
+    A block that this pass did not call adds nothing: a pass begins where the model that is given
+    here, or to `replace_ffn`, is called. (Call it as a whole: where its parts are called one by
+    one, the losses of a part that is left out are those of its last call.)
+
     Returns: a float32 scalar, differentiable; 0 before a forward pass or where no loss is set.
     Raises:
-        ValueError: a block in training has losses without a gradient.
+        ValueError: a block in training has losses without a gradient, and the call is not under
+            `torch.no_grad` itself.
     """
+    follow_passes(model)
     terms = []
     for name, block in blocks_in(model):
         if block.last is None:
             continue
         term = weighted_loss(block.last.losses, block.moe.config.losses)
-        trains = block.training and any(p.requires_grad for p in block.moe.router.parameters())
+        wanted = torch.is_grad_enabled() and block.training
+        trains = wanted and any(p.requires_grad for p in block.moe.router.parameters())
         if trains and _has_weight(block) and not term.requires_grad:
             raise ValueError(
                 f"block {name!r}: its losses have no gradient, since its last call ran under "
-                "torch.no_grad (reentrant activation checkpointing does so); call "
+                "torch.no_grad; must be a call with gradients: call auxiliary_loss before a "
+                "forward pass under no_grad, and checkpoint activations with "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")
         terms.append(term)
     return torch.stack(terms).sum() if terms else torch.zeros(())

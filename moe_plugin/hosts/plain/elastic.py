@@ -9,6 +9,7 @@ replicas live. `scripts/train_plain.py` shows a loop with it.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from moe_plugin.comm.base import CommError
 from moe_plugin.hosts.plain.named_errors import gather_objects
 from moe_plugin.hosts.plain.quorums import LIVING, Quorums, retries
 from moe_plugin.messages import short
+from moe_plugin.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.routing.routers.sigmoid_bias import SigmoidBiasRouter
 
 QUORUM_S = 600.0  # that replicas wait for one that validates or saves, or for the lighthouse
@@ -269,6 +271,9 @@ def check_alone(replica: int) -> None:
 
 
 def _torchft() -> Any:
+    # otherwise it logs seven lines per rank and step; it reads this when it is imported
+    os.environ.setdefault("RUST_LOG", "warn")
+    hide(TORCHFT, TORCHFT_LINES)
     try:
         import torchft
     except ImportError as error:

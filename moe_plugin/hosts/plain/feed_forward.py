@@ -89,7 +89,7 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
     watched = [*_linear_maps(twin), *(p for p in twin.modules() if isinstance(p, nn.Dropout))]
     hooks = [part.register_forward_hook(lambda part, *_: parts.append(part)) for part in watched]
     generator = torch.Generator().manual_seed(1)
-    x_TD = torch.randn(PROBES, width, generator=generator)
+    x_TD = torch.randn(PROBES, width, generator=generator, device="cpu")
     x_TD = x_TD.to(next(twin.parameters()).device)
     try:
         with torch.no_grad():
@@ -139,7 +139,7 @@ def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str 
         nonlocal kept
         if next(calls) != number:
             return None
-        draws = torch.rand(output.shape, generator=torch.Generator().manual_seed(2))
+        draws = torch.rand(output.shape, generator=torch.Generator().manual_seed(2), device="cpu")
         kept = 2 * (draws < 0.5).to(output)
         return output * kept
 

@@ -92,10 +92,11 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
         bucket_bytes: of gradients in one all-reduce between replicas.
     Returns: what reduces the replicas' gradients, one for each group of layers that share theirs.
     Raises:
-        ValueError: the expert-parallel groups do not make up the world, or ranks of such a group
-            hold the same tokens.
+        ValueError: the expert-parallel groups do not make up the world, ranks of such a group
+            hold the same tokens, or it was called for these experts before.
     """
     world = default_comm() if world is None else world
+    _refuse_twice(model)
     by_group: dict[str, list[MoELayer]] = {}
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         refuse_same_tokens(layer)
@@ -111,7 +112,19 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
+    for parameter in expert_parameters(model).values():
+        parameter.reduced = True  # type: ignore[attr-defined]  # gone where its hooks are gone
     return reducers
+
+
+def _refuse_twice(model: nn.Module) -> None:
+    """`ValueError` the second time: the hooks of both calls would divide each gradient."""
+    for name, parameter in expert_parameters(model).items():
+        if getattr(parameter, "reduced", False):
+            raise ValueError(
+                f"gradients of {name!r} are reduced behind backward already: must be once; wrap "
+                "the model by one of ddp_model and fully_shard_model (both call reduce_experts), "
+                "once")
 
 
 def refuse_same_tokens(layer: MoELayer) -> None:

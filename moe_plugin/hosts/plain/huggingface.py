@@ -20,8 +20,8 @@ from moe_plugin.checkpoint.huggingface.names import family_tensors
 from moe_plugin.checkpoint.layers import full_state, layer_settings, layer_tensors, load_layer
 from moe_plugin.checkpoint.source import CheckpointError, Source, View
 from moe_plugin.comm import Comm, default_comm
-from moe_plugin.config import from_dict, with_overrides
-from moe_plugin.hosts.plain.blocks import MoEBlock
+from moe_plugin.config import flatten, from_dict, to_dict, unread, with_overrides
+from moe_plugin.hosts.plain.blocks import MoEBlock, follow_passes
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext
 from moe_plugin.routing.balance import check_balance
@@ -85,6 +85,7 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         name, block = names[id(layer.mlp)], layer.mlp
         weight = next(block.parameters())
         chosen = with_overrides(from_dict(layer_settings(source, prefix)), settings or {})
+        unread.refuse(flatten(to_dict(chosen)), "layers by themselves")
         moe = MoELayer(chosen, comm, host=HostContext(training=block.training),
                        dtype=weight.dtype, device=weight.device)
         load_layer(moe, source, prefix)
@@ -92,6 +93,7 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         swapped.append(name)
     if not swapped:
         raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
+    follow_passes(model)
     return swapped
 
 

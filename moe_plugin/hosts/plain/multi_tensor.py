@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from moe_plugin.dtensors import is_sharded
 from moe_plugin.hosts.plain import fused
 
 # what apex has kernels for in every release
@@ -100,11 +100,7 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
-    if type(tensor) in (Tensor, Parameter):
-        return tensor
-    from torch.distributed.tensor import DTensor  # slow to import, and rarely there
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

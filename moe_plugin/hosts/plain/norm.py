@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
+from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.plain import multi_tensor
 from moe_plugin.hosts.plain.replicas import replicas_of
@@ -85,12 +85,12 @@ class PartedClip:
 
 
 def _is_part(parameter: nn.Parameter) -> bool:
-    return is_expert(parameter) or isinstance(parameter, DTensor)
+    return is_expert(parameter) or is_sharded(parameter)
 
 
 def _copies(parameter: nn.Parameter) -> int:
     """How many ranks store, and count, this part of a parameter."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return replicas_of(parameter)
     mesh, copies = parameter.device_mesh, 1
     for size, placement in zip(mesh.shape, parameter.placements, strict=True):

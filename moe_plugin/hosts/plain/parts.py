@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.marks import is_expert, mark_expert
 from moe_plugin.hosts.plain.multi_tensor import local as local_part
 from moe_plugin.hosts.plain.replicas import BUCKET_BYTES, in_buckets, mark_replicas, replicas_of
@@ -80,11 +81,9 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
 
     comm: the ranks over which DTensors are sharded along their first axis.
     """
-    from torch.distributed.tensor import DTensor  # slow to import, and rarely there
-
     return [
         Part(p, _stand_in(p, p.detach().to_local()), p.shape, comm, stays=True)
-        if isinstance(p, DTensor) else Part(p, p, p.shape, None) for p in parameters
+        if is_sharded(p) else Part(p, p, p.shape, None) for p in parameters
     ]
 
 

@@ -62,8 +62,9 @@ class StreamedPeer:
     """This peer's trainer and its part in the averages.
 
     Weights are averaged block by block, so that no peer ever has the whole model in memory. A peer
-    that joins, or comes back, gets the others' weights in its first average, with DiLoCo the outer
-    optimizer's state, too; its own optimizer begins anew, as with any local SGD.
+    that joins, or comes back, gets the others' weights in its first average, their counts (buffers
+    of integers, which no average changes), with DiLoCo the outer optimizer's state, too; its own
+    optimizer begins anew, as with any local SGD.
 
     Args:
         trainer: the same model and optimizer on every peer.
@@ -92,6 +93,7 @@ class StreamedPeer:
                                       trainer.steps)
         self._joined = False
         self._steps_of_others: int | None = None
+        self._counts: list[tuple[Tensor, Tensor]] = []  # buffers, and those of another peer
 
     def _state(self) -> dict[str, int]:
         return {"steps": self.trainer.steps}
@@ -156,12 +158,29 @@ class StreamedPeer:
         if self.outer is not None and not self._kept:
             self.trainer.settle()
             self._kept = [_OuterState(self.trainer, block.read()) for block in self.trainer.blocks]
+        self._counts = []
         taken = self.trainer.replace_weights(
-            self.replica.average_parts if self.outer is None
+            (lambda blocks: self.replica.average_parts(self._mine(blocks))) if self.outer is None
             else lambda blocks: self._outer_average(blocks, meeting))
         if taken and self._steps_of_others is not None:
             self.trainer.steps = self._steps_of_others  # with the weights that belong to it
+            for buffer, theirs in self._counts:
+                buffer.copy_(theirs)
         return taken
+
+    def _mine(self, blocks: Iterator[list[Tensor]]) -> Iterator[list[Tensor]]:
+        for number, mine in enumerate(blocks):
+            if self.replica.joining:
+                self._spread_counts(number)
+            yield mine
+
+    def _spread_counts(self, number: int) -> None:
+        """Send a block's buffers that are no floating-point numbers, which a newcomer takes."""
+        buffers = self.trainer.blocks[number].other_buffers()
+        copies = [x.detach().cpu().contiguous().clone() for x in buffers]
+        if copies:  # as bytes: any dtype can be sent
+            self.replica.spread([x.view(-1).view(torch.uint8) for x in copies])
+        self._counts += zip(buffers, copies, strict=True)
 
     def _outer_average(self, blocks: Iterator[list[Tensor]], meeting: bool) -> bool:
         staged: list[Callable[[bool], None]] = []
@@ -192,6 +211,7 @@ class StreamedPeer:
             flat_N, theta, momenta = kept.read()
             buffers = [x.clone() for x in own[len(theta):]]
             self.replica.spread([*theta, *momenta, *buffers])
+            self._spread_counts(number)
             if not same:
                 for x, new in zip(own, [*theta, *buffers], strict=True):
                     x.copy_(new)
@@ -214,6 +234,7 @@ class StreamedPeer:
             flat_N, theta, momenta = self._kept[number].read()
             if self.replica.joining:
                 self.replica.spread([*theta, *momenta])
+                self._spread_counts(number)
             weights = mine[:len(theta)]
             for x, start in zip(weights, theta, strict=True):
                 torch.sub(start, x, out=x)

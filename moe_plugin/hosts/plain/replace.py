@@ -17,10 +17,10 @@ from torch import nn
 
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.comm import Comm, default_comm
-from moe_plugin.config import MoEConfig, from_dict, with_overrides
-from moe_plugin.config.named import overrides
+from moe_plugin.config import MoEConfig, flatten, from_dict, to_dict, unread, with_overrides
+from moe_plugin.config.named import overrides, refuse_timeout
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in
+from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in, follow_passes
 from moe_plugin.hosts.plain.feed_forward import FeedForward, read_feed_forward
 from moe_plugin.layer import MoELayer
 from moe_plugin.messages import short
@@ -75,9 +75,11 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
         wanted = "" if match is None else f" with match={short(match)}"
         raise ValueError(
             f"{type(model).__name__} has no feed-forward module to replace{wanted} and "
-            f"every={every}: none of its modules is two linear maps and an activation, or three "
-            "with a gate; build MoEBlock(dim, ...) where you want one")
-    comm = default_comm() if comm is None else comm
+            f"every={every}: {_why_none(model, every)}")
+    refuse_timeout(comm, settings)
+    first = _config(places[0].ffn, num_experts, settings)
+    unread.refuse(flatten(to_dict(first)), "layers by themselves")
+    comm = default_comm(first.comm.timeout_s) if comm is None else comm
     # all are built before the first is put in: an error leaves the model as it was
     blocks = [_block(place, number, num_experts, settings, comm, upcycle)
               for number, place in enumerate(places)]
@@ -86,7 +88,35 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(blocks_in(module)):
             module.use_nested_tensor = False  # blocks take tensors that are not nested
+    follow_passes(model)
+    if comm.size == 1:
+        _leave_out_of_files(model)
     return [place.name for place in places]
+
+
+def _leave_out_of_files(model: Any) -> None:
+    """Let `save_pretrained` of transformers leave out what is no tensor: where experts come from.
+
+    Of several ranks it would write the experts of one, so there it fails as it does.
+    """
+    if hasattr(model, "save_pretrained"):
+        model._keys_to_ignore_on_save = {
+            *(getattr(model, "_keys_to_ignore_on_save", None) or ()),
+            *(f"{name}.moe._extra_state" for name, _ in blocks_in(model))}
+
+
+def _why_none(model: nn.Module, every: int) -> str:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return ("a module is known by what it computes, and this model is on the meta device; "
+                "replace before it is moved there, or after its weights are loaded")
+    if not isinstance(model, MoEBlock) and read_feed_forward(model) is not None:
+        return ("the model is one itself, and a module cannot be replaced in itself; give the "
+                "model that holds it, e.g. nn.Sequential(module)")
+    if every > 1:
+        return f"it has fewer than {every}; use a smaller number, or 1 to replace all"
+    return ("none of its modules is two linear maps and an activation, or three with a gate "
+            "(layers in a row of one nn.Sequential are no module: put them into one of their "
+            "own); build MoEBlock(dim, ...) where you want one")
 
 
 def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:

@@ -8,6 +8,7 @@ adds to it, or once after the last.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -101,8 +102,29 @@ class Bucket:
                     parameter.grad = part_N.view_as(parameter).clone()
                 else:
                     parameter.grad.copy_(part_N.view_as(parameter))
-        self._wait, self.touched = None, False
+        self._reset()
+
+    def forget(self) -> None:
+        """A backward pass failed: what it added is to change nothing. Waits for an average that has
+        been started, which the other ranks of its group compute, too.
+        """
+        if self._wait is not None:
+            self._wait()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._wait, self.touched, self._stale = None, False, False
         self._passes.clear()
+
+
+class _Pass:
+    """One backward pass: autograd keeps it until the pass ends, or fails."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def __call__(self) -> None:
+        self.finish()
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
@@ -138,8 +160,9 @@ class ReplicaReducer:
     def __init__(self, parameters: Iterable[nn.Parameter], comm: Comm, *,
                  bucket_bytes: int = BUCKET_BYTES, at_end_of_backward: bool = True) -> None:
         self.comm, self.passes = comm, 1
-        # which backward pass calls `finish`: one that failed has not, and never will
+        # the last backward pass that is to call `finish`: one that failed has not, and never will
         self._at_end, self._queued = at_end_of_backward, -1
+        self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
         # backward reaches the last layer first
         self._buckets = [Bucket(each)
                          for each in in_buckets(reversed(list(parameters)), bucket_bytes)]
@@ -150,14 +173,23 @@ class ReplicaReducer:
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def added(parameter: Tensor) -> None:
-            bucket.add(parameter)  # type: ignore[arg-type]
             here = torch._C._current_graph_task_id()
             if self._at_end and self._queued != here:
-                self._queued = here
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+                self._begin(here)
+            bucket.add(parameter)  # type: ignore[arg-type]
             self._start_ready()
 
         return added
+
+    def _begin(self, task: int) -> None:
+        """Let the backward pass `task` call `finish`. (Reentrant passes run inside of others, which
+        are still open then.)
+        """
+        if self._queued != -1 and not self._open:
+            self.forget()
+        self._queued, begun = task, _Pass(self.finish)
+        self._open.add(begun)
+        torch.autograd.Variable._execution_engine.queue_callback(begun)
 
     def _start_ready(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].ready(self.passes):
@@ -177,6 +209,15 @@ class ReplicaReducer:
         for bucket in self._touched():
             bucket.finish(self.comm)
         self._next = 0
+
+    def forget(self) -> None:
+        """A backward pass failed, on all ranks alike: what it has added is dropped, and no later
+        one gets its averages. Where `finish` runs at the end of backward, the next backward pass
+        calls this. Collective.
+        """
+        for bucket in self._buckets:
+            bucket.forget()
+        self._next, self._queued = 0, -1
 
     def _touched(self) -> Iterator[Bucket]:
         return (bucket for bucket in self._buckets if bucket.touched)

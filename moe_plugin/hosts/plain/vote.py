@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.byzshield import Assignment
+from moe_plugin.routing.routers.sigmoid_bias import SigmoidBiasRouter
 
 CHUNK = 1 << 20  # elements of every file that travel together
 AGGREGATES = ("median", "mean")
@@ -147,8 +148,8 @@ class VotedGradients:
         assignment, aggregate: see `Ballots`.
         comm: the data-parallel ranks; None: those of the default group.
     Raises:
-        ValueError: another number of ranks than workers, experts that are spread over ranks, or an
-            unknown aggregate.
+        ValueError: another number of ranks than workers, experts that are spread over ranks, a
+            router that follows loads which ranks report, or an unknown aggregate.
     """
 
     def __init__(self, model: nn.Module, assignment: Assignment, comm: Comm | None = None, *,
@@ -156,6 +157,7 @@ class VotedGradients:
         comm = default_comm() if comm is None else comm
         self.ballots = Ballots(assignment, comm, aggregate)
         refuse_spread_experts(model)
+        refuse_reported_loads(model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     @property
@@ -194,3 +196,15 @@ def refuse_spread_experts(model: nn.Module) -> None:
             f"experts of layer {spread[0]!r} are spread over ranks, so that no two ranks compute "
             "the same gradient: build it with comm=LocalComm() (--moe-expert-parallel-size 1, "
             "--expert-model-parallel-size 1)")
+
+
+def refuse_reported_loads(model: nn.Module) -> None:
+    """`ValueError` where a router follows loads that all ranks report, on which nobody votes: one
+    wrong rank would move the biases of all.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, SigmoidBiasRouter) and module.config.bias_rate > 0:
+            raise ValueError(
+                f"router.bias_rate={module.config.bias_rate} of {name!r} does not fit votes: its "
+                "biases follow loads that every rank reports, and nobody votes on these: must be "
+                "0 (biases stay); or use router.name=topk with losses.gshard")

@@ -22,10 +22,30 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 STEPS, EVERY = 4, 2
 
 
+class Counting(nn.Linear):
+    """Counts the micro-batches that it was trained with."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, inner)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("trained", torch.zeros(2, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls = self.calls + 1
+            self.trained = torch.tensor([True, False])
+        return super().forward(x)
+
+
+def counts_of(trainer: StreamedTrainer) -> list[object]:
+    module = trainer.blocks[0].module
+    return [int(module.calls), module.trained.tolist()]
+
+
 def trainer_of(tier: HostTier | DiskTier, seed: int = 1,
                optimizer: MakeOptimizer = SGD) -> StreamedTrainer:
     torch.manual_seed(seed)
-    return StreamedTrainer([nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 1)],
+    return StreamedTrainer([Counting(4, 6), nn.Linear(6, 4), nn.Linear(4, 1)],
                            lambda y, target: (y - target).square().mean(), optimizer, tier)
 
 
@@ -128,6 +148,7 @@ def test_averages_are_those_of_one_process_and_a_peer_joins(tmp_path):
                 peer.average()
                 both.wait(60)
             assert trainer.steps == STEPS and lost
+            assert counts_of(trainer) == [STEPS, [True, False]]
             peer.close()
         except BaseException as error:
             failed.append(error)
@@ -203,6 +224,7 @@ def test_diloco_is_its_published_formula_and_a_peer_joins_and_leaves(tmp_path):
                                 OuterNesterov())
             peer.join()
             if late:
+                assert counts_of(trainer) == [STEPS, [True, False]]
                 note(peer)
             else:
                 for step in range(STEPS):

@@ -181,6 +181,50 @@ def test_models_of_transformers() -> None:
         torch.testing.assert_close(model(ids).logits, before, atol=2e-5, rtol=1e-4)
 
 
+def test_transformers_write_and_read_replaced_models(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=40)
+
+    def replaced() -> nn.Module:
+        model = transformers.LlamaForCausalLM(settings).eval()
+        replace_ffn(model, num_experts=4)
+        return model
+
+    model, again = replaced(), replaced()
+    model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file
+
+    left_out = again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert not left_out.unexpected_keys
+    assert all(name.endswith("_extra_state") for name in left_out.missing_keys)
+    ids = torch.randint(50, (2, 9))
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(("model", "every", "words"), [
+    (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), 1, "give the model that holds it"),
+    (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), 1,
+     "put them into one of their own"),
+    (nn.TransformerEncoderLayer(8, 2, 16, device="meta"), 1, "this model is on the meta device"),
+    (stack(), 9, "it has fewer than 9"),
+])
+def test_why_nothing_is_replaced(model: nn.Module, every: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace_ffn(model, every=every)
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [
+    ("num_expert", "num_experts"), ("hidden_dim", "expert_hidden_dim"),
+    ("capacity", "capacity_factor"), ("topk", "top_k")])
+def test_a_setting_that_is_unknown_may_be_meant_otherwise(wrong: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown setting '{wrong}'=3; did you mean .*{meant}"):
+        MoEBlock(16, **{wrong: 3})
+    with pytest.raises(ValueError, match="unknown setting 'zzz'=3; use the name of a flag"):
+        MoEBlock(16, zzz=3)
+
+
 def test_a_layer_takes_names_and_dicts() -> None:
     config = MoELayer(16, num_experts=4, router="switch", experts={"hidden_dim": 24},
                       all_to_all="linear", losses={"switch": 0.1}).config
@@ -211,6 +255,62 @@ def test_blocks_fit_into_sequential_and_can_be_copied() -> None:
     assert set(twin.state_dict()) == set(model.state_dict())
 
 
+class Dropping(nn.Module):
+    """A stack whose layers can be left out of a pass."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers, self.left_out = layers, {-1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number in self.left_out else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("built", ["replaced", "blocks"])
+@pytest.mark.parametrize("first", ["trained", "evaluated", "given up"])
+def test_a_block_that_a_pass_leaves_out_adds_no_loss(built: str, first: str) -> None:
+    torch.manual_seed(0)
+    model = Dropping(stack() if built == "replaced" else
+                     nn.Sequential(*(MoEBlock(16, num_experts=4) for _ in range(4))))
+    if built == "replaced":
+        replace_ffn(model, num_experts=4)
+    blocks = [block for _, block in blocks_in(model)]
+    x = torch.randn(6, 16)
+    model.train(first != "evaluated")
+    with torch.set_grad_enabled(first != "evaluated"):
+        loss = model(x).sum() + auxiliary_loss(model)
+    model.train()
+    if first == "trained":
+        loss.backward()
+    model.zero_grad()
+    model.left_out = {0, 2}
+    y = model(x)
+    assert [block.last is None for block in blocks] == [True, False, True, False]
+    own = sum(0.01 * block.last.losses["gshard"] for block in (blocks[1], blocks[3]))
+    auxiliary = auxiliary_loss(model)
+    torch.testing.assert_close(auxiliary, own)
+    (y.sum() + auxiliary).backward()
+    assert [block.moe.router.weight_ED.grad is None for block in blocks] == [
+        True, False, True, False]
+    torch.testing.assert_close(auxiliary_loss(model), auxiliary)  # to log it afterwards
+    model.left_out = {0, 1, 2, 3, 4}
+    model(x)
+    assert float(auxiliary_loss(model)) == 0
+
+
+def test_passes_are_followed_once_in_copies_and_under_compile() -> None:
+    model = stack()
+    replace_ffn(model, num_experts=4, every=2)
+    twin = copy.deepcopy(model)
+    for each in (model, twin, torch.compile(twin, backend="eager")):
+        for _ in range(2):
+            (each(torch.randn(6, 16)).sum() + auxiliary_loss(each)).backward()
+        assert len(each._forward_pre_hooks) == 1
+    assert all(block.last is not None for _, block in blocks_in(twin))
+
+
 def test_losses_without_a_gradient_are_refused() -> None:
     block = MoEBlock(16, num_experts=4)
     x = torch.randn(6, 16, requires_grad=True)
@@ -223,6 +323,8 @@ def test_losses_without_a_gradient_are_refused() -> None:
     checkpoint(block, x, use_reentrant=True)
     with pytest.raises(ValueError, match="block '': its losses have no gradient"):
         auxiliary_loss(block)
+    with torch.no_grad():  # no gradient is asked for
+        assert float(auxiliary_loss(block)) > 0
 
 
 def _tokens() -> Tensor:

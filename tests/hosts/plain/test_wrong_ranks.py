@@ -125,6 +125,17 @@ def test_what_cannot_be_voted_on_is_refused() -> None:
     with pytest.raises(ValueError, match="one of median, mean"):
         VotedGradients(model, cyclic(1, 1), LocalComm(), aggregate="sum")
 
+    for rate in (0.0, 0.001):
+        router = {"name": "sigmoid_bias", "bias_rate": rate}
+        biased = nn.ModuleList([MoELayer(from_dict(
+            {"model_dim": 8, "num_experts": 2, "router": router}), LocalComm())])
+        if rate:
+            with pytest.raises(ValueError, match="bias_rate=0.001 of '0.router' does not fit "
+                                                 "votes: .* must be 0"):
+                VotedGradients(biased, cyclic(1, 1), LocalComm())
+        else:
+            VotedGradients(biased, cyclic(1, 1), LocalComm())
+
     def spread(comm: Comm) -> None:
         layer = nn.ModuleList([MoELayer(from_dict({"model_dim": 8, "num_experts": 2}), comm)])
         VotedGradients(layer, cyclic(2, 1), comm)
