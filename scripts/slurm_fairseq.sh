@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Train through fairseq on several nodes under Slurm. Copy it, change the #SBATCH lines, and submit it:
+# Train through fairseq on several nodes under Slurm. Copy it, change the #SBATCH lines, and submit it from the repository:
 #
-#   sbatch scripts/slurm_fairseq.sh DATA --arch moe_lm_small --moe-expert-count 64 [any flag of fairseq-train]
+#   sbatch scripts/slurm_fairseq.sh DATA --arch moe_lm_small --moe-expert-count 64 --save-dir runs/a [any flag of fairseq-train]
 #
-# DATA is what fairseq-preprocess wrote, in a place that all nodes see. The virtual environment (default: .venv next to scripts/; or
-# submit with VENV=/path/to/it) has to be visible, too. Start it again with the same arguments and it goes on from the last checkpoint.
+# DATA is what fairseq-preprocess wrote, in a place that all nodes see. The virtual environment (default: .venv in the folder it
+# is submitted from; or submit with VENV=/path/to/it) and --save-dir have to be visible, too. Submitted again with the same
+# arguments, or started again by Slurm (--requeue), it goes on from the last checkpoint. A failed rank is started again by torchrun,
+# RESTARTS times (default 3).
 #SBATCH --job-name=moe-fairseq
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -12,15 +14,27 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
 set -euo pipefail
 
+die() { echo "error: $*" >&2; exit 2; }
+[ $# -ge 1 ] || die "usage: sbatch scripts/slurm_fairseq.sh DATA [flags of fairseq-train]"
+[ -n "${SLURM_JOB_NODELIST:-}" ] || die "this is no job of Slurm: submit it with sbatch scripts/slurm_fairseq.sh $*"
 VENV=${VENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}
-GPUS=${SLURM_GPUS_ON_NODE:-1}
+[ -x "$VENV/bin/python" ] || die "$VENV has no bin/python: submit from the repository, or with VENV=/path/to/the/environment"
 HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-[ $# -ge 1 ] || { echo "usage: sbatch $0 DATA [flags of fairseq-train]" >&2; exit 2; }
+# jobs that share a node need a port each
+PORT=${PORT:-$((29500 + SLURM_JOB_ID % 1000))}
+# srun does not take over --cpus-per-task from Slurm 22.05 on: ranks would share one processor
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# a node whose torchrun gives up ends the job
+export SLURM_KILL_BAD_EXIT=1
+# ranks that start again must not find the addresses of dead ones (docs/recipes.md)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 srun "$VENV/bin/python" -m torch.distributed.run \
-    --nnodes "$SLURM_NNODES" --nproc_per_node "$GPUS" \
-    --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$HEAD_NODE:29500" \
+    --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts "${RESTARTS:-3}" \
+    --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$HEAD_NODE:$PORT" \
     "$VENV/bin/fairseq-train" "$1" --user-dir moe_plugin --task language_modeling --criterion moe_cross_entropy \
     --ddp-backend legacy_ddp "${@:2}"

@@ -18,6 +18,7 @@
 #   --restarts N       how often a replica, or the lighthouse, is started again (default 10)
 #   --seed N           replica N reads its data in the order of seed + N (default 1)
 #
+# RUST_LOG=info before the command shows what torchft does in each step, in many lines.
 # Where there are GPUs enough, each replica has its own. Example, 2 replicas of 2 processes on one machine; the same on two:
 #
 #   bash scripts/train_elastic.sh --ranks 2 plain runs/elastic --steps 200
@@ -58,6 +59,7 @@ BIN="${VENV:-$ROOT/.venv}/bin"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # ranks that start again must not find the addresses of dead ones (docs/recipes.md)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export RUST_LOG=${RUST_LOG:-warn}
 mkdir -p -- "$OUT"
 
 PIDS=()

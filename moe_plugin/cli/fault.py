@@ -11,13 +11,22 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from moe_plugin.messages import short
 
+if TYPE_CHECKING:
+    from moe_plugin.emulate.faults import Fault
+
+_REMEDIES = {
+    "exchange": "; ranks exchange rows where they share the experts (in Megatron: "
+                "--expert-model-parallel-size above 1)",
+    "save": "; let the program save more often",
+}
 EXAMPLES = """examples:
   torchrun --nproc-per-node 2 --no-python moe-plugin fault kill --ranks 1 --step 5 -- \\
       fairseq-train DATA --user-dir moe_plugin --cpu ...
-  torchrun ... --no-python moe-plugin fault stall --seconds 3 --place exchange -- \\
+  torchrun --max-restarts 1 ... --no-python moe-plugin fault stall --seconds 3 --once -- \\
       -m moe_plugin.hosts.megatron.train ...
   torchrun ... --no-python moe-plugin fault nan-gradient --step 4 -- train.py ...
 """
@@ -38,11 +47,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ranks", type=_ranks, default=(0,), metavar="A,B",
                    help="on which it happens; those of a node: the node (default: 0)")
     p.add_argument("--step", type=int, default=1, metavar="N",
-                   help="the optimizer's step in which it happens, counted from the start of the "
-                        "program (default: %(default)s)")
+                   help="the optimizer's step in which it happens, counted from each start of "
+                        "the program (default: %(default)s)")
     p.add_argument("--place", default="", choices=list(PLACES),
                    help="; ".join(f"{name}: {text}" for name, text in PLACES.items())
                         + " (default: forward)")
+    p.add_argument("--once", action="store_true",
+                   help="only in torchrun's first start, not where it starts the ranks again")
     p.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of stall and slow")
     p.add_argument("--bytes", type=int, default=Fault.bytes, metavar="N",
                    help="of disk-full (default: %(default)s)")
@@ -68,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if rank == 0 and min(fault.ranks) >= world:
         _say(f"{fault.kind} happens on no rank: it is for {', '.join(map(str, fault.ranks))}, the "
              f"program has {world} (RANK 0 to {world - 1})")
-    armed = fault.arm(rank)
+    again = args.once and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    armed = None if again else fault.arm(rank)
     try:
         _become(program)
     except Exception:
@@ -76,9 +88,19 @@ def run(args: argparse.Namespace) -> int:
         return 1
     finally:
         if armed is not None and not armed.happened_in:
-            _say(f"{fault.kind} did not happen on rank {rank}: step {fault.step}, place "
-                 f"{fault.place}, was not reached; the program made {armed.step - 1} steps")
+            _say(f"{fault.kind} did not happen on rank {rank}: {_why(fault, armed.step - 1)}")
     return 0
+
+
+def _why(fault: Fault, made: int) -> str:
+    """Why it did not happen in a program that made so many steps."""
+    from moe_plugin.emulate.faults import PLACES
+
+    if made < fault.step:
+        return (f"step {fault.step}, place {fault.place}, was not reached; the program made {made} "
+                "steps")
+    return (f"place {fault.place} ({PLACES[fault.place]}) did not come in steps {fault.step} to "
+            f"{made}{_REMEDIES.get(fault.place, '')}")
 
 
 def _say(what: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import sys
 import threading
@@ -12,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_plugin.emulate.build import compiler
+from moe_plugin.machine import call_libc
 
 _NEWUTS, _NEWNET = 0x04000000, 0x40000000
-_PR_SET_PDEATHSIG = 1
 _SYSCTL = {
     # an exchange after a pause must not start with a small window, or with an earlier run's losses
     "/proc/sys/net/ipv4/tcp_slow_start_after_idle": "0",
@@ -47,8 +45,8 @@ class Node:
 
     def enter(self) -> None:
         """Move the calling thread (in a fresh child: the process) to this node."""
-        _call("setns", self.net, _NEWNET)
-        _call("setns", self.uts, _NEWUTS)
+        call_libc("setns", self.net, _NEWNET)
+        call_libc("setns", self.uts, _NEWUTS)
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -62,7 +60,7 @@ def make_node(index: int) -> Node:
 
     def work() -> None:
         try:
-            _call("unshare", _NEWNET | _NEWUTS)
+            call_libc("unshare", _NEWNET | _NEWUTS)
             socket.sethostname(f"node{index}")
             for path, value in _SYSCTL.items():
                 Path(path).write_text(value)
@@ -79,13 +77,6 @@ def make_node(index: int) -> Node:
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, for any reason."""
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def why_not() -> str | None:
@@ -105,10 +96,3 @@ def why_not() -> str | None:
                 f"({error.strerror or error}); run as root, or in a user namespace: unshare --user "
                 "--map-root-user --net COMMAND")
     return None
-
-
-def _call(name: str, *args: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*args):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), name)

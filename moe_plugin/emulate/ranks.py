@@ -18,7 +18,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
-from moe_plugin.emulate.namespaces import Node, die_with_parent
+from moe_plugin.emulate.namespaces import Node
+from moe_plugin.machine import die_with_parent
 
 LOG_SHOWN = 32000
 TRACE_S = 0.5  # for ranks to write their traces before they are killed

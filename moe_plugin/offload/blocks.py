@@ -117,6 +117,12 @@ class Block(ABC):
         """The module's buffers of floating-point numbers, which are always on the device."""
         return [x for x in self.module.buffers() if x.is_floating_point()]
 
+    def other_buffers(self) -> list[Tensor]:
+        """Its other buffers that checkpoints have: counts, steps, tables."""
+        saved = self.module.state_dict(keep_vars=True)
+        return [x for name, x in self.module.named_buffers()
+                if name in saved and not x.is_floating_point()]
+
     def stage(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]
               ) -> Callable[[bool], None]:
         """Hold new weights and buffers next to the present ones; what is returned takes them

@@ -10,6 +10,29 @@ from pathlib import Path
 import pytest
 
 
+def run(script: Path, options: list[str], **environment: str) -> subprocess.CompletedProcess:
+    """The command with a program, alone on this machine."""
+    usual = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+             }
+    return subprocess.run(
+        [sys.executable, "-m", "moe_plugin.cli.main", "fault", "kill", *options, "--", str(script)],
+        env={**usual, **environment}, capture_output=True, text=True, check=False)
+
+
+TRAINS = """
+import torch
+from moe_plugin import MoELayer
+from moe_plugin.config import from_dict
+
+layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 2}))
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for step in range(3):
+    layer(torch.ones(1, 4, 8)).output.sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (["--step", "40"], "kill did not happen on rank 0: step 40, place forward, was not reached; "
                        "the program made 0 steps"),
@@ -19,9 +42,23 @@ def test_a_fault_that_does_not_happen_is_said(options: list[str], message: str,
                                               tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys; print('trained'); sys.exit(3)")
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_plugin.cli.main", "fault", "kill", *options, "--", str(script)],
-        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
-             }, capture_output=True, text=True, check=False)
+    done = run(script, options)
     assert (done.returncode, done.stdout) == (3, "trained\n")
     assert done.stderr == f"moe-plugin fault: {message}\n"
+
+
+def test_a_place_that_does_not_come_is_said_with_the_remedy(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    done = run(script, ["--step", "2", "--place", "exchange"])
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert "in steps 2 to 3; ranks exchange rows where they share the experts" in done.stderr
+
+
+def test_a_fault_can_happen_in_torchrun_s_first_start_alone(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    for options, start, status in (([], "1", -9), (["--once"], "1", 0)):
+        done = run(script, options, TORCHELASTIC_RESTART_COUNT=start)
+        assert done.returncode == status, done.stderr
+        assert done.stdout == "" if status else done.stderr == ""

@@ -106,16 +106,32 @@ def test_slurm_megatron_trains_on_two_nodes(tmp_path: Path) -> None:
 def test_slurm_scripts_start_one_torchrun_a_node(name: str, tmp_path: Path) -> None:
     env = fake_slurm(tmp_path / "bin", 2)
     (tmp_path / "venv" / "bin").mkdir(parents=True)
-    (tmp_path / "venv" / "bin" / "python").write_text("#!/usr/bin/env bash\necho \"$@\"\n")
+    (tmp_path / "venv" / "bin" / "python").write_text(
+        '#!/usr/bin/env bash\necho "$SRUN_CPUS_PER_TASK $SLURM_KILL_BAD_EXIT '
+        '$TORCH_DISABLE_SHARE_RDZV_TCP_STORE $@"\n')
     (tmp_path / "venv" / "bin" / "python").chmod(0o755)
+    env = {**env, "VENV": str(tmp_path / "venv")}
     done = bash(str(SCRIPTS / name), "the data", "--lr", "0.1",
-                env={**env, "VENV": str(tmp_path / "venv")})
+                env={**env, "SLURM_CPUS_PER_TASK": "32"})
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first == second and "--nnodes 2 --nproc_per_node 1" in first and (
-        "--rdzv_endpoint "
-        "127.0.0.1:29500") in first and first.endswith("--lr 0.1")
-    assert bash(str(SCRIPTS / name), env=env).returncode == 2
+    assert first == second and first.startswith("32 1 1 ") and first.endswith("--lr 0.1")
+    for words in ("--nnodes 2 --nproc_per_node 1 --max-restarts 3",
+                  "--rdzv_endpoint 127.0.0.1:29507"):  # of job 7
+        assert words in first
+    other = bash(str(SCRIPTS / name), "x", env={**env, "RESTARTS": "0", "PORT": "4000"}).stdout
+    assert "--max-restarts 0" in other and "127.0.0.1:4000" in other
+
+
+@pytest.mark.parametrize("name", ["slurm_fairseq.sh", "slurm_megatron.sh"])
+def test_slurm_scripts_say_what_is_missing(name: str, tmp_path: Path) -> None:
+    env = fake_slurm(tmp_path / "bin", 2)
+    for words, given, message in (
+            ([], env, f"usage: sbatch scripts/{name}"),
+            (["x"], {**env, "SLURM_JOB_NODELIST": ""}, f"submit it with sbatch scripts/{name} x"),
+            (["x"], {**env, "VENV": str(tmp_path)}, "has no bin/python: submit from")):
+        done = bash(str(SCRIPTS / name), *words, env=given)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 def test_lib_finds_the_repository_from_a_path_with_blanks(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ smaller number of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,14 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.distributed import free_port
-from tests.emulate.host_faults import processes_of
+from tests.emulate.host_faults import processes_of, wait_for
 from tests.hosts import kills
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY, NODES, STEPS, WAIT_S = 5, 4, 40, 600.0
+MARK = "MOE_TEST_NODES"  # in the environment of all processes of the nodes
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SLOW = ["-m", "moe_plugin.cli.main", "fault", "slow", "--seconds", "0.5", "--"]
 # 12 experts on 4, 3 or 2 ranks
@@ -57,7 +60,7 @@ class Nodes:
                  "--nproc_per_node", "1", "--max-restarts", "9", *options, *self.program],
                 stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env={
                     **kills.environment(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+                    MARK: str(self.out), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
     def __exit__(self, *_: object) -> None:
         for agent in self.agents:
@@ -72,6 +75,15 @@ class Nodes:
     def lose(self) -> None:
         """The last node dies: the launcher and its rank. The first one holds the rendezvous."""
         self._kill(self.agents.pop())
+
+    def left(self) -> list[list[str]]:
+        """Command lines of living processes that were started by these nodes."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == str(self.out):
+                    found.append(process.cmdline())
+        return found
 
     def until(self, done: Callable[[], bool]) -> None:
         """Wait; `AssertionError` with the end of the log after `WAIT_S`, or if a node fails."""
@@ -191,6 +203,8 @@ def test_nodes_are_lost_and_the_others_go_on(name: str, tmp_path: Path) -> None:
             nodes.until(lambda: _between_checkpoints(host.losses(folder), count))  # noqa: B023
             nodes.lose()
         nodes.until(lambda: all(agent.poll() == 0 for agent in nodes.agents))
+    # torchrun ends what its ranks have started, but not where it is killed itself
+    wait_for(lambda: not nodes.left(), 20, lambda: str(nodes.left()))
     found = host.losses(folder)
     starts = restarts(found)
     assert len(starts) == 3, found

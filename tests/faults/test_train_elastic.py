@@ -78,6 +78,7 @@ def _train(folder: Path, host: str, words: list[str], step: Callable[[int], int]
         job.wait()
     assert job.returncode == 0 and "all 2 replicas ended well" in (folder / "out").read_text(), (
         _logs(folder))
+    assert "[INFO] [torchft" not in _logs(folder)  # seven lines a step and rank
     assert "the lighthouse ended" in (folder / "runs" / "lighthouse.log").read_text()
 
 

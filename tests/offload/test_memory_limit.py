@@ -41,7 +41,7 @@ def model(store: str, folder: Path) -> list[MoELayer]:
     config = from_dict({
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 2}, "experts": {
             "hidden_dim": INNER, "bias": False, "compute": "loop", "store": store,
-            "store_path": str(folder)}})
+            "store_path": str(folder) if store == "disk" else None}})
     return [MoELayer(config).eval() for _ in range(LAYERS)]
 
 

@@ -390,7 +390,7 @@ def test_weights_are_replaced_all_or_none(tmp_path):
 @pytest.mark.parametrize("weights", ["device", "host"])
 def test_settings_say_where_weights_are(tmp_path, weights):
     """One entrance for both; what streams is in files, because the device is a CPU."""
-    settings = OffloadConfig(weights=weights, path=str(tmp_path))
+    settings = OffloadConfig(weights=weights, path=str(tmp_path) if weights == "host" else None)
     blocks = model()
     expected = resident(blocks, ADAM, 2, clip=0.5)
     trainer = streamed_trainer(settings, model(), loss(2), ADAM, segments=[2, 3], clip_norm=0.5)

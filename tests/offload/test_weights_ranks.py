@@ -61,7 +61,8 @@ def both(ep: int, folder: str) -> None:
     for clip, optimizer in ((True, SGD), (False, ADAM)):
         blocks, expected = resident(comm, world, optimizer, clip, world.rank)
         # each rank has its own segments and its own place for weights
-        offload = OffloadConfig(weights="device" if world.rank == 1 else "host", path=folder)
+        offload = OffloadConfig(weights="device") if world.rank == 1 else OffloadConfig(
+            weights="host", path=folder)
         trainer = streamed_trainer(offload, model(comm=comm), loss, optimizer, world=world,
                                    clip_norm=MAX_NORM if clip else None,
                                    segments=[[2, 1, 2], [5]][world.rank % 2])
