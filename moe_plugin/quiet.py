@@ -73,7 +73,15 @@ MEGATRON = (
     Known("megatron.core.models.backends", "Apex is not installed. Falling back to Torch Norm"),
     Known("megatron.core.models.gpt.gpt_layer_specs", "Apex is not installed. Falling back to"),
     Known("megatron.core.transformer.transformer_config", "full scope is deprecated. Use empty"),
+    Known("megatron.core.dist_checkpointing.strategies.torch", "`load_state_dict` is deprecated"),
+    Known("moe_plugin.hosts.megatron.compat.cpu", "Please use DTensor instead and we are deprec"),
     _PIN_MEMORY,
+)
+# what torchft says of each meeting on a machine without NCCL, and of a state that it receives
+TORCHFT = (Known("torch.distributed._serialization", "The given buffer is not writable"),)
+TORCHFT_LINES = (
+    KnownLine("torchft.manager", r".*Unable to reset NCCL flight recorder"),
+    *(KnownLine(f"torchft_{name}", r"\Z") for name in ("commits", "quorums", "errors")),  # empty
 )
 
 

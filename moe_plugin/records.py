@@ -77,6 +77,8 @@ class HostContext:
         own_capacity: each rank drops by the number of its own tokens, as it would alone; False: by
             the largest number of any rank that holds the experts.
         training: the layer may be trained; False: it warns of nothing that only training needs.
+        acts_on_model: the host acts on settings of the whole model (`guard`, `offload`,
+            `pipeline`), or refuses them; False: the layer warns of them.
     """
 
     layer_number: int | None = None
@@ -89,6 +91,7 @@ class HostContext:
     adds_to_main_grad: bool = False
     own_capacity: bool = False
     training: bool = True
+    acts_on_model: bool = False
 
     def when_split(self, sharing: Comm | None) -> "HostContext":
         """What routers see where the ranks `sharing` split tokens: losses are parts of one loss."""

@@ -80,4 +80,17 @@ def test_each_is_a_known_one_alone(known: object) -> None:
     """
     text, module = known.text, getattr(known, "module", "")  # type: ignore[attr-defined]
     assert len(text) >= 30 and not re.match(text, "Something else is deprecated")
-    assert not module.startswith("moe_plugin") or "fairseq.compat.runtime" in module
+    assert not module.startswith("moe_plugin") or ".compat." in module
+
+
+def test_lines_of_torchft_that_say_nothing_are_hidden() -> None:
+    shown = warned("""
+from moe_plugin.quiet import TORCHFT, TORCHFT_LINES
+logging.basicConfig(format="line %(message)s")
+hide(TORCHFT, TORCHFT_LINES)
+for text in ("", "a commit"):
+    logging.getLogger("torchft_commits").warning(text)
+for text in ("Unable to reset NCCL flight recorder", "a replica"):
+    logging.getLogger("torchft.manager").warning("[replica1:5/0 - step 3] " + text)
+""")
+    assert shown == ["line a commit", "line [replica1:5/0 - step 3] a replica"]
