@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.kernels.cpu import widened
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype, op
+from moe_plugin.kernels.workspace import scratch
 
 
 @op
@@ -127,9 +129,11 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
         return torch.zeros(position_TK.shape, dtype=dtype, device=rows_RD.device)
-    grad_TD = grad_TD.to(dtype)
     if _on_host(position_TK):
-        return _dots_in_one_pass(grad_TD, rows_RD.to(dtype), position_TK)
+        if rows_RD.dtype == grad_TD.dtype == dtype:
+            return _dots_in_one_pass(grad_TD, rows_RD, position_TK)
+        return _dots_in_pieces(grad_TD, rows_RD, position_TK, dtype)
+    grad_TD = grad_TD.to(dtype)
     index_TK = position_TK if complete else position_TK.clamp(min=0)
     columns = [(rows_RD.index_select(0, index_T).to(dtype) * grad_TD).sum(1)
                for index_T in index_TK.unbind(1)]
@@ -144,6 +148,27 @@ def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> 
     dots_N = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         grad_TD, rows_RD, position_TK.reshape(-1), token_N[:0], token_N, 0, -1)
     return dots_N.view(position_TK.shape)
+
+
+def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
+                    dtype: torch.dtype) -> Tensor:
+    """`dot_rows` on a CPU, of 16 bits: converted to `dtype` some tokens at a time, as `widened`
+    does it.
+    """
+    (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
+    dots_TK = torch.empty(tokens, choices, dtype=dtype)
+    index_C = position_TK.clamp(min=0).reshape(-1)
+    size = min(tokens, max(1, widened.PIECE_BYTES // (choices * width * dtype.itemsize)))
+    narrow_CD = scratch("rows to dot", (size * choices, width), rows_RD)
+    wide_CD = scratch("rows to dot", (size * choices, width), rows_RD, dtype)
+    for start in range(0, tokens, size):
+        tokens_N = slice(start, start + size)
+        index_N = index_C[start * choices:(start + size) * choices]
+        taken = torch.index_select(rows_RD, 0, index_N, out=narrow_CD[:index_N.numel()])
+        product_NKD = wide_CD[:index_N.numel()].copy_(taken).view(-1, choices, width)
+        product_NKD *= grad_TD[tokens_N, None].to(dtype)
+        torch.sum(product_NKD, 2, out=dots_TK[tokens_N])
+    return dots_TK.masked_fill_(position_TK < 0, 0)
 
 
 class _Gather(torch.autograd.Function):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.kernels.cpu.widened import widened
 from moe_plugin.kernels.registry import accumulate_dtype
 
 
@@ -18,7 +19,13 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
         dtype = accumulate_dtype(x_TD.dtype)
-        return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
+        weight_ED = weight_ED.to(dtype)
+        if x_TD.device.type != "cpu":
+            return F.linear(x_TD.to(dtype), weight_ED)
+        scores_TE = x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=dtype)
+        for span, x_ND in widened(x_TD, dtype):
+            torch.mm(x_ND, weight_ED.t(), out=scores_TE[span])
+        return scores_TE
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -27,8 +34,18 @@ class _WideLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _grad_tokens(grad_TE, weight_ED, x_TD.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(weight_ED.dtype)
+            grad_weight = _grad_weight(grad_TE, x_TD).to(weight_ED.dtype)
         return grad_x, grad_weight
+
+
+def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
+    """grad^T x, [E, D] in the gradient's dtype, float32 (float64)."""
+    if x_TD.device.type != "cpu":
+        return grad_TE.t() @ x_TD.to(grad_TE.dtype)
+    grad_ED = grad_TE.new_zeros(grad_TE.shape[1], x_TD.shape[1])
+    for span, x_ND in widened(x_TD, grad_TE.dtype):
+        grad_ED.addmm_(grad_TE[span].t(), x_ND)
+    return grad_ED
 
 
 def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:

@@ -211,6 +211,17 @@ class Workspace:
         return Workspace, ()
 
 
+def scratch(purpose: str, shape: tuple[int, ...], like: Tensor,
+            dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised CPU tensor for the length of one operation, from the process's pool.
+
+    For operations that belong to no module; `like` gives the device, and the dtype if none is
+    given.
+    """
+    like = like if dtype is None else like.new_empty(0, dtype=dtype)
+    return Workspace().empty(purpose, shape, like)
+
+
 def _references(kept: list[torch.UntypedStorage], index: int) -> int:
     return sys.getrefcount(kept[index])
 

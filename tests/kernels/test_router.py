@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.kernels import route, slot_index, top_k_stable
+from moe_plugin.kernels.cpu import widened
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.running_count import running_count
 from moe_plugin.kernels.scores import linear_scores
@@ -74,9 +75,12 @@ def test_scores_in_float32_keep_no_float32_copy_of_the_tokens() -> None:
         torch.testing.assert_close(mine, theirs.bfloat16())
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 800, 1 << 20])  # one, five and all tokens a piece
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_scores_are_rounded_once(dtype: torch.dtype) -> None:
+def test_gradients_of_scores_are_rounded_once(dtype: torch.dtype, piece_bytes: int,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of tokens and weights in 16 bits, from scores' in float32 that have more."""
+    monkeypatch.setattr(widened, "PIECE_BYTES", piece_bytes)
     g = torch.Generator().manual_seed(0)
     x_TD = torch.randn(33, 40, generator=g).to(dtype).requires_grad_()
     weight_ED = torch.randn(12, 40, generator=g).to(dtype).requires_grad_()
