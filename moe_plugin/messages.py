@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any, NoReturn
 
 LIMIT = 200  # characters of a value
+_USAGE_LINES = 20  # more of them hide the message
 _ARGUMENT_LIMIT = 600  # of argparse's message about an argument, which lists the choices
 
 
@@ -34,5 +36,12 @@ class Parser(argparse.ArgumentParser):
     """`ArgumentParser` whose errors are short, whatever the arguments are."""
 
     def error(self, message: str) -> NoReturn:
-        """Write the usage and the message, end with status 2."""
+        """Write the usage, if it is short, and the message; end with status 2. Of the ranks of a
+        job, which have the same arguments, the first writes.
+        """
+        if os.environ.get("RANK", "0") != "0":
+            self.exit(2)
+        if self.format_usage().count("\n") > _USAGE_LINES:
+            self.exit(2, f"{self.prog}: error: {cut(message, _ARGUMENT_LIMIT)}\n"
+                      f"All arguments: {self.prog} --help\n")
         super().error(cut(message, _ARGUMENT_LIMIT))

@@ -9,26 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron import ensemble
-from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron import copied_flags, ensemble
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.hosts.plain.elastic import check_alone, check_settings
 from moe_plugin.machine import memory_bytes
-from moe_plugin.messages import Parser, short
+from moe_plugin.messages import short
 
 MOST = 10**9  # beyond any use of a size or a number of steps
 _Flag = tuple[str, dict[str, Any]]
 _ON: dict[str, Any] = {"action": "store_true"}
-
-
-def _layer_freq(text: str) -> int | list[int]:
-    """Every so many layers, or 0 and 1 for each layer: `0,1,0,1`."""
-    if "," not in text:
-        return int(text)
-    pattern = [int(part) for part in text.split(",")]
-    if set(pattern) - {0, 1}:
-        raise ValueError(text)
-    return pattern
 
 
 FUSED_ADAM: _Flag = ("moe-fused-adam", {
@@ -49,6 +38,10 @@ _MODEL: tuple[_Flag, ...] = (("num-layers", {"type": int, "required": True}), ("
                              ("qk-layernorm", _ON), ("norm-epsilon", {
                                  "type": float, "default": 1e-5
                              }), ("rotary-base", {"type": int, "default": 10000}),
+                             ("rotary-percent", {"type": float, "default": 1.0}),
+                             ("max-position-embeddings", {
+                                 "type": int, "help": "default: --seq-length"
+                             }),
                              ("untie-embeddings-and-output-weights", _ON), ("init-method-std", {
                                  "type": float, "default": 0.02
                              }), ("hidden-dropout", {"type": float, "default": 0.1}),
@@ -56,15 +49,18 @@ _MODEL: tuple[_Flag, ...] = (("num-layers", {"type": int, "required": True}), ("
                              )
 _MOE: tuple[_Flag, ...] = (("num-experts", {"type": int}), ("moe-ffn-hidden-size", {
     "type": int
-}), ("moe-layer-freq", {"type": _layer_freq, "default": 1}), ("moe-router-topk", {
+}), ("moe-layer-freq", {"type": copied_flags.layer_freq, "default": 1}), ("moe-router-topk", {
     "type": int, "default": 2
 }), ("moe-router-score-function", {
     "default": "softmax", "choices": ("softmax", "sigmoid")
 }), ("moe-router-pre-softmax",
      _ON), ("moe-router-topk-scaling-factor", {"type": float}), ("moe-router-dtype", {
          "choices": ("fp32", "fp64")
-     }), ("moe-router-load-balancing-type", {"default": "aux_loss"}), ("moe-aux-loss-coeff", {
-         "type": float, "default": 0.0
+     }), ("moe-router-load-balancing-type", {
+         "default": "aux_loss", "choices": copied_flags.BALANCE, "nargs": "+",
+         "action": copied_flags.OneOrMore
+     }), ("moe-aux-loss-coeff", {
+         "type": float, "default": 0.0, "nargs": "+", "action": copied_flags.OneOrMore
      }), ("moe-z-loss-coeff", {"type": float}), ("moe-input-jitter-eps", {
          "type": float
      }), ("moe-router-num-groups", {"type": int}), ("moe-router-group-topk", {
@@ -79,7 +75,7 @@ _MOE: tuple[_Flag, ...] = (("num-experts", {"type": int}), ("moe-ffn-hidden-size
          "type": int
      }), ("moe-shared-expert-gate", _ON), ("moe-shared-expert-overlap", _ON),
                            ("moe-token-dispatcher-type", {
-         "default": "alltoall", "choices": ("alltoall", "allgather")
+         "default": "alltoall", "choices": ("alltoall", "allgather", "flex")
      }),
                            )
 _TRAINING: tuple[_Flag, ...] = (("micro-batch-size", {
@@ -110,7 +106,12 @@ _TRAINING: tuple[_Flag, ...] = (("micro-batch-size", {
                                 }), ("recompute-method", {"choices": ("uniform", "block")}),
                                 ("recompute-num-layers", {"type": int}), ("recompute-modules", {
                                     "nargs": "*"
-                                }), ("deterministic-mode",
+                                }), ("recompute-activations", {
+                                    "action": "store_const", "dest": "recompute_granularity",
+                                    "const": "selective",
+                                    "help": "the same as --recompute-granularity selective"
+                                }), ("accumulate-allreduce-grads-in-fp32",
+                                     _ON), ("deterministic-mode",
                                      _ON), ("exit-interval", {"type": int}), ("eval-interval", {
                                          "type": int
                                      }), ("eval-iters", {"type": int, "default": 10}),
@@ -155,12 +156,13 @@ _OURS: tuple[_Flag, ...] = (("vocab-size", {
 
 def parser() -> argparse.ArgumentParser:
     """All arguments; those of Megatron mean what they mean there."""
-    p = Parser(
+    p = copied_flags.CopiedParser(
         prog="python -m moe_plugin.hosts.megatron.train", allow_abbrev=False,
         description="Train a GPT language model with MoE layers on Megatron-core.")
     for title, flags in (("model", _MODEL), ("mixture of experts", _MOE), ("training", _TRAINING),
                          ("parallelism", _PARALLEL), ("files", _FILES),
-                         ("ensemble", ensemble.FLAGS), ("this script", _OURS)):
+                         ("ensemble", ensemble.FLAGS), ("this script", _OURS),
+                         ("without effect", copied_flags.WITHOUT_EFFECT)):
         group = p.add_argument_group(title)
         for name, options in flags:
             group.add_argument("--" + name, **options)
@@ -185,6 +187,13 @@ def check(args: argparse.Namespace, world: int) -> None:
               "give a positive number")
     _need(args.num_experts is None or args.num_experts >= 1, "num_experts", args.num_experts,
           ">= 1", "leave it out for a dense model")
+    positions = args.max_position_embeddings
+    _need(positions is None or args.seq_length <= positions <= MOST, "max_position_embeddings",
+          positions, f"in seq_length={args.seq_length}..{MOST}", "leave it out for seq_length")
+    freq = args.moe_layer_freq
+    _need(freq >= 1 if isinstance(freq, int) else len(freq) == args.num_layers, "moe_layer_freq",
+          freq, f">= 1, or a list of num_layers={args.num_layers} numbers 0 and 1",
+          "change one of the two")
     weights = 12 * args.num_layers * args.hidden_size**2  # bytes, at least one each
     memory = memory_bytes(torch.device("cpu"))
     _need(memory is None or weights <= world * memory, "num_layers * hidden_size^2",
@@ -301,7 +310,7 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
     try:
         return call_supported(TransformerConfig,
                               **{k: v for k, v in values.items() if v is not None})
-    except AssertionError as error:
+    except (AssertionError, ImportError) as error:  # a package for what was chosen is missing
         raise ValueError(f"Megatron refuses these settings: {error}") from error
 
 
@@ -319,32 +328,16 @@ def _moe_values(args: argparse.Namespace) -> dict[str, Any]:
         "expert_model_parallel_size": args.expert_model_parallel_size,
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         # Megatron allows moe_act with it alone; our experts do not read it
-        "moe_grouped_gemm": not args.native_moe and "moe_act" in (args.recompute_modules or [])
+        "moe_grouped_gemm": "moe_act" in (args.recompute_modules or [])
     }
     same = {name.replace("-", "_") for name, _ in _MOE} - {"num_experts"}
-    return {**renamed, **{name: getattr(args, name) for name in same}}
-
-
-_OF_CONFIG = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-              "ffn_hidden_size", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-              "moe_shared_expert_intermediate_size")
-_OF_ARGUMENTS = (
-    "norm_epsilon", "rotary_base", "swiglu", "squared_relu", "position_embedding_type",
-    "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size", "moe_layer_freq",
-    "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_router_enable_expert_bias", "moe_expert_capacity_factor", "moe_apply_probs_on_input",
-    "moe_shared_expert_gate")
-
-
-def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """What the model computes, by the names of Megatron's arguments, and ours as "moe_plugin"; JSON
-    values, for checkpoints.
-    """
-    found = {name: setting(config, name) for name in _OF_CONFIG}
-    found.update({name: getattr(args, name) for name in _OF_ARGUMENTS})
-    return {**found,
-            "max_position_embeddings": args.seq_length, "moe_plugin": our_settings(args)}
+    values = {**renamed, **{name: getattr(args, name) for name in same}}
+    if args.native_moe:
+        chosen = (name.replace("-", "_") for name in copied_flags.NATIVE_MOE)
+        return {**values, **{name: getattr(args, name) for name in chosen}}
+    # what Megatron checks before our layer: flex asks for a package of a dispatcher of its own
+    return {**values, "moe_token_dispatcher_type":
+            args.moe_token_dispatcher_type.replace("flex", "alltoall")}
 
 
 def our_settings(args: argparse.Namespace) -> dict[str, Any]:

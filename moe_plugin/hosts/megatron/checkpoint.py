@@ -47,8 +47,8 @@ STAGES = "stage_layouts"  # of `layout`
 _TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
             "untie_embeddings_and_output_weights", "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate")
-_COMPUTED = ("norm_epsilon", "rotary_base", "position_embedding_type", "moe_router_topk",
-             "moe_router_score_function", "moe_router_pre_softmax",
+_COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embedding_type",
+             "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
              "moe_router_topk_scaling_factor", "squared_relu")
 
 
@@ -302,7 +302,7 @@ def check(path: str, meta: dict[str, Any], training: Training) -> None:
 
 
 def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """The same of what `arguments.model_settings` gave when it was saved, and gives now."""
+    """The same of what `model_settings` gave when it was saved, and gives now."""
     both = [name for name in mine if name in saved and name != "moe_plugin"
             and (saved[name] or None) != (mine[name] or None)]
     for name in both:

@@ -15,6 +15,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
+from moe_plugin.hosts.megatron.compat.refusals import settings_errors
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
@@ -65,6 +66,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         ValueError: settings that neither side can honour; it names value, bound and remedy.
     """
 
+    @settings_errors()
     def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None,
                  pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
                  plain_layers: bool = False, **extra: Any) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig, OffloadConfig, with_overrides
 from moe_plugin.hosts.megatron.activations import activations_of
-from moe_plugin.hosts.megatron.arguments import model_settings
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.norm import LocalNorm
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.data import Batch
 from moe_plugin.hosts.megatron.ensemble import Ensemble, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.pipeline import pipeline_settings
 from moe_plugin.hosts.megatron.spec import swap_attention, swap_moe
 from moe_plugin.hosts.megatron.tokens import give_token_ids
@@ -36,7 +36,7 @@ class Training:
 
     chunks: wrapped; one, or one per virtual pipeline stage. Without an optimizer they are bare.
     optimizer: None: the model only evaluates.
-    settings: what the model computes, for checkpoints (`arguments.model_settings`).
+    settings: what the model computes, for checkpoints (`model_settings`).
     activations: what its layers do with theirs; None: they keep them.
     ensemble: of output heads and its loss; None: one output layer.
     passes: in the place of what Megatron's `get_forward_backward_func` returns; None: that.
@@ -94,7 +94,8 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     sharded = args.use_distributed_optimizer
     wrapper = DistributedDataParallelConfig(use_distributed_optimizer=sharded,
-                                            grad_reduce_in_fp32=args.bf16,
+                                            grad_reduce_in_fp32=args.bf16
+                                            or args.accumulate_allreduce_grads_in_fp32,
                                             overlap_grad_reduce=args.overlap_grad_reduce,
                                             overlap_param_gather=args.overlap_param_gather,
                                             bucket_size=args.ddp_bucket_size)
@@ -160,8 +161,9 @@ def gpt(args: argparse.Namespace, config: Any, spec: Any, vocab_size: int,
     padded = -(-vocab_size // step) * step
     return core.call_supported(
         GPTModel, config=config, transformer_layer_spec=spec, vocab_size=padded,
-        max_sequence_length=args.seq_length, position_embedding_type=args.position_embedding_type,
-        rotary_base=args.rotary_base,
+        max_sequence_length=args.max_position_embeddings or args.seq_length,
+        position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         parallel_output=True, **part)
 

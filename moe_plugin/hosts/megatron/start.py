@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from moe_plugin import determinism
 from moe_plugin.config.options import MOST_SECONDS
-from moe_plugin.hosts.megatron import arguments
+from moe_plugin.hosts.megatron import arguments, copied_flags
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.stage_layouts import Stages, initialize, stages_of
 
@@ -25,6 +25,7 @@ def start(args: argparse.Namespace) -> Stages | None:
     """
     from moe_plugin.hosts.megatron.compat import cpu
 
+    copied_flags.follow(args)
     gpu = torch.cuda.is_available() and not args.cpu
     if not gpu:
         cpu.enable(force=args.cpu)

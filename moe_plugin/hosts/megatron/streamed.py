@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from moe_plugin.config import OffloadConfig
 from moe_plugin.hosts.megatron import model
-from moe_plugin.hosts.megatron.arguments import model_settings
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.data import Batch
+from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.streamed_norm import StreamedNorm
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.offload.tiers import tier_of

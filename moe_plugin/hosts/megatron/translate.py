@@ -10,7 +10,7 @@ our layer; what neither can do is a `ValueError`. Settings that only choose a na
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.nn.functional as F
@@ -87,6 +87,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
             a native one, a bad value.
     """
     refuse_unsupported(native)
+    if not injected_router:
+        _refuse_unknown_balance(native)
     reasons = list(
         native_router_reasons(native)) + (["the spec's own router"] if injected_router else [])
     known = _native_values(native)
@@ -251,6 +253,10 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str],
                             ("moe_router_padding_for_quantization", (None, False),
                              "set it to False"), ("init_model_with_meta_device", (None, False),
                                                   "set it to False"),
+                            ("expert_gtp_weight_remat_size", (None, 1),
+                             "leave out --expert-tensor-parallel-num-weight-shards"),
+                            ("gtp_weight_remat_size", (None, 1),
+                             "leave out --tensor-parallel-num-weight-shards"),
                             ("enable_cuda_graph", (None, False),
                              "set it to False: sizes change from step to step"),
                             ("external_cuda_graph", (None, False),
@@ -280,6 +286,19 @@ def refuse_unsupported(native: Any) -> None:
     _refuse_confused_stages(native)
 
 
+def _refuse_unknown_balance(native: Any) -> None:
+    # Megatron's router ignores a name that it does not know, and nothing balances the load
+    known = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+    if hasattr(native, "moe_router_quantile_balancing_ema"):  # from 0.19 on
+        known.append("quantile_balancing")
+    for kind in _as_list(native.moe_router_load_balancing_type):
+        if kind not in known:
+            raise ValueError(
+                f"moe_router_load_balancing_type={short(kind)} is unknown to this Megatron's "
+                f"router, which would not balance the load: must be one of {', '.join(known)}; "
+                "choose one of these")
+
+
 def _refuse_confused_stages(native: Any) -> None:
     # between two ranks an activation and a gradient of one batch of messages are taken for each
     # other: both have the same shape, so that the numbers are wrong and nothing fails
@@ -295,7 +314,9 @@ def _refuse_confused_stages(native: Any) -> None:
 
 
 def _refuse_lists(native: Any) -> None:
-    scopes = {plain_name(scope) for scope in _as_list(setting(native, "cuda_graph_scope") or [])}
+    # renamed in 0.18, which moves the old name's value to the new one
+    chosen = setting(native, "cuda_graph_modules") or setting(native, "cuda_graph_scope") or []
+    scopes = {plain_name(scope) for scope in _as_list(chosen)}
     if setting(native, "cuda_graph_impl", "none") not in (None, "none") and scopes != {"attn"}:
         raise ValueError(
             f"cuda_graph_impl={short(native.cuda_graph_impl)} with scope {sorted(scopes)} is not "
@@ -312,13 +333,14 @@ def _refuse_lists(native: Any) -> None:
 _WITHOUT_EFFECT = ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend",
                    "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
                    "moe_pad_expert_input_to_capacity", "moe_use_legacy_grouped_gemm",
-                   "use_te_activation_func")
+                   "use_te_activation_func", "activation_func_fp8_input_store")
 
 
 def _notices(native: Any) -> Iterable[str]:
+    defaults = {field.name: field.default for field in fields(native)}
     given = [
         f"{name}={setting(native, name)}" for name in _WITHOUT_EFFECT
-        if setting(native, name)
+        if setting(native, name) not in (None, False, defaults.get(name))
     ]
     if given:
         yield f"choose a native implementation and have no effect on this layer: {', '.join(given)}"

@@ -246,6 +246,13 @@ REFUSED = {
               ("delay_wgrad_compute=True", "one backward pass")), "clamp": ({
                   "activation_func_clamp_value": 7.0
               }, {}, ("activation_func_clamp_value=7.0", "unset")),
+    "balance": ({"moe_router_load_balancing_type": ["aux_loss", "seqaux"]}, {},
+                ("moe_router_load_balancing_type='seqaux'", "seq_aux_loss")),
+    "sharded expert weights": ({"expert_gtp_weight_remat_size": 2}, {},
+                               ("expert_gtp_weight_remat_size=2", "num-weight-shards")),
+    "graphs": ({"cuda_graph_impl": "local", "cuda_graph_scope": ["moe"]}, {}, ("['moe']", "attn")),
+    "newer graphs": ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe"]}, {},
+                     ("['attn', 'moe']", "'attn' alone")),
     "activation": ({"activation_func": torch.tanh}, {}, ("activation_func=", "gelu, silu")),
     "virtual stages over two ranks": ({
         "virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2
@@ -275,6 +282,13 @@ def test_refusals_name_value_and_remedy(native: dict[str, Any], settings: dict[s
                                         parts: tuple[str, ...]) -> None:
     [message] = on_ranks(1, _error, native, settings)
     assert all(part in message for part in parts), message
+
+
+def test_graphs_of_attention_are_no_matter_of_the_layer() -> None:
+    """By the setting's old name, and the one from 0.18 on, which empties the old one."""
+    for chosen in ({"cuda_graph_scope": ["attn"]},
+                   {"cuda_graph_scope": None, "cuda_graph_modules": ["attn"]}):
+        assert on_ranks(1, _error, {"cuda_graph_impl": "local", **chosen}, {}) == [""]
 
 
 def _own_settings() -> tuple[str, dict[str, float], int]:

@@ -1,0 +1,147 @@
+"""Flags in launch scripts that were written for Megatron's own training script, which ours takes so
+that they need no change: forms of values, flags without effect here, and what replaces others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import logging
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from moe_plugin.messages import Parser, short
+
+logger = logging.getLogger("moe_plugin.megatron")
+
+_MOST_LAYERS = _MOST_CHARACTERS = 10**4
+BALANCE = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
+NATIVE_MOE = ("moe-grouped-gemm", "moe-permute-fusion", "moe-router-fusion")
+_SWITCHES = (
+    *NATIVE_MOE, "moe-use-legacy-grouped-gemm", "moe-enable-deepep", "moe-per-layer-logging",
+    "use-mcore-models", "use-flash-attn", "attention-softmax-in-fp32", "no-masked-softmax-fusion",
+    "no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-bias-dropout-fusion", "no-rope-fusion",
+    "no-persist-layer-norm", "no-gradient-accumulation-fusion", "cross-entropy-loss-fusion",
+    "no-check-for-nan-in-loss-and-grad", "no-create-attention-mask-in-dataloader",
+    "no-mmap-bin-files", "tp-comm-overlap", "manual-gc", "log-throughput", "use-cpu-initialization")
+_VALUES = ("moe-flex-dispatcher-backend", "moe-deepep-num-sms", "cross-entropy-fusion-impl",
+           "attention-backend", "transformer-impl", "distributed-backend", "manual-gc-interval",
+           "num-workers")
+WITHOUT_EFFECT: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {"action": "store_true", "help": argparse.SUPPRESS}) for name in _SWITCHES),
+    *((name, {"help": argparse.SUPPRESS}) for name in _VALUES))
+_TOKENIZER = ("give the data of Megatron's preprocessing with --data-path, and the tokenizer's "
+              "number of tokens with --vocab-size")
+_INSTEAD = {
+    "--tokenizer-type": _TOKENIZER, "--tokenizer-model": _TOKENIZER, "--vocab-file": _TOKENIZER,
+    "--merge-file": _TOKENIZER,
+    "--make-vocab-size-divisible-by": "leave it out: vocabularies are padded to multiples of 128",
+    "--tensorboard-dir": "use --moe-stats-tensorboard FOLDER",
+    "--wandb-project": "use --moe-stats-wandb", "--train-samples": "use --train-iters",
+    "--lr-warmup-samples": "use --lr-warmup-iters", "--lr-warmup-fraction": "use --lr-warmup-iters",
+    "--lr-decay-samples": "use --lr-decay-iters",
+    "--num-layers-per-virtual-pipeline-stage": "use --num-virtual-stages-per-pipeline-rank",
+    "--moe-layer-recompute": "use --recompute-granularity selective --recompute-modules moe",
+    "--no-position-embedding": "use --position-embedding-type rope",
+    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
+    "--mock-data": "make data of a text: python -m moe_plugin.hosts.megatron.data",
+    "--fp8-format": "use --bf16, and --moe-expert-precision fp8 for the experts' products",
+    "--use-checkpoint-args": "give the arguments of the run that saved it",
+}
+
+
+class CopiedParser(Parser):
+    """A parser whose errors say what replaces Megatron's flags that it does not have."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As `ArgumentParser`'s."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return parsed
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        names = [text.split("=")[0] for text in unknown if text.startswith("--")]
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        known = [f"in place of {name}: {_INSTEAD[name]}" for name in names if name in _INSTEAD]
+        if set(names) - set(_INSTEAD):
+            known.append("Megatron's own script has more arguments than this one: leave them out, "
+                         "or start it by python -m moe_plugin.hosts.megatron.launch "
+                         "(docs/megatron.md)")
+        self.error("; ".join([message, *known]))
+
+
+class OneOrMore(argparse.Action):
+    """A single value as itself, several as a list, as Megatron's settings have them."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
+                 values: Any, option_string: str | None = None) -> None:
+        """Store them."""
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def layer_freq(text: str) -> int | list[int]:
+    """Which layers have experts: every so many, or 0 and 1 for each layer: `0,1,0,1`, or Megatron's
+    form of it: `([0]+[1]*3)`.
+    """
+    if "[" not in text and "," not in text:
+        return _number(text)
+    pattern = _layers(_parsed(text), text) if "[" in text else [
+        _number(part) for part in text.split(",")]
+    if not isinstance(pattern, list) or any(layer not in (0, 1) for layer in pattern):
+        raise _bad_layers(text)
+    return pattern
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise _bad_layers(text) from None
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text[:_MOST_CHARACTERS], mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # nested too deep
+        raise _bad_layers(text) from None
+
+
+def _layers(node: ast.expr, text: str) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_layers(element, text) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _layers(node.left, text), _layers(node.right, text)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        lists = [side for side in (left, right) if isinstance(side, list)]
+        times = [side for side in (left, right) if isinstance(side, int)]
+        if (isinstance(node.op, ast.Mult) and lists and times
+                and len(lists[0]) * times[0] <= _MOST_LAYERS):
+            return lists[0] * times[0]
+    raise _bad_layers(text)
+
+
+def _bad_layers(text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(
+        f"{short(text)} is neither a number n >= 1 (every n-th layer has experts) nor 0 or 1 for "
+        "each layer, as 0,1,0,1 or ([0]+[1]*3)")
+
+
+def follow(args: argparse.Namespace) -> None:
+    """Do what Megatron's script does with these arguments after it has read them, and log which
+    have no effect.
+    """
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1 and not args.stage_layouts:
+        logger.info("--sequence-parallel is left out: there is one tensor-parallel rank")
+        args.sequence_parallel = False
+    given = [f"--{name}" for name, _ in WITHOUT_EFFECT
+             if getattr(args, name.replace("-", "_")) not in (False, None)
+             and not (args.native_moe and name in NATIVE_MOE)]
+    if args.moe_token_dispatcher_type == "flex" and not args.native_moe:
+        given.append("--moe-token-dispatcher-type flex")
+    if given:
+        logger.info("Megatron's arguments that choose implementations of its own and have no "
+                    "effect in this script: %s", " ".join(given))

@@ -1,0 +1,143 @@
+"""Flags of launch scripts written for Megatron's own training script, in ours."""
+
+from __future__ import annotations
+
+import argparse
+import logging.handlers
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import MODEL, refusal, trained
+
+pytestmark = pytest.mark.megatron
+# as in published launch scripts of models with experts, without tokenizer, paths and sizes
+PUBLISHED = """--use-mcore-models --transformer-impl local --attention-backend fused
+--max-position-embeddings 64 --position-embedding-type rope --rotary-base 1000000
+--rotary-percent 0.5 --normalization RMSNorm --swiglu --untie-embeddings-and-output-weights
+--no-masked-softmax-fusion --no-rope-fusion --attention-softmax-in-fp32 --moe-grouped-gemm
+--moe-permute-fusion --moe-token-dispatcher-type flex --moe-enable-deepep --moe-router-fusion
+--moe-router-topk 2 --moe-router-load-balancing-type aux_loss seq_aux_loss
+--moe-aux-loss-coeff 0.01 0.001 --moe-shared-expert-intermediate-size 48 --moe-layer-freq ([0]+[1])
+--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+--accumulate-allreduce-grads-in-fp32 --sequence-parallel --recompute-activations
+--cross-entropy-loss-fusion --manual-gc --num-workers 6 --distributed-backend nccl
+--no-check-for-nan-in-loss-and-grad""".split()
+
+
+def _run(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """(last record, what was logged)"""
+    handler = logging.handlers.BufferingHandler(1000)
+    for name in ("moe_plugin", "moe_plugin.megatron"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("moe_plugin").addHandler(handler)
+    return trained(argv), [entry.getMessage() for entry in handler.buffer]
+
+
+def test_a_published_launch_script_needs_no_change(data: str) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "2", *PUBLISHED]
+    [(record, said)] = on_ranks(1, _run, argv)
+    assert set(record["balance"]) == {"layer2"}
+    assert {"seq_load_balancing_loss", "load_balancing_loss"} <= set(record["aux_losses"])
+    [line] = [text for text in said if "have no effect in this script" in text]
+    for name in ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-token-dispatcher-type flex",
+                 "--attention-backend", "--num-workers", "--no-rope-fusion"):
+        assert name in line
+    assert any("--sequence-parallel is left out" in text for text in said)
+
+
+def _sizes(argv: list[str]) -> tuple[str, int, int]:
+    """(recomputed, learned positions, numbers that rotary positions turn)"""
+    from moe_plugin.hosts.megatron import arguments, model
+    from moe_plugin.hosts.megatron import train as script
+
+    args = arguments.parser().parse_args(argv)
+    script.start(args)
+    config = arguments.transformer_config(args, cpu=True)
+    [bare] = model.build(args, config, arguments.our_settings(args), 257).bare()
+    learned = bare.embedding.position_embeddings.weight.shape[0] if hasattr(
+        bare.embedding, "position_embeddings") else 0
+    turned = 2 * bare.rotary_pos_emb.inv_freq.numel() if learned == 0 else 0
+    return config.recompute_granularity, learned, turned
+
+
+def test_sizes_and_recomputation_have_megatrons_meaning(data: str) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--recompute-activations",
+            "--max-position-embeddings", "64"]
+    assert on_ranks(1, _sizes, argv) == [("selective", 64, 0)]
+    rope = ["--position-embedding-type", "rope", "--rotary-percent", "0.5"]
+    assert on_ranks(1, _sizes, [*argv, *rope]) == [("selective", 0, 4)]  # of 8 a head
+
+
+@pytest.mark.parametrize(("text", "layers"), [
+    ("2", 2), ("0,1,0", [0, 1, 0]), ("[1,0]", [1, 0]), ("([0]+[1]*3)", [0, 1, 1, 1]),
+    ("([0]*2+[1]*1)*2", [0, 0, 1, 0, 0, 1]), ("2*[1]", [1, 1])])
+def test_layers_with_experts_in_megatrons_form(text: str, layers: int | list[int]) -> None:
+    from moe_plugin.hosts.megatron.copied_flags import layer_freq
+
+    assert layer_freq(text) == layers
+
+
+@pytest.mark.parametrize("text", ["x", "0,2", "[2]", "[1]*99999999", "([1]", "[1]+2", "[1]**2",
+                                  "[[1]]", "[__import__('os').getpid()]", "[" * 10**5, "[1.0]", ""])
+def test_other_layers_are_refused(text: str) -> None:
+    from moe_plugin.hosts.megatron.copied_flags import layer_freq
+
+    with pytest.raises(argparse.ArgumentTypeError, match="is neither a number n >= 1"):
+        layer_freq(text)
+
+
+WRONG = {
+    "too few layers": (["--moe-layer-freq", "[1]"], ("moe_layer_freq=[1]", "num_layers=2")),
+    "no layers": (["--moe-layer-freq", "0"], ("moe_layer_freq=0", ">= 1")),
+    "few positions": (["--max-position-embeddings", "8"],
+                      ("max_position_embeddings=8", "seq_length=32")),
+    "another package": (["--native-moe", "--moe-permute-fusion"], ("fused",)),
+    "newer balancing": (["--moe-router-load-balancing-type", "quantile_balancing",
+                         "--moe-aux-loss-coeff", "0"],
+                        ("moe_router_load_balancing_type='quantile_balancing'", "sinkhorn")),
+}
+
+
+@pytest.mark.parametrize(("extra", "parts"), WRONG.values(), ids=WRONG.keys())
+def test_values_that_do_not_fit_are_named(extra: list[str], parts: tuple[str, ...],
+                                          data: str) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if "quantile_balancing" in extra and hasattr(TransformerConfig,
+                                                 "moe_router_quantile_balancing_ema"):
+        pytest.skip("this Megatron has it")
+    argv = [*MODEL, "--data-path", data, "--train-iters", "1", *extra]
+    [message] = on_ranks(1, refusal, argv)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(("argv", "parts"), [
+    (["--tokenizer-type", "GPT2BPETokenizer"], ("in place of --tokenizer-type", "--vocab-size")),
+    (["--train-samples=5", "--qk-clip"], ("in place of --train-samples: use --train-iters",
+                                          "moe_plugin.hosts.megatron.launch")),
+    (["--moe-router-load-balancing-type", "aux"], ("invalid choice: 'aux'", "seq_aux_loss"))])
+def test_what_is_not_known_is_said_with_what_is(argv: list[str], parts: tuple[str, ...],
+                                                monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """In few lines, though there are 200 arguments, and once in a job."""
+    from moe_plugin.hosts.megatron import arguments
+
+    for rank, said in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            arguments.parser().parse_args([*MODEL, "--data-path", "x", "--train-iters", "1", *argv])
+        shown = capsys.readouterr().err
+        assert ended.value.code == 2 and bool(shown) is said
+        assert not said or (all(part in shown for part in parts) and shown.count("\n") == 2), shown
+
+
+def test_an_error_of_a_layer_ends_with_its_remedy(data: str) -> None:
+    """Not with the classes that Megatron was building."""
+    argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--moe-dispatch", "carrier_pigeon"]
+    [message] = on_ranks(1, refusal, argv)
+    assert message.startswith("unknown dispatcher 'carrier_pigeon'") and message.endswith("ragged")
