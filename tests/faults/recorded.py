@@ -178,6 +178,17 @@ def _attempts(of: Sequence[int]) -> dict[int, int]:
     return {replica: attempt for replica, attempt in enumerate(of) if attempt}
 
 
+def ended_in(lines: Sequence[Mapping[str, Any]], attempt: int) -> bool:
+    """Whether a replica was lost in an attempt: the mean has its gradient, its own log may not have
+    the step. lines: its records.
+    """
+    after = lines[next(i for i, line in enumerate(lines) if line.get("attempt") == attempt) + 1:]
+    if not after or "step" not in after[0]:
+        return True  # it wrote nothing of this step
+    later = [line for line in after[1:] if "step" in line]
+    return not later or later[0]["life"] != after[0]["life"]
+
+
 def batches_of(lines: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
     """By attempt the batch that a replica wrote before it; none where it writes none."""
     found, ids = {}, None

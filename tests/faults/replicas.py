@@ -22,7 +22,7 @@ import torch
 
 from tests.distributed import free_port
 from tests.faults.meeting import HEARTBEAT_MS, start_lighthouse, until
-from tests.faults.recorded import PLAN, RECORD, read, set_cap, steps_of
+from tests.faults.recorded import PLAN, RECORD, ended_in, read, set_cap, steps_of
 from tests.hosts import kills
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,7 +211,8 @@ def difference(folder: Path, replicas: int, steps: int, options: Sequence[str] =
     """
     logs, records = ([read(folder / str(replica) / name) for replica in range(replicas)]
                      for name in ("log.jsonl", RECORD))
-    table = {step: sorted(made.attempts) for step, made in steps_of(records, steps).items()}
+    attempts = {step: made.attempts for step, made in steps_of(records, steps).items()}
+    table = {step: sorted(of) for step, of in attempts.items()}
     script = train_plain()
     args = script.parse(["out", "--layers", "1", *options])
     # in the first step all take the weights of its only member
@@ -228,7 +229,9 @@ def difference(folder: Path, replicas: int, steps: int, options: Sequence[str] =
             for total, p in zip(gradients, model.parameters(), strict=True):
                 total += p.grad * (replica in table[step]) / len(table[step])
             of = [line["loss"] for line in lines if line["step"] == step][-1:]
-            if replica in table[step] and of[0] is not None:
+            if replica in table[step] and not of:
+                assert ended_in(records[replica], attempts[step][replica]), (replica, step)
+            elif replica in table[step] and of[0] is not None:
                 worst = max(worst, abs(of[0] - loss.item()))
         for total, p in zip(gradients, model.parameters(), strict=True):
             p.grad = total

@@ -16,7 +16,7 @@ pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[el
 
 from moe_plugin.hosts.plain.elastic import ElasticReplica
 from tests.faults.meeting import WAIT_S, meet, until
-from tests.faults.recorded import steps_of
+from tests.faults.recorded import ended_in, steps_of
 from tests.faults.test_replicas import _server
 from tests.faults.test_replicas import lighthouse_of as lighthouse_of  # noqa: PLC0414
 
@@ -132,3 +132,10 @@ def test_of_replicas_that_begin_apart_the_one_whose_steps_go_on_counts() -> None
     made = steps_of([first, second], 4)
     assert [step.attempts for step in made.values()] == [{1: 1}, {1: 2}, {1: 3}, {0: 4, 1: 4}]
     assert made[2].logged == {0: 2}
+
+
+def test_a_replica_that_was_lost_in_a_step_need_not_have_logged_it() -> None:
+    lost = [{"attempt": 1}, _line(1, 1), {"attempt": 2}, {"attempt": 3}, _line(2, 3, life=2)]
+    assert [ended_in(lost, attempt) for attempt in (1, 2, 3)] == [True, True, True]
+    alive = [{"attempt": 1}, _line(1, 1), {"attempt": 2}, _line(2, 2), {"attempt": 3}]
+    assert [ended_in(alive, attempt) for attempt in (1, 2, 3)] == [False, True, True]
