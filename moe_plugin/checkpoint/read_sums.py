@@ -98,5 +98,5 @@ def summed(paths: Iterable[Path]) -> Iterator[Mapping[Path, ReadSums]]:
 
 
 def sums_of(path: Path) -> ReadSums | None:
-    """Where reads of a file are noted; None: nobody wants them."""
+    """Where reads of a file are noted; None: nowhere."""
     return _SUMMED.get(path)

@@ -207,7 +207,7 @@ class SealedWriter:
                 written += file.write(data[written:])
             at, crc = at + len(data), checksums.crc32(data, crc)
             self._advance(len(data))
-            if at - begun >= FLUSH:  # the disk begins to take it, and nobody waits
+            if at - begun >= FLUSH:  # the disk begins to take it, without a wait
                 self._pool.submit(begin_writing, file.fileno(), begun, at - begun)
                 begun = at
         at, crc = _keep(file, at, size, crc)

@@ -8,7 +8,7 @@ numbers and texts alone. Without a compiler nothing of this runs.
 
 Every rank compiles the same graph, so collectives keep their order: those of one layer need each
 other's results. All ranks' inputs need gradients, or none does: a backward exchange whose result
-nobody needs is not in the graph.
+is not needed is not in the graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank that cannot go on says why in the job's store and breaks its connections: the others end
 at once by an error with its words, instead of by a timeout without.
 
-While all is well nothing is sent and nobody waits.
+While all is well nothing is sent and no rank waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 _KEY = "moe_plugin/gave_up"
-_TAG = (1 << 31) - 1  # of a message that nobody sends
+_TAG = (1 << 31) - 1  # of a message that is never sent
 _ANSWER_S = 3.0  # for the store, which may be in a rank that is gone
 
 
@@ -66,7 +66,7 @@ def reason() -> str:
 
 
 def first_to_say(text: str) -> bool:
-    """Whether no other rank of the job has said the same before; True, too, where nobody can be
+    """Whether no other rank of the job has said the same before; True, too, where no rank can be
     asked. For messages that any rank may have, alone or as all do.
     """
     key = f"moe_plugin/said/{zlib.crc32(text.encode()):08x}"

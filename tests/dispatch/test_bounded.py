@@ -114,6 +114,19 @@ def test_overflow_on_one_rank_is_an_error_on_all() -> None:
     assert len(set(run_simulated(2, _error_on_all))) == 1
 
 
+def test_a_layer_behind_one_whose_rows_did_not_fit_asks_for_nothing() -> None:
+    """Its input is NaN, which is routed to the first experts: no load to make room for."""
+
+    def rank(comm: Comm) -> list[int]:
+        case, first, xs = heavy_layer(comm, "repeat")
+        behind = loaded(case, config_of(case, **one_heavy_rank("repeat")[1]), comm)
+        out = behind(first(xs[comm.rank]).output).output
+        assert out.isnan().all()
+        return [int(limit.needed) for limit in limits_of([first, behind])]
+
+    assert run_simulated(2, rank) == [[8, 0], [8, 0]]
+
+
 def _repeated(comm: Comm) -> tuple[int, RankResult]:
     """(repetitions of a first and a second step, the result of the second)."""
     case, layer, xs = heavy_layer(comm, "repeat")

@@ -27,7 +27,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
     """Settings that differ from their defaults: (value, default) by the flag's name.
 
     What an architecture sets differs from the defaults of its model. Settings whose defaults
-    nobody declares are left out.
+    are not declared are left out.
 
     Args:
         cfg: all settings of fairseq, by group.

@@ -100,7 +100,7 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         if not freq:
             continue
         module = getattr(model, stack)
-        # of a run that is over nobody can leave out what nothing reads
+        # settings of a finished run cannot be changed, even those that nothing reads
         with nullcontext() if evaluation is None else unread_allowed():
             config = _stack_config(module, stack, args)
         if config.deterministic:

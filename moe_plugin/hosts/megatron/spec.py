@@ -2,7 +2,7 @@
 
 In code, with any spec that Megatron's functions build:
 
-    spec = swap_moe(get_gpt_layer_local_spec(num_experts=8), {"dispatch.name": "padded"})
+    spec = swap_moe(get_gpt_layer_local_spec(num_experts=8), {"comm.all_to_all": "leader"})
 
 On the command line of Megatron's training script (0.16 on):
 

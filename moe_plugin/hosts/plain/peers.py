@@ -200,8 +200,8 @@ class StreamedPeer:
 
     def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
               ) -> Iterator[list[Tensor]]:
-        """Nobody has trained since: all take the first living peer's state, but for those that have
-        it already, whose own weights may be some steps further.
+        """No peer has trained since: all take the first living peer's state, except those that
+        have it already, whose own weights may be some steps further.
         """
         mine = self._digest()
         first = mine.clone()

@@ -199,12 +199,12 @@ def refuse_spread_experts(model: nn.Module) -> None:
 
 
 def refuse_reported_loads(model: nn.Module) -> None:
-    """`ValueError` where a router follows loads that all ranks report, on which nobody votes: one
+    """`ValueError` where a router follows loads that all ranks report, which are not voted on: one
     wrong rank would move the biases of all.
     """
     for name, module in model.named_modules():
         if isinstance(module, SigmoidBiasRouter) and module.config.bias_rate > 0:
             raise ValueError(
                 f"router.bias_rate={module.config.bias_rate} of {name!r} does not fit votes: its "
-                "biases follow loads that every rank reports, and nobody votes on these: must be "
+                "biases follow loads that every rank reports, and these are not voted on: must be "
                 "0 (biases stay); or use router.name=topk with losses.gshard")

@@ -57,7 +57,7 @@ def _facts(runs: Sequence[Run]) -> Figure:
 
 
 def _settings(runs: Sequence[Run]) -> list[Figure]:
-    # one that is nobody's choice is left out, where that is known: another host has others
+    # one that was not chosen is left out, where that is known: another host has others
     chosen = {name for run in runs for name in (run.settings if run.defaults is None
                                                 else run.defaults)}
     names = [name for name in dict.fromkeys(name for run in runs for name in run.settings)

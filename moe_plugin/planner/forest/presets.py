@@ -1,7 +1,7 @@
 """Networks by name: `ring:8`, `torus:4x4x4`, `dgx-a100:2`; each is made by one function.
 
 Bandwidths are GB/s in one direction, as the makers publish them; latencies are left at zero, since
-nobody publishes them (a network's file can state them). Sources: NVIDIA DGX A100, DGX H100 and DGX
+they are not published (a network's file can state them). Sources: NVIDIA DGX A100, DGX H100 and DGX
 GB200 user guides; AMD Instinct MI250 in the ROCm documentation; for graphs, their definitions.
 """
 

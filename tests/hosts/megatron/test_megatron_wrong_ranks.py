@@ -120,7 +120,7 @@ def _refusals(argv: list[str]) -> list[str]:
 def test_what_cannot_be_guarded_is_refused(data: str) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "1"]
     wanted = ["odd and >= 3", "copies=3 must be <= 2 workers", "use 1, so that every rank has all",
-              "what one rank updates for all cannot be voted on", "nobody votes on these",
+              "what one rank updates for all cannot be voted on", "these are not voted on",
               "follow loads that every rank reports", "--tensor-model-parallel-size",
               "no two of 2 ranks store the same experts", "--pipeline-model-parallel-size"]
     for found in on_ranks(2, _refusals, argv):

@@ -1,9 +1,10 @@
 """Processes that write Megatron's checkpoints end with the rank that started them.
 
 Megatron's writers hand their results over in a queue that has a process of its own, of 280 MB,
-which waits for its rank for ever: it stays where rank and launcher are killed (torchrun ends it as
-long as it lives itself). A save that the rank waits for does not need it. In older versions (0.16)
-forks of the rank write the files; they stay where they wait to hand over more than a pipe holds.
+which waits for its rank without a limit: it stays where rank and launcher are killed (while
+torchrun runs, it ends this process). A save that the rank waits for does not need it. In older
+versions (0.16) forks of the rank write the files; they stay where they wait to hand over more than
+a pipe holds.
 """
 
 from __future__ import annotations
