@@ -51,8 +51,9 @@ class BoundedDispatcher(ExchangeDispatcher):
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
         slots = self.limit.slots(kept.routing.ids_TK, place.copies or place.shards, comm)
         slot_TK, count_WL = _slots_by_rank(place, ids_TK)
-        # a call before whose rows did not fit leaves NaN, whose routing says nothing of the load
-        most = count_WL.sum(1).amax() * weights_TK.isfinite().all()
+        # a call before whose rows did not fit leaves NaN alone, whose routing says nothing of the
+        # load; rows beside one finite choice are never lost
+        most = count_WL.sum(1).amax() * (weights_TK.isfinite() & (ids_TK >= 0)).any()
         most_W1 = most.expand(comm.size)[:, None]
         fits_WL = _fitting(count_WL, slots)
         header_WM = comm.all_to_all(torch.cat([fits_WL, most_W1], dim=1))

@@ -127,6 +127,17 @@ def test_a_layer_behind_one_whose_rows_did_not_fit_asks_for_nothing() -> None:
     assert run_simulated(2, rank) == [[8, 0], [8, 0]]
 
 
+def test_one_token_that_is_nan_loses_no_other_tokens_rows() -> None:
+    def rank(comm: Comm) -> tuple[int, bool]:
+        _, layer, xs = heavy_layer(comm, "repeat")
+        xs[comm.rank][0] = torch.nan
+        out = layer(xs[comm.rank]).output
+        return int(limits_of([layer])[0].needed), bool(out.isnan().all())
+
+    needed, lost = zip(*run_simulated(2, rank), strict=True)
+    assert min(needed) >= 7 and all(lost), "rows were dropped and nothing was said"
+
+
 def _repeated(comm: Comm) -> tuple[int, RankResult]:
     """(repetitions of a first and a second step, the result of the second)."""
     case, layer, xs = heavy_layer(comm, "repeat")
