@@ -48,7 +48,8 @@ class Conversion:
         layout: its sizes.
         model_only: leave optimizer state out.
         force: replace another folder at `target`.
-        advance: called with the number of bytes that are verified, kept or written; by two threads.
+        advance: called with the number of bytes that are verified, kept or written; by several
+            threads.
         kept: files that an interrupted conversion had completed.
     """
 
@@ -163,7 +164,7 @@ class _Progress(Progress):
         found = _read_plan(self._folder)
         same = found.get("plan") == self._plan
         self.finished: dict[str, list[int]] = dict(found.get("finished", {})) if same else {}
-        self._lock = Lock()  # writers finish a file in another thread while they ask for the next
+        self._lock = Lock()  # writers finish files in other threads while they ask for the next
 
     def keeps(self, name: str) -> bool:
         """See `Progress`: its size and checksum are as they were."""
@@ -188,6 +189,7 @@ class _Progress(Progress):
         crc = checksums.crc_of(path) if crc is None else crc
         with self._lock:
             self.finished[name] = [path.stat().st_size, crc]
+            self.finished = dict(sorted(self.finished.items()))  # whichever ended first
             self._save()
 
     def _save(self) -> None:

@@ -55,7 +55,7 @@ class Progress:
 
     A writer asks `keeps(name)` for each file (a path within the folder that it writes), skips the
     file where that is True, calls `advance` as bytes are written, and `wrote(name)` when the file
-    is complete, closed and flushed to disk.
+    is complete, closed and flushed to disk; `advance` and `wrote` by any thread.
     """
 
     def keeps(self, name: str) -> bool:

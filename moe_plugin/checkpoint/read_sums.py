@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 from moe_plugin.checkpoint.checksums import CHUNK, crc32
 from moe_plugin.regular_files import read_at
@@ -48,11 +49,14 @@ class ReadSums:
 
     def __init__(self) -> None:
         self._pieces: dict[int, tuple[int, int]] = {}  # first byte: (bytes, sum)
+        self._lock = Lock()
 
     def add(self, start: int, data: memoryview) -> None:
         """Note a piece that was read; of those that begin at one byte the longest counts."""
         if data.nbytes > self._pieces.get(start, (0, 0))[0]:
-            self._pieces[start] = data.nbytes, crc32(data)
+            piece = data.nbytes, crc32(data)
+            with self._lock:  # another thread may have added a longer one meanwhile
+                self._pieces[start] = max(piece, self._pieces.get(start, (0, 0)), key=_bytes)
 
     def crc_of(self, path: str | os.PathLike[str], size: int) -> int:
         """CRC-32 of the first `size` bytes of the file; what no piece has is read now.
@@ -67,6 +71,10 @@ class ReadSums:
                     crc = combined(_read_on(file.fileno(), at, start, crc), piece, nbytes)
                     at = start + nbytes
             return _read_on(file.fileno(), at, size, crc)
+
+
+def _bytes(piece: tuple[int, int]) -> int:
+    return piece[0]
 
 
 def _read_on(file: int, at: int, until: int, crc: int) -> int:

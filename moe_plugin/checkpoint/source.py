@@ -117,7 +117,7 @@ def window_shape(window: Window) -> tuple[int, ...]:
 
 
 class Source(ABC):
-    """A checkpoint that is open for reading.
+    """A checkpoint that is open for reading, by several threads where they want.
 
     Attributes:
         format: name of its format, as registered in `moe_plugin.checkpoint.formats`.

@@ -7,7 +7,8 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from moe_plugin.checkpoint import checksums, trust
+from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.read_sums import sums_of
 from moe_plugin.checkpoint.source import (
     CheckpointError,
@@ -151,26 +153,28 @@ def write_sealed(path: Path, state: Any, advance: Callable[[int], None] = lambda
 class SealedWriter:
     """Writes files as `torch.save` would, with `Derived` tensors read block by block; sealed.
 
-    The disk takes what is written meanwhile, and the end of one file while the next one is
-    written: all are on it when the context ends. Tensors that are read by one function are stored
+    Two files are written at a time, where there are two cores. The disk takes what is written
+    meanwhile: all are on it when the context ends. Tensors that are read by one function are stored
     once in a file.
 
     Args:
-        advance: called with the number of bytes of tensors that were written.
+        advance: called with the number of bytes of tensors that were written, by several threads.
+        at_once: files; None: see `FileWorkers`.
     """
 
-    def __init__(self, advance: Callable[[int], None] = lambda _: None) -> None:
-        self._advance = advance
-        self._pool, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._ending: Future[None] | None = None
+    def __init__(self, advance: Callable[[int], None] = lambda _: None,
+                 at_once: int | None = None) -> None:
+        self._advance, self._workers = advance, FileWorkers(at_once)
+        self._readers = ThreadPoolExecutor(self._workers.at_once)
 
     def write(self, path: Path, state: Any, done: Callable[[], None] = lambda: None) -> None:
-        """Write one file.
+        """Begin to write one file.
 
         Args:
             done: called when it is on the disk, by another thread.
         Raises:
-            OSError: the disk is full, for example; also where the file before was not complete.
+            OSError: the disk is full, for example; also where a file before could not be written.
+            CheckpointError: a file before could not be written, since its tensors cannot be read.
         """
         tensors: dict[Any, tuple[Derived, Tensor]] = {}
 
@@ -179,26 +183,29 @@ class SealedWriter:
                 tensors[one.read] = one, torch.empty(one.entry.shape, dtype=one.entry.dtype)
             return tensors[one.read][1]
 
-        skeleton = _each(state, Derived, empty)
+        skeleton = _each(_each(state, Tensor, _in_memory()), Derived, empty)
         with torch.serialization.skip_data():
             torch.save(skeleton, path)
         written = _structure(lambda **options: torch.load(path, weights_only=False, **options))
         placed = _places(written, skeleton)
         order = sorted(((placed[id(fake)], one) for one, fake in tensors.values()),
                        key=lambda pair: pair[0])
-        file = open(path, "r+b", buffering=0)  # noqa: SIM115 - closed when it is on the disk
-        try:
-            self._fill(file, order)
-            self._wait()  # for the file before
-        except BaseException:
-            self._close()  # what is under way needs the file
-            file.close()
-            raise
-        self._ending = self._pool.submit(_end, file, done)
+        self._workers.start(partial(self._make, path, order, done))
 
-    def _fill(self, file: io.FileIO, order: list[tuple[int, Derived]]) -> None:
+    def _make(self, path: Path, order: list[tuple[int, Derived]],
+              done: Callable[[], None]) -> Iterator[None]:
+        with (open(path, "r+b", buffering=0) as file,
+              ThreadPoolExecutor(1) as disk):  # ends before the file is closed
+            self._fill(file, _blocks(order, self._readers), disk)
+            yield
+            os.fsync(file.fileno())
+        done()
+
+    def _fill(self, file: io.FileIO, pieces: Iterator[tuple[int | None, memoryview]],
+              disk: Executor) -> None:
         size, at, crc, begun = os.path.getsize(file.name), 0, 0, 0
-        for start, data in self._blocks(order):
+        for start, data in pieces:
+            self._workers.check()
             if start is not None:
                 at, crc = _keep(file, at, start, crc)
             file.seek(at)
@@ -208,45 +215,47 @@ class SealedWriter:
             at, crc = at + len(data), checksums.crc32(data, crc)
             self._advance(len(data))
             if at - begun >= FLUSH:  # the disk begins to take it, without a wait
-                self._pool.submit(begin_writing, file.fileno(), begun, at - begun)
+                disk.submit(begin_writing, file.fileno(), begun, at - begun)
                 begun = at
         at, crc = _keep(file, at, size, crc)
         file.seek(size)
         file.write(checksums.trailer(crc))
 
-    def _blocks(self, order: list[tuple[int, Derived]]) -> Iterator[tuple[int | None, memoryview]]:
-        """The bytes of all tensors, with the place of each one's first; the next ones are read by
-        another thread, while the caller sums and writes these.
-        """
-        ahead = None
-        for start, one in order:
-            for window in blocks(one.entry, BLOCK):
-                reading = self._reader.submit(_bytes_of, one, window)
-                if ahead is not None:
-                    yield ahead[0], ahead[1].result()
-                ahead, start = (start, reading), None
-        if ahead is not None:
-            yield ahead[0], ahead[1].result()
-
-    def _wait(self) -> None:
-        """Until the file that was begun last is on the disk; raises what the disk said."""
-        if self._ending is not None:
-            self._ending.result()
-        self._ending = None
-
     def __enter__(self) -> SealedWriter:
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._wait()
-        finally:
-            self._close()
+    def __exit__(self, *error: Any) -> None:
+        with self._readers:
+            self._workers.__exit__(*error)
 
-    def _close(self) -> None:
-        for pool in (self._reader, self._pool):
-            pool.shutdown()
+
+def _blocks(order: Iterable[tuple[int, Derived]],
+            reader: Executor) -> Iterator[tuple[int | None, memoryview]]:
+    """The bytes of all tensors, with the place of each one's first; the next ones are read by
+    another thread, while the caller sums and writes these.
+    """
+    ahead = None
+    for start, one in order:
+        for window in blocks(one.entry, BLOCK):
+            reading = reader.submit(_bytes_of, one, window)
+            if ahead is not None:
+                yield ahead[0], ahead[1].result()
+            ahead, start = (start, reading), None
+    if ahead is not None:
+        yield ahead[0], ahead[1].result()
+
+
+def _in_memory() -> Callable[[Tensor], Derived]:
+    """Gives tensors in memory as those in files are; one that comes again the same way."""
+    known: dict[int, Derived] = {}
+
+    def stored(tensor: Tensor) -> Derived:
+        values = tensor.detach()
+        one = Derived(("", ""), Entry(tuple(values.shape), values.dtype),
+                      lambda window: values[window])
+        return known.setdefault(id(tensor), one)
+
+    return stored
 
 
 def _bytes_of(one: Derived, window: Window) -> memoryview:
@@ -261,12 +270,6 @@ def _keep(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
         data = file.read(min(until - at, BLOCK))
         at, crc = at + len(data), checksums.crc32(data, crc)
     return at, crc
-
-
-def _end(file: io.FileIO, done: Callable[[], None]) -> None:
-    with file:
-        os.fsync(file.fileno())
-    done()
 
 
 def _places(written: Any, skeleton: Any) -> dict[int, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,8 +61,10 @@ def _in_order(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
 
 def _read_span(file: int, start: int, count: int, dtype: torch.dtype, note: Noted | None) -> Tensor:
     """So many elements that follow each other."""
-    made = torch.empty(count, dtype=dtype)
-    data = memoryview(made.view(torch.uint8).numpy())
+    # not torch.empty: of memory that it asks for in multiples of 64 bytes, glibc before 2.38 uses
+    # little again, and a conversion holds three times as much
+    memory = np.empty(count * dtype.itemsize, np.uint8)
+    made, data = torch.from_numpy(memory).view(dtype), memoryview(memory)
     missing = read_at(file, data, start)
     if missing:
         raise EOFError(f"it ends {missing} bytes before the end of a tensor: it was cut short while"

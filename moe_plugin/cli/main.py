@@ -7,10 +7,12 @@ and `run(args)`, which returns the exit status.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from moe_plugin import __version__
@@ -84,11 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 success, 1 the command found something wrong or failed, 2 bad arguments.
     """
+    own = argv is None  # a process of its own
     argv = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["moe-plugin", *_words(argv)[:1]])
     try:
         with hidden([*FAIRSEQ, *MEGATRON]):
-            args = parse(argv)
+            with _not_collected() if own else nullcontext():
+                args = parse(argv)
             own_log(args.verbose)
             return args.run(args)
     except KeyboardInterrupt:
@@ -101,6 +105,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{name}: {_one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+
+
+@contextmanager
+def _not_collected() -> Iterator[None]:
+    """Garbage is not looked for among what is imported meanwhile, neither now nor when the process
+    ends: torch's million objects take it a second.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _words(argv: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.formats import Layout, detect, formats, open_source
+from moe_plugin.checkpoint.formats import Layout, Progress, detect, formats, open_source
 from moe_plugin.checkpoint.huggingface.files import HuggingFaceSource, write_folder
 from moe_plugin.checkpoint.inspection import summary
 from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
@@ -44,6 +45,55 @@ def there_and_back(source: Source) -> Source:
     bare = View(neutral, [derive(neutral, key) for key in neutral.entries],
                 values={"model": neutral.values["model"]})
     return form.from_neutral(bare)
+
+
+class Kept(Progress):
+    """Of a conversion that had completed some files; counts bytes as conversions do."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.folder, self.names = folder, names
+        self.done: list[int] = []
+        self.written: list[str] = []
+
+    def keeps(self, name: str) -> bool:
+        if name in self.names:
+            self.advance((self.folder / name).stat().st_size)
+        return name in self.names
+
+    def advance(self, nbytes: int) -> None:
+        self.done.append(nbytes)
+
+    def wrote(self, name: str) -> None:
+        self.written.append(name)
+
+
+def test_files_are_kept_and_each_is_counted_once(tmp_path: Path) -> None:
+    tiny("mixtral").save_pretrained(tmp_path / "theirs")
+    source = open_source(tmp_path / "theirs")
+    progress = Kept(tmp_path, [])
+    write_folder(tmp_path, source.values["config"], source, 30_000, progress)
+    names = sorted(path.name for path in tmp_path.glob("model-*"))
+    assert len(names) > 2 and sorted(progress.written)[1:-1] == names
+    size = sum(entry.nbytes for entry in source.entries.values())
+    assert sum(progress.done) == size
+    again = Kept(tmp_path, names[:2])
+    before = [(tmp_path / name).read_bytes() for name in names]
+    write_folder(tmp_path, source.values["config"], source, 30_000, again)
+    assert not set(names[:2]) & set(again.written)
+    assert [(tmp_path / name).read_bytes() for name in names] == before
+    assert size < sum(again.done) < size * 1.1  # kept ones with their headers
+
+
+def test_a_disk_that_is_full_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    tiny("mixtral").save_pretrained(tmp_path / "theirs")
+    source = open_source(tmp_path / "theirs")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path, source.values["config"], source, 30_000)
+    assert not (tmp_path / "config.json").exists()
 
 
 @pytest.mark.parametrize("kind", [*MODELS, *DENSE])

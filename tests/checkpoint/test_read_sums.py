@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,37 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
         read.append((at, until)), whole(file, at, until, crc))[1])
     assert sums.crc_of(path, 5000) == zlib.crc32(content)
     assert read == [(0, 100), (2000, 3000), (4500, 5000)]
+
+
+def test_of_two_threads_that_read_from_one_byte_the_longer_piece_counts(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, sums, path = random.Random(0).randbytes(100), ReadSums(), tmp_path / "file"
+    path.write_bytes(content)
+
+    def summed_meanwhile(data: memoryview, crc: int = 0) -> int:
+        if len(data) == 10:
+            sums.add(0, memoryview(content))  # by the other thread, while this one sums
+        return zlib.crc32(data, crc)
+
+    monkeypatch.setattr(read_sums, "crc32", summed_meanwhile)
+    sums.add(0, memoryview(content)[:10])
+    assert sums._pieces == {0: (100, zlib.crc32(content))}
+    assert sums.crc_of(path, 100) == zlib.crc32(content)
+
+
+def test_many_threads_add_pieces(tmp_path: Path) -> None:
+    content, sums, path = random.Random(1).randbytes(1 << 20), ReadSums(), tmp_path / "file"
+    path.write_bytes(content)
+
+    def read(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(200):
+            start = draw.randrange(0, 1 << 20, 1 << 14)
+            sums.add(start, memoryview(content)[start:start + draw.randrange(1, 1 << 16)])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(8)))
+    assert sums.crc_of(path, len(content)) == zlib.crc32(content)
 
 
 def test_a_sum_is_of_what_was_read(tmp_path: Path) -> None:

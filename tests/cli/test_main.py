@@ -79,3 +79,19 @@ def test_a_group_without_a_part_lists_its_parts(capsys: pytest.CaptureFixture[st
 def test_verbose_shows_the_trace() -> None:
     with pytest.raises(ValueError, match="must be >= 1"):
         main(["--verbose", "corpus", "--out", "/nonexistent", "--size", "0"])
+
+
+def test_what_a_process_of_its_own_imported_is_not_collected() -> None:
+    """It takes long at the end; in a process of somebody else nothing changes."""
+    code = """
+import gc, sys
+from moe_plugin.cli.main import main
+sys.argv = ["moe-plugin", "corpus", "--help"]
+for argv, wanted in ((sys.argv[1:], False), (None, True)):
+    try:
+        main(argv)
+    except SystemExit:
+        pass
+    assert gc.isenabled() and (gc.get_freeze_count() > 0) == wanted
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -7,13 +7,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.formats import Progress
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -186,21 +188,29 @@ def shards_of(entries: Mapping[str, Entry], most: int) -> dict[str, list[str]]:
 
 def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: int = SHARD_BYTES,
                  progress: Progress = Progress()) -> None:
-    """Write the "model" tensors of a source and a configuration, a piece of a tensor at a time.
+    """Write the "model" tensors of a source and a configuration, a piece of a tensor at a time,
+    two files at once where there are two cores.
 
     Args:
         most: bytes of a file, unless one tensor has more.
     """
     entries = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
     files = shards_of(entries, most)
-    for file, names in files.items():
-        held = {name: entries[name] for name in names}
-        if progress.keeps(file):
-            progress.advance(sum(entry.nbytes for entry in held.values()))
-            continue
-        write_safetensors(path / file, held, lambda name, at: source.read((MODEL, name), at),
-                          progress.advance)
-        progress.wrote(file)
+    with FileWorkers() as workers:
+        def written(nbytes: int) -> None:
+            workers.check()
+            progress.advance(nbytes)
+
+        def make(file: str) -> Iterator[None]:
+            held = {name: entries[name] for name in files[file]}
+            write_safetensors(path / file, held, lambda name, at: source.read((MODEL, name), at),
+                              written)
+            progress.wrote(file)
+            yield
+
+        for file in files:
+            if not progress.keeps(file):
+                workers.start(partial(make, file))
     if len(files) > 1:
         total = sum(entry.nbytes for entry in entries.values())
         write_json(path / INDEX, {

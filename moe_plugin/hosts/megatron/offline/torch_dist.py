@@ -17,6 +17,7 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import RLock
 from typing import Any, BinaryIO
 
 import torch
@@ -66,6 +67,7 @@ class DistributedFiles:
         metadata = _read_metadata(folder / METADATA, trusted)
         self._metadata, self._places = metadata.state_dict_metadata, metadata.storage_data
         self._layouts: dict[Any, _Layout] = {}
+        self._lock = RLock()  # of the streams' places, and what is known of files
 
     def tensors(self) -> dict[str, Entry]:
         """All tensors by name."""
@@ -116,6 +118,10 @@ class DistributedFiles:
         if place is None:
             raise CheckpointError(f"checkpoint {str(self.folder)!r}: no file has the object "
                                   f"{name!r}; use another checkpoint")
+        with self._lock:
+            return self._object(name, place)
+
+    def _object(self, name: str, place: Any) -> bytes:
         stream = self._open(place.relative_path)
         if place.offset + place.length > os.fstat(stream.fileno()).st_size:
             path = self.folder / place.relative_path
@@ -137,11 +143,12 @@ class DistributedFiles:
                                   f"{name!r} at {tuple(chunk.offsets)}; use another checkpoint")
         path = self.folder / place.relative_path
         try:
-            stream = self._open(place.relative_path)
-            key = (place.relative_path, place.offset)
-            if key not in self._layouts:
-                self._layouts[key] = _layout(stream, place)
-            layout = self._layouts[key]
+            with self._lock:
+                stream = self._open(place.relative_path)
+                key = (place.relative_path, place.offset)
+                if key not in self._layouts:
+                    self._layouts[key] = _layout(stream, place)
+                layout = self._layouts[key]
             if layout.shape != tuple(chunk.sizes):
                 raise ValueError(f"shape {layout.shape}, not {tuple(chunk.sizes)}")
             return layout.read(stream, window, dtype)
