@@ -33,6 +33,7 @@ FILES = ("reshard.json", "reshard.md")
 PARTS, EXPERTS, WIDTH, HIDDEN = 4, 16, 512, 2048
 TARGETS = (2, 8, 32)  # 32: experts of two shards
 FIELDS = ("exp_avg", "exp_avg_sq")
+PAUSE_S = 5.0
 
 
 def noise(*shape: int) -> Derived:
@@ -87,6 +88,7 @@ def measure(home: Path, size: int, rounds: int) -> list[dict[str, Any]]:
     for _ in range(rounds):
         for parts in seconds:
             shutil.rmtree(target, ignore_errors=True)
+            time.sleep(PAUSE_S)
             command = (["cp", "-r", str(source), str(target)] if parts == 0 else
                        [sys.executable, "-m", "moe_plugin.cli.main", "reshard", str(source),
                         str(target), "--ep", str(parts)])
@@ -117,7 +119,9 @@ def report(size: int, rounds: int, rows: list[dict[str, Any]]) -> str:
             f"{WIDTH} x {HIDDEN} in each layer, random float32), becomes one of other numbers of "
             "ranks; 32 ranks cut each expert in two. `cp -r` copies the same files in the same "
             f"run, in turn; median of {rounds} rounds, each until the data is on the disk "
-            "(`sync`). The time of `reshard` includes the start of Python, the verification of all "
+            f"(`sync`). Each begins {PAUSE_S:g} s after the result before it was removed: a virtual "
+            "machine may give freed memory back to its host meanwhile, and at once `cp` would find "
+            "it still there, while `reshard`, whose Python starts first, would not. The time of `reshard` includes the start of Python, the verification of all "
             "checksums of the source and the sums of what it writes, by "
             f"`{checksums.crc32.__module__}`. Peak memory is the largest "
             "resident set of the process, mapped pages of files and Python with torch included "
