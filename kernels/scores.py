@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.cpu.widened import widened
+from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype
 
 
@@ -40,7 +41,7 @@ class _WideLinear(torch.autograd.Function):
 
 def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
     """grad^T x, [E, D] in the gradient's dtype, float32 (float64)."""
-    if x_TD.device.type != "cpu":
+    if x_TD.device.type != "cpu" or wants_graph():
         return grad_TE.t() @ x_TD.to(grad_TE.dtype)
     grad_ED = grad_TE.new_zeros(grad_TE.shape[1], x_TD.shape[1])
     for span, x_ND in widened(x_TD, grad_TE.dtype):

@@ -85,12 +85,16 @@ class FileWorkers:
     def __enter__(self) -> FileWorkers:
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 *_: object) -> None:
         try:
-            if kind is None:
+            if error is None:
                 for _ in range(self.at_once + 1):  # unlike `shutdown`, Ctrl-C ends this
                     self._room.acquire()
                 self._raise()
         finally:
             self._stop.set()
             self._pool.shutdown()
+        # what failed here may have the same cause and say less: a full disk is named by a file
+        if isinstance(error, Exception) and error is not self._error:
+            self._raise()

@@ -209,9 +209,7 @@ class SealedWriter:
             if start is not None:
                 at, crc = _keep(file, at, start, crc)
             file.seek(at)
-            written = 0
-            while written < len(data):
-                written += file.write(data[written:])
+            _write_all(file, data)
             at, crc = at + len(data), checksums.crc32(data, crc)
             self._advance(len(data))
             if at - begun >= FLUSH:  # the disk begins to take it, without a wait
@@ -219,7 +217,7 @@ class SealedWriter:
                 begun = at
         at, crc = _keep(file, at, size, crc)
         file.seek(size)
-        file.write(checksums.trailer(crc))
+        _write_all(file, memoryview(checksums.trailer(crc)))
 
     def __enter__(self) -> SealedWriter:
         return self
@@ -256,6 +254,13 @@ def _in_memory() -> Callable[[Tensor], Derived]:
         return known.setdefault(id(tensor), one)
 
     return stored
+
+
+def _write_all(file: io.FileIO, data: memoryview) -> None:
+    # a full disk may take a part, and says so only when the rest is written
+    written = 0
+    while written < len(data):
+        written += file.write(data[written:])
 
 
 def _bytes_of(one: Derived, window: Window) -> memoryview:

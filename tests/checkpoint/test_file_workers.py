@@ -77,6 +77,27 @@ def test_a_failure_stops_the_others_and_is_what_the_caller_gets() -> None:
     assert stopped == [True] and len(started) <= 4
 
 
+def test_a_file_s_failure_counts_more_than_what_the_caller_makes_of_it() -> None:
+    failed = Event()
+
+    def fails() -> Iterator[None]:
+        try:
+            raise OSError(28, "disk")
+        finally:
+            failed.set()
+        yield
+
+    with pytest.raises(OSError, match="disk"), FileWorkers(2) as workers:
+        workers.start(fails)
+        assert failed.wait(60)
+        raise RuntimeError("a writer failed")
+    with pytest.raises(KeyboardInterrupt), FileWorkers(2) as workers:
+        workers.start(fails)
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="alone"), FileWorkers(2) as workers:
+        raise RuntimeError("alone")
+
+
 def test_a_failure_of_the_last_file_is_not_lost() -> None:
     def fails() -> Iterator[None]:
         yield
@@ -115,7 +136,7 @@ def test_a_tensor_that_cannot_be_read_ends_both_files(tmp_path: Path,
 
     def slow(window: Window) -> torch.Tensor:
         reads.append(window)
-        if len(reads) > 2:
+        if len(reads) == 3:  # alone: the other file needs a reader, too
             assert writer._workers._stop.wait(60)
         return torch.ones(window_shape(window))
 

@@ -95,3 +95,19 @@ def test_gradients_of_scores_are_rounded_once(dtype: torch.dtype, piece_bytes: i
         want = a @ b
         assert mine.dtype == dtype
         assert bool(((mine - want).abs() <= want.abs() * torch.finfo(dtype).eps / 2 + slack).all())
+
+
+def test_second_derivatives_of_scores_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widened, "PIECE_BYTES", 32)
+    g = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(9, 4, generator=g).bfloat16().requires_grad_()
+    weight_ED = torch.randn(3, 4, generator=g).bfloat16().requires_grad_()
+    wide = [x_TD.detach().double().requires_grad_(), weight_ED.detach().double().requires_grad_()]
+
+    def second(scores_TE: torch.Tensor, *of: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = torch.autograd.grad(scores_TE.square().sum(), of, create_graph=True)
+        return torch.autograd.grad(sum(grad.double().square().sum() for grad in first), of)
+
+    got = second(linear_scores(x_TD, weight_ED), x_TD, weight_ED)
+    for mine, want in zip(got, second(wide[0] @ wide[1].t(), *wide), strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=0.05, atol=0.05 * want.abs().max())
