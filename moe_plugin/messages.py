@@ -36,10 +36,11 @@ class Parser(argparse.ArgumentParser):
     """`ArgumentParser` whose errors are short, whatever the arguments are."""
 
     def error(self, message: str) -> NoReturn:
-        """Write the usage, if it is short, and the message; end with status 2. Of the ranks of a
-        job, which have the same arguments, the first writes.
+        """Write the usage, if it is short, and the message; end with status 2. Of the ranks that a
+        launcher starts on one node with the same arguments the first writes; other nodes may have
+        other arguments.
         """
-        if os.environ.get("RANK", "0") != "0":
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             self.exit(2)
         if self.format_usage().count("\n") > _USAGE_LINES:
             self.exit(2, f"{self.prog}: error: {cut(message, _ARGUMENT_LIMIT)}\n"

@@ -31,6 +31,20 @@ def test_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> 
     assert "doctor" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("local", "said"), [(None, True), ("0", True), ("1", False)])
+def test_errors_are_said_once_on_each_node(local: str | None, said: bool,
+                                           monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the environment has the rank of a job, as that of a node's pod has."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    with pytest.raises(SystemExit) as stop:
+        main(["reshard", "--oops"])
+    assert stop.value.code == 2 and bool(capsys.readouterr().err) is said
+
+
 @pytest.mark.parametrize(("argv", "module"), [([], None), (["--help"], None),
                                               (["corpus", "--help"], "corpus"),
                                               (["simulate", "--help"], None),

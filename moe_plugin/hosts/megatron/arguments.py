@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron import copied_flags, ensemble
+from moe_plugin.hosts.megatron import balance, copied_flags, ensemble
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.hosts.plain.elastic import check_alone, check_settings
 from moe_plugin.machine import memory_bytes
@@ -107,9 +107,8 @@ _TRAINING: tuple[_Flag, ...] = (("micro-batch-size", {
                                 ("recompute-num-layers", {"type": int}), ("recompute-modules", {
                                     "nargs": "*"
                                 }), ("recompute-activations", {
-                                    "action": "store_const", "dest": "recompute_granularity",
-                                    "const": "selective",
-                                    "help": "the same as --recompute-granularity selective"
+                                    **_ON, "help": "--recompute-granularity selective, whatever "
+                                    "else is given for it"
                                 }), ("accumulate-allreduce-grads-in-fp32",
                                      _ON), ("deterministic-mode",
                                      _ON), ("exit-interval", {"type": int}), ("eval-interval", {
@@ -190,6 +189,9 @@ def check(args: argparse.Namespace, world: int) -> None:
     positions = args.max_position_embeddings
     _need(positions is None or args.seq_length <= positions <= MOST, "max_position_embeddings",
           positions, f"in seq_length={args.seq_length}..{MOST}", "leave it out for seq_length")
+    _need(0 < args.rotary_percent <= 1, "rotary_percent", args.rotary_percent, "> 0 and <= 1",
+          "give the part of each head that rotary positions turn, 1 for all of it")
+    balance.refuse_unmatched(args)
     freq = args.moe_layer_freq
     _need(freq >= 1 if isinstance(freq, int) else len(freq) == args.num_layers, "moe_layer_freq",
           freq, f">= 1, or a list of num_layers={args.num_layers} numbers 0 and 1",
@@ -297,7 +299,8 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
         "overlap_moe_expert_parallel_comm": args.overlap_moe_expert_parallel_comm,
         "sequence_parallel": args.sequence_parallel, "deterministic_mode": args.deterministic_mode,
         "calculate_per_token_loss": args.calculate_per_token_loss,
-        "gradient_accumulation_fusion": False, "recompute_granularity": args.recompute_granularity,
+        "gradient_accumulation_fusion": False,
+        "recompute_granularity": copied_flags.recompute_granularity(args),
         "recompute_method": args.recompute_method,
         "recompute_num_layers": args.recompute_num_layers,
         "recompute_modules": args.recompute_modules,
@@ -308,10 +311,13 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
     if args.num_experts:
         values.update(_moe_values(args))
     try:
-        return call_supported(TransformerConfig,
-                              **{k: v for k, v in values.items() if v is not None})
+        config = call_supported(TransformerConfig,
+                                **{k: v for k, v in values.items() if v is not None})
     except (AssertionError, ImportError) as error:  # a package for what was chosen is missing
         raise ValueError(f"Megatron refuses these settings: {error}") from error
+    if args.num_experts and args.native_moe:  # of our layers `translate` says it
+        balance.refuse_unknown(config)
+    return config
 
 
 def _activation(args: argparse.Namespace) -> dict[str, Any]:

@@ -306,11 +306,17 @@ def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any])
     both = [name for name in mine if name in saved and name != "moe_plugin"
             and (saved[name] or None) != (mine[name] or None)]
     for name in both:
-        if name in _TENSORS:
+        if name in _TENSORS or name == "max_position_embeddings" and _learned(saved, mine):
             raise ValueError(differs(path, name, saved[name], mine[name]))
         if name in _COMPUTED:
             logger.warning("checkpoint %s was trained with %s=%s, this run has %s", path, name,
                            short(saved[name]), short(mine[name]))
+
+
+def _learned(*settings: Mapping[str, Any]) -> bool:
+    # positions are rows of a tensor; who does not say it agrees
+    name, learned = "position_embedding_type", "learned_absolute"
+    return all(each.get(name, learned) == learned for each in settings)
 
 
 def differs(path: str, name: str, saved: Any, mine: Any) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import argparse
 import ast
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from moe_plugin.messages import Parser, short
+from moe_plugin.messages import Parser, cut, short
 
 logger = logging.getLogger("moe_plugin.megatron")
 
@@ -53,22 +54,40 @@ _INSTEAD = {
 class CopiedParser(Parser):
     """A parser whose errors say what replaces Megatron's flags that it does not have."""
 
+    _given: Sequence[str] = ()
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As `ArgumentParser`'s."""
+        self._given = sys.argv[1:] if args is None else list(args)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
         return parsed
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
-        names = [text.split("=")[0] for text in unknown if text.startswith("--")]
-        message = f"unrecognized arguments: {' '.join(unknown)}"
-        known = [f"in place of {name}: {_INSTEAD[name]}" for name in names if name in _INSTEAD]
+        names = _names(unknown)
+        message = f"unrecognized arguments: {cut(' '.join(names or unknown))}"
         if set(names) - set(_INSTEAD):
-            known.append("Megatron's own script has more arguments than this one: leave them out, "
-                         "or start it by python -m moe_plugin.hosts.megatron.launch "
-                         "(docs/megatron.md)")
-        self.error("; ".join([message, *known]))
+            message += ("; Megatron's own script has more arguments than this one: leave them out, "
+                        "or start it by python -m moe_plugin.hosts.megatron.launch "
+                        "(docs/megatron.md)")
+        self.error(message)
+
+    def error(self, message: str) -> NoReturn:
+        """As `Parser`'s, with what replaces the flags given: `argparse` names a required flag that
+        is missing before the one of Megatron's given in its place.
+        """
+        replaced: dict[str, list[str]] = {}
+        for name in _names(self._given):
+            if name in _INSTEAD:
+                replaced.setdefault(_INSTEAD[name], []).append(name)
+        super().error("; ".join([message, *(f"in place of {', '.join(names)}: {hint}"
+                                            for hint, names in replaced.items())]))
+
+
+def _names(words: Sequence[str]) -> list[str]:
+    # of the flags among them, each once
+    return list(dict.fromkeys(text.split("=")[0] for text in words if text.startswith("--")))
 
 
 class OneOrMore(argparse.Action):
@@ -84,10 +103,10 @@ def layer_freq(text: str) -> int | list[int]:
     """Which layers have experts: every so many, or 0 and 1 for each layer: `0,1,0,1`, or Megatron's
     form of it: `([0]+[1]*3)`.
     """
+    text = text.strip()
     if "[" not in text and "," not in text:
         return _number(text)
-    pattern = _layers(_parsed(text), text) if "[" in text else [
-        _number(part) for part in text.split(",")]
+    pattern = _listed(text) if "[" in text else [_number(part) for part in text.split(",")]
     if not isinstance(pattern, list) or any(layer not in (0, 1) for layer in pattern):
         raise _bad_layers(text)
     return pattern
@@ -100,11 +119,15 @@ def _number(text: str) -> int:
         raise _bad_layers(text) from None
 
 
-def _parsed(text: str) -> ast.expr:
+def _listed(text: str) -> Any:
+    if len(text) > _MOST_CHARACTERS:
+        raise _long_layers(text)
     try:
-        return ast.parse(text[:_MOST_CHARACTERS], mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):  # nested too deep
+        return _layers(ast.parse(text, mode="eval").body, text)
+    except (SyntaxError, ValueError):
         raise _bad_layers(text) from None
+    except (MemoryError, RecursionError):
+        raise _long_layers(text) from None
 
 
 def _layers(node: ast.expr, text: str) -> Any:
@@ -115,6 +138,8 @@ def _layers(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
         left, right = _layers(node.left, text), _layers(node.right, text)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            if len(left) + len(right) > _MOST_LAYERS:
+                raise _bad_layers(text)
             return left + right
         lists = [side for side in (left, right) if isinstance(side, list)]
         times = [side for side in (left, right) if isinstance(side, int)]
@@ -130,6 +155,20 @@ def _bad_layers(text: str) -> argparse.ArgumentTypeError:
         "each layer, as 0,1,0,1 or ([0]+[1]*3)")
 
 
+def _long_layers(text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(
+        f"{short(text)} is too long: must be at most {_MOST_CHARACTERS} characters and a few "
+        "hundred terms; write [1]*3 for [1]+[1]+[1]")
+
+
+def recompute_granularity(args: argparse.Namespace) -> str | None:
+    """What these arguments choose: --recompute-activations wins, as in Megatron's script."""
+    if getattr(args, "recompute_activations", False):
+        return "selective"
+    chosen: str | None = args.recompute_granularity
+    return chosen
+
+
 def follow(args: argparse.Namespace) -> None:
     """Do what Megatron's script does with these arguments after it has read them, and log which
     have no effect.
@@ -137,6 +176,7 @@ def follow(args: argparse.Namespace) -> None:
     if args.sequence_parallel and args.tensor_model_parallel_size == 1 and not args.stage_layouts:
         logger.info("--sequence-parallel is left out: there is one tensor-parallel rank")
         args.sequence_parallel = False
+    args.recompute_granularity = recompute_granularity(args)
     given = [f"--{name}" for name, _ in WITHOUT_EFFECT
              if getattr(args, name.replace("-", "_")) not in (False, None)
              and not (args.native_moe and name in NATIVE_MOE)]

@@ -23,6 +23,7 @@ from moe_plugin.config import (
     to_dict,
     with_overrides,
 )
+from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
 from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
 from moe_plugin.messages import short
@@ -88,7 +89,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     """
     refuse_unsupported(native)
     if not injected_router:
-        _refuse_unknown_balance(native)
+        balance.refuse_unknown(native)
+        balance.refuse_unmatched(native)
     reasons = list(
         native_router_reasons(native)) + (["the spec's own router"] if injected_router else [])
     known = _native_values(native)
@@ -101,8 +103,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     refuse_streamed_weights(config.offload, "Megatron")
     if reasons:
         _check_native_router_settings(settings, reasons)
-    balance = injected_router or _native_router_balances(native)
-    return Translation(config, tuple(reasons), tuple(_notices(native)), balance)
+    return Translation(config, tuple(reasons), tuple(_notices(native)),
+                       injected_router or balance.router_balances(native))
 
 
 def _native_values(native: Any) -> dict[str, Any]:
@@ -149,7 +151,8 @@ def _losses(native: Any, given: Mapping[str, float] | None,
                 "moe_aux_loss_coeff and moe_z_loss_coeff"
             )
         return {}
-    weights = {"switch": _aux_coefficient(native), "z": float(native.moe_z_loss_coeff or 0.0)}
+    weights = {"switch": balance.aux_coefficient(native),
+               "z": float(native.moe_z_loss_coeff or 0.0)}
     weights = {name: weight for name, weight in weights.items() if weight}
     if weights and given is not None and not given:
         raise ValueError(
@@ -163,17 +166,6 @@ def _losses(native: Any, given: Mapping[str, float] | None,
             "moe_aux_loss_coeff/moe_z_loss_coeff; "
             "give one of the two")
     return {**weights, **extra}
-
-
-def _aux_coefficient(native: Any) -> float:
-    kinds, weights = _as_list(native.moe_router_load_balancing_type), _as_list(
-        native.moe_aux_loss_coeff)
-    return float(
-        sum(weight for kind, weight in zip(kinds, weights, strict=False) if kind == "aux_loss"))
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _activation(native: Any) -> str:
@@ -191,7 +183,7 @@ def _activation(native: Any) -> str:
 def native_router_reasons(native: Any) -> Iterable[str]:
     """Settings, as name=value, that only Megatron's own router knows."""
     if any(kind not in ("aux_loss", "none")
-           for kind in _as_list(native.moe_router_load_balancing_type)):
+           for kind in balance.as_list(native.moe_router_load_balancing_type)):
         yield f"moe_router_load_balancing_type={native.moe_router_load_balancing_type}"
     if native.moe_router_score_function not in ("softmax", "sigmoid"):
         yield f"moe_router_score_function={native.moe_router_score_function}"
@@ -204,17 +196,6 @@ def native_router_reasons(native: Any) -> Iterable[str]:
                  "moe_router_force_biased", "moe_enable_routing_replay"):
         if setting(native, name) not in (None, False):
             yield f"{name}={setting(native, name)}"
-
-
-def _native_router_balances(native: Any) -> bool:
-    kinds, weights = _as_list(native.moe_router_load_balancing_type), _as_list(
-        native.moe_aux_loss_coeff)
-    weighted = any(weight and "aux_loss" in kind
-                   for kind, weight in zip(kinds, weights, strict=False))
-    others = any(kind != "none" and "aux_loss" not in kind for kind in kinds)
-    return weighted or others or any(
-        setting(native, name) for name in ("moe_router_enable_expert_bias",
-                                           "moe_router_force_load_balancing"))
 
 
 def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str]) -> None:
@@ -286,19 +267,6 @@ def refuse_unsupported(native: Any) -> None:
     _refuse_confused_stages(native)
 
 
-def _refuse_unknown_balance(native: Any) -> None:
-    # Megatron's router ignores a name that it does not know, and nothing balances the load
-    known = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
-    if hasattr(native, "moe_router_quantile_balancing_ema"):  # from 0.19 on
-        known.append("quantile_balancing")
-    for kind in _as_list(native.moe_router_load_balancing_type):
-        if kind not in known:
-            raise ValueError(
-                f"moe_router_load_balancing_type={short(kind)} is unknown to this Megatron's "
-                f"router, which would not balance the load: must be one of {', '.join(known)}; "
-                "choose one of these")
-
-
 def _refuse_confused_stages(native: Any) -> None:
     # between two ranks an activation and a gradient of one batch of messages are taken for each
     # other: both have the same shape, so that the numbers are wrong and nothing fails
@@ -316,7 +284,7 @@ def _refuse_confused_stages(native: Any) -> None:
 def _refuse_lists(native: Any) -> None:
     # renamed in 0.18, which moves the old name's value to the new one
     chosen = setting(native, "cuda_graph_modules") or setting(native, "cuda_graph_scope") or []
-    scopes = {plain_name(scope) for scope in _as_list(chosen)}
+    scopes = {plain_name(scope) for scope in balance.as_list(chosen)}
     if setting(native, "cuda_graph_impl", "none") not in (None, "none") and scopes != {"attn"}:
         raise ValueError(
             f"cuda_graph_impl={short(native.cuda_graph_impl)} with scope {sorted(scopes)} is not "

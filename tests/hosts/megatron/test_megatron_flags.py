@@ -73,9 +73,25 @@ def test_sizes_and_recomputation_have_megatrons_meaning(data: str) -> None:
     assert on_ranks(1, _sizes, [*argv, *rope]) == [("selective", 0, 4)]  # of 8 a head
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_recompute_activations_wins_over_the_granularity(after: bool) -> None:
+    """In whatever order they are given, with `follow` and without."""
+    from moe_plugin.hosts.megatron import arguments, copied_flags
+
+    words = ["--recompute-granularity", "full", "--recompute-activations"]
+    needed = [*MODEL, "--data-path", "x", "--train-iters", "1"]
+    args = arguments.parser().parse_args([*needed, *(words[2:] + words[:2] if after else words)])
+    assert copied_flags.recompute_granularity(args) == "selective"
+    copied_flags.follow(args)
+    assert args.recompute_granularity == "selective"
+    args = arguments.parser().parse_args([*needed, *words[:2]])
+    del args.recompute_activations  # a namespace of an earlier release
+    assert copied_flags.recompute_granularity(args) == "full"
+
+
 @pytest.mark.parametrize(("text", "layers"), [
     ("2", 2), ("0,1,0", [0, 1, 0]), ("[1,0]", [1, 0]), ("([0]+[1]*3)", [0, 1, 1, 1]),
-    ("([0]*2+[1]*1)*2", [0, 0, 1, 0, 0, 1]), ("2*[1]", [1, 1])])
+    ("([0]*2+[1]*1)*2", [0, 0, 1, 0, 0, 1]), ("2*[1]", [1, 1]), (" ([0]+[1]) ", [0, 1])])
 def test_layers_with_experts_in_megatrons_form(text: str, layers: int | list[int]) -> None:
     from moe_plugin.hosts.megatron.copied_flags import layer_freq
 
@@ -83,11 +99,22 @@ def test_layers_with_experts_in_megatrons_form(text: str, layers: int | list[int
 
 
 @pytest.mark.parametrize("text", ["x", "0,2", "[2]", "[1]*99999999", "([1]", "[1]+2", "[1]**2",
-                                  "[[1]]", "[__import__('os').getpid()]", "[" * 10**5, "[1.0]", ""])
+                                  "[[1]]", "[__import__('os').getpid()]", "[1.0]", "",
+                                  "[1]*9999+[1]*9999"])
 def test_other_layers_are_refused(text: str) -> None:
     from moe_plugin.hosts.megatron.copied_flags import layer_freq
 
     with pytest.raises(argparse.ArgumentTypeError, match="is neither a number n >= 1"):
+        layer_freq(text)
+
+
+@pytest.mark.parametrize("text", ["[1]" + " " * 10**4 + "+x", "[" * 10**5,
+                                  "+".join(["[1]"] * 1000)],
+                         ids=["cut it would fit", "nested", "terms"])
+def test_long_layers_are_refused_whole(text: str) -> None:
+    from moe_plugin.hosts.megatron.copied_flags import layer_freq
+
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is too long: .* write \[1\]\*3"):
         layer_freq(text)
 
 
@@ -96,10 +123,22 @@ WRONG = {
     "no layers": (["--moe-layer-freq", "0"], ("moe_layer_freq=0", ">= 1")),
     "few positions": (["--max-position-embeddings", "8"],
                       ("max_position_embeddings=8", "seq_length=32")),
+    "no rotary positions": (["--rotary-percent", "0"], ("rotary_percent=0.0", "> 0 and <= 1")),
+    "more than all rotary": (["--rotary-percent", "1.5"], ("rotary_percent=1.5", "> 0 and <= 1")),
+    "a coefficient too many": (["--moe-aux-loss-coeff", "0.01", "0.001"],
+                               ("moe_aux_loss_coeff=[0.01, 0.001]", "must be 1", "'aux_loss'")),
+    "a coefficient too few": (["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"],
+                              ("moe_aux_loss_coeff=0.01", "must be 2", "'seq_aux_loss'")),
+    "a type twice": (["--moe-router-load-balancing-type", "aux_loss", "aux_loss",
+                      "--moe-aux-loss-coeff", "0.01", "0.001"],
+                     ("moe_router_load_balancing_type=['aux_loss', 'aux_loss']", "sum")),
     "another package": (["--native-moe", "--moe-permute-fusion"], ("fused",)),
     "newer balancing": (["--moe-router-load-balancing-type", "quantile_balancing",
                          "--moe-aux-loss-coeff", "0"],
                         ("moe_router_load_balancing_type='quantile_balancing'", "sinkhorn")),
+    "newer balancing, natively": (["--moe-router-load-balancing-type", "quantile_balancing",
+                                   "--moe-aux-loss-coeff", "0", "--native-moe"],
+                                  ("moe_router_load_balancing_type='quantile_balancing'",)),
 }
 
 
@@ -124,16 +163,65 @@ def test_values_that_do_not_fit_are_named(extra: list[str], parts: tuple[str, ..
 def test_what_is_not_known_is_said_with_what_is(argv: list[str], parts: tuple[str, ...],
                                                 monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    """In few lines, though there are 200 arguments, and once in a job."""
+    """In few lines, though there are 200 arguments, and once on a node."""
     from moe_plugin.hosts.megatron import arguments
 
-    for rank, said in (("0", True), ("1", False)):
-        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for rank, said in ((None, True), ("0", True), ("1", False)):
+        if rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as ended:
             arguments.parser().parse_args([*MODEL, "--data-path", "x", "--train-iters", "1", *argv])
         shown = capsys.readouterr().err
         assert ended.value.code == 2 and bool(shown) is said
         assert not said or (all(part in shown for part in parts) and shown.count("\n") == 2), shown
+
+
+def _said(argv: list[str], monkeypatch: pytest.MonkeyPatch,
+          capsys: pytest.CaptureFixture[str]) -> str:
+    from moe_plugin.hosts.megatron import arguments
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit):
+        arguments.parser().parse_args([*MODEL, *argv])
+    return capsys.readouterr().err
+
+
+def test_every_hint_of_a_real_script_is_shown_once(monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "/of/some/length" * 8
+    shown = _said(["--data-path", "x", "--train-iters", "1", "--tokenizer-type", "GPT2BPETokenizer",
+                   "--vocab-file", f"{folder}/vocab.json", "--merge-file", f"{folder}/merges.txt",
+                   "--tensorboard-dir", folder, "--ckpt-format", "torch_dist",
+                   "--log-timers-to-tensorboard"], monkeypatch, capsys)
+    assert "moe_plugin.hosts.megatron.launch" in shown and shown.count("--vocab-size") == 1
+    assert "in place of --tokenizer-type, --vocab-file, --merge-file: give the data" in shown
+    assert "in place of --tensorboard-dir: use --moe-stats-tensorboard FOLDER\n" in shown
+
+
+@pytest.mark.parametrize(("argv", "missing", "hint"), [
+    (["--train-iters", "1", "--mock-data"], "--data-path", "in place of --mock-data: make data of"),
+    (["--data-path", "x", "--train-samples", "5"], "--train-iters",
+     "in place of --train-samples: use --train-iters")])
+def test_a_missing_flag_is_said_with_the_one_given_for_it(
+        argv: list[str], missing: str, hint: str, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _said(argv, monkeypatch, capsys)
+    assert f"the following arguments are required: {missing}; {hint}" in shown
+
+
+def test_other_learned_positions_than_saved_are_refused() -> None:
+    """Of other positions their number says nothing about tensors."""
+    from moe_plugin.hosts.megatron.checkpoint import check_settings
+
+    saved = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
+    mine = {**saved, "max_position_embeddings": 32}
+    with pytest.raises(ValueError, match="has max_position_embeddings=64, this run has .*=32;"):
+        check_settings("saved", saved, mine)
+    turned = {"position_embedding_type": "rope"}
+    check_settings("saved", {**saved, **turned}, {**mine, **turned})
+    check_settings("saved", saved, saved)
 
 
 def test_an_error_of_a_layer_ends_with_its_remedy(data: str) -> None:
