@@ -156,7 +156,7 @@ def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
     does it.
     """
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
-    dots_TK = torch.empty(tokens, choices, dtype=dtype)
+    dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)
     index_C = position_TK.clamp(min=0).reshape(-1)
     size = min(tokens, max(1, widened.PIECE_BYTES // max(1, choices * width * dtype.itemsize)))
     narrow_CD = scratch("rows to dot", (size * choices, width), rows_RD)

@@ -30,7 +30,7 @@ HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PORT=${PORT:-$((29500 + SLURM_JOB_ID % 1000))}
 # srun does not take over --cpus-per-task from Slurm 22.05 on: ranks would share one processor
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-# a node whose torchrun gives up ends the job
+# a node whose torchrun ends with an error ends the job
 export SLURM_KILL_BAD_EXIT=1
 # ranks that start again must not find the addresses of dead ones (docs/recipes.md)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

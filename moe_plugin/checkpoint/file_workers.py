@@ -37,8 +37,8 @@ class FileWorkers:
         self.at_once = at_once or min(AT_ONCE, usable_cores())
         self._pool = ThreadPoolExecutor(self.at_once + 1)
         self._room, self._making = Semaphore(self.at_once + 1), Semaphore(self.at_once)
-        self._stop, self._error, self._lock = Event(), None, Lock()
-        self._error: BaseException | None
+        self._stop, self._lock = Event(), Lock()
+        self._error: BaseException | None = None
 
     def start(self, make: Callable[[], Iterator[None]]) -> None:
         """Make a file, as soon as there is room for it.

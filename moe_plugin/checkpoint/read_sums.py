@@ -8,6 +8,7 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 
@@ -56,7 +57,7 @@ class ReadSums:
         if data.nbytes > self._pieces.get(start, (0, 0))[0]:
             piece = data.nbytes, crc32(data)
             with self._lock:  # another thread may have added a longer one meanwhile
-                self._pieces[start] = max(piece, self._pieces.get(start, (0, 0)), key=_bytes)
+                self._pieces[start] = max(piece, self._pieces.get(start, (0, 0)), key=itemgetter(0))
 
     def crc_of(self, path: str | os.PathLike[str], size: int) -> int:
         """CRC-32 of the first `size` bytes of the file; what no piece has is read now.
@@ -71,10 +72,6 @@ class ReadSums:
                     crc = combined(_read_on(file.fileno(), at, start, crc), piece, nbytes)
                     at = start + nbytes
             return _read_on(file.fileno(), at, size, crc)
-
-
-def _bytes(piece: tuple[int, int]) -> int:
-    return piece[0]
 
 
 def _read_on(file: int, at: int, until: int, crc: int) -> int:

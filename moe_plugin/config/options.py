@@ -51,7 +51,7 @@ _READ_CHECKED: ContextVar[bool] = ContextVar("whether unread settings are errors
 
 @contextmanager
 def unread_allowed() -> Iterator[None]:
-    """Settings that nothing reads are no errors meanwhile (`Section.read_where`): those of a file
+    """Settings that nothing reads are not errors meanwhile (`Section.read_where`): those of a file
     whose flags are still to come, or of a run that is over.
     """
     token = _READ_CHECKED.set(False)

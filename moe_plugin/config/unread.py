@@ -12,7 +12,7 @@ from moe_plugin.config.flags import setting_specs
 from moe_plugin.config.tree import MoEConfig, flatten, to_dict
 from moe_plugin.messages import short
 
-# how their paths begin, and what acts on them outside of hosts. (`observe` is no such section: a
+# how their paths begin, and what acts on them outside of hosts. (`observe` is not one of them: a
 # layer holds it for `StatsRecorder`.)
 ELSEWHERE = {
     "offload.weights": "give it to moe_plugin.hosts.plain.streamed.streamed_trainer",

@@ -51,8 +51,8 @@ class BoundedDispatcher(ExchangeDispatcher):
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
         slots = self.limit.slots(kept.routing.ids_TK, place.copies or place.shards, comm)
         slot_TK, count_WL = _slots_by_rank(place, ids_TK)
-        # a call before whose rows did not fit leaves NaN alone, whose routing says nothing of the
-        # load; rows beside one finite choice are never lost
+        # an earlier layer whose rows did not fit leaves nothing but NaN, whose routing says nothing
+        # of the load; with a single finite weight the rows are counted, since tokens would be lost
         most = count_WL.sum(1).amax() * (weights_TK.isfinite() & (ids_TK >= 0)).any()
         most_W1 = most.expand(comm.size)[:, None]
         fits_WL = _fitting(count_WL, slots)

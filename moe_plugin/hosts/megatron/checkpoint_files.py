@@ -32,7 +32,7 @@ def together(folder: str, work: Callable[[], None]) -> None:
     error: BaseException | None = None
     try:
         work()
-    # of any kind: the other ranks must know; torch's own is no `Exception`
+    # of any kind: the other ranks must know; torch's own is not an `Exception`
     except (Exception, CheckpointException) as caught:
         error = caught
     failed = [text for text in gather("" if error is None else _not_written(folder, error)) if text]

@@ -175,7 +175,7 @@ class StreamedPeer:
             yield mine
 
     def _spread_counts(self, number: int) -> None:
-        """Send a block's buffers that are no floating-point numbers, which a newcomer takes."""
+        """Send a block's buffers that are not floating-point numbers, which a newcomer takes."""
         buffers = self.trainer.blocks[number].other_buffers()
         copies = [x.detach().cpu().contiguous().clone() for x in buffers]
         if copies:  # as bytes: any dtype can be sent

@@ -95,7 +95,7 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
 
 def _leave_out_of_files(model: Any) -> None:
-    """Let `save_pretrained` of transformers leave out what is no tensor: where experts come from.
+    """Let transformers' `save_pretrained` leave out what is not a tensor: where experts come from.
 
     Of several ranks it would write the experts of one, so there it fails as it does.
     """

@@ -30,7 +30,7 @@ def _saved(argv: list[str]) -> tuple[list[str], bool]:
 
 
 def test_a_run_that_saves_starts_no_process_that_stays(data: str, tmp_path: Path) -> None:
-    """Megatron keeps one for its queue, which nobody ends where the rank is killed."""
+    """Megatron keeps one for its queue, which stays when the rank is killed."""
     argv = [*MODEL, "--data-path", data, "--train-iters", "2", "--save-interval", "1", "--save",
             str(tmp_path)]
     assert on_ranks(1, _saved, argv) == [([], True)]
