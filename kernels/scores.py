@@ -56,9 +56,11 @@ def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tens
         return (grad_TE @ weight_ED.to(grad_TE.dtype)).to(dtype)
     # one product of 16 bits, summed in float32 and rounded once, takes half as long as one of 32:
     # each gradient goes in as two whose sum is off by at most 2^-17 of it
-    high_TE = grad_TE.to(dtype)
-    low_TE = (grad_TE - high_TE.to(grad_TE.dtype)).to(dtype)
-    return torch.cat([high_TE, low_TE], 1) @ weight_ED.repeat(2, 1)
+    both_T2E = weight_ED.new_empty(grad_TE.shape[0], 2, grad_TE.shape[1])
+    high_TE, low_TE = both_T2E.unbind(1)
+    high_TE.copy_(grad_TE)
+    low_TE.copy_(grad_TE - high_TE)
+    return both_T2E.flatten(1) @ weight_ED.repeat(2, 1)
 
 
 def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ threads on 2 cores it saves 12 % in float32, but such a run takes 70 % longer th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
+from moe_plugin.kernels.cpu.block_rows import BlockRows, GatheredRows, WeightedRows
 from moe_plugin.kernels.cpu.blocks import Block, blocks_of
-from moe_plugin.kernels.cpu.products import product
+from moe_plugin.kernels.cpu.products import product_of
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.kernels.main_grad import WEIGHTS, MainGrad
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.rows import bags, dot_rows, sum_bags, sum_rows
+from moe_plugin.kernels.rows import dot_rows, sum_rows
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
@@ -62,61 +63,37 @@ class _FFNCall:
     sums: GradSums
     complete: bool = False
 
-    @property
-    def total(self) -> int:
-        """R, rows of all experts."""
-        return self.blocks[-1].rows.stop if self.blocks else 0
+    def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
+        """Memory for the rows of all blocks (`whole`), or of one block at a time."""
+        sizes = [block.size for block in self.blocks]
+        shape = (sum(sizes) if whole else max(sizes, default=0), width)
+        return BlockRows(self.blocks, self.memory.empty(purpose, shape, like), whole)
 
-
-class _RowBuffer:
-    """Memory for [R, width] rows of all blocks (`full`), or for one block at a time."""
-
-    def __init__(self, call: _FFNCall, purpose: str, width: int, like: Tensor,
-                 full: bool = False) -> None:
-        rows = call.total if full else max((block.size for block in call.blocks), default=0)
-        memory = call.memory.empty(purpose, (rows, width), like)
-        self.full, self.buffer = (memory, None) if full else (None, memory)
-
-    def at(self, block: Block) -> Tensor:
-        """Rows of one block, [N, width]."""
-        if self.full is not None:
-            return block.of(self.full)
-        return self.buffer if block.size == self.buffer.shape[0] else self.buffer[:block.size]
-
-
-class _GatheredInput:
-    """Rows of tokens, gathered into a buffer for one block; a view where x already is rows."""
-
-    def __init__(self, call: _FFNCall, x: Tensor, purpose: str) -> None:
-        self.x, self.token_R = x, call.token_R
-        self.into = None if call.token_R is None else _RowBuffer(call, purpose, x.shape[1], x)
-
-    def at(self, block: Block) -> Tensor:
-        """Rows of one block, [N, width]."""
-        if self.into is None:
-            return block.of(self.x)
-        return torch.index_select(self.x, 0, block.of(self.token_R), out=self.into.at(block))
+    def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
+        """Rows of tokens x [T, W], or x [R, W] where it is rows already."""
+        if self.token_R is None:
+            return BlockRows(self.blocks, x, True)
+        return GatheredRows(self.blocks, x, self.token_R, self.make(purpose, x.shape[1], x))
 
 
 class _Linear:
-    """x w + b of each expert.
+    """x w + b of each expert; the views of all experts are made at once, see `block_rows`."""
 
-    The views of all experts are made at once: one by one they cost as much as the small operations.
-    """
+    def __init__(self, blocks: list[Block], w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
+        w, b = w_LIO.unbind(0), None if b_LO is None else b_LO.unbind(0)
+        self.w = [[w[e] for e in block.experts] for block in blocks]
+        self.b = [[None if b is None else b[e] for e in block.experts] for block in blocks]
+        self.product = product_of(w_LIO)
 
-    def __init__(self, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
-        self.w = w_LIO.unbind(0)
-        self.b = [None] * w_LIO.shape[0] if b_LO is None else b_LO.unbind(0)
+    def into(self, block: int, rows: Sequence[Tensor], out: BlockRows, add: bool = False) -> Tensor:
+        """One block's rows [M, I] through their experts' matrices; returns `out`'s rows [N, O].
 
-    def into(self, block: Block, x_NI: Tensor, out_NO: Tensor, add: bool = False) -> Tensor:
-        """One block's rows through their experts' matrices; returns `out_NO`.
-
-        add: the result is added to the values of `out_NO`, and no bias is.
+        add: the result is added to the values that `out` has, and no bias is.
         """
-        for expert, x, y in zip(block.experts, block.split(x_NI), block.split(out_NO),
-                                strict=True):
-            product(x, self.w[expert], y, y if add else self.b[expert])
-        return out_NO
+        for w, b, x, y in zip(self.w[block], self.b[block], rows, out.of_experts[block],
+                              strict=True):
+            self.product(x, w, y, y if add else b)
+        return out.of_block[block]
 
 
 @strategies.register("fused")
@@ -173,45 +150,49 @@ class _FusedFFN(torch.autograd.Function):
 
 
 class _Forward:
-    """One forward pass: its buffers, and the operations on one block."""
+    """One forward pass: its memory, and the operations on one block."""
 
     def __init__(self, call: _FFNCall, x: Tensor, w_in: Tensor, b_in: Tensor | None,
                  w_gate: Tensor | None, b_gate: Tensor | None, w_out: Tensor,
                  b_out: Tensor | None) -> None:
         width, inner = w_in.shape[1:]
-        self.call, self.input = call, _GatheredInput(call, x, "gathered")
-        self.w_in, self.w_out = _Linear(w_in, b_in), _Linear(w_out, b_out)
-        self.w_gate = None if w_gate is None else _Linear(w_gate, b_gate)
-        self.before = _RowBuffer(call, "before", inner, x, call.keep)
-        self.after = _RowBuffer(call, "after", inner, x, call.keep_after)
+        self.call, self.input = call, call.gathered(x, "gathered")
+        self.w_in = _Linear(call.blocks, w_in, b_in)
+        self.w_out = _Linear(call.blocks, w_out, b_out)
+        self.w_gate = None if w_gate is None else _Linear(call.blocks, w_gate, b_gate)
+        self.before = call.make("before", inner, x, call.keep)
+        self.after = call.make("after", inner, x, call.keep_after)
         self.up = self.gated = None
         if w_gate is not None:
-            self.up = _RowBuffer(call, "up", inner, x, call.keep)
-            self.gated = _RowBuffer(call, "gated", inner, x)
-        self.rows = _RowBuffer(call, "rows", width, x, full=True)
+            self.up = call.make("up", inner, x, call.keep)
+            self.gated = call.make("gated", inner, x)
+        self.rows = call.make("rows", width, x, whole=True)
 
     def run(self) -> Tensor:
         """Output rows [R, D]."""
-        for block in self.call.blocks:
+        for block in range(len(self.call.blocks)):
             self._block(block)
-        return self.rows.full
+        return self.rows.memory
 
     def kept(self) -> tuple[Tensor | None, ...]:
         """Value before the activation, after it, the other factor of a gated expert.
 
         [R, F] each; None: not kept.
         """
-        return tuple(None if rows is None else rows.full
-                     for rows in (self.before, self.after, self.up))
+        keep, keep_after = self.call.keep, self.call.keep_after
+        return (self.before.memory if keep else None, self.after.memory if keep_after else None,
+                self.up.memory if keep and self.up is not None else None)
 
-    def _block(self, block: Block) -> None:
-        x_ND, a_NF = self.input.at(block), self.after.at(block)
-        h_NF = (self.w_gate or self.w_in).into(block, x_ND, self.before.at(block))
-        self.call.act.into(h_NF, a_NF)
+    def _block(self, block: int) -> None:
+        x = self.input.take(block)
+        h_NF = (self.w_gate or self.w_in).into(block, x, self.before)
+        self.call.act.into(h_NF, self.after.of_block[block])
+        inner = self.after
         if self.w_gate is not None:
-            up_NF = self.w_in.into(block, x_ND, self.up.at(block))
-            a_NF = torch.mul(a_NF, up_NF, out=self.gated.at(block))
-        self.w_out.into(block, a_NF, self.rows.at(block))
+            up_NF = self.w_in.into(block, x, self.up)
+            torch.mul(self.after.of_block[block], up_NF, out=self.gated.of_block[block])
+            inner = self.gated
+        self.w_out.into(block, inner.take(block), self.rows)
 
 
 class _WeightGrad:
@@ -220,12 +201,12 @@ class _WeightGrad:
     def __init__(self, call: _FFNCall, name: str, w_LIO: Tensor) -> None:
         self.sums, self.name = call.sums, name
         grad_LIO, self.written = self.sums.begin(name, w_LIO, call.memory)
-        self.into = grad_LIO.unbind(0)
+        self.into, self.product = grad_LIO.unbind(0), product_of(w_LIO)
 
     def add_matmul(self, expert: int, a_IN: Tensor, b_NO: Tensor) -> None:
         """Add a b to this expert's gradient."""
         into_IO = self.into[expert]
-        product(a_IN, b_NO, into_IO, into_IO if expert in self.written else None)
+        self.product(a_IN, b_NO, into_IO, into_IO if expert in self.written else None)
         self.written.add(expert)
 
     def result(self) -> Tensor | None:
@@ -234,36 +215,38 @@ class _WeightGrad:
 
 
 class _Backward:
-    """One backward pass: its buffers, the gradients, and the operations on one block."""
+    """One backward pass: its memory, the gradients, and the operations on one block."""
 
     def __init__(self, ctx: Any, grad_y: Tensor) -> None:
         self.call = call = ctx.call
-        (x, self.gates_TK, self.before, self.after, self.up, self.outputs_RD, w_in, w_gate,
+        (x, self.gates_TK, before, after, up, self.outputs_RD, w_in, w_gate,
          w_out) = ctx.saved_tensors
         width, inner = w_in.shape[1:]
         need_x, need_gates, *needs = ctx.needs_input_grad[1:]
         weights = dict(zip(WEIGHTS, (w_in, w_gate, w_out), strict=True))
         self._make_grads(weights, needs)
         self.transposed = {
-            name: _Linear(w.transpose(1, 2)) for name, w in weights.items() if w is not None
+            name: _Linear(call.blocks, w.transpose(1, 2))
+            for name, w in weights.items() if w is not None
         }
-        need_input = W_IN in self.grads or W_GATE in self.grads
-        self.input = _GatheredInput(call, x, "gathered") if need_input else None
-        self.grad_y, self.need_gates, self.grad_bags = grad_y, need_gates, None
-        if self.gates_TK is None:
-            self.grad_output = _GatheredInput(call, grad_y, "gathered grad")
-        else:
-            dtype = grad_y.dtype
-            scale_R = self.gates_TK.reshape(-1).index_select(0, call.source_R)
-            scale_R1 = scale_R.to(accumulate_dtype(dtype))[:, None]
-            self.grad_bags = bags(call.token_R[:, None], scale_R1, dtype)
-        self.grad_rows = _RowBuffer(call, "grad rows", width, grad_y, full=True) if need_x else None
-        self.recomputed_act = None
-        if self.after is None:
-            self.recomputed_act = _RowBuffer(call, "recomputed act", inner, grad_y)
-        self.activation_grad = _RowBuffer(call, "activation grad", inner, grad_y)
-        self.up_grad, self.gated = (None if w_gate is None else _RowBuffer(call, n, inner, grad_y)
-                                    for n in ("up grad", "gated"))
+        self.grad_y, self.need_gates = grad_y, need_gates
+        self.grad_output = self._read_grad()
+        self.grad_rows = call.make("grad rows", width, grad_y, whole=True) if need_x else None
+        self.before = BlockRows(call.blocks, before, True)
+        self.after = (call.make("recomputed act", inner, grad_y) if after is None
+                      else BlockRows(call.blocks, after, True))
+        self.recompute, self.inner = after is None, self.after
+        self.activation_grad = call.make("activation grad", inner, grad_y)
+        self.up = self.up_grad = None
+        if w_gate is not None:
+            self.up = BlockRows(call.blocks, up, True)
+            self.up_grad, self.inner = (call.make(n, inner, grad_y) for n in ("up grad", "gated"))
+        self.input, self.columns = None, {}
+        if W_OUT in self.grads:
+            self.columns[W_OUT] = self.inner.columns()
+        if W_IN in self.grads or W_GATE in self.grads:
+            self.input = call.gathered(x, "gathered")
+            self.columns[W_IN] = self.columns[W_GATE] = self.input.columns()
 
     def _make_grads(self, weights: dict[str, Tensor | None], needs: list[bool]) -> None:
         call = self.call
@@ -280,68 +263,63 @@ class _Backward:
 
     def run(self) -> tuple[Tensor | None, ...]:
         """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; None: not needed."""
-        for block in self.call.blocks:
+        for block in range(len(self.call.blocks)):
             self._block(block)
         grads = {name: g.result() for name, g in self.grads.items()}
         return (self._grad_x(), self._grad_gates(),
                 *(made.get(name) for name in WEIGHTS for made in (grads, self.bias_grads)))
 
-    def _block(self, block: Block) -> None:
-        grad_ND, h_NF = self._grad_output(block), block.of(self.before)
-        grad_NF = self.transposed[W_OUT].into(block, grad_ND, self.activation_grad.at(block))
-        a_NF = self._activation(block, h_NF)
-        inner_NF, grads = a_NF, {W_IN: grad_NF}
-        if self.up is not None:
-            up_NF = block.of(self.up)
-            grads = {
-                W_IN: torch.mul(grad_NF, a_NF, out=self.up_grad.at(block)),
-                W_GATE: grad_NF.mul_(up_NF)
-            }
-            inner_NF = torch.mul(a_NF, up_NF, out=self.gated.at(block))
-        self._add_weight_grads(W_OUT, block, inner_NF, grad_ND)
-        self.call.act.gradient(grad_NF, h_NF, grad_NF)
-        self._input_side(block, grads)
-
-    def _activation(self, block: Block, h_NF: Tensor) -> Tensor:
-        if self.after is not None:
-            return block.of(self.after)
-        a_NF = self.recomputed_act.at(block)
-        self.call.act.into(h_NF, a_NF)
-        return a_NF
-
-    def _grad_output(self, block: Block) -> Tensor:
-        """Gradient of one block's output rows [N, D]."""
-        if self.grad_bags is None:
-            return self.grad_output.at(block)
-        return sum_bags(self.grad_y, *map(block.of, self.grad_bags))
-
-    def _add_weight_grads(self, name: str, block: Block, x_NI: Tensor | None,
-                          grad_NO: Tensor) -> None:
-        """Gradients of one matrix and its bias, where needed."""
-        if name not in self.grads and name not in self.bias_into:
+    def _block(self, block: int) -> None:
+        grad, h_NF = self.grad_output.take(block), self.before.of_block[block]
+        grad_NF = self.transposed[W_OUT].into(block, grad, self.activation_grad)
+        a_NF = self.after.of_block[block]
+        if self.recompute:
+            self.call.act.into(h_NF, a_NF)
+        if self.up is None:
+            self._add_weight_grads(W_OUT, block, grad)
+            self.call.act.gradient(grad_NF, h_NF, grad_NF)
+            self._input_side(block, {W_IN: self.activation_grad})
             return
-        grads = block.split(grad_NO)
+        up_NF = self.up.of_block[block]
+        torch.mul(a_NF, up_NF, out=self.inner.of_block[block])
+        self._add_weight_grads(W_OUT, block, grad)
+        torch.mul(grad_NF, a_NF, out=self.up_grad.of_block[block])
+        self.call.act.gradient(grad_NF.mul_(up_NF), h_NF, grad_NF)
+        self._input_side(block, {W_IN: self.up_grad, W_GATE: self.activation_grad})
+
+    def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
+        """The gradient of the output rows."""
+        call = self.call
+        if self.gates_TK is None:
+            return call.gathered(self.grad_y, "gathered grad")
+        scale_R = self.gates_TK.reshape(-1).index_select(0, call.source_R)
+        scale_R = scale_R.to(accumulate_dtype(self.grad_y.dtype))
+        return WeightedRows(call.blocks, self.grad_y, call.token_R, scale_R)
+
+    def _add_weight_grads(self, name: str, block: int, grads: Sequence[Tensor]) -> None:
+        """Gradients of one matrix and its bias, where needed."""
+        experts = self.call.blocks[block].experts
         if name in self.bias_into:
-            for expert, grad in zip(block.experts, grads, strict=True):
+            for expert, grad in zip(experts, grads, strict=True):
                 torch.sum(grad, 0, out=self.bias_into[name][expert])
         if name in self.grads:
-            for expert, x_IM, grad in zip(block.experts, block.split(x_NI.t(), 1), grads,
-                                          strict=True):
+            for expert, x_IM, grad in zip(experts, self.columns[name][block], grads, strict=True):
                 self.grads[name].add_matmul(expert, x_IM, grad)
 
-    def _input_side(self, block: Block, grads: dict[str, Tensor]) -> None:
+    def _input_side(self, block: int, grads: dict[str, BlockRows]) -> None:
         """Gradients of the first matmuls' weights and biases, and of the rows."""
-        x_ND = None if self.input is None else self.input.at(block)
-        rows_ND = None if self.grad_rows is None else self.grad_rows.at(block)
-        for name, grad_NF in grads.items():
-            self._add_weight_grads(name, block, x_ND, grad_NF)
-            if rows_ND is not None:
-                self.transposed[name].into(block, grad_NF, rows_ND, add=name != W_IN)
+        if self.input is not None:
+            self.input.take(block)
+        for name, rows in grads.items():
+            grad = rows.of_experts[block]
+            self._add_weight_grads(name, block, grad)
+            if self.grad_rows is not None:
+                self.transposed[name].into(block, grad, self.grad_rows, add=name != W_IN)
 
     def _grad_x(self) -> Tensor | None:
         if self.grad_rows is None or self.call.position_TK is None:
-            return None if self.grad_rows is None else self.grad_rows.full
-        return sum_rows(self.grad_rows.full, self.call.position_TK, None, self.call.complete)
+            return None if self.grad_rows is None else self.grad_rows.memory
+        return sum_rows(self.grad_rows.memory, self.call.position_TK, None, self.call.complete)
 
     def _grad_gates(self) -> Tensor | None:
         if not self.need_gates:
