@@ -26,10 +26,6 @@ class Block:
         """N, rows of the block."""
         return self.rows.stop - self.rows.start
 
-    def of(self, x: Tensor) -> Tensor:
-        """This block's part of all rows along axis 0; `x` itself where the block has them all."""
-        return x if x.shape[0] == self.size else x[self.rows]
-
     def split(self, x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
         """x, N long in `axis`, by expert. All views at once: one by one they take as long as the
         operations of a small expert.

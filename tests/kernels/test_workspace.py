@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import threading
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,6 +154,25 @@ def test_layers_hold_one_worst_case() -> None:
         one, four = kept_by(1, policy), kept_by(4, policy)
         assert one and sum(four.values()) <= 1.2 * sum(one.values()), (policy, one, four)
     assert sum(kept_by(4, "keep").values()) > 2 * sum(kept_by(1, "keep").values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["ffn", "gated_ffn"])
+def test_memory_is_free_without_the_garbage_collector(kind: str, dtype: torch.dtype) -> None:
+    """A cycle of references would keep a step's memory until the collector runs."""
+    layer = MoELayer(64, num_experts=8, experts={"kind": kind, "hidden_dim": 128,
+                                                 "compute": "fused"}).to(dtype)
+    layer.experts.memory.pool = pool = MemoryPool()
+    x_TD, kept = torch.randn(600, 64, dtype=dtype, requires_grad=True), []
+    gc.disable()
+    try:
+        for _ in range(6):
+            layer(x_TD).output.sum().backward()
+            layer.zero_grad()
+            kept.append(sum(pool.kept_bytes().values()))
+    finally:
+        gc.enable()
+    assert kept[1] > 0 and kept[1:] == kept[1:2] * 5
 
 
 def test_models_of_a_process_share_their_memory() -> None:
