@@ -57,9 +57,8 @@ def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tens
     # one product of 16 bits, summed in float32 and rounded once, takes half as long as one of 32:
     # each gradient goes in as two whose sum is off by at most 2^-17 of it
     both_T2E = weight_ED.new_empty(grad_TE.shape[0], 2, grad_TE.shape[1])
-    high_TE, low_TE = both_T2E.unbind(1)
-    high_TE.copy_(grad_TE)
-    low_TE.copy_(grad_TE - high_TE)
+    both_T2E[:, 0] = grad_TE
+    both_T2E[:, 1] = grad_TE - both_T2E[:, 0]
     return both_T2E.flatten(1) @ weight_ED.repeat(2, 1)
 
 
