@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 LIMIT = 200  # characters of a value
@@ -30,6 +32,19 @@ def cut(text: str, limit: int = LIMIT) -> str:
         return text
     note = f"... ({len(text)} characters)"
     return text[: limit - len(note)] + note
+
+
+def alike(name: str, known: Iterable[str]) -> list[str]:
+    """Known names that a wrong one was perhaps meant to be: of similar letters, or longer."""
+    known = list(known)
+    near = [*difflib.get_close_matches(name, known, 2, 0.8),
+            *(each for each in known if each.startswith(f"{name}_"))]
+    return list(dict.fromkeys(near))[:3]
+
+
+def did_you_mean(near: Iterable[str]) -> str:
+    """The beginning of a remedy, or nothing."""
+    return f"did you mean {' or '.join(near)}? If not, " if near else ""
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.config import unread
 from moe_plugin.config.flags import setting_specs
 from moe_plugin.config.tree import MoEConfig, flatten, from_dict, to_dict, with_overrides
-from moe_plugin.messages import short
+from moe_plugin.messages import alike, did_you_mean, short
 
 
 def named_config(model_dim: int, **settings: Any) -> MoEConfig:
@@ -54,11 +53,8 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
     """Which settings a wrong name is near to: the same last part of the path, or similar letters.
     """
-    known = list(dict.fromkeys([*top, *flags]))
     near = [flag for flag, path in flags.items() if path.rpartition(".")[2] == name]
-    near = near or [*difflib.get_close_matches(name, known, 2, 0.8),
-                    *(each for each in known if each.startswith(f"{name}_"))]
-    return f"did you mean {' or '.join(dict.fromkeys(near[:3]))}? If not, " if near else ""
+    return did_you_mean(near[:3] or alike(name, [*top, *flags]))
 
 
 def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either: Any) -> MoEConfig:

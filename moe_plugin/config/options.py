@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeGuard
 
-from moe_plugin.messages import short
+from moe_plugin.messages import alike, did_you_mean, short
 
 LARGEST = 2**63 - 1  # integer that torch takes
 # beyond any use; they keep loops and memory finite
@@ -137,12 +137,21 @@ def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     values = canonical(values, aliases(cls), prefix)
     unknown = sorted(str(key) for key in set(values) - set(fields))
     if unknown:
-        raise ValueError(
-            f"unknown key {short(prefix + unknown[0])}; known keys here: "
-            f"{', '.join(sorted(fields))}")
+        near = [*_below(cls, unknown[0], prefix),
+                *(prefix + name for name in alike(unknown[0], fields))]
+        raise ValueError(f"unknown key {short(prefix + unknown[0])}; {did_you_mean(near[:3])}known "
+                         f"keys here: {', '.join(sorted(fields))}")
     hints = hints_of(cls)
     built = {name: _convert(hints[name], value, prefix + name) for name, value in values.items()}
     return cls(**built)
+
+
+def _below(cls: type, name: str, prefix: str) -> list[str]:
+    """Paths of the settings of this name in the sections of a section."""
+    sections = {section: hint for section, hint in hints_of(cls).items() if is_section(hint)}
+    return [path for section, hint in sections.items()
+            for path in ([f"{prefix}{section}.{name}"] if name in hints_of(hint) else
+                         _below(hint, name, f"{prefix}{section}."))]
 
 
 def aliases(cls: type, prefix: str = "") -> dict[str, str]:

@@ -12,8 +12,11 @@ all-reduce and one copy. What the files are is set by `config.observe`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -36,6 +39,7 @@ from moe_plugin.output import LayerStats
 _FOLD_AT = 64
 # of a store of experts, see `StoredExperts.taken_counts`
 _STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
+_THREAD = threading.local()
 
 
 class _Copies:
@@ -114,6 +118,12 @@ class _Collected:
             self.losses[name] = self.losses[name] + sum_2 if name in self.losses else sum_2
         self.pending.clear()
 
+    def copied(self) -> _Collected:
+        """The same so far: what either takes from now on is not in the other."""
+        return dataclasses.replace(self, **{
+            f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)
+        })
+
     def vector(self) -> Tensor:
         """Everything that is summed over ranks, float64 [E + 4 + 12 + 2 * losses]."""
         self.fold()
@@ -185,12 +195,22 @@ class StatsRecorder:
             self.sinks.append(TensorBoardSink(config.tensorboard))
         if self.comm.rank == 0 and config.wandb:
             self.sinks.append(WandbSink(config.wandb))
+        _of_this_thread().add(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:
         """Take the statistics of one forward pass; no copy to the host, no communication."""
         if layer not in self._layers:
             self._layers[layer] = _Collected(stats.load_KE.shape[1])
         self._layers[layer].add(stats)
+
+    def mark(self) -> Callable[[], None]:
+        """What undoes all later calls of `add`, as often as it is called before a record."""
+        kept = {name: collected.copied() for name, collected in self._layers.items()}
+
+        def undo() -> None:
+            self._layers = {name: collected.copied() for name, collected in kept.items()}
+
+        return undo
 
     def watch(self, name: str, copier: Copier,
               on_device: Callable[[], OnDevice] = OnDevice) -> None:
@@ -272,6 +292,19 @@ class StatsRecorder:
         """Close the files."""
         for sink in self.sinks:
             sink.close()
+
+
+def marks() -> list[Callable[[], None]]:
+    """`StatsRecorder.mark` of each recorder that this thread made: for a step that may be repeated.
+    """
+    return [recorder.mark() for recorder in _of_this_thread()]
+
+
+def _of_this_thread() -> weakref.WeakSet[StatsRecorder]:
+    # simulated ranks are threads
+    if not hasattr(_THREAD, "recorders"):
+        _THREAD.recorders = weakref.WeakSet()
+    return _THREAD.recorders
 
 
 def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -87,6 +87,16 @@ def test_bad_files(tmp_path, text: str, words: list[str]) -> None:
     assert all(word in str(error.value) for word in words), error.value
 
 
+@pytest.mark.parametrize("tree,near", [
+    ({"router": {"top_q": 2}}, "did you mean router.top_k? If not, known keys here: "),
+    ({"num_expert": 3}, "did you mean num_experts?"), ({"top_k": 2}, "did you mean router.top_k?"),
+    ({"name": "x"}, "did you mean router.name or dispatch.name?"),
+    ({"parallel": {"xyz": 1}}, "unknown key 'parallel.xyz'; known keys here: ")])
+def test_what_a_wrong_key_is_near_to(tree: dict, near: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(near)):
+        from_dict(tree)
+
+
 def test_numbers_without_a_point(tmp_path) -> None:
     path = tmp_path / "moe.yaml"
     path.write_text(

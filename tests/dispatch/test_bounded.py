@@ -10,11 +10,12 @@ from torch import Tensor
 
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.comm.simulated import Traffic
-from moe_plugin.config import MoEConfig, from_dict
+from moe_plugin.config import MoEConfig, ObserveConfig, from_dict
 from moe_plugin.dispatch.overflow import RowsOverflow, overflowed
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.hosts.plain.overflow import limits_of, until_rows_fit
 from moe_plugin.layer import MoELayer
+from moe_plugin.observe import StatsRecorder
 from moe_plugin.row_counts import DeviceCounts
 from tests.distributed import run_gloo
 from tests.exactness.harness import (
@@ -314,6 +315,30 @@ def test_a_rank_without_bounded_layers_takes_part(repeats: bool) -> None:
         return len(steps)
 
     assert run_simulated(2, rank) == [1 + repeats] * 2
+
+
+def test_statistics_of_a_discarded_step_are_not_recorded() -> None:
+    config = from_dict({"model_dim": 8, "num_experts": 2, "router": {"top_k": 1},
+                        "dispatch": {"name": "bounded", "on_overflow": "repeat"}})
+
+    def rank(comm: Comm) -> list[tuple[int, int]]:
+        torch.manual_seed(0)
+        layer, recorder, records = MoELayer(config, comm), StatsRecorder(ObserveConfig(), comm), []
+
+        def step(tokens: int) -> None:
+            out = layer(torch.randn(tokens, 8))
+            recorder.add("a", out.stats)
+            out.output.sum().backward()
+            runs.append(tokens)
+
+        for tokens in (4, 400):  # the second does not fit into a bound set by the first
+            runs: list[int] = []
+            until_rows_fit(layer, lambda tokens=tokens: step(tokens), comm)
+            record = recorder.reduce()["a"]
+            records.append((len(runs), record["calls"], record["tokens"]))
+        return records
+
+    assert run_simulated(2, rank) == [[(1, 2, 8), (2, 2, 800)]] * 2
 
 
 def test_ranks_agree_on_a_model_once_in_each_group() -> None:

@@ -88,6 +88,25 @@ def test_many_calls_fold_to_the_same_sums() -> None:
                               ] and record["losses"]["gshard"] == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("before", [0, 3, _FOLD_AT - 1])
+def test_a_step_that_is_repeated_counts_once(before: int) -> None:
+    plain, repeated = StatsRecorder(ObserveConfig()), StatsRecorder(ObserveConfig())
+    for _ in range(before):
+        for recorder in (plain, repeated):
+            recorder.add("a", stats([2, 3], bytes_sent=1))
+    undo = repeated.mark()
+    for attempt in range(3):
+        for _ in range(2):
+            repeated.add("a", stats([5, attempt], loss=float(attempt), bytes_sent=7))
+        repeated.add("b", stats([1, 1]))
+        if attempt < 2:
+            undo()
+    for _ in range(2):
+        plain.add("a", stats([5, 2], loss=2.0, bytes_sent=7))
+    plain.add("b", stats([1, 1]))
+    assert repeated.reduce() == plain.reduce()
+
+
 def test_ranks_are_summed_with_one_all_reduce_and_rank_0_writes(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "stats.jsonl"
 

@@ -17,6 +17,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch.overflow import Limit, overflowed
 from moe_plugin.layer import MoELayer
+from moe_plugin.observe.recorder import marks
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -96,8 +97,8 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
                    world: Comm | None = None) -> Result:
     """What `step()` returns; where rows did not fit, discard its gradients and repeat it.
 
-    A repetition starts with the same state of torch's random generators and the same buffers, and
-    with a larger bound on all ranks. For layers with `dispatch.name=bounded`; where no rank has
+    A repetition starts with the same state of torch's random generators, the same buffers and the
+    same sums of statistics (`StatsRecorder`), and with a larger bound on all ranks. For layers with `dispatch.name=bounded`; where no rank has
     such a layer it is `step()`. Put what updates parameters after it:
 
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
@@ -128,7 +129,8 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
 
 
 class StepStart:
-    """What a step changes before the optimizer's: random generators and buffers, as they are now.
+    """What a step changes before the optimizer's: random generators, buffers and statistics, as
+    they are now.
 
     Args:
         models: whose buffers are kept.
@@ -136,17 +138,20 @@ class StepStart:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.models = list(models)
+        self._forget_statistics = marks()
         self._buffers = [buffer.clone() for buffer in self._now()]
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def rewind(self) -> None:
-        """Set them as they were, to repeat the step."""
+        """Set them as they were, and forget the step's statistics, to repeat it."""
         logger.info("rows of a step did not fit: its bound is larger now, and it is repeated")
+        for forget in self._forget_statistics:
+            forget()
         self.restore()
 
     def restore(self) -> None:
-        """Set them as they were."""
+        """Set random generators and buffers as they were."""
         for buffer, kept in zip(self._now(), self._buffers, strict=True):
             buffer.copy_(kept)
         torch.set_rng_state(self._random)

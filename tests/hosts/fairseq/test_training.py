@@ -111,10 +111,13 @@ def test_rows_that_do_not_fit_repeat_the_step(one_rank: Result, corpus: Corpus,
                                               tmp_path: Path) -> None:
     flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-dispatch bounded "
              f"--moe-parallel fixed --moe-max-rows-factor 0.4 --no-save --save-dir {tmp_path}")
-    repeated = run("fairseq-train", f"{flags} --moe-on-overflow repeat --max-update 12",
-                   ranks=2).ok()
+    records = tmp_path / "records.jsonl"
+    repeated = run("fairseq-train", f"{flags} --moe-on-overflow repeat --max-update 12 "
+                   f"--moe-stats-jsonl {records} --moe-stats-interval 1", ranks=2).ok()
     assert "its bound is larger now, and it is repeated" in repeated.log
     same_curve(repeated, one_rank)
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    assert {row["calls"] for row in rows if "layer" in row} == {2}, "one on each rank"
     ended = run("fairseq-train", f"{flags} --max-update 2", ranks=2)
     ended.failed_with("raise dispatch.max_rows_factor")
     assert not ended.steps
