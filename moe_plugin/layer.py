@@ -85,7 +85,8 @@ class MoELayer(Replaying, EndsSteps, PreGated):
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
-        self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
+        self.register_load_state_dict_post_hook(_loaded)
+        self._follow_parameters()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
@@ -137,7 +138,16 @@ class MoELayer(Replaying, EndsSteps, PreGated):
     def _apply(self, *args: Any, **kwargs: Any) -> MoELayer:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.layouts.follow_parameters()
+        self._follow_parameters()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        """Parameters may be new: copies, those that left the meta device, assigned ones."""
+        self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""
@@ -167,6 +177,10 @@ class MoELayer(Replaying, EndsSteps, PreGated):
         return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
                 f"({place.local} here, {place.shards} shards), top_k={c.router.top_k}, "
                 f"dispatch={c.dispatch.name}, ranks={self.comm.size}")
+
+
+def _loaded(layer: MoELayer, incompatible: object) -> None:
+    layer._follow_parameters()
 
 
 def _check_given(comm: Any, router: Any, experts: Any) -> None:

@@ -64,10 +64,10 @@ class TokenEntry:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """S1: sum gradients of these parameters, all but the experts', over the sharing ranks.
 
-        Call it once.
+        Call it again where there may be new ones; it does nothing twice.
         """
-        if self.sharing is not None:
-            for parameter in parameters:
+        for parameter in parameters if self.sharing is not None else ():
+            if self._summed not in (parameter._backward_hooks or {}).values():
                 parameter.register_hook(self._summed)
 
     def _summed(self, grad: Tensor) -> Tensor:

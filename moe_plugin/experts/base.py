@@ -24,10 +24,13 @@ class Experts(nn.Module):
         supports_gather: can compute with parameters gathered from other ranks; then it has
             `local_parameters` and `compute_parameters`.
         traceable: `torch.compile` may look inside; else it calls them as they are.
+        reduced: `hosts.plain.gradients.reduce_experts` was called; each parameter that has its
+            hooks carries this mark, too.
     """
 
     supports_gather: ClassVar[bool] = False
     traceable: ClassVar[bool] = True
+    reduced: bool = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +85,8 @@ class Experts(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.mark()
+        for parameter in self.parameters():
+            parameter.__dict__.pop("reduced", None)  # pickle keeps marks, and no hooks
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)

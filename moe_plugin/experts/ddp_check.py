@@ -11,9 +11,10 @@ from moe_plugin.experts.marks import is_expert
 
 
 class DDPCheck:
-    """`ValueError` inside the forward pass of a torch DDP or FSDP that takes experts for replicas.
+    """`ValueError` inside the forward pass of a torch DDP or FSDP that takes experts for replicas,
+    and where parameters are new since `reduce_experts`.
 
-    Once a wrapper was seen that does not, nothing is checked any more.
+    Once a wrapper was seen that does not take them, wrappers are not checked any more.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -21,7 +22,11 @@ class DDPCheck:
 
     def __call__(self, experts: Experts) -> None:
         """Check; called in every forward pass."""
-        if self.passed or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if experts.reduced and experts.training and torch.is_grad_enabled():
+            _refuse_new(experts)
+        if self.passed:
             return
         # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters are
         # not left out; looked up directly, since a missing attribute of a module is slow
@@ -32,6 +37,18 @@ class DDPCheck:
         if ddp is not None:
             _refuse_averaged(ddp, experts)
             self.passed = True
+
+
+def _refuse_new(experts: Experts) -> None:
+    """Parameters without the hooks of `reduce_experts` would train by gradients of one rank."""
+    for name, parameter in experts.named_parameters():
+        if parameter.requires_grad and not getattr(parameter, "reduced", False):
+            raise ValueError(
+                f"gradients of the experts' {name!r} are not reduced over ranks: the parameter is "
+                "new, or trainable, since the model was wrapped (reduce_experts), as "
+                "load_state_dict(assign=True), copies and leaving the meta device make new ones; "
+                "load weights before ddp_model or fully_shard_model, and wrap a copy that trains "
+                "again")
 
 
 def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:

@@ -83,7 +83,8 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     """From now on, experts' gradients are those of the mean over ranks of the ranks' losses when
     `backward` returns.
 
-    Replicas start with the experts of their first rank. `ddp_model` and `fully_shard_model` of
+    Replicas start with the experts of their first rank. Experts on the meta device get memory here,
+    and values when the model is loaded. `ddp_model` and `fully_shard_model` of
     `moe_plugin.hosts.plain.sharding` call it. Collective.
 
     Args:
@@ -97,6 +98,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     """
     world = default_comm() if world is None else world
     _refuse_twice(model)
+    _leave_meta(model, world.device)
     by_group: dict[str, list[MoELayer]] = {}
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         refuse_same_tokens(layer)
@@ -112,9 +114,20 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
-    for parameter in expert_parameters(model).values():
-        parameter.reduced = True  # type: ignore[attr-defined]  # gone where its hooks are gone
+    for layer in (layer for layers in by_group.values() for layer in layers):
+        layer.experts.reduced = True
+        for parameter in layer.experts.parameters():
+            parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
     return reducers
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Memory for experts on the meta device, without values: hooks stay with the parameters when
+    the rest of the model gets its memory.
+    """
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+        if any(p.is_meta for p in layer.experts.parameters()):
+            layer.experts.to_empty(device=device)
 
 
 def _refuse_twice(model: nn.Module) -> None:

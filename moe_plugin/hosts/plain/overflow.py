@@ -98,8 +98,9 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     """What `step()` returns; where rows did not fit, discard its gradients and repeat it.
 
     A repetition starts with the same state of torch's random generators, the same buffers and the
-    same sums of statistics (`StatsRecorder`), and with a larger bound on all ranks. For layers with `dispatch.name=bounded`; where no rank has
-    such a layer it is `step()`. Put what updates parameters after it:
+    same sums of statistics (`StatsRecorder`), and with a larger bound on all ranks. For layers with
+    `dispatch.name=bounded`; where no rank has such a layer it is `step()`. Put what updates
+    parameters after it:
 
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()

@@ -45,8 +45,8 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
         device = "cuda" if device == "meta" and torch.cuda.is_available() else device
         mesh = init_device_mesh("cpu" if device == "meta" else device, (dist.get_world_size(),))
     world = _world_of(mesh)
-    experts = expert_parameters(model)
     reduce_experts(model, world)
+    experts = expert_parameters(model)  # those on the meta device are new
     _start_alike(model, experts, world)
     left_out = set(experts.values())
     shard_routers(model, left_out, mesh=mesh, **options)
