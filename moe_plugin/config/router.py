@@ -33,6 +33,9 @@ class HashConfig(Section):
         self.within("vocabulary", 0, 1 << 31, "set it to the size of the vocabulary")
         self.require("path", self.kind != "file" or bool(self.path),
                      "a file where router.hash.kind=file", "name the table")
+        where = f"where router.hash.kind={self.kind}"
+        self.read_where(self.kind != "random", where, "use router.hash.kind=file", "path")
+        self.read_where(self.kind != "file", where, "use router.hash.kind=random", "seed")
 
 
 @dataclass(kw_only=True)
@@ -123,8 +126,8 @@ class SelectionConfig(Section):
         self.read_where(self.rule != "cycle", where, "use the rule random", "seed")
 
 
-# the routers of this package, and those that read a setting which the others do not; users' own
-# routers may read any
+# the routers of this package, and those that read a setting which others do not; users' own routers
+# may read any. (The branch of fairseq sets second_expert_policy for all routers.)
 BUILT_IN = frozenset({
     "base", "cosine", "dense_to_sparse", "expert_choice", "group_limited", "gshard", "hash",
     "ktop1", "noisy_topk", "sam", "sigmoid_bias", "sinkhorn", "switch", "ta_moe", "topk",
@@ -135,7 +138,17 @@ READ_BY = {
     "group_scores": ("group_limited", "sigmoid_bias"), "bias_rate": ("sigmoid_bias",),
     "cosine_dim": ("cosine",), "sinkhorn_rounds": ("sinkhorn",), "hash": ("hash",),
     "sparsity": ("dense_to_sparse",),
+    # sigmoid_bias always takes a sigmoid
+    "score": tuple(sorted(BUILT_IN - {"base", "dense_to_sparse", "expert_choice", "hash", "ktop1",
+                                      "noisy_topk", "sinkhorn"})),
+    "noise": tuple(sorted(BUILT_IN - {"hash", "noisy_topk"})),  # noisy_topk learns its own
+    "input_jitter": tuple(sorted(BUILT_IN - {"hash"})),
 }
+
+
+def _nearest(readers: Collection[str]) -> str:
+    """A router to propose of those that read a setting: the usual one, or the last of few."""
+    return "topk" if "topk" in readers else list(readers)[-1]
 
 
 @dataclass(kw_only=True)
@@ -240,11 +253,13 @@ class RouterConfig(Section):
         self.require("predict", not (self.predict and self.pre_gate),
                      "off where router.pre_gate=1, which knows the experts", "leave it out")
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
+        self.read_where(self.groups > 0, "where router.groups=0", "use router.groups",
+                        "group_scores")
         for setting, readers in READ_BY.items():
             section, names = (self, [setting]) if setting not in ("hash", "sparsity") else (
                 getattr(self, setting), [])
             section.read_where(self.may_be_read(readers), f"where router.name={short(self.name)}",
-                               f"use router.name={readers[-1]}", *names)
+                               f"use router.name={_nearest(readers)}", *names)
 
     def may_be_read(self, readers: Collection[str]) -> bool:
         """Whether one of the configured routers is one of these, or a user's own."""

@@ -18,7 +18,7 @@ from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict
 from moe_plugin.config.flags import config_from_flags, file_settings
 from moe_plugin.config.router import BUILT_IN, READ_BY
 from moe_plugin.config.unread import ELSEWHERE, UnreadSetting, of_whole_model
-from moe_plugin.records import HostContext
+from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import routers
 
 Build = Callable[..., Any]
@@ -125,6 +125,14 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"router": {"bias_rate": 0.1}}, "router.bias_rate=0.1 .* router.name=sigmoid_bias"),
     ({"router": {"hash": {"vocabulary": 3}}}, "router.hash.vocabulary=3 .* router.name=hash"),
     ({"router": {"sparsity": {"steps": 3}}}, "router.sparsity.steps=3"),
+    ({"router": {"name": "sinkhorn", "score": "sigmoid"}},
+     "router.score='sigmoid' .* softmax where router.name='sinkhorn', .* use router.name=topk"),
+    ({"router": {"name": "sigmoid_bias", "group_scores": 2}},
+     "router.group_scores=2 .* 0 where router.groups=0"),
+    ({"router": {"name": "hash", "hash": {"kind": "random", "path": "table.txt"}}},
+     "router.hash.path='table.txt' .* none where router.hash.kind=random"),
+    ({"router": {"name": "hash", "hash": {"kind": "file", "path": "table.txt", "seed": 3}}},
+     "router.hash.seed=3 .* 0 where router.hash.kind=file"),
     ({"router": {"links": {"quota": 0.3}}}, "router.links.quota=0.3 .* use router.name=topology_q"),
     ({"router": {"links": {"pair_capacity": 1.0}}}, "pair_capacity=1.0 .* router.name=ta_moe"),
     ({"router": {"links": {"blend": 0.5}}}, "links.blend=0.5 .* without losses.ta_moe"),
@@ -182,6 +190,30 @@ def test_the_routers_of_this_package_are_known() -> None:
     assert {name for readers in READ_BY.values() for name in readers} <= BUILT_IN
     fields = {f.name for f in dataclasses.fields(MoEConfig().router)}
     assert set(READ_BY) <= fields
+
+
+# settings that a router either reads, so that something changes, or refuses; sigmoid_bias always
+# takes a sigmoid
+CHANGES = {"score": "sigmoid", "noise": 3.0, "input_jitter": 0.5}
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("setting", sorted(CHANGES))
+def test_what_a_router_does_not_read_it_refuses(name: str, setting: str) -> None:
+    given = {"name": name, **({"hash": {"vocabulary": 7}} if name == "hash" else {}),
+             **({"groups": 2} if name in ("sam", "group_limited") else {})}
+    if name not in READ_BY[setting]:
+        with pytest.raises(ValueError, match=f"router.{setting}=.*which does not read it"):
+            from_dict({"router": {**given, setting: CHANGES[setting]}})
+        return
+    results = []
+    for more in ({}, {setting: CHANGES[setting]}):
+        torch.manual_seed(0)
+        built = MoELayer(8, num_experts=4, router={**given, **more}, losses={"gshard": 1.0})
+        out = built(torch.randn(32, 8), info=TokenInfo(token_ids_T=torch.arange(32) % 7))
+        results.append((out.output, *out.losses.values()))
+    alike = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert alike == ((name, setting) == ("sigmoid_bias", "score"))
 
 
 def test_a_shared_expert_beside_own_experts_reads_what_it_is_built_from() -> None:
