@@ -169,6 +169,18 @@ def test_shared_expert_adds_a_dense_ffn() -> None:
     torch.testing.assert_close(with_it, layer(x, mask).output + dense)
 
 
+@pytest.mark.parametrize("kind", ["ffn", "gated_ffn"])
+def test_initial_weights_of_the_shared_expert_have_the_same_deviation(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(config(experts={"kind": kind, "hidden_dim": 64, "shared_hidden_dim": 256,
+                                     "init_std": 1e-3}))
+    for name, parameter in layer.shared_expert.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any()
+        else:
+            assert float(parameter.std()) == pytest.approx(1e-3, rel=0.1), name
+
+
 def test_a_gate_scales_the_shared_expert() -> None:
     experts = {"hidden_dim": 16, "shared_hidden_dim": 12, "shared_gate": True}
     layer = MoELayer(config(experts=experts))

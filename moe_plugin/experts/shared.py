@@ -31,6 +31,15 @@ class SharedExpert(nn.Module):
         self.gate = None
         if config.experts.shared_gate:
             self.gate = nn.Linear(width, 1, bias=False, dtype=dtype, device=device)
+        if config.experts.init_std is not None:
+            self._draw(config.experts.init_std)
+
+    def _draw(self, std: float) -> None:
+        """Initial values like those of the routed experts."""
+        for linear in filter(None, (self.fc_in, self.fc_gate, self.fc_out)):
+            nn.init.normal_(linear.weight, 0.0, std)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
