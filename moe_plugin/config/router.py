@@ -171,7 +171,7 @@ class RouterConfig(Section):
     normalize: str = option(
         "before_drop",
         "divide the chosen scores by their sum (top_k > 1): before or after tokens are dropped, or "
-        "none",
+        "none (routers whose rule sets the weights do not read it)",
         choices=("none", "before_drop", "after_drop"), flag="router-normalize",
     )
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
@@ -187,7 +187,8 @@ class RouterConfig(Section):
                                  flag="router-jitter")
     second_expert_policy: str = option(
         "all",
-        "training, top_k = 2: all keeps the second expert; sampling draws it with Gumbel noise; "
+        "training, top_k = 2 (topk, cosine, ta_moe; the others do not read it): all keeps the "
+        "second expert; sampling draws it with Gumbel noise; "
         "random keeps it with probability min(1, 2 g2)", choices=("all", "sampling", "random"),
         flag="router-second-expert",
     )
