@@ -85,7 +85,7 @@ class MoELayer(Replaying, EndsSteps, PreGated):
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
-        self.register_load_state_dict_post_hook(_loaded)
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         self._follow_parameters()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
@@ -142,7 +142,7 @@ class MoELayer(Replaying, EndsSteps, PreGated):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._follow_parameters()
 
     def _follow_parameters(self) -> None:
