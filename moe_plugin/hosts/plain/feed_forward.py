@@ -2,7 +2,7 @@
 
 A module that has two linear maps, D to F and back, or three, of which two go D to F, is a
 feed-forward module if one of our activations, in one of the possible orders, gives what the module
-gives for random tokens. Nothing is believed because of a name.
+gives for random tokens and random weights. Nothing is believed because of a name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from moe_plugin.kernels.activations import ACTIVATIONS
 
 PROBES = 32  # tokens
 NEAR = 1e-4  # of the largest output, in float32
+SPREAD = 3.0  # standard deviation of inner values: beyond the bounds of a ReLU6, too
+TRAINED = 8  # calls in training
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,32 @@ class FeedForward:
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
     """What a module computes; None: it is no feed-forward module.
 
-    The module runs copied, in float32, in evaluation: once, and once for each dropout, which then
-    drops.
+    The module runs copied, in float32, with random weights: those it has may be zeros, which hide
+    the activation. In evaluation once, and once for each dropout, which then drops; and a few times
+    in training, where nothing else may act.
     """
     maps = _linear_maps(module)
     own = {id(p) for part in maps for p in part.parameters(recurse=False)}
     if len(maps) not in (2, 3) or any(p.is_meta or id(p) not in own for p in module.parameters()):
         return None
     twin = copy.deepcopy(module).float().eval()
+    _draw_weights(twin)
     for width in dict.fromkeys(_matrix(part).shape[0] for part in maps):
         ran = _run(twin, width)
         if ran is not None:
-            return _explained(maps, twin, ran)
+            found = _explained(maps, twin, ran)
+            return found if found is not None and _trains_alike(twin, ran) else None
     return None
+
+
+@torch.no_grad()
+def _draw_weights(twin: nn.Module) -> None:
+    for number, part in enumerate(_linear_maps(twin)):
+        generator = torch.Generator(part.weight.device).manual_seed(3 + number)
+        w_DF = _matrix(part)
+        w_DF.normal_(0, SPREAD / w_DF.shape[0]**0.5, generator=generator)
+        if part.bias is not None:
+            part.bias.normal_(generator=generator)
 
 
 @dataclass(frozen=True)
@@ -103,28 +118,51 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
     return _Ran(x_TD, y_TD, parts) if fits else None
 
 
+def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
+    """Whether a call in training gives what it gives in evaluation, but for the dropouts that ran:
+    nothing else drops or normalizes then. The twin is of no use afterwards.
+    """
+    for part in ran.parts:
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    twin.train()
+    device = ran.x_TD.device
+    cards = [device.index] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(cards):
+        for generator in (torch.default_generator, *map(torch.cuda.default_generators.__getitem__,
+                                                        cards)):
+            generator.manual_seed(4)  # ranks find the same
+        try:
+            return all(_off(twin(ran.x_TD), ran.y_TD) <= NEAR for _ in range(TRAINED))
+        except Exception:  # a foreign module
+            return False
+
+
 def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | None:
     """The feed-forward function that gave a call's result; None: there is none."""
     twins = _linear_maps(twin)
     order = [twins.index(part) for part in ran.parts if not isinstance(part, nn.Dropout)]
     if sorted(order) != list(range(len(maps))):
         return None
-    *up, back = (maps[index] for index in order)
+    *up, back = (twins[index] for index in order)
     shape = tuple(_matrix(up[0]).shape)
     if any(tuple(_matrix(part).shape) != shape for part in up) or (
             tuple(_matrix(back).shape) != shape[::-1]):
         return None
-    best = min(_candidates(up, back), key=lambda found: _distance(found, ran.x_TD, ran.y_TD))
-    if not _distance(best, ran.x_TD, ran.y_TD) <= NEAR:
+    found = list(_candidates(up, back))
+    distances = [_distance(each, ran.x_TD, ran.y_TD) for each in found]
+    number = distances.index(min(distances))
+    if not distances[number] <= NEAR:
         return None
     placed: dict[str, float] = {}
-    for number, part in enumerate(part for part in ran.parts if isinstance(part, nn.Dropout)):
-        place = _place(best, twin, number, ran.x_TD) if part.p else None
+    for call, part in enumerate(part for part in ran.parts if isinstance(part, nn.Dropout)):
+        place = _place(found[number], twin, call, ran.x_TD) if part.p else None
         if part.p and (place is None or place in placed):
             return None
         if place is not None:
             placed[place] = part.p
-    return FeedForward(best.weights, best.activation, **placed)
+    *up, back = (maps[index] for index in order)
+    return replace(list(_candidates(up, back))[number], **placed)
 
 
 def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str | None:

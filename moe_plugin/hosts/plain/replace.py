@@ -48,8 +48,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     """Put an MoE block in place of a model's feed-forward modules.
 
     A feed-forward module is found by what it computes (`read_feed_forward`): two linear maps and an
-    activation, or three with a gate, with dropout after the activation, at the end, or none; those
-    inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, too. Its width, inner
+    activation, or three with a gate, with `nn.Dropout` after the activation, at the end, or none,
+    and nothing else that acts in training only; those inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, too. Its width, inner
     width, activation, biases and dropouts become the block's. Every expert begins as a copy of it
     (Komatsuzaki et al. 2023, Sparse Upcycling), so that with top_k > 1 and no dropped tokens the
     model computes at first what it did before. Collective over `comm`.
@@ -114,9 +114,9 @@ def _why_none(model: nn.Module, every: int) -> str:
                 "model that holds it, e.g. nn.Sequential(module)")
     if every > 1:
         return f"it has fewer than {every}; use a smaller number, or 1 to replace all"
-    return ("none of its modules is two linear maps and an activation, or three with a gate "
-            "(layers in a row of one nn.Sequential are no module: put them into one of their "
-            "own); build MoEBlock(dim, ...) where you want one")
+    return ("none of its modules is two linear maps and an activation, or three with a gate, where "
+            "nn.Dropout alone acts in training (layers in a row of one nn.Sequential are no "
+            "module: put them into one of their own); build MoEBlock(dim, ...) where you want one")
 
 
 def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
@@ -137,8 +137,8 @@ def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
                 raise ValueError(
                     f"module {name!r} ({type(module).__name__}) matches {short(match)}, but is not "
                     "two linear maps and an activation, or three with a gate, that one of our "
-                    "activations reproduces; leave it out, or put MoEBlock(dim, ...) there "
-                    "yourself")
+                    "activations reproduces, with nn.Dropout alone acting in training; leave it "
+                    "out, or put MoEBlock(dim, ...) there yourself")
             continue
         taken.append(name)
         put = _put_into(module) if transformer else _put_at(model, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,6 +62,45 @@ def test_what_a_module_computes_is_found_by_running_it(module: nn.Module, activa
 ])
 def test_other_modules_are_left_alone(module: nn.Module) -> None:
     assert read_feed_forward(module) is None
+
+
+@pytest.mark.parametrize("activation, found", [(nn.ReLU(), "relu"), (nn.SiLU(), "silu"),
+                                               (nn.Tanh(), None), (nn.ReLU6(), None)])
+def test_zeros_hide_no_activation(activation: nn.Module, found: str | None) -> None:
+    module = plain_ffn(activation)
+    for parameter in module[2].parameters():
+        nn.init.zeros_(parameter)
+    read = read_feed_forward(module)
+    assert (read and read.activation) == found
+    assert read is None or not read.weights["w_out_FD"].any()
+
+
+class Training(nn.Module):
+    """A feed-forward module on which `act` acts in training only."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.ffn, self.act, self.drop = plain_ffn(nn.ReLU()), act, nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.ffn(x))
+        return self.act(y) if self.training else y
+
+
+@pytest.mark.parametrize("act, found", [
+    (lambda y: F.dropout(y, 0.05), False), (nn.AlphaDropout(0.05), False),
+    (nn.Dropout1d(0.05), False), (lambda y: y + torch.rand(()).lt(0.5) * y, False),
+    (lambda y: y, True)])
+def test_what_acts_in_training_is_no_feed_forward_module(act: Callable[[Tensor], Tensor],
+                                                         found: bool) -> None:
+    module = Training(act).eval()
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    read = read_feed_forward(module)
+    assert torch.equal(torch.get_rng_state(), state) and not module.training
+    assert (read is not None) == found and module.drop.p == 0.1
+    with pytest.raises(ValueError, match="nn.Dropout alone act"):
+        replace_ffn(nn.Sequential(nn.Sequential(*module.ffn, nn.Dropout1d(0.1))), match="0")
 
 
 @pytest.mark.parametrize("place, activation, found", [
