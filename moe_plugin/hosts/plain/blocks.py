@@ -7,9 +7,11 @@ tensor out, so that they fit into `nn.Sequential`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,11 @@ from torch import Tensor, nn
 from moe_plugin.experts import is_expert
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import MoEOutput, weighted_loss
+from moe_plugin.routing.replay import inside_backward
+
+
+class _Losses(dict[str, Tensor]):
+    """A call's losses, in a type that can be referred to weakly."""
 
 
 class MoEBlock(nn.Module):
@@ -36,15 +43,49 @@ class MoEBlock(nn.Module):
         self.moe = moe if isinstance(moe, MoELayer) else MoELayer(moe, *args, **settings)
         self.after = nn.Identity() if after is None else after
         self.last: MoEOutput | None = None
+        self._begin_pass(None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to the same shape and dtype."""
-        self.last = self.moe(x)
-        y: Tensor = self.after(self.last.output)
+        output: MoEOutput = self.moe(x)
+        if torch.compiler.is_compiling() or not inside_backward():  # no recomputation
+            self._keep(output)
+        y: Tensor = self.after(output.output)
         return y
 
+    def losses(self) -> list[dict[str, Tensor]]:
+        """Those of each call in the last forward pass: more than one where weights are shared."""
+        earlier = [losses for of in self._earlier if (losses := of()) is not None]
+        return earlier if self.last is None else [*earlier, self.last.losses]
+
+    def _begin_pass(self, owner: _NewPass | None) -> None:
+        """owner: of the pass; None: where it begins and ends is not known."""
+        self.last = None
+        self._owner, self._counted = owner, False
+        self._earlier: list[Callable[[], dict[str, Tensor] | None]] = []
+
+    def _keep(self, output: MoEOutput) -> None:
+        last = self.last
+        if self._owner is not None:
+            self._earlier += [] if last is None else [functools.partial(_same, last.losses)]
+        elif (torch.compiler.is_compiling() or self._counted or last is None
+              or last.output.grad_fn is None or not output.output.requires_grad):
+            self._earlier = []
+        else:
+            # an unknown pass is over once its graph is gone, which therefore holds the losses
+            losses, node = _Losses(last.losses), cast(Any, last.output.grad_fn)
+            node.metadata[_Losses] = losses
+            self._earlier = [of for of in self._earlier if of() is not None]
+            self._earlier.append(weakref.ref(losses))
+        self.last, self._counted = output, False
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last": None}  # a graph can be neither copied nor pickled
+        # a graph can be neither copied nor pickled
+        return {**self.__dict__, "last": None, "_earlier": [], "_owner": None}
+
+
+def _same(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    return losses
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
@@ -55,11 +96,20 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
 
 @dataclass(frozen=True)
 class _NewPass:
-    """Before a forward pass of a model: what its blocks keep is of the pass before."""
+    """Before a forward pass of a model: what its blocks keep is of the pass before. A part's pass
+    inside of another's is no new one.
+    """
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         for _, block in blocks_in(model):
-            block.last = None
+            if block._owner is None or block._owner is self:
+                block._begin_pass(self)
+
+    def ends(self, model: nn.Module, args: Any, output: Any) -> None:
+        """After it, or after its error."""
+        for _, block in blocks_in(model):
+            if block._owner is self:
+                block._owner, block._counted = None, True
 
 
 def follow_passes(model: nn.Module) -> None:
@@ -67,12 +117,15 @@ def follow_passes(model: nn.Module) -> None:
     that pass's losses. The same model may be given more than once.
     """
     if not any(isinstance(hook, _NewPass) for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(_NewPass())
+        hook = _NewPass()
+        model.register_forward_pre_hook(hook)
+        model.register_forward_hook(hook.ends, always_call=True)
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """The routers' losses of the last forward pass: for each block sum of weight * loss over the
-    names in `losses`, summed over the blocks. Add it to the model's loss once.
+    names in `losses`, summed over the blocks and, where blocks are shared, over their calls. Add
+    it to the model's loss once.
 
     A block that this pass did not call adds nothing: a pass begins where the model that is given
     here, or to `replace_ffn`, is called. (Call it as a whole: where its parts are called one by
@@ -88,7 +141,9 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     for name, block in blocks_in(model):
         if block.last is None:
             continue
-        term = weighted_loss(block.last.losses, block.moe.config.losses)
+        block._counted = True
+        term = torch.stack([weighted_loss(losses, block.moe.config.losses)
+                            for losses in block.losses()]).sum()
         wanted = torch.is_grad_enabled() and block.training
         trains = wanted and any(p.requires_grad for p in block.moe.router.parameters())
         if trains and _has_weight(block) and not term.requires_grad:

@@ -49,10 +49,11 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
     A feed-forward module is found by what it computes (`read_feed_forward`): two linear maps and an
     activation, or three with a gate, with `nn.Dropout` after the activation, at the end, or none,
-    and nothing else that acts in training only; those inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, too. Its width, inner
-    width, activation, biases and dropouts become the block's. Every expert begins as a copy of it
-    (Komatsuzaki et al. 2023, Sparse Upcycling), so that with top_k > 1 and no dropped tokens the
-    model computes at first what it did before. Collective over `comm`.
+    and nothing else that acts in training only; those inside `nn.TransformerEncoderLayer` and
+    `nn.TransformerDecoderLayer`, too. Its width, inner width, activation, biases and dropouts
+    become the block's. Every expert begins as a copy of it (Komatsuzaki et al. 2023, Sparse
+    Upcycling), so that with top_k > 1 and no dropped tokens the model computes at first what it
+    did before. Collective over `comm`.
 
     Args:
         model: is changed. Every rank has the same weights.
@@ -63,7 +64,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
         upcycle: False: experts begin with random weights.
         comm: the expert-parallel group; None: the default group, or this rank alone without one.
         settings: of the layers, see `moe_plugin.config.named.named_config`.
-    Returns: names of the modules that were replaced, in the model's order.
+    Returns: names of the modules that were replaced, in the model's order. A module under several
+        names counts as one, is replaced under all of them, and is named by the first.
     Raises:
         ValueError: nothing matches; a module that `match` names is no feed-forward module; a
             setting does not fit; it names value, bound and remedy.
@@ -121,8 +123,14 @@ def _why_none(model: nn.Module, every: int) -> str:
 
 def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
     taken: list[str] = []
-    for name, module in model.named_modules():
-        if name == "" or any(name.startswith(f"{above}.") for above in taken):
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    known: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name == "" or id(module) in known:
+            continue
+        if any(name.startswith(f"{above}.") for above in taken):
             continue
         if isinstance(module, MoEBlock | MoELayer):
             taken.append(name)
@@ -131,6 +139,7 @@ def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
         transformer = isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
         if not wanted:
             continue
+        known.add(id(module))
         ffn = _of_transformer(module) if transformer else read_feed_forward(module)
         if ffn is None:
             if match is not None and not transformer:
@@ -140,9 +149,10 @@ def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
                     "activations reproduces, with nn.Dropout alone acting in training; leave it "
                     "out, or put MoEBlock(dim, ...) there yourself")
             continue
-        taken.append(name)
-        put = _put_into(module) if transformer else _put_at(model, name)
-        yield _Place(name, module, ffn, put)
+        own = names[id(module)]
+        taken += own
+        put = _put_into(module) if transformer else _put_at(model, own)
+        yield _Place(own[0], module, ffn, put)
 
 
 def _matches(match: Match, name: str, module: nn.Module) -> bool:
@@ -166,9 +176,15 @@ def _of_transformer(layer: Any) -> FeedForward | None:
     return read_feed_forward(_FFNPart(layer)) if isinstance(layer.linear1, nn.Linear) else None
 
 
-def _put_at(model: nn.Module, name: str) -> Callable[[MoEBlock], None]:
-    parent, _, child = name.rpartition(".")
-    return lambda block: setattr(model.get_submodule(parent), child, block)
+def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:
+    """names: all that the module has: where it is shared, the block is."""
+    ends = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name in names]
+
+    def put(block: MoEBlock) -> None:
+        for parent, child in ends:
+            setattr(parent, child, block)
+    return put
 
 
 def _put_into(layer: Any) -> Callable[[MoEBlock], None]:

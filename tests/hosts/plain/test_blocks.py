@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -93,3 +94,74 @@ def test_losses_without_a_gradient_are_refused() -> None:
         auxiliary_loss(block)
     with torch.no_grad():  # no gradient is asked for
         assert float(auxiliary_loss(block)) > 0
+
+
+class Shared(nn.Module):
+    """One block, called three times in a pass; in the second call under activation checkpointing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm, self.seen = MoEBlock(16, num_experts=4), nn.LayerNorm(16), []
+        self.block.moe.register_forward_hook(lambda _, args, out: self.seen.append(out.losses))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.block(x))
+        return self.block(self.norm(checkpoint(self.block, x, use_reentrant=False)))
+
+    def by_hand(self) -> Tensor:
+        seen, self.seen[:] = self.seen[:3], []
+        return 0.01 * sum(losses["gshard"] for losses in seen)
+
+
+def test_each_call_of_a_shared_block_counts_once() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(6, 16)
+    for _ in range(3):  # before the first, nothing follows passes
+        y = model(x)
+        auxiliary = auxiliary_loss(model)
+        assert len(model.block.losses()) == 3
+        (y.sum() + auxiliary).backward()
+        torch.testing.assert_close(auxiliary_loss(model), auxiliary)  # after a recomputation
+        torch.testing.assert_close(auxiliary, model.by_hand())
+    with torch.no_grad():
+        model(x)
+        torch.testing.assert_close(auxiliary_loss(model), model.by_hand())
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_calls_outside_of_a_pass_are_not_added_up(followed: bool) -> None:
+    block = MoEBlock(16, num_experts=4)
+    model, x = nn.Sequential(block, nn.LayerNorm(16), block), torch.randn(6, 16)
+    if followed:
+        auxiliary_loss(model)
+    held = []
+    for _ in range(3):  # such as a look at shapes
+        model(x)
+        held.append(weakref.ref(block.last.losses["gshard"]))
+    assert [of() is None for of in held] == [True, True, False]
+    model(x)
+    assert len(block.losses()) == 2
+    for _ in range(3):  # parts called by themselves, and what they gave is kept
+        y = block(x)
+        auxiliary_loss(model).backward()
+        assert len(block.losses()) == 1 and y.requires_grad
+    with torch.no_grad():
+        for _ in range(3):
+            block(x)
+    assert len(block.losses()) == 1
+
+
+def test_a_part_that_is_followed_counts_all_its_calls_in_a_pass() -> None:
+    torch.manual_seed(0)
+    part = nn.Sequential(stack()[0])
+    replace_ffn(part, num_experts=4)
+    model, x = nn.Sequential(part, nn.LayerNorm(16), part), torch.randn(6, 16)
+    auxiliary_loss(model)
+    block = part[0].ffn
+    model(x)
+    assert len(block.losses()) == 2
+    with pytest.raises(RuntimeError):
+        model(torch.randn(6, 15))
+    part(x)
+    assert len(block.losses()) == 1

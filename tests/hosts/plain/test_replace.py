@@ -126,6 +126,17 @@ def test_a_replaced_model_computes_what_it_did_before() -> None:
     assert [name for name, _ in blocks_in(model)] == ["1.ffn", "3.ffn"]
 
 
+@pytest.mark.parametrize("match", [None, "2"])
+def test_a_shared_module_stays_shared(match: str | None) -> None:
+    ffn, norm = plain_ffn(nn.GELU()), nn.LayerNorm(16)
+    model, x = nn.Sequential(ffn, norm, ffn, nn.Sequential(norm, ffn)), torch.randn(5, 16)
+    before = model(x)
+    assert replace_ffn(model, num_experts=4, match=match) == ["0"]
+    assert isinstance(model[0], MoEBlock) and model[0] is model[2] is model[3][1]
+    torch.testing.assert_close(model(x), before)
+    assert len(model[0].losses()) == 3
+
+
 def test_replaced_models_train() -> None:
     model = stack()
     replace_ffn(model, num_experts=4, router="topk", top_k=2, losses={"switch": 0.5})
