@@ -173,3 +173,54 @@ def test_balance_is_missed_in_training_alone() -> None:
     assert _warned(model.train) == 1
     model = tiny("mixtral").train()
     assert _warned(lambda: swap_moe_blocks(model)) == 1
+
+
+def test_a_model_that_is_cast_between_goes_back_in_its_dtype() -> None:
+    model = tiny("mixtral")
+    want = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    swap_moe_blocks(model)
+    model.bfloat16()
+    restore_moe_blocks(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name]) and value.dtype == torch.bfloat16, name
+    assert logits(model, tokens(model)).isfinite().all()
+
+
+def _trains(model: Any) -> dict[str, bool]:
+    return {name: p.requires_grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("frozen", ["mlp", "mlp.experts", "mlp.gate.", "none"])
+def test_what_is_frozen_stays_frozen(kind: str, frozen: str) -> None:
+    model = tiny(kind)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    before = _trains(model)
+    swap_moe_blocks(model)
+    for _, block in swapped_blocks(model):
+        for name, trains in _trains(block.moe).items():
+            assert trains != {"mlp": True, "mlp.experts": name.startswith("experts."),
+                              "mlp.gate.": name.startswith("router."), "none": False}[frozen]
+    restore_moe_blocks(model)
+    assert _trains(model) == before
+    swap_moe_blocks(model)
+    model.requires_grad_(False)  # of our layers
+    restore_moe_blocks(model)
+    assert not any(_trains(model).values())
+
+
+def test_what_a_swapped_model_cannot_do_is_named(tmp_path: Path) -> None:
+    model = tiny("mixtral")
+    ids = tokens(model)
+    swap_moe_blocks(model)
+    with pytest.raises(ValueError, match="already: .* call restore_moe_blocks"):
+        swap_moe_blocks(model)
+    with pytest.raises(ValueError, match=r"output_router_logits=True .* restore_moe_blocks"):
+        model(ids, labels=ids, output_router_logits=True)
+    with pytest.raises(ValueError, match=r"save_pretrained .* restore_moe_blocks"):
+        model.save_pretrained(tmp_path)
+    model(ids, labels=ids, output_router_logits=False)
+    restore_moe_blocks(model)
+    assert model(ids, labels=ids, output_router_logits=True).aux_loss is not None
+    model.save_pretrained(tmp_path)

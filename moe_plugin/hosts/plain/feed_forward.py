@@ -35,12 +35,14 @@ class FeedForward:
         activation: its name in `experts.activation`. dropout: probability after the activation (and
             the gate).
         after: probability of the dropout behind the last map.
+        frozen: names of weights whose parameter does not train.
     """
 
     weights: dict[str, Tensor]
     activation: str
     dropout: float = 0.0
     after: float = 0.0
+    frozen: frozenset[str] = frozenset()
 
     @property
     def gated(self) -> bool:
@@ -235,12 +237,15 @@ def _matrix(part: Any) -> Tensor:
 
 def _candidates(up: list[Any], back: Any) -> Iterator[FeedForward]:
     for activation, order in itertools.product(ACTIVATIONS, itertools.permutations(up)):
+        parts = [(*names, part) for names, part in zip(
+            (("w_in_DF", "b_in_F"), ("w_gate_DF", "b_gate_F")), order, strict=False)]
+        parts.append(("w_out_FD", "b_out_D", back))
         weights: dict[str, Tensor] = {}
-        for name, part in zip(("in", "gate"), order, strict=False):
-            weights[f"w_{name}_DF"] = _matrix(part)
+        frozen: set[str] = set()
+        for matrix, bias, part in parts:
+            weights[matrix] = _matrix(part)
+            frozen |= set() if part.weight.requires_grad else {matrix}
             if part.bias is not None:
-                weights[f"b_{name}_F"] = part.bias.detach()
-        weights["w_out_FD"] = _matrix(back)
-        if back.bias is not None:
-            weights["b_out_D"] = back.bias.detach()
-        yield FeedForward(weights, activation)
+                weights[bias] = part.bias.detach()
+                frozen |= set() if part.bias.requires_grad else {bias}
+        yield FeedForward(weights, activation, frozen=frozenset(frozen))

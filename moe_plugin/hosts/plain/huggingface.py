@@ -10,15 +10,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moe_plugin.checkpoint.huggingface import StateSource, to_neutral
 from moe_plugin.checkpoint.huggingface.families import FAMILIES, family_of
 from moe_plugin.checkpoint.huggingface.names import family_tensors
-from moe_plugin.checkpoint.layers import full_state, layer_settings, layer_tensors, load_layer
-from moe_plugin.checkpoint.source import CheckpointError, Source, View
+from moe_plugin.checkpoint.layers import (
+    NEUTRAL_NAMES,
+    full_state,
+    layer_settings,
+    layer_tensors,
+    load_layer,
+)
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source, View
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import flatten, from_dict, to_dict, unread, with_overrides
 from moe_plugin.hosts.plain.blocks import MoEBlock, follow_passes
@@ -56,8 +63,9 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                     settings: Mapping[str, Any] | None = None) -> list[str]:
     """Put our layer, with the same weights, in place of every MoE block of a model.
 
-    What the model computes stays the same up to rounding. Each rank of `comm` keeps its share of
-    the experts. Collective.
+    What the model computes stays the same up to rounding, and what is frozen stays frozen. Each
+    rank of `comm` keeps its share of the experts. Collective. Until `restore_moe_blocks`,
+    `save_pretrained` and calls with `output_router_logits=True` are a `ValueError`.
 
     Args:
         model: a decoder of `transformers`: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 or -V3,
@@ -67,8 +75,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
             losses, dispatch, parallel.
     Returns: names of the new modules.
     Raises:
-        ValueError: the model is of another kind, or has a setting that our layer cannot have; it
-            names it.
+        ValueError: the model is of another kind, is swapped already, or has a setting that our
+            layer cannot have; it names it.
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
@@ -89,15 +97,63 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         moe = MoELayer(chosen, comm, host=HostContext(training=block.training),
                        dtype=weight.dtype, device=weight.device)
         load_layer(moe, source, prefix)
+        _carry_frozen(block, moe, state, config, index)
         layer.mlp = SwappedBlock(moe, block).train(block.training)
         swapped.append(name)
     if not swapped:
         raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
     follow_passes(model)
+    model.register_forward_pre_hook(_refuse_logits, with_kwargs=True)
+    if hasattr(model, "save_pretrained"):
+        cast(Any, model).save_pretrained = _refuse_saving
     return swapped
 
 
+def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("output_router_logits")
+    if cast(Any, model).config.to_dict().get("output_router_logits") if wanted is None else wanted:
+        raise ValueError(
+            "output_router_logits=True asks for logits of transformers' own routers, in whose "
+            "place our layers are; leave it out, give losses in `settings` and add "
+            "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
+
+
+def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        "save_pretrained would write our layers, which transformers cannot read; call "
+        "restore_moe_blocks(model) first, or moe_plugin.checkpoint.save in training")
+
+
+def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
+                  config: dict[str, Any], index: int) -> None:
+    """Let our layer's parameters train where those of the block that it replaces do.
+
+    state: of the block, by the names of a whole checkpoint. index: of its layer.
+    """
+    if _all_alike(block, moe):
+        return
+    trains = {name: value.requires_grad for name, value in block.named_parameters()}
+    flags = to_neutral(StateSource({
+        name: torch.tensor(trains.get(name.split(".mlp.", 1)[1], False)).expand(value.shape)
+        for name, value in state.items()}, config))
+    for name, parameter in moe.named_parameters():
+        key = (MODEL, f"layers.{index}.moe.{NEUTRAL_NAMES[name]}")
+        parameter.requires_grad_(bool(flags.read(key).any()))
+
+
+def _all_alike(source: nn.Module, target: nn.Module) -> bool:
+    """Carry `requires_grad` over where it is the same of all parameters; whether it is."""
+    found = {parameter.requires_grad for parameter in source.parameters()}
+    if len(found) == 1:
+        target.requires_grad_(found.pop())
+        return True
+    return False
+
+
 def _checked(model: nn.Module) -> dict[str, Any]:
+    if any(swapped_blocks(model)):
+        raise ValueError(f"{type(model).__name__} has our layers already: must be called once for "
+                         "a model; call restore_moe_blocks(model) before you swap again")
     try:
         config = model.config.to_dict()
         model.base_model.layers  # noqa: B018 - whether it is there
@@ -129,25 +185,61 @@ def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
 
 
 def restore_moe_blocks(model: nn.Module) -> None:
-    """Put the model's own MoE blocks back, with the weights that our layers have now: `model` is
-    one of `transformers` again, for `save_pretrained` and `generate`.
+    """Put the model's own MoE blocks back, with the weights that our layers have now, in their
+    dtype, on their device, and frozen where they are: `model` is one of `transformers` again, for
+    `save_pretrained` and `generate`.
 
     Collective; every rank gets all experts.
     """
     config = model.config.to_dict()
-    family = family_of(config)
     for name, swapped in list(swapped_blocks(model)):
-        state = StateSource(full_state(swapped.moe), config)
-        neutral = View(state, layer_tensors(state, "", "layers.0.moe."))
-        view = View(neutral, family_tensors(neutral, family, fused=True))
-        block = swapped.original[0].to_empty(device=swapped.moe.router.weight_ED.device)
-        _load(block, view)
+        state = full_state(swapped.moe)
+        block, weight = swapped.original[0], swapped.moe.router.weight_ED
+        if weight.dtype != next(block.parameters()).dtype:  # the model was cast in between
+            block.to(weight.dtype)
+        block.to_empty(device=weight.device)
+        _load(block, _theirs(state, config))
+        _carry_back(swapped.moe, block, state, config)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, block.train(swapped.training))
+    _allow_again(model)
+
+
+def _allow_again(model: nn.Module) -> None:
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if hook is _refuse_logits:
+            del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
+    if model.__dict__.get("save_pretrained") is _refuse_saving:
+        del model.save_pretrained
+
+
+def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
+    """A layer's tensors by the names of `transformers`."""
+    ours = StateSource(state, config)
+    neutral = View(ours, layer_tensors(ours, "", "layers.0.moe."))
+    return View(neutral, family_tensors(neutral, family_of(config), fused=True))
+
+
+def _in_block(name: str) -> str:
+    return name.removeprefix("model.layers.0.mlp.")
+
+
+def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
+                config: dict[str, Any]) -> None:
+    """The reverse of `_carry_frozen`. state: of the layer, with all experts."""
+    if _all_alike(moe, block):
+        return
+    trains = {name: value.requires_grad for name, value in moe.named_parameters()}
+    flags = _theirs({name: torch.tensor(trains.get(name, True)).expand(value.shape)
+                     for name, value in state.items()}, config)
+    own = dict(block.named_parameters())
+    for key in flags.entries:
+        if _in_block(key[1]) in own:
+            own[_in_block(key[1])].requires_grad_(bool(flags.read(key).any()))
 
 
 def _load(block: nn.Module, view: Source) -> None:
-    values = {key[1].removeprefix("model.layers.0.mlp."): view.read(key) for key in view.entries}
+    values = {_in_block(key[1]): view.read(key) for key in view.entries}
     missing, unexpected = block.load_state_dict(values, strict=False)
     if missing or unexpected:
         raise CheckpointError(

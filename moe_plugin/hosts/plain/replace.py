@@ -53,7 +53,7 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     `nn.TransformerDecoderLayer`, too. Its width, inner width, activation, biases and dropouts
     become the block's. Every expert begins as a copy of it (Komatsuzaki et al. 2023, Sparse
     Upcycling), so that with top_k > 1 and no dropped tokens the model computes at first what it
-    did before. Collective over `comm`.
+    did before; copies of what is frozen are frozen. Collective over `comm`.
 
     Args:
         model: is changed. Every rank has the same weights.
@@ -227,6 +227,8 @@ def _copy(ffn: FeedForward, moe: MoELayer, name: str) -> None:
         if ours not in own:
             continue
         whole = ffn.weights.get(_FFN_NAMES[ours])
+        own[ours].requires_grad_(
+            (_FFN_NAMES[ours] if whole is not None else "w_in_DF") not in ffn.frozen)
         if whole is None:
             own[ours].zero_()  # a bias that the module has on one of its maps only
             continue

@@ -137,6 +137,19 @@ def test_a_shared_module_stays_shared(match: str | None) -> None:
     assert len(model[0].losses()) == 3
 
 
+@pytest.mark.parametrize("upcycle", [True, False])
+def test_copies_of_what_is_frozen_are_frozen(upcycle: bool) -> None:
+    model = stack()
+    model[0].ffn.requires_grad_(False)
+    model[1].ffn[0].bias.requires_grad_(False)
+    replace_ffn(model, num_experts=4, upcycle=upcycle)
+    first, second, third, _ = (block.moe for _, block in blocks_in(model))
+    frozen = [{name for name, p in moe.named_parameters() if not p.requires_grad}
+              for moe in (first, second, third)]
+    assert frozen == [{f"experts.{name}" for name, _ in first.experts.named_parameters()},
+                      {"experts.b_in_LF"}, set()] if upcycle else frozen == [set()] * 3
+
+
 def test_replaced_models_train() -> None:
     model = stack()
     replace_ffn(model, num_experts=4, router="topk", top_k=2, losses={"switch": 0.5})
