@@ -6,6 +6,7 @@ Every file has a checksum (`moe_plugin.checkpoint.checksums`), verified before a
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -52,17 +53,19 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
     Args:
         model: in a plain training loop, also in FSDP2; without the wrapper of DDP.
         comm: the expert-parallel group; None: that of the model's `MoELayer`s.
-        extra: JSON values of the caller (step, seed, ...), equal on all ranks.
+        extra: JSON values of the caller (step, seed, ...), equal on all ranks: checked before
+            anything is written.
         keep_old: the checkpoint that was there stays as `DIRECTORY.old`, which `load` takes where
             this one is damaged later.
     Raises:
-        CheckpointError: a rank could not write; on every rank.
+        CheckpointError: a rank could not write, or `extra` is not JSON; on every rank.
         ValueError: layers of several groups without `comm`.
     """
     comm = comm or _group_of(model)
     target = Path(directory)
     scratch = target.with_name(target.name + ".writing")
     with _together(comm, target):
+        _check_extra(extra or {})
         if comm.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
@@ -77,6 +80,17 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
         if comm.rank == 0:
             write_index(scratch, comm.size, extra or {})
             move_into_place(scratch, target, keep_old)
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    for name, value in extra.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"extra[{name!r}] is a {type(value).__name__} that JSON cannot hold ({error}): "
+                "must be numbers and text, in lists and dicts; give tensor.tolist(), or register "
+                "tensors as buffers of the model") from error
 
 
 def _group_of(model: nn.Module) -> Comm:
@@ -116,10 +130,12 @@ def _together(comm: Comm, target: Path) -> Iterator[None]:
         if bad
     ]
     if error is not None:
+        # a ValueError of ours has its own remedy
+        remedy = "" if isinstance(error, ValueError) else f"; {write_remedy(error, target.parent)}"
         raise CheckpointError(
             f"checkpoint {str(target)!r}: rank {comm.rank} could not write its part: "
-            f"{type(error).__name__}: {error}; an older checkpoint there is untouched; "
-            f"{write_remedy(error, target.parent)}") from error
+            f"{type(error).__name__}: {error}; an older checkpoint there is untouched{remedy}"
+        ) from error
     if failed:
         raise CheckpointError(
             f"checkpoint {str(target)!r}: not written, because of an error on rank(s) "
@@ -284,12 +300,35 @@ def _check_optimizer(source: Path, state: dict[str, Any] | None, model: nn.Modul
             f"checkpoint {str(source)!r} has {len(state['groups'])} optimizer groups, this "
             f"optimizer has {len(optimizer.param_groups)}"
         )
+    _check_kind(source, state, optimizer)
     unknown = sorted(set(state["by_name"]) - set(_names(model, optimizer)))
     if unknown:
         raise CheckpointError(
             f"checkpoint {str(source)!r} has optimizer state for {unknown[0]!r}, which this "
             "optimizer does not train"
         )
+
+
+def _check_kind(source: Path, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer of another class fails while it is loaded, or in its first step.
+
+    Versions of torch add flags, and schedulers settings of their own; where the classes differ,
+    each has settings that the other lacks, and not flags only.
+    """
+    numbers = {name for name, value in optimizer.defaults.items()
+               if value is not None and not isinstance(value, bool)}
+    for saved, group in zip(state["groups"], optimizer.param_groups, strict=True):
+        theirs = sorted(set(saved) - set(group))
+        ours = sorted(numbers - set(saved))
+        if theirs and ours:
+            held = sorted({key for values in state["by_name"].values() for key in values})
+            own = sorted({key for values in optimizer.state.values() for key in values})
+            raise CheckpointError(
+                f"checkpoint {str(source)!r} is of another optimizer: it has {', '.join(theirs)} "
+                f"with the state {', '.join(held) or 'of no field'}, and this "
+                f"{type(optimizer).__name__} has {', '.join(ours)}"
+                f"{' with the state ' + ', '.join(own) if own else ''}; build the optimizer that "
+                "was saved, or load the model without an optimizer")
 
 
 def _load_optimizer(state: dict[str, Any], model: nn.Module,

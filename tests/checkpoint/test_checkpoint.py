@@ -204,6 +204,34 @@ def test_no_optimizer_state(tmp_path: Path) -> None:
         load_here(saved(tmp_path), optimizer=True)
 
 
+def test_another_optimizer_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    adamw = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.LinearLR(sgd)  # has a setting of its own in the groups
+    model(torch.randn(3, 2)).sum().backward()
+    for optimizer in (sgd, adamw):
+        optimizer.step()
+        save(tmp_path / type(optimizer).__name__, model, optimizer)
+    with pytest.raises(CheckpointError, match="of another optimizer: .* momentum, .* with the "
+                       "state momentum_buffer, and this AdamW has betas, eps with the state exp_"):
+        load(tmp_path / "SGD", model, adamw)
+    with pytest.raises(CheckpointError, match="with the state exp_avg, .* this SGD has dampening"):
+        load(tmp_path / "AdamW", model, sgd)
+    del adamw.param_groups[0]["fused"]  # as of another version
+    save(tmp_path / "SGD", model, torch.optim.SGD(model.parameters(), 0.2))
+    load(tmp_path / "SGD", model, sgd)
+    load(tmp_path / "AdamW", model, adamw)
+
+
+def test_extra_that_is_not_json_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    extra = {"step": 1, "a": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"extra\['a'\] is a Tensor .* must be numbers and text"
+                       ) as error:
+        save(tmp_path / "ckpt", nn.Linear(2, 2), extra=extra)
+    assert "free space" not in str(error.value) and not list(tmp_path.iterdir())
+
+
 def errors_of_saves(path: Path, size: int) -> list[str]:
     """What `save` says on each rank."""
     def rank(comm: Comm) -> str:
