@@ -76,6 +76,13 @@ def test_recomputation_repeats_the_routing() -> None:
     assert len(calls) == 1
 
 
+def test_a_graph_that_is_kept_recomputes_in_every_backward_pass() -> None:
+    layer, x = MoELayer(config(router={"noise": 4.0})), torch.randn(9, 8, requires_grad=True)
+    y = checkpoint(lambda v: layer(v).output, x).square().sum()
+    grads = [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(3)]
+    assert all(torch.equal(grads[0], grad) for grad in grads) and grads[0].any()
+
+
 def test_reentrant_recomputation_replays_in_order() -> None:
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 

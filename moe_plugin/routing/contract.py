@@ -56,9 +56,10 @@ class RouterModule(Replaying, EndsSteps, nn.Module):
         """
         raise NotImplementedError
 
-    def replayed(self, choose: Callable[[], T]) -> T:
-        """`choose()`, or in a recomputation what it returned in the first pass."""
-        return self.recordings.replayed(choose, self.training)
+    def replayed(self, choose: Callable[[], T], what: str = "choice",
+                 shape: tuple[int, ...] | None = None) -> T:
+        """`choose()`, or in a recomputation what it returned in the first pass; see `ReplayLog`."""
+        return self.recordings.replayed(choose, self.training, what=what, shape=shape)
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""

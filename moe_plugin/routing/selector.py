@@ -69,7 +69,7 @@ class RouterSelector(RouterModule):
         if torch.compiler.is_compiling():
             index = self._choose(info)
         else:  # a tape records the router, too: another step number must not change it
-            index = int(self.replayed(lambda: torch.tensor(self._choose(info))))
+            index = int(self.replayed(lambda: torch.tensor(self._choose(info)), "router"))
         router = self.routers[index]
         routing = router(x_TD, mask_T, top_k, info)
         weights_TK = routing.weights_TK

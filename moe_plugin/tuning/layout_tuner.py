@@ -110,7 +110,8 @@ class LayoutTuner(Replaying):
         """
         self.timer, choice = None, self.current
         if training:
-            choice = self.recordings.replayed(lambda: self._choose(routing), training)
+            choice = self.recordings.replayed(lambda: self._choose(routing), training,
+                                              what="layout")
         return self.layouts.at(choice), self.timer
 
     @property

@@ -65,16 +65,73 @@ def test_recorded_routing_is_replayed_under_other_weights(name: str, tmp_path) -
     layer, x = make(name), torch.randn(24, 8)
     with record_routing() as tape:
         first = [layer(x, info=info()).stats.load_KE for _ in range(2)]
-    torch.save(tape.ids, tmp_path / "routing.pt")
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(torch.load(tmp_path / "routing.pt"), tape.ids, strict=True))
+    torch.save((tape.ids, tape.calls), tmp_path / "routing.pt")
+    tape.ids, tape.calls = torch.load(tmp_path / "routing.pt")
     with torch.no_grad():
         for parameter in layer.router.parameters():
             parameter += torch.randn_like(parameter)
     with replay_routing(tape):
         again = [layer(x, info=info()).stats.load_KE for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def two_layers(name: str) -> tuple[MoELayer, MoELayer]:
+    tree = {"losses": {}}
+    return make(name, tree), make(name, tree)
+
+
+NOT_ITS_RECORDING = (r"call {} of a replay does not fit its recording: it asks for {}, and the "
+                     r"recording has {}; must be equal: record and replay .*same mode")
+
+
+@pytest.mark.parametrize("name,first,asked,recorded", [
+    ("gshard", 2, "the choice of module 2", "the kept second choice of module 1"),
+    ("noisy_topk", 1, "the choice of module 1", "the noise of module 1"),
+    ("dense_to_sparse", 1, "the choice of module 1", "the noise of module 1"),
+])
+def test_a_recording_of_another_mode_is_refused(name: str, first: int, asked: str,
+                                                recorded: str) -> None:
+    """Values would move to the next call: a layer would get the experts of the one before."""
+    layers, x = two_layers(name), torch.randn(24, 8)
+    with record_routing() as tape:
+        for layer in layers:
+            layer(x, info=info())
+    with (pytest.raises(ValueError, match=NOT_ITS_RECORDING.format(first, asked, recorded)),
+          replay_routing(tape)):
+        for layer in layers:
+            layer.eval()(x, info=info())
+
+
+@pytest.mark.parametrize("calls,tokens,message", [
+    (3, 24, NOT_ITS_RECORDING.format(3, "the choice of module 1", "nothing more")),
+    (1, 24, NOT_ITS_RECORDING.format(2, "nothing more", "the choice of module 1")),
+    (2, 23, NOT_ITS_RECORDING.format(1, r"the choice of module 1 of shape \(23, 2\)",
+                                     r"one of \(24, 2\)")),
+])
+def test_more_or_fewer_calls_than_recorded_and_other_shapes_are_refused(
+        calls: int, tokens: int, message: str) -> None:
+    layer, x = make("topk", {"losses": {}}), torch.randn(24, 8)
+    with record_routing() as tape:
+        layer(x), layer(x)
+    with pytest.raises(ValueError, match=message), replay_routing(tape):
+        for _ in range(calls):
+            layer(x[:tokens])
+    tape.calls = []
+    with (pytest.raises(ValueError, match="2 values has 0 entries.*tape.ids and tape.calls"),
+          replay_routing(tape)):
+        layer(x)
+
+
+def test_replayed_choices_count_for_the_biases() -> None:
+    layer, x = make("sigmoid_bias", {"losses": {}}), torch.randn(24, 8)
+    with record_routing() as tape:
+        load_KE = layer.eval()(x).stats.load_KE
+    assert not layer.router.load_E.any()
+    with replay_routing(tape):
+        layer.train()(x)
+    assert torch.equal(layer.router.load_E, load_KE.sum(0)) and load_KE.sum() > 0
+    finish_step(layer)
+    assert layer.router.bias_E.any()
 
 
 @pytest.fixture

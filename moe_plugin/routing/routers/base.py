@@ -230,7 +230,10 @@ class Router(RouterModule):
                             penalty_E=self.penalty_E, **more)
         # recorded, because a recomputation must see the same load
         if "global_batch" in self.loss_names:
-            inputs.step_load_E = self.replayed(lambda: self._count_step(inputs))
+            inputs.step_load_E = self.replayed(
+                lambda: self._count_step(inputs),
+                "load of the step" if self.training else "load of the call",
+                tuple(self.step_load_E.shape))
         return inputs
 
     def _count_step(self, inputs: LossInputs) -> Tensor:

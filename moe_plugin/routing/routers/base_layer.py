@@ -49,7 +49,8 @@ class BASERouter(Router):
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """One expert per token, and the weight of the token itself; see `Router.route`."""
         logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
-        chosen_T1 = self.replayed(lambda: self._choose(logits_TE.detach(), mask_T))
+        chosen_T1 = self.replayed(lambda: self._choose(logits_TE.detach(), mask_T),
+                                  shape=(x_TD.shape[0], 1))
         alpha_T1 = torch.sigmoid(logits_TE.gather(1, chosen_T1))
         inputs = self.loss_inputs(chosen_T1, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
                                   clean_probs_TE=clean_TE)

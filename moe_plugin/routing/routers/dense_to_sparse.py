@@ -44,9 +44,11 @@ class DenseToSparseRouter(Router):
         if self.training:
             # recorded with the choice, because the weights depend on it
             noisy_TE = logits_TE + self.replayed(
-                lambda: -torch.empty_like(logits_TE).exponential_().log())
+                lambda: -torch.empty_like(logits_TE).exponential_().log(), "noise",
+                tuple(logits_TE.shape))
         probs_TE = F.softmax(noisy_TE / self.temperature().to(noisy_TE.dtype), dim=1)
-        ids_TE = self.replayed(lambda: self._choose(probs_TE.detach()))
+        ids_TE = self.replayed(lambda: self._choose(probs_TE.detach()),
+                               shape=tuple(probs_TE.shape))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
         inputs = self.loss_inputs(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
         return self.finish(inputs, ids_TE, weights_TE, first_choice_priority(probs_TE))

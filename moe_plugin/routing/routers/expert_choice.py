@@ -27,7 +27,8 @@ class ExpertChoiceRouter(Router):
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """Up to E choices per token, the likeliest first; see `Router.route`."""
         logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
-        ids_TE = self.replayed(lambda: self._choose(probs_TE.detach(), mask_T, k))
+        ids_TE = self.replayed(lambda: self._choose(probs_TE.detach(), mask_T, k),
+                               shape=tuple(probs_TE.shape))
         weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
         inputs = self.loss_inputs(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
                                   clean_probs_TE=clean_TE)

@@ -45,7 +45,8 @@ class HashRouter(Router):
                 f"token_ids_T of shape {tuple(info.token_ids_T.shape)} does not fit: must be "
                 f"{tuple(mask_T.shape)}, one for each token")
         # recorded, because a host may pass other tokens by the time of the recomputation
-        chosen_T1 = self.replayed(lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)))
+        chosen_T1 = self.replayed(lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)),
+                                  shape=(x_TD.shape[0], 1))
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         probs_TE = F.one_hot(chosen_T1[:, 0], self.num_experts).to(dtype)
         inputs = self.loss_inputs(chosen_T1, mask_T, info, logits_TE=torch.zeros_like(probs_TE),

@@ -50,8 +50,11 @@ class NoisyTopKRouter(Router):
         if self.training:
             deviation_TE = F.softplus(linear_scores(x_TD, self.noise_ED))
             # recorded with the choice, because the weights depend on it
-            noisy_TE = clean_TE + self.replayed(lambda: torch.randn_like(clean_TE)) * deviation_TE
-        chosen_TK = self.replayed(lambda: top_k_stable(noisy_TE.detach(), k))
+            noise_TE = self.replayed(lambda: torch.randn_like(clean_TE), "noise",
+                                     tuple(clean_TE.shape))
+            noisy_TE = clean_TE + noise_TE * deviation_TE
+        chosen_TK = self.replayed(lambda: top_k_stable(noisy_TE.detach(), k),
+                                  shape=(clean_TE.shape[0], k))
         weights_TK = F.softmax(noisy_TE.gather(1, chosen_TK), dim=1)
         probs_TE = torch.zeros_like(clean_TE).scatter(1, chosen_TK, weights_TK)
         margin_TE = None

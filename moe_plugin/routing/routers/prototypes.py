@@ -36,7 +36,8 @@ class PrototypeRouter(Router):
         scores_NP = F.softmax(logits_TE.reshape(-1, width), dim=1)
         first_K = self._first(k, width, logits_TE)
         chosen_TK = self.replayed(
-            lambda: top_k_stable(scores_NP.detach(), 1).view(tokens, k) + first_K)
+            lambda: top_k_stable(scores_NP.detach(), 1).view(tokens, k) + first_K,
+            shape=(tokens, k))
         weights_TK = scores_NP.gather(1, (chosen_TK - first_K).reshape(-1, 1)).view(tokens, k)
         clean_NP = F.softmax(clean_TE.reshape(-1, width),
                              dim=1) if self.noise_scale() else scores_NP

@@ -22,7 +22,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     Source: Wang et al. 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
     The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
-    Counting happens where a choice is made, so that a recomputation does not count; the one
+    A recomputation in backward does not count, a pass with replayed choices does; the one
     collective is in `finish_step`.
     """
 

@@ -30,7 +30,8 @@ class SinkhornRouter(Router):
         logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
         scores_TE = torch.sigmoid(logits_TE) if k == 1 else probs_TE
         chosen_TK = self.replayed(
-            lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k))
+            lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k),
+            shape=(x_TD.shape[0], k))
         inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
                                   clean_probs_TE=clean_TE)
         return self.finish(inputs, chosen_TK, scores_TE.gather(1, chosen_TK),

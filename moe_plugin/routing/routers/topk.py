@@ -13,6 +13,7 @@ from moe_plugin.kernels.router import Rule
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.losses import FUSED, LossInputs
 from moe_plugin.routing.registry import routers
+from moe_plugin.routing.replay import inside_backward
 from moe_plugin.routing.routers.base import Router, first_choice_priority, shares
 
 
@@ -48,7 +49,7 @@ class TopKRouter(Router):
             made.append(self._select(scores_TE, logits_TE, mask_T, k))
             return made[0]
 
-        chosen_TK = self.replayed(choose)
+        chosen_TK = self.replayed(choose, shape=(logits_TE.shape[0], k))
         weights_TK = self._weigh(scores_TE, chosen_TK)
         probs_TE = self._distribution(scores_TE)
         clean_probs_TE = probs_TE
@@ -56,7 +57,7 @@ class TopKRouter(Router):
             clean_probs_TE = self._distribution(self._scores(clean_TE))
         inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
                                   clean_probs_TE=clean_probs_TE, **self._more(chosen_TK))
-        if made:
+        if made or not inside_backward():
             self.chosen(inputs)
         ids_TK = self._policy(chosen_TK, weights_TK)
         return self._finished(inputs, ids_TK, self.normalized(weights_TK), scores_TE)
@@ -95,11 +96,11 @@ class TopKRouter(Router):
             made.append(route(logits_TE, mask_T, rule, drawn_TK, bias_E))
             return made[0].ids_TK
 
-        chosen_TK = self.replayed(choose)
+        chosen_TK = self.replayed(choose, shape=(logits_TE.shape[0], k))
         routed = made[0] if made else route(logits_TE, mask_T, rule, chosen_TK)
         inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=logits_TE,
                                   routed=routed)
-        if made:
+        if made or not inside_backward():
             self.chosen(inputs)
         ids_TK = self._policy(chosen_TK, routed.weights_TK)
         return self._finished(inputs, ids_TK, routed.weights_TK, None)
@@ -114,7 +115,7 @@ class TopKRouter(Router):
         return None
 
     def chosen(self, inputs: LossInputs) -> None:
-        """Called where a choice was made, and not where an earlier one is repeated."""
+        """Called in each pass but recomputations in backward, which repeat an earlier choice."""
 
     def _weigh(self, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         return scores_TE.gather(1, chosen_TK)
@@ -140,7 +141,8 @@ class TopKRouter(Router):
     def _policy(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if not (self.training and self.second_expert_policy == "random"):
             return ids_TK
-        return self.replayed(lambda: self._drop_second(ids_TK, weights_TK.detach()))
+        return self.replayed(lambda: self._drop_second(ids_TK, weights_TK.detach()),
+                             "kept second choice", tuple(ids_TK.shape))
 
     def _drop_second(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         second_T = self._second(weights_TK)
