@@ -32,7 +32,7 @@ class TokenInfo:
     Attributes:
         token_ids_T: int64, vocabulary index of each token (hash router).
         sequence_T: int64 in 0..sequences-1, the sequence of each token (loss `sequence`).
-        sequences: number of sequences.
+        sequences: number of sequences, >= 1 where sequence_T is read.
         router_index: which of several configured routers decides this call, the same on all ranks;
             None: as `router.selection` says.
     """

@@ -302,6 +302,30 @@ def test_token_ids_reach_the_router_through_the_layer() -> None:
         layer(torch.randn(3, 4, 6), info=TokenInfo(ids))
 
 
+@pytest.mark.parametrize("sequence_T,sequences,message", [
+    (torch.zeros(4, dtype=torch.int64), 0, "sequences=0 does not fit losses.sequence.*>= 1; pass"),
+    (torch.zeros(3, dtype=torch.int64), 1, r"sequence_T of shape \(3,\) does not fit: must be"),
+    (torch.zeros(4), 1, r"sequence_T of dtype torch.float32 does not fit: must be integers; pass"),
+    (torch.tensor([0, 1, -1, 0]), 2, r"sequence_T has values -1\.\.1.*must be in 0..sequences-1=1"),
+    (torch.tensor([0, 1, 2, 0]), 2, r"sequence_T has values 0\.\.2, .*pass how many"),
+])
+def test_sequences_that_do_not_fit_are_refused(sequence_T: torch.Tensor, sequences: int,
+                                               message: str) -> None:
+    tree = {"model_dim": 6, "num_experts": 4}
+    x, info = torch.randn(4, 6), TokenInfo(None, sequence_T, sequences)
+    with pytest.raises(ValueError, match=message):
+        MoELayer(from_dict({**tree, "losses": {"sequence": 1.0}}))(x, info=info)
+    MoELayer(from_dict(tree))(x, info=info)  # which does not read them
+
+
+def test_sequences_of_any_integer_dtype() -> None:
+    layer = MoELayer(from_dict({"model_dim": 6, "num_experts": 4, "losses": {"sequence": 1.0}}))
+    x, of_T = torch.randn(4, 6), torch.tensor([0, 0, 1, 1])
+    values = [layer(x, info=TokenInfo(None, of_T.to(dtype), 2)).losses["sequence"]
+              for dtype in (torch.int64, torch.int32, torch.uint8)]
+    assert values[0] > 0 and len(set(map(float, values))) == 1
+
+
 def test_one_of_several_routers_decides_a_call() -> None:
     config = from_dict({
         "model_dim": 6, "num_experts": 4, "losses": {"gshard": 1.0},

@@ -20,6 +20,7 @@ from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import LossInputs, losses
 from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.token_values import check_integers, check_range
 
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
@@ -133,11 +134,11 @@ class Router(RouterModule):
 
         Raises:
             ValueError: top_k outside 1..E, or other than the router's fixed number; a part of
-                `needs` is missing.
+                `needs` is missing or does not fit.
         """
         k = self._number(top_k)
         info = info or TokenInfo()
-        self._check_info(info)
+        self._check_info(info, x_TD.shape[0])
         # padding may be NaN, which a factor of 0 does not remove from a sum
         if mask_T is not None:
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
@@ -164,15 +165,13 @@ class Router(RouterModule):
                              f"1..num_experts={self.num_experts}; pass another top_k")
         return k
 
-    def _check_info(self, info: TokenInfo) -> None:
+    def _check_info(self, info: TokenInfo, tokens: int) -> None:
         if "token_ids" in self.needs and info.token_ids_T is None:
             raise ValueError(
                 f"token_ids_T=None does not fit {type(self).__name__}: must be the vocabulary "
                 "index of each token; pass info=TokenInfo(token_ids_T=...) to the layer")
-        if "sequences" in self.needs and info.sequence_T is None:
-            raise ValueError(
-                "sequence_T=None does not fit losses.sequence: must be the sequence of each token; "
-                "pass info=TokenInfo(sequence_T=..., sequences=...) to the layer")
+        if "sequences" in self.needs:
+            _check_sequences(info, tokens)
 
     def logits(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [T, E] without and with noise, in float32 or float64."""
@@ -226,7 +225,8 @@ class Router(RouterModule):
         inputs = LossInputs(logits_TE, probs_TE,
                             probs_TE if clean_probs_TE is None else clean_probs_TE, chosen_TK,
                             mask_T, self.noise_scale(), self.host.loss_comm,
-                            sequence_T=info.sequence_T, sequences=info.sequences,
+                            sequence_T=None if info.sequence_T is None else info.sequence_T.long(),
+                            sequences=info.sequences,
                             penalty_E=self.penalty_E, **more)
         # recorded, because a recomputation must see the same load
         if "global_batch" in self.loss_names:
@@ -280,6 +280,21 @@ class Router(RouterModule):
     def finish_step(self) -> None:
         """Restart the counts of `global_batch`; see `moe_plugin.routing.finish_step`."""
         self.step_load_E = torch.zeros_like(self.step_load_E)
+
+
+def _check_sequences(info: TokenInfo, tokens: int) -> None:
+    remedy = "pass info=TokenInfo(sequence_T=..., sequences=...) to the layer"
+    sequence_T, count = info.sequence_T, info.sequences
+    if sequence_T is None:
+        raise ValueError("sequence_T=None does not fit losses.sequence: must be the sequence of "
+                         f"each token; {remedy}")
+    if count < min(1, tokens):
+        raise ValueError(f"sequences={count} does not fit losses.sequence: must be their number, "
+                         f">= 1; {remedy}")
+    check_integers("sequence_T", sequence_T, tokens)
+    check_range(sequence_T, count, "sequence_T has values {}..{}, which are out of bounds: must be "
+                f"in 0..sequences-1={count - 1}, padding's too; number the sequences from 0 and pass "
+                "how many there are")
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
