@@ -326,6 +326,18 @@ def test_sequences_of_any_integer_dtype() -> None:
     assert values[0] > 0 and len(set(map(float, values))) == 1
 
 
+def test_a_token_of_zeros_leaves_the_gradients_of_a_cosine_router_as_they_are() -> None:
+    router = make("cosine")
+    x = torch.randn(5, router.model_dim)
+    grads = []
+    for tokens in (x, torch.cat([x, torch.zeros(2, router.model_dim)])):
+        router.zero_grad()
+        router(tokens).weights_TK[:, 0].sum().backward()
+        grads.append(router.project_P.grad)
+    assert grads[0].any()
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_one_of_several_routers_decides_a_call() -> None:
     config = from_dict({
         "model_dim": 6, "num_experts": 4, "losses": {"gshard": 1.0},

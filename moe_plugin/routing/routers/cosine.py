@@ -16,6 +16,7 @@ from moe_plugin.routing.routers.base import xavier_
 from moe_plugin.routing.routers.topk import TopKRouter
 
 START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
+SHORT = 1e-4  # a shorter vector has no direction
 
 
 @routers.register("cosine")
@@ -25,6 +26,9 @@ class CosineRouter(TopKRouter):
     Tokens and experts are compared in `cosine_dim` dimensions. P, b, the experts' directions a_e
     and the temperature (from log 2) are learned. Everything else is as in router topk. Source:
     Tutel (Hwang et al. 2022), cosine gate; Chi et al. 2022.
+
+    cos(y, a) = (y / |y|) . (a / |a|), and 0, with a gradient of 0 for y, where |y| <= 1e-4: all
+    zeros, as of padding without a mask, would else get a gradient of any size.
     """
 
     one_pass = True
@@ -51,6 +55,12 @@ class CosineRouter(TopKRouter):
         """Scaled cosines."""
         x_TP = linear_scores(x_TD, self.project_PD)
         dtype = x_TP.dtype
-        x_TP = F.normalize(x_TP + self.project_P.to(dtype), dim=1)
+        x_TP = _directions(x_TP + self.project_P.to(dtype))
         direction_EP = F.normalize(self.direction_EP.to(dtype), dim=1)
         return F.linear(x_TP, direction_EP) * self.temperature.to(dtype).clamp(max=MOST).exp()
+
+
+def _directions(y_TP: Tensor) -> Tensor:
+    """y / |y|, rows of length 1; zeros, without a gradient, for rows of at most `SHORT`."""
+    squared_T1 = y_TP.square().sum(1, keepdim=True)
+    return y_TP / squared_T1.masked_fill(squared_T1 <= SHORT**2, math.inf).sqrt()
