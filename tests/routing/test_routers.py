@@ -82,7 +82,9 @@ def test_groups_are_checked() -> None:
     with pytest.raises(
             ValueError,
             match="router.top_k=3 does not fit num_experts=8: ktop1 needs a divisor; use 2"):
-        make("ktop1", k=3)(torch.randn(3, 6))
+        make("ktop1", k=3)
+    with pytest.raises(ValueError, match="router.top_k=6 does not fit num_experts=8.*use 4"):
+        make("ktop1", k=2)(torch.randn(3, 6), top_k=6)
 
 
 def test_prototype_losses_are_the_mean_over_prototypes() -> None:

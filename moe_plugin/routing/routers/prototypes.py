@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,22 @@ class PrototypeRouter(Router):
     prototype, as of a router of E/k experts, and averaged. Source: M6-T (Yang et al. 2021).
     """
 
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Choice i is the best expert of prototype i; see `Router.route`."""
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create the parameters and check the number of prototypes; see `Router.build`."""
+        super().build(dtype, device)
+        self._check(self.config.top_k)
+
+    def _check(self, k: int) -> None:
         experts = self.num_experts
         if experts % k:
             raise ValueError(
                 f"router.top_k={k} does not fit num_experts={experts}: ktop1 needs a divisor; use "
                 f"{max(d for d in range(1, k + 1) if experts % d == 0)}")
+
+    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
+        """Choice i is the best expert of prototype i; see `Router.route`."""
+        self._check(k)
+        experts = self.num_experts
         clean_TE, logits_TE = self.logits(x_TD)
         tokens, width = x_TD.shape[0], experts // k
         # N = T * k (token by token), P = E / k
