@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,22 @@ class EndsSteps:
 
     def finish_step(self) -> None:
         """Called after each optimizer step, on all ranks (`moe_plugin.routing.finish_step`)."""
+
+
+class KeepsBuffers(nn.Module):
+    """Base of modules whose buffers keep their values and dtypes whatever lowers (`half()`) or
+    empties (`to_empty()`) the module: nothing fills them again, and a bias that moves by 0.001
+    stands still in 16 bits. They follow the module's device; none is made on the meta device.
+    """
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        buffers = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in buffers.items():
+            after = self._buffers[name]
+            if after is not None and not before.is_meta:
+                self._buffers[name] = before.to(after.device)
+        return self
 
 
 class RouterModule(Replaying, EndsSteps, nn.Module):

@@ -14,11 +14,11 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.balance import balances_by_itself
-from moe_plugin.routing.contract import RouterModule, needs_of
+from moe_plugin.routing.contract import KeepsBuffers, RouterModule, needs_of
 from moe_plugin.routing.router_selection import SelectionCall, router_selections
 
 
-class RouterSelector(RouterModule):
+class RouterSelector(KeepsBuffers, RouterModule):
     """Several routers, of which one decides a call.
 
     It is the one that `TokenInfo.router_index` names, else the one that `router.selection` chooses.
@@ -52,7 +52,9 @@ class RouterSelector(RouterModule):
         self.needs = frozenset().union(*(needs_of(router) for router in routers))
         self.balances = all(map(balances_by_itself, routers))
         self.steps = 0  # the value of the buffer, without a read from the device
-        self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
+        where = torch.empty(0, device=device).device
+        self.register_buffer("step", torch.zeros(
+            1, dtype=torch.int64, device="cpu" if where.type == "meta" else where))
         # ranks that take different routers would wait in different collectives
         if comm is not None:
             agree(comm, {"router.name": self.config.names,

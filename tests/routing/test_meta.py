@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_plugin import MoELayer
-from moe_plugin.routing import routers
+from moe_plugin.routing import finish_step, routers
 
 MORE: dict[str, dict[str, Any]] = {
     "group_limited": {"groups": 2}, "sam": {"groups": 2, "top_k": 1},
@@ -36,3 +36,17 @@ def test_what_a_router_holds_survives(name: str, around: bool) -> None:
             module.reset_parameters()
     assert all(parameter.isfinite().all() for parameter in layer.parameters())
     assert all(parameter.expert for parameter in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_the_step_of_several_routers_survives(around: bool) -> None:
+    """It is saved: a run that goes on from there would take other routers."""
+    settings = {"num_experts": 4, "router": {"name": "topk,cosine"}}
+    if around:
+        with torch.device("meta"):
+            layer = MoELayer(16, **settings)
+    else:
+        layer = MoELayer(16, device="meta", **settings)
+    finish_step(layer)
+    layer.to_empty(device="cpu")
+    assert layer.state_dict()["router.step"].tolist() == [1]

@@ -16,7 +16,7 @@ from moe_plugin.config.options import check
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
-from moe_plugin.routing.contract import RouterModule
+from moe_plugin.routing.contract import KeepsBuffers, RouterModule
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import LossInputs, losses
 from moe_plugin.routing.replay import inside_backward
@@ -25,7 +25,7 @@ from moe_plugin.routing.token_values import check_integers, check_range
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
-class Router(RouterModule):
+class Router(KeepsBuffers, RouterModule):
     """Base of the provided routers: a subclass defines `route`.
 
     It also defines `build` if it has parameters or buffers other than `weight_ED`. Routing is
@@ -91,14 +91,7 @@ class Router(RouterModule):
                     "that add router.noise")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        # half() and bfloat16() are for parameters: a bias that moves by 0.001 stands still in them;
-        # and to_empty() for what reset_parameters() draws
-        buffers = dict(self.named_buffers(recurse=False))
-        super()._apply(_not_lowering(fn) if self.config.fp32 else fn, recurse)
-        for name, before in buffers.items():
-            if not before.is_meta:
-                self._buffers[name] = before.to(self._buffers[name].device)
-        return self
+        return super()._apply(_not_lowering(fn) if self.config.fp32 else fn, recurse)
 
     def _build(self, dtype: torch.dtype | None, device: Any) -> None:
         penalty_E = link_penalties(self.layer_config, self.comm) \
