@@ -15,6 +15,7 @@ from moe_plugin.records import HostContext
 from moe_plugin.registry import Registry
 from moe_plugin.routing.balance import check_balance
 from moe_plugin.routing.contract import RouterModule
+from moe_plugin.routing.foreign import check_losses, check_results
 from moe_plugin.routing.selector import RouterSelector
 
 routers: Registry[Callable[..., nn.Module]] = Registry("router")
@@ -44,11 +45,17 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
                  **where: Any) -> nn.Module:
     """The router of a layer: `router` where one is given, else the configured one.
 
-    Warns once where nothing keeps the experts balanced, see `check_balance`. where: see
-    `build_router`.
+    What a router of another package returns is checked in each call (`RoutingCheck`). Warns once
+    where nothing keeps the experts balanced, see `check_balance`. where: see `build_router`.
+
+    Raises:
+        ValueError: a loss that nobody knows, or what `build_router` refuses.
     """
     if router is None:
         router = build_router(config, comm, host=host, **where)
+    else:
+        check_losses(router, config.losses)
+    check_results(router, config.num_experts)
     check_balance(router, config, comm, host)
     return router
 

@@ -17,16 +17,16 @@ def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
                          f"{name}.long()")
 
 
-def check_range(values: Tensor, size: int, message: str) -> None:
-    """`ValueError` unless all integers are in 0..size-1, on a CPU: a GPU would be waited for, and
+def check_range(values: Tensor, first: int, last: int, message: str) -> None:
+    """`ValueError` unless all integers are in first..last, on a CPU: a GPU would be waited for, and
     finds it when they are used as indices.
 
     Args:
-        values: int, any shape. size: one more than the largest allowed value.
+        values: int, any shape. first, last: the smallest and the largest allowed value.
         message: `message.format(low, high)` with the values that there are.
     """
     if values.device.type != "cpu" or not values.numel() or torch.compiler.is_compiling():
         return
     low, high = int(values.min()), int(values.max())
-    if not 0 <= low <= high < size:
+    if not first <= low <= high <= last:
         raise ValueError(message.format(low, high))

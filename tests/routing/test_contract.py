@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -58,6 +60,54 @@ def test_a_plain_module_gets_all_four_arguments_and_needs_nothing() -> None:
     assert needs_of(layer.router) == frozenset()
     finish_step(layer)
     forget(layer)
+
+
+class Given(nn.Module):
+    """Returns what it was given."""
+
+    def __init__(self, routing: object) -> None:
+        super().__init__()
+        self.routing = routing
+
+    def forward(self, x_TD, mask_T=None, top_k=None, info=None) -> object:
+        return self.routing
+
+
+IDS, TWO = torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.ones(3, 2)
+
+
+def given(ids_TK: torch.Tensor = IDS, weights_TK: torch.Tensor = TWO, **more) -> Routing:
+    return replace(routing_of(ids_TK), weights_TK=weights_TK, **{"priority_T": None, **more})
+
+
+@pytest.mark.parametrize("routing,message", [
+    ((IDS, TWO), "router Given returned a tuple: must be a moe_plugin.records.Routing"),
+    (given(IDS + 1), r"ids_TK with experts 1\.\.4: must be in 0..3, or -1.*num_experts=4"),
+    (given(IDS - 2), r"ids_TK with experts -2\.\.1: must be in 0..3"),
+    (given(IDS[:2]), r"ids_TK of shape \(2, 2\) and torch.int64: must be int64 of shape \(3, k\)"),
+    (given(IDS.int()), r"ids_TK of shape \(3, 2\) and torch.int32: must be int64"),
+    (given(weights_TK=TWO[:, :1]), r"weights_TK of shape \(3, 1\).*must be float of shape \(3, 2"),
+    (given(weights_TK=IDS), r"weights_TK of shape \(3, 2\) and torch.int64: must be float"),
+    (given(priority_T=TWO), r"priority_T of shape \(3, 2\).*must be float of shape \(3,\),"),
+    (given(passthrough_T=TWO[:2, 0]), r"passthrough_T of shape \(2,\)"),
+])
+@pytest.mark.parametrize("dispatch", ["ragged", "padded"])
+def test_what_a_foreign_router_returns_is_checked(dispatch: str, routing: Routing,
+                                                  message: str) -> None:
+    settings = {"name": dispatch, "capacity_factor": 0.0 if dispatch == "padded" else None}
+    layer = MoELayer(from_dict({**LAYER, "dispatch": settings}), router=Given(routing))
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(3, 6))
+    layer.router.routing = given()
+    layer(torch.randn(3, 6))
+
+
+def test_a_loss_that_nobody_knows_is_refused_with_a_foreign_router() -> None:
+    with pytest.raises(ValueError, match="unknown loss 'swich'; known: .*switch"):
+        MoELayer(from_dict({**LAYER, "losses": {"swich": 0.01}}), router=Plain())
+    router = ByTokenId()
+    router.own_losses = frozenset({"swich"})
+    MoELayer(from_dict({**LAYER, "losses": {"swich": 0.01}}), router=router)
 
 
 def test_a_router_declares_what_it_needs_and_hears_of_steps() -> None:

@@ -285,9 +285,10 @@ def _check_sequences(info: TokenInfo, tokens: int) -> None:
         raise ValueError(f"sequences={count} does not fit losses.sequence: must be their number, "
                          f">= 1; {remedy}")
     check_integers("sequence_T", sequence_T, tokens)
-    check_range(sequence_T, count, "sequence_T has values {}..{}, which are out of bounds: must be "
-                f"in 0..sequences-1={count - 1}, padding's too; number the sequences from 0 and "
-                "pass how many there are")
+    check_range(sequence_T, 0, count - 1,
+                "sequence_T has values {}..{}, which are out of bounds: must be in "
+                f"0..sequences-1={count - 1}, padding's too; number the sequences from 0 and pass "
+                "how many there are")
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
