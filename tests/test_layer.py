@@ -318,3 +318,33 @@ def test_a_router_of_two_choices_refuses_one_expert() -> None:
                        "GShardRouter; raise num_experts"):
         MoELayer(from_dict({"model_dim": 8, "num_experts": 1, "router": {"name": "gshard",
                                                                          "top_k": 1}}))
+
+
+class Returns(torch.nn.Module):
+    """An expert that returns what a function makes of its rows."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, rows: torch.Tensor) -> object:
+        return self.make(rows)
+
+
+@pytest.mark.parametrize("make,found", [
+    (lambda rows: torch.cat([rows, rows[:1]]), r"a tensor of shape \({more}, 8\)"),
+    (lambda rows: rows[:0], r"a tensor of shape \(0, 8\)"),
+    (lambda rows: rows[:, :6], r"a tensor of shape \({n}, 6\)"),
+    (lambda rows: (rows, None), "a tuple"),
+])
+def test_an_expert_that_returns_another_shape_is_named(make, found: str) -> None:
+    """Rows of another number would move those of the later experts to other tokens."""
+    layer = MoELayer(config(dispatch={"name": "ragged", "capacity_factor": None}),
+                     experts=lambda index: Returns(make if index == 1 else torch.neg))
+    x = torch.randn(40, 8)
+    n = int((layer.router(x).ids_TK == 1).sum())
+    assert n > 0
+    message = (rf"expert 1 \(Returns\) returned {found.format(n=n, more=n + 1)} for rows of shape "
+               rf"\({n}, 8\): must be equal")
+    with pytest.raises(ValueError, match=message):
+        layer(x)

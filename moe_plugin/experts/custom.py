@@ -27,17 +27,33 @@ class CustomExperts(Experts):
                 f"{placement.comm.size} expert-parallel ranks; use more experts or fewer ranks, "
                 "and leave parallel.shards out"
             )
-        first = placement.comm.rank * placement.local
-        self.local_experts = nn.ModuleList(factory(first + slot) for slot in range(placement.local))
+        self.first = placement.comm.rank * placement.local
+        self.local_experts = nn.ModuleList(
+            factory(self.first + slot) for slot in range(placement.local))
         self.mark()
 
     def forward(self, work: ExpertRows) -> Tensor:
-        """See `Experts`."""
+        """See `Experts`.
+
+        Raises:
+            ValueError: an expert's result has not the shape of its rows.
+        """
         return apply_to_rows(self._each, work.x, work.rows)
 
     def _each(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:
         # each expert, also on zero rows, so that every parameter gets a gradient
-        return torch.cat([
-            expert(rows)
-            for expert, rows in zip(self.local_experts, rows_RD.split(counts.host), strict=True)
-        ])
+        parts = rows_RD.split(counts.host)
+        results = [expert(rows) for expert, rows in zip(self.local_experts, parts, strict=True)]
+        for slot, (result, rows) in enumerate(zip(results, parts, strict=True)):
+            if not isinstance(result, Tensor) or result.shape != rows.shape:
+                raise self._refused(slot, rows, result)
+        return torch.cat(results)
+
+    def _refused(self, slot: int, rows: Tensor, result: object) -> ValueError:
+        # rows of another number would move those of all later experts to other tokens
+        found = (f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else
+                 f"a {type(result).__name__}")
+        return ValueError(
+            f"expert {self.first + slot} ({type(self.local_experts[slot]).__name__}) returned "
+            f"{found} for rows of shape {tuple(rows.shape)}: must be equal; let it map [rows, "
+            f"{rows.shape[1]}] to [rows, {rows.shape[1]}]")
