@@ -285,8 +285,24 @@ def test_hash_tables_from_settings(tmp_path) -> None:
         router(x)
     with pytest.raises(ValueError, match="does not fit: must be .5,., one for each token"):
         router(x, None, None, TokenInfo(torch.arange(4)))
+    with pytest.raises(ValueError, match="token_ids_T of dtype torch.float32 does not fit"):
+        router(x, None, None, TokenInfo(torch.arange(5.0)))
     # padding may carry any id
     assert router(x, torch.arange(5) < 4, None, info).ids_TK[:, 0].tolist()[4] == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_token_ids_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    router, ids_T = make("hash", hash={"vocabulary": 5}), torch.tensor([4, 0, 1, 1, 3])
+    found = router(torch.randn(5, 6), None, None, TokenInfo(ids_T.to(dtype))).ids_TK
+    assert torch.equal(found[:, 0], router.table_V[ids_T])
+
+
+def test_negative_frequencies_are_refused(tmp_path) -> None:
+    path = tmp_path / "counts.txt"
+    path.write_text("3 0 -7 2")
+    with pytest.raises(ValueError, match="router.hash.path=.* has the frequency -7: must be >= 0"):
+        make("hash", hash={"kind": "balanced", "path": str(path)})
 
 
 def test_token_ids_reach_the_router_through_the_layer() -> None:

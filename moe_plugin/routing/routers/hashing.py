@@ -16,6 +16,7 @@ from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.regular_files import check_input
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.token_values import check_integers, check_range
 
 
 @routers.register("hash")
@@ -40,10 +41,7 @@ class HashRouter(Router):
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """Look up the experts; see `Router.route`."""
         assert info.token_ids_T is not None
-        if info.token_ids_T.shape != mask_T.shape:
-            raise ValueError(
-                f"token_ids_T of shape {tuple(info.token_ids_T.shape)} does not fit: must be "
-                f"{tuple(mask_T.shape)}, one for each token")
+        check_integers("token_ids_T", info.token_ids_T, x_TD.shape[0])
         # recorded, because a host may pass other tokens by the time of the recomputation
         chosen_T1 = self.replayed(lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)),
                                   shape=(x_TD.shape[0], 1))
@@ -55,26 +53,18 @@ class HashRouter(Router):
                            probs_TE[:, 0] * 0)
 
     def _look_up(self, ids_T: Tensor) -> Tensor:
-        self._check_range(ids_T)
-        return self.table_V[ids_T][:, None]
-
-    def _check_range(self, ids_T: Tensor) -> None:
-        size = self.table_V.numel()
-        # on a GPU, indexing checks without a wait
-        if ids_T.device.type != "cpu" or not ids_T.numel():
-            return
-        low, high = int(ids_T.min()), int(ids_T.max())
-        if not 0 <= low <= high < size:
-            raise ValueError(f"token ids {low}..{high} are out of bounds: must be in "
-                             f"0..{size - 1}; set router.hash.vocabulary to the size of the "
-                             "vocabulary")
+        last = self.table_V.numel() - 1
+        check_range(ids_T, 0, last, f"token ids {{}}..{{}} are out of bounds: must be in 0..{last};"
+                    " set router.hash.vocabulary to the size of the vocabulary")
+        return self.table_V[ids_T.long()][:, None]  # ids in uint8 would be a mask
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
     """The table by the settings `router.hash`, int64 [V].
 
     Raises:
-        ValueError: the settings do not fit, or a file names experts that do not exist.
+        ValueError: the settings do not fit, or a file names experts that do not exist, or negative
+            frequencies.
     """
     listed_V = None if config.path is None else _read(config.path)
     vocabulary = config.vocabulary or (0 if listed_V is None else listed_V.numel())
@@ -88,6 +78,11 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
         return torch.randint(experts, (vocabulary,), generator=g, device="cpu")
     if config.kind == "balanced":
         even_V = torch.ones(vocabulary, dtype=torch.int64, device="cpu")
+        if listed_V is not None and int(listed_V.min()) < 0:
+            raise ValueError(
+                f"router.hash.path={short(config.path)} has the frequency {int(listed_V.min())}: "
+                "must be >= 0 with router.hash.kind=balanced; count the tokens again, or set "
+                "kind=file for a table")
         return balanced_table(even_V if listed_V is None else listed_V, experts, g)
     assert listed_V is not None
     if not 0 <= int(listed_V.min()) <= int(listed_V.max()) < experts:
@@ -106,7 +101,7 @@ def balanced_table(counts_V: Tensor, experts: int,
     expert gets floor or ceil of V / E tokens. Among equally frequent tokens the order is random.
 
     Args:
-        counts_V: int64, how often each token occurs.
+        counts_V: int64, how often each token occurs, >= 0.
         experts: E.
         generator: of the random order.
     """
