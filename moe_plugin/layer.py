@@ -107,6 +107,8 @@ class MoELayer(Replaying, EndsSteps, PreGated):
             CommError: a collective failed or timed out; it names rank, collective and sizes.
         """
         self.ddp_check(self.experts)
+        if self.tokens.sharing is not None and not torch.compiler.is_compiling():
+            self._follow_parameters()  # some may be trainable since the last call
         traffic = TrafficMeter(self.comm)
         tokens = self.tokens.enter(x, token_mask, info, self.experts.dtype)
         routing = self.gating.routing(self, tokens, top_k)

@@ -34,7 +34,6 @@ class HashConfig(Section):
         self.require("path", self.kind != "file" or bool(self.path),
                      "a file where router.hash.kind=file", "name the table")
         where = f"where router.hash.kind={self.kind}"
-        self.read_where(self.kind != "random", where, "use router.hash.kind=file", "path")
         self.read_where(self.kind != "file", where, "use router.hash.kind=random", "seed")
 
 

@@ -67,7 +67,8 @@ class TokenEntry:
         Call it again where there may be new ones; it does nothing twice.
         """
         for parameter in parameters if self.sharing is not None else ():
-            if self._summed not in (parameter._backward_hooks or {}).values():
+            hooks = (parameter._backward_hooks or {}).values()
+            if parameter.requires_grad and self._summed not in hooks:
                 parameter.register_hook(self._summed)
 
     def _summed(self, grad: Tensor) -> Tensor:

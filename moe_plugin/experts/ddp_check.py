@@ -47,8 +47,8 @@ def _refuse_new(experts: Experts) -> None:
                 f"gradients of the experts' {name!r} are not reduced over ranks: the parameter is "
                 "new, or trainable, since the model was wrapped (reduce_experts), as "
                 "load_state_dict(assign=True), copies and leaving the meta device make new ones; "
-                "load weights before ddp_model or fully_shard_model, and wrap a copy that trains "
-                "again")
+                "load and unfreeze before ddp_model or fully_shard_model, and wrap a copy that "
+                "trains again")
 
 
 def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:

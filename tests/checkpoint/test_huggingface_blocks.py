@@ -186,6 +186,17 @@ def test_a_model_that_is_cast_between_goes_back_in_its_dtype() -> None:
     assert logits(model, tokens(model)).isfinite().all()
 
 
+def test_a_router_in_float32_leaves_the_experts_as_they_are() -> None:
+    model = tiny("mixtral").bfloat16()
+    before = model.state_dict()
+    swap_moe_blocks(model, settings={"router.fp32": True})
+    logits(model, tokens(model))
+    restore_moe_blocks(model)
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, before[name]), name
+    assert logits(model, tokens(model)).isfinite().all()
+
+
 def _trains(model: Any) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters()}
 

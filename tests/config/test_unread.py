@@ -129,8 +129,6 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
      "router.score='sigmoid' .* softmax where router.name='sinkhorn', .* use router.name=topk"),
     ({"router": {"name": "sigmoid_bias", "group_scores": 2}},
      "router.group_scores=2 .* 0 where router.groups=0"),
-    ({"router": {"name": "hash", "hash": {"kind": "random", "path": "table.txt"}}},
-     "router.hash.path='table.txt' .* none where router.hash.kind=random"),
     ({"router": {"name": "hash", "hash": {"kind": "file", "path": "table.txt", "seed": 3}}},
      "router.hash.seed=3 .* 0 where router.hash.kind=file"),
     ({"router": {"links": {"quota": 0.3}}}, "router.links.quota=0.3 .* use router.name=topology_q"),

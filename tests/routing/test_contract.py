@@ -88,7 +88,7 @@ def given(ids_TK: torch.Tensor = IDS, weights_TK: torch.Tensor = TWO, **more) ->
     (given(IDS.int()), r"ids_TK of shape \(3, 2\) and torch.int32: must be int64"),
     (given(weights_TK=TWO[:, :1]), r"weights_TK of shape \(3, 1\).*must be float of shape \(3, 2"),
     (given(weights_TK=IDS), r"weights_TK of shape \(3, 2\) and torch.int64: must be float"),
-    (given(priority_T=TWO), r"priority_T of shape \(3, 2\).*must be float of shape \(3,\),"),
+    (given(priority_T=TWO), r"priority_T of shape \(3, 2\).*must be of shape \(3,\),"),
     (given(passthrough_T=TWO[:2, 0]), r"passthrough_T of shape \(2,\)"),
 ])
 @pytest.mark.parametrize("dispatch", ["ragged", "padded"])
@@ -102,12 +102,35 @@ def test_what_a_foreign_router_returns_is_checked(dispatch: str, routing: Routin
     layer(torch.randn(3, 6))
 
 
+class WithHeads(Given):
+    """Has modules of its own by the name under which `RouterSelector` has routers."""
+
+    def __init__(self, routing: object) -> None:
+        super().__init__(routing)
+        self.routers = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2)])
+
+    def forward(self, x_TD, mask_T=None, top_k=None, info=None) -> object:
+        assert all(head(x_TD).shape == (3, 2) for head in self.routers)
+        return self.routing
+
+
+def test_a_foreign_router_may_be_built_and_called_in_any_way() -> None:
+    layer, x_TD = MoELayer(from_dict(LAYER), router=WithHeads(given())), torch.randn(3, 6)
+    layer(x_TD)
+    layer.router(x_TD=x_TD)
+    layer.router.routing = given(priority_T=torch.arange(3))
+    layer(x_TD)
+    layer.router.routing = given(IDS + 1)
+    with pytest.raises(ValueError, match="router WithHeads returned ids_TK with experts"):
+        layer(x_TD)
+
+
 def test_a_loss_that_nobody_knows_is_refused_with_a_foreign_router() -> None:
     with pytest.raises(ValueError, match="unknown loss 'swich'; known: .*switch"):
         MoELayer(from_dict({**LAYER, "losses": {"swich": 0.01}}), router=Plain())
-    router = ByTokenId()
-    router.own_losses = frozenset({"swich"})
-    MoELayer(from_dict({**LAYER, "losses": {"swich": 0.01}}), router=router)
+    for router in (ByTokenId(), Plain()):
+        router.own_losses = frozenset({"swich"})
+        MoELayer(from_dict({**LAYER, "losses": {"swich": 0.01}}), router=router)
 
 
 def test_a_router_declares_what_it_needs_and_hears_of_steps() -> None:

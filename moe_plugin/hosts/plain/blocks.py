@@ -7,11 +7,9 @@ tensor out, so that they fit into `nn.Sequential`.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +18,6 @@ from moe_plugin.experts import is_expert
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import MoEOutput, weighted_loss
 from moe_plugin.routing.replay import inside_backward
-
-
-class _Losses(dict[str, Tensor]):
-    """A call's losses, in a type that can be referred to weakly."""
 
 
 class MoEBlock(nn.Module):
@@ -55,37 +49,21 @@ class MoEBlock(nn.Module):
 
     def losses(self) -> list[dict[str, Tensor]]:
         """Those of each call in the last forward pass: more than one where weights are shared."""
-        earlier = [losses for of in self._earlier if (losses := of()) is not None]
-        return earlier if self.last is None else [*earlier, self.last.losses]
+        return self._earlier if self.last is None else [*self._earlier, self.last.losses]
 
     def _begin_pass(self, owner: _NewPass | None) -> None:
         """owner: of the pass; None: where it begins and ends is not known."""
-        self.last = None
-        self._owner, self._counted = owner, False
-        self._earlier: list[Callable[[], dict[str, Tensor] | None]] = []
+        self.last, self._owner = None, owner
+        self._earlier: list[dict[str, Tensor]] = []
 
     def _keep(self, output: MoEOutput) -> None:
-        last = self.last
-        if self._owner is not None:
-            self._earlier += [] if last is None else [functools.partial(_same, last.losses)]
-        elif (torch.compiler.is_compiling() or self._counted or last is None
-              or last.output.grad_fn is None or not output.output.requires_grad):
-            self._earlier = []
-        else:
-            # an unknown pass is over once its graph is gone, which therefore holds the losses
-            losses, node = _Losses(last.losses), cast(Any, last.output.grad_fn)
-            node.metadata[_Losses] = losses
-            self._earlier = [of for of in self._earlier if of() is not None]
-            self._earlier.append(weakref.ref(losses))
-        self.last, self._counted = output, False
+        # where passes are not followed, the call before may be of another one
+        self._earlier = [] if self._owner is None else self.losses()
+        self.last = output
 
     def __getstate__(self) -> dict[str, Any]:
         # a graph can be neither copied nor pickled
         return {**self.__dict__, "last": None, "_earlier": [], "_owner": None}
-
-
-def _same(losses: dict[str, Tensor]) -> dict[str, Tensor]:
-    return losses
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
@@ -109,7 +87,7 @@ class _NewPass:
         """After it, or after its error."""
         for _, block in blocks_in(model):
             if block._owner is self:
-                block._owner, block._counted = None, True
+                block._owner = None
 
 
 def follow_passes(model: nn.Module) -> None:
@@ -125,7 +103,8 @@ def follow_passes(model: nn.Module) -> None:
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """The routers' losses of the last forward pass: for each block sum of weight * loss over the
     names in `losses`, summed over the blocks and, where blocks are shared, over their calls. Add
-    it to the model's loss once.
+    it to the model's loss once. (Of a shared block that was put in by hand the first pass counts
+    its last call, unless `follow_passes(model)` was called before.)
 
     A block that this pass did not call adds nothing: a pass begins where the model that is given
     here, or to `replace_ffn`, is called. (Call it as a whole: where its parts are called one by
@@ -141,7 +120,6 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     for name, block in blocks_in(model):
         if block.last is None:
             continue
-        block._counted = True
         term = torch.stack([weighted_loss(losses, block.moe.config.losses)
                             for losses in block.losses()]).sum()
         wanted = torch.is_grad_enabled() and block.training

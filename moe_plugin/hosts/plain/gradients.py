@@ -114,10 +114,10 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
-    for layer in (layer for layers in by_group.values() for layer in layers):
-        layer.experts.reduced = True
-        for parameter in layer.experts.parameters():
-            parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
+        for layer in layers:
+            layer.experts.reduced = replicas is not None or layer.comm.size > 1
+            for parameter in layer.experts.parameters():
+                parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
     return reducers
 
 

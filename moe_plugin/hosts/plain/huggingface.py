@@ -194,7 +194,8 @@ def restore_moe_blocks(model: nn.Module) -> None:
     config = model.config.to_dict()
     for name, swapped in list(swapped_blocks(model)):
         state = full_state(swapped.moe)
-        block, weight = swapped.original[0], swapped.moe.router.weight_ED
+        # not the router's, which `router.fp32` keeps in another dtype
+        block, weight = swapped.original[0], next(swapped.moe.experts.parameters())
         if weight.dtype != next(block.parameters()).dtype:  # the model was cast in between
             block.to(weight.dtype)
         block.to_empty(device=weight.device)

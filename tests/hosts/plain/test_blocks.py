@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_plugin import MoEBlock, auxiliary_loss, replace_ffn
-from moe_plugin.hosts.plain.blocks import blocks_in
+from moe_plugin.hosts.plain.blocks import blocks_in, follow_passes
 from tests.hosts.plain.small import stack
 
 
@@ -117,7 +117,8 @@ class Shared(nn.Module):
 def test_each_call_of_a_shared_block_counts_once() -> None:
     torch.manual_seed(0)
     model, x = Shared(), torch.randn(6, 16)
-    for _ in range(3):  # before the first, nothing follows passes
+    follow_passes(model)
+    for _ in range(3):
         y = model(x)
         auxiliary = auxiliary_loss(model)
         assert len(model.block.losses()) == 3
@@ -141,7 +142,7 @@ def test_calls_outside_of_a_pass_are_not_added_up(followed: bool) -> None:
         held.append(weakref.ref(block.last.losses["gshard"]))
     assert [of() is None for of in held] == [True, True, False]
     model(x)
-    assert len(block.losses()) == 2
+    assert len(block.losses()) == (2 if followed else 1)
     for _ in range(3):  # parts called by themselves, and what they gave is kept
         y = block(x)
         auxiliary_loss(model).backward()
@@ -150,6 +151,17 @@ def test_calls_outside_of_a_pass_are_not_added_up(followed: bool) -> None:
         for _ in range(3):
             block(x)
     assert len(block.losses()) == 1
+
+
+def test_a_pass_whose_graph_is_kept_does_not_count_in_the_next() -> None:
+    model, x = nn.Sequential(MoEBlock(16, num_experts=4), nn.LayerNorm(16)), torch.randn(6, 16)
+    kept, values = [], []
+    for _ in range(3):
+        kept.append(model(x))
+        auxiliary = auxiliary_loss(model) if kept[1:] else torch.zeros(())
+        (kept[-1].sum() + auxiliary).backward()
+        values += [float(auxiliary.detach())] if kept[1:] else []
+    assert values[0] > 0 and values == values[:1] * 2
 
 
 def test_a_part_that_is_followed_counts_all_its_calls_in_a_pass() -> None:

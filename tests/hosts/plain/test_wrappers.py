@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_plugin import MoEBlock, MoELayer
 from moe_plugin.comm import LocalComm
+from moe_plugin.hosts.plain.gradients import reduce_experts
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
 from tests.distributed import run_gloo
 
@@ -129,7 +130,9 @@ REMADE = {
     "built": lambda layer: layer, "deepcopy": copy.deepcopy,
     "double": lambda layer: layer.double().float(),
     "meta": lambda layer: loaded(layer.to("meta").to_empty(device="cpu")),
-    "assigned": lambda layer: loaded(layer, assign=True)}
+    "assigned": lambda layer: loaded(layer, assign=True),
+    "frozen for a while": lambda layer: copy.deepcopy(layer.requires_grad_(False)
+                                                      ).requires_grad_()}
 
 
 def run_remade() -> dict[str, torch.Tensor]:
@@ -148,6 +151,15 @@ def test_every_copy_sums_gradients_of_shared_tokens() -> None:
     for name in REMADE:
         for gradient in (first[name], second[name]):
             torch.testing.assert_close(gradient, first["built"], msg=name)
+
+
+def test_one_rank_alone_has_nothing_to_reduce() -> None:
+    layer, x = MoELayer(8, num_experts=4), torch.randn(3, 8)
+    layer.experts.requires_grad_(False)
+    reduce_experts(layer)
+    for module in (layer.requires_grad_(), copy.deepcopy(layer)):
+        module(x).output.sum().backward()
+        assert module.experts.w_in_LDF.grad.any()
 
 
 def test_loaded_parameters_are_still_experts() -> None:
