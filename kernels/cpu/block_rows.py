@@ -16,7 +16,7 @@ from moe_plugin.kernels.rows import bags, sum_bags
 
 
 class BlockRows:
-    """Rows of all blocks, or memory for those of one block, which each block writes anew.
+    """Rows of all blocks, or memory for those of one block, which each block overwrites.
 
     Attributes:
         memory: [R, W] where `whole`, or [N of the largest block, W].

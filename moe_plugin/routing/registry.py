@@ -49,7 +49,7 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
     where nothing keeps the experts balanced, see `check_balance`. where: see `build_router`.
 
     Raises:
-        ValueError: a loss that nobody knows, or what `build_router` refuses.
+        ValueError: a loss of an unknown name, or what `build_router` refuses.
     """
     if router is None:
         router = build_router(config, comm, host=host, **where)

@@ -184,7 +184,7 @@ class ReplayLog:
             training: of the layer; without it nothing is recorded here.
             what: the value is, in a word or two: a tape gives it back only to a call for the same.
             shape: of the value, checked when a tape gives it back; None: not checked.
-            values: False for what belongs to one pass and its recomputation, and is no part of
+            values: False for what belongs to one pass and its recomputation, and is not part of
                 `record_routing`.
         Raises:
             RuntimeError: recordings and recomputations do not match.

@@ -75,7 +75,7 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
 @dataclass(frozen=True)
 class _NewPass:
     """Before a forward pass of a model: what its blocks keep is of the pass before. A part's pass
-    inside of another's is no new one.
+    inside of another's is not a new one.
     """
 
     def __call__(self, model: nn.Module, args: Any) -> None:

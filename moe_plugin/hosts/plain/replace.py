@@ -117,7 +117,7 @@ def _why_none(model: nn.Module, every: int) -> str:
     if every > 1:
         return f"it has fewer than {every}; use a smaller number, or 1 to replace all"
     return ("none of its modules is two linear maps and an activation, or three with a gate, where "
-            "nn.Dropout alone acts in training (layers in a row of one nn.Sequential are no "
+            "nn.Dropout alone acts in training (layers in a row of one nn.Sequential are not a "
             "module: put them into one of their own); build MoEBlock(dim, ...) where you want one")
 
 
