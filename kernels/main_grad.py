@@ -22,6 +22,7 @@ from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.workspace import Workspace
 
 # biases are as small as a row: autograd returns their gradients
+TEMPORARY_BYTES = 1 << 20  # of several experts' matmuls: one operation for four is half the gain
 WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
 
@@ -47,15 +48,24 @@ class MainGrad:
     parameter: Tensor
     memory: Workspace
 
-    def add_matmul(self, expert: int, a_IN: Tensor, b_NO: Tensor) -> None:
-        """main_grad[expert] += a b. a_IN: [I, N], b_NO: [N, O], of the weight's dtype.
+    def add_matmul(self, expert: int | slice, a_IN: Tensor, b_NO: Tensor) -> None:
+        """main_grad[expert] += a b. a_IN: [I, N], b_NO: [N, O], of the weight's dtype; with an axis
+        of experts before for a slice.
 
-        The largest temporary is one expert's matmul, where the buffer has another dtype.
+        Where the buffer has another dtype, the largest temporary is one expert's matmul, or those
+        of several that fit `TEMPORARY_BYTES`.
         """
         target_IO = self.parameter.main_grad[expert]  # type: ignore[attr-defined]
         if target_IO.dtype == a_IN.dtype:
             product_of(a_IN)(a_IN, b_NO, target_IO, target_IO)
             return
+        one = target_IO.shape[-2] * target_IO.shape[-1] * a_IN.element_size()
+        some = max(1, TEMPORARY_BYTES // one)
+        for part in ([...] if target_IO.dim() == 2 else
+                     [slice(i, i + some) for i in range(0, target_IO.shape[0], some)]):
+            self._add(target_IO[part], a_IN[part], b_NO[part])
+
+    def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
         # no CPU matmul has operands of one dtype and a result of another
         made_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
         target_IO.add_(product_of(a_IN)(a_IN, b_NO, made_IO))

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import op
-from moe_plugin.kernels.top_k import best_scores, in_best_groups
+from moe_plugin.kernels.top_k import TINY, best_scores, in_best_groups
+
+_FEW = 16  # 32-bit numbers in a register of AVX-512
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
     sum_t p(t, e), z = sum_t lse(t)^2, p_log_p = sum_te p log p, each over real tokens. lse and z
     may be None where `Rule.z` is false.
     """
-    s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else torch.softmax(logits_TE, 1)
+    s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else _softmax(logits_TE)
     p_TE = s_TE / _at_least_eps(s_TE.sum(1, keepdim=True)) if rule.sigmoid else s_TE
     if chosen_TK is None:
         ids_TK, weights_TK = _choose(s_TE, bias_E, rule)
@@ -72,6 +74,15 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
         importance_E, p_log_p = real_T @ p_TE, real_T @ log_TE.sum(1)
         z = None if lse_T is None else real_T @ lse_T.square()
     return ids_TK, weights_TK, lse_T, importance_E, z, p_log_p
+
+
+def _softmax(logits_TE: Tensor) -> Tensor:
+    few = logits_TE.shape[1] < _FEW and logits_TE.numel() > TINY
+    if not few or logits_TE.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.softmax(logits_TE, 1)
+    # torch goes through rows that do not fill a register number by number: 3 times as long
+    e_TE = (logits_TE - logits_TE.amax(1, keepdim=True)).exp()
+    return e_TE / e_TE.sum(1, keepdim=True)
 
 
 def _choose(s_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -109,7 +120,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
     lse_T: not read without grad_z. sure: the chosen scores of a token do not sum to less than eps,
     so that normalisation divided by their sum.
     """
-    s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else torch.softmax(logits_TE, 1)
+    s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else _softmax(logits_TE)
     if grad_importance_E is None:
         grad_TE = torch.zeros_like(logits_TE)
     else:
@@ -124,7 +135,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
         share_T = 2 * grad_z * lse_T
         if mask_T is not None:
             share_T = share_T * mask_T
-        softmax_TE = torch.softmax(logits_TE, 1) if rule.sigmoid else s_TE
+        softmax_TE = _softmax(logits_TE) if rule.sigmoid else s_TE
         grad_TE.addcmul_(softmax_TE, share_T[:, None])
     return grad_TE
 

@@ -12,6 +12,8 @@ from moe_plugin.kernels.cpu.widened import widened
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype
 
+_PARTS = 4  # of 1, 2, 4, 8 the fastest, or as fast
+
 
 class _WideLinear(torch.autograd.Function):
     """Keeps the tokens as they are for backward, not their copy in float32."""
@@ -43,10 +45,15 @@ def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
     """grad^T x, [E, D] in the gradient's dtype, float32 (float64)."""
     if x_TD.device.type != "cpu" or wants_graph():
         return grad_TE.t() @ x_TD.to(grad_TE.dtype)
-    grad_ED = grad_TE.new_zeros(grad_TE.shape[1], x_TD.shape[1])
+    experts, width = grad_TE.shape[1], x_TD.shape[1]
+    # sums of parts of the tokens, side by side: one product of few rows and columns whose sum is
+    # over many tokens takes up to twice as long
+    sums_PED = grad_TE.new_zeros(_PARTS, experts, width)
     for span, x_ND in widened(x_TD, grad_TE.dtype):
-        grad_ED.addmm_(grad_TE[span].t(), x_ND)
-    return grad_ED
+        grad_NE, parts = grad_TE[span], _PARTS if x_ND.shape[0] % _PARTS == 0 else 1
+        sums_PED[:parts].baddbmm_(grad_NE.view(parts, -1, experts).transpose(1, 2),
+                                  x_ND.view(parts, -1, width))
+    return sums_PED.sum(0)
 
 
 def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:

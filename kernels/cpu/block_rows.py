@@ -3,10 +3,14 @@
 A matmul leaves nothing of Python's own data in the caches, so that a line between two of them takes
 several times as long as in a loop of its own; the views of all rows at once are one call.
 
-Legend: R rows of all blocks; N rows of one block; M rows of one expert; W width.
+Legend: R rows of all blocks; N rows of one block; M rows of one expert; C rows that its products
+compute, M or a few more (`Unit.computed`); W width. Experts that are multiplied together are one
+view with an axis before.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,30 +19,42 @@ from moe_plugin.kernels.cpu.blocks import Block
 from moe_plugin.kernels.rows import bags, sum_bags
 
 
+class ExpertRows(NamedTuple):
+    """Rows of each expert of a block. own: [M, W]. computed: [C, W], for products by row."""
+
+    own: tuple[Tensor, ...]
+    computed: tuple[Tensor, ...]
+
+
 class BlockRows:
     """Rows of all blocks, or memory for those of one block, which each block overwrites.
 
     Attributes:
         memory: [R, W] where `whole`, or [N of the largest block, W].
         of_block: [N, W] of each block.
-        of_experts: for each block, [M, W] of each of its experts.
+        of_experts: for each block, the rows of its experts.
     """
 
     def __init__(self, blocks: list[Block], memory: Tensor, whole: bool) -> None:
-        self.memory, self._blocks = memory, blocks
-        self.of_block = by_block(blocks, memory) if whole else [
-            memory if block.size == memory.shape[0] else memory[:block.size] for block in blocks
+        """memory: may have more rows, which hold what is computed after the last expert."""
+        self._blocks = blocks
+        sizes = [block.size for block in blocks]
+        self.memory = _first(memory, sum(sizes) if whole else max(sizes, default=0))
+        self.of_block = by_block(blocks, self.memory) if whole else [
+            _first(memory, size) for size in sizes
         ]
-        self.of_experts = [block.split(x) for block, x in zip(blocks, self.of_block, strict=True)]
+        self.of_experts = [
+            experts_of(block, x, memory, block.rows.start if whole else 0)
+            for block, x in zip(blocks, self.of_block, strict=True)
+        ]
 
-    def take(self, block: int) -> tuple[Tensor, ...]:
-        """Rows of one block, [M, W] of each of its experts."""
+    def take(self, block: int) -> ExpertRows:
+        """Rows of one block."""
         return self.of_experts[block]
 
     def columns(self) -> list[tuple[Tensor, ...]]:
         """For each block, the transposed rows [W, M] of each of its experts."""
-        return [block.split(x.t(), 1)
-                for block, x in zip(self._blocks, self.of_block, strict=True)]
+        return [block.columns(x) for block, x in zip(self._blocks, self.of_block, strict=True)]
 
 
 class GatheredRows:
@@ -51,10 +67,10 @@ class GatheredRows:
                  rows: BlockRows) -> None:
         self.x_TW, self.tokens, self.rows = x_TW, by_block(blocks, token_R), rows
 
-    def take(self, block: int) -> tuple[Tensor, ...]:
-        """Rows of one block, [M, W] of each of its experts; they hold until the next block."""
+    def take(self, block: int) -> ExpertRows:
+        """Rows of one block; they hold until the next block."""
         torch.index_select(self.x_TW, 0, self.tokens[block], out=self.rows.of_block[block])
-        return self.rows.of_experts[block]
+        return self.rows.take(block)
 
     def columns(self) -> list[tuple[Tensor, ...]]:
         """For each block, where its transposed rows [W, M] will be, of each of its experts."""
@@ -70,17 +86,37 @@ class WeightedRows:
     def __init__(self, blocks: list[Block], x_TW: Tensor, token_R: Tensor,
                  scale_R: Tensor) -> None:
         self.x_TW, self._blocks = x_TW, blocks
-        self.bags = [by_block(blocks, part)
+        spare = max((block.rows.start + block.reach for block in blocks), default=0) - len(token_R)
+        if spare > 0:  # any row does
+            token_R, scale_R = (torch.cat([of_R, of_R[-1:].expand(spare)])
+                                for of_R in (token_R, scale_R))
+        self.bags = [by_block(blocks, part, computed=True)
                      for part in bags(token_R[:, None], scale_R[:, None], x_TW.dtype)]
 
-    def take(self, block: int) -> tuple[Tensor, ...]:
-        """Rows of one block, [M, W] of each of its experts."""
+    def take(self, block: int) -> ExpertRows:
+        """Rows of one block."""
         index, scale = (parts[block] for parts in self.bags)
-        return self._blocks[block].split(sum_bags(self.x_TW, index, scale))
+        rows = sum_bags(self.x_TW, index, scale)
+        made = self._blocks[block]
+        return experts_of(made, _first(rows, made.size), rows)
 
 
-def by_block(blocks: list[Block], x: Tensor) -> list[Tensor]:
-    """The part of each block along axis 0, which is of R."""
+def experts_of(block: Block, own_NW: Tensor, memory: Tensor, first: int = 0) -> ExpertRows:
+    """Rows of each expert of a block; memory: the same rows from `first` on, and what follows."""
+    own = block.split(own_NW)
+    return ExpertRows(own, own if block.exact else block.cover(memory, first, own))
+
+
+def by_block(blocks: list[Block], x: Tensor, computed: bool = False) -> list[Tensor]:
+    """The part of each block along axis 0, which is of R; computed: with the rows that it computes
+    of those that follow.
+    """
+    if computed and not all(block.exact for block in blocks):
+        return [x[block.rows.start:block.rows.start + block.reach] for block in blocks]
     if len(blocks) == 1:
         return [x]
     return list(x.split_with_sizes([block.size for block in blocks])) if blocks else []
+
+
+def _first(x: Tensor, rows: int) -> Tensor:
+    return x if x.shape[0] == rows else x[:rows]

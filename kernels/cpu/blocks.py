@@ -1,56 +1,151 @@
 """Blocks of experts whose values share the CPU's cache.
 
-Legend: R rows, expert after expert; N rows of one block.
+Legend: R rows, expert after expert; N rows of one block; B experts of one unit, M rows of each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import Tensor
+
+from moe_plugin.kernels.cpu.products import RowRule
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive experts, each of whose products is one operation.
+
+    first: the first expert. experts: B, their number. rows: M, rows of each in memory; of several
+    experts all have as many as the one with the most (`padding.Padding` tells which rows are
+    whose). computed: rows that a single expert multiplies, its own and, where that takes less time,
+    a few of those that follow (`RowRule.fast`). What it writes there the next expert overwrites, so
+    that experts are computed in order.
+    """
+
+    first: int
+    experts: int
+    rows: int
+    computed: int
+
+    @property
+    def size(self) -> int:
+        """Rows in memory."""
+        return self.experts * self.rows
+
+    @property
+    def index(self) -> int | slice:
+        """What it takes of a tensor [L, ...]."""
+        return self.first if self.experts == 1 else slice(self.first, self.first + self.experts)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive experts that go through all operations together.
+    """Units that go through all operations together.
 
-    rows: the block's rows among all. experts: those with rows. lengths: rows of each of them.
+    rows: the block's rows among all.
     """
 
     rows: slice
-    experts: list[int]
-    lengths: list[int]
+    units: list[Unit]
 
     @property
     def size(self) -> int:
         """N, rows of the block."""
         return self.rows.stop - self.rows.start
 
-    def split(self, x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
-        """x, N long in `axis`, by expert. All views at once: one by one they take as long as the
-        operations of a small expert.
+    @property
+    def exact(self) -> bool:
+        """Whether no unit computes other rows than its own."""
+        return all(unit.experts > 1 or unit.computed == unit.rows for unit in self.units)
+
+    @property
+    def reach(self) -> int:
+        """Rows from the block's first to the last one that is computed, at least N."""
+        return max(self.size, *(start + unit.computed for start, unit in self._starts()
+                                if unit.experts == 1), 0)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x, [N, W], by unit: [M, W], or [B, M, W] of several experts. All views at once: one by
+        one they take as long as the operations of a small expert.
         """
-        return x.split_with_sizes(self.lengths, axis) if len(self.lengths) > 1 else (x,)
+        return self._by_unit(x, 0)
+
+    def columns(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The transposed rows by unit: [W, M], or [B, W, M]."""
+        return tuple(part.transpose(-2, -1) if unit.experts > 1 else part
+                     for unit, part in zip(self.units, self._by_unit(x.t(), 1), strict=True))
+
+    def _by_unit(self, x: Tensor, axis: int) -> tuple[Tensor, ...]:
+        parts = (x,) if len(self.units) == 1 else x.split_with_sizes(
+            [unit.size for unit in self.units], axis)
+        if all(unit.experts == 1 for unit in self.units):
+            return parts
+        return tuple(part if unit.experts == 1 else (part if axis == 0 else part.t()).view(
+            unit.experts, unit.rows, -1) for unit, part in zip(self.units, parts, strict=True))
+
+    def cover(self, x: Tensor, first: int, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The computed rows of each unit, which overlap; first: the block's first row in x, which
+        has at least `reach` rows from there. own: of `split`.
+        """
+        return tuple(x[start:start + unit.computed] if unit.experts == 1 else part
+                     for (start, unit), part in zip(self._starts(first), own, strict=True))
+
+    def within(self, end: int) -> Block:
+        """The block, computing no row from `end` on."""
+        return replace(self, units=[
+            replace(unit, computed=min(unit.computed, end - start))
+            for start, unit in self._starts(self.rows.start)])
+
+    def _starts(self, first: int = 0) -> Iterator[tuple[int, Unit]]:
+        """Each unit with its first row, where the block begins with row `first`."""
+        return zip(accumulate((unit.size for unit in self.units[:-1]), initial=first), self.units,
+                   strict=True)
 
 
-def blocks_of(counts: list[int], limit: int) -> list[Block]:
+def units_of(counts: list[int], limit: int, rule: RowRule) -> Iterator[Unit]:
+    """Experts with rows, those together that are faster so, of at most `limit` rows."""
+    first = experts = most = own = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        if experts and expert == first + experts and rule.joins(experts, most, own, count) and (
+                experts + 1) * rule.fast(max(most, count)) <= limit:
+            experts, most, own = experts + 1, max(most, count), own + count
+            continue
+        if experts:
+            yield _unit(first, experts, most, rule)
+        first, experts, most, own = expert, 1, count, count
+    if experts:
+        yield _unit(first, experts, most, rule)
+
+
+def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
+    fast = rule.fast(most)
+    return Unit(first, experts, most if experts == 1 else fast, fast)
+
+
+def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[Block]:
     """Experts in blocks of at most `limit` rows; an expert with more rows is a block of its own.
 
     counts: rows of each expert; experts without rows are left out.
     """
     blocks: list[Block] = []
-    experts: list[int] = []
-    lengths: list[int] = []
-    first = stop = 0
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        if experts and stop + count - first > limit:
-            blocks.append(Block(slice(first, stop), experts, lengths))
-            experts, lengths, first = [], [], stop
-        experts.append(expert)
-        lengths.append(count)
-        stop += count
-    if experts:
-        blocks.append(Block(slice(first, stop), experts, lengths))
+    units: list[Unit] = []
+    start = size = 0
+    for unit in units_of(counts, limit, rule):
+        if units and size + unit.size > limit:
+            blocks.append(Block(slice(start, start + size), units))
+            units, start, size = [], start + size, 0
+        units.append(unit)
+        size += unit.size
+    if units:
+        blocks.append(Block(slice(start, start + size), units))
     return blocks
+
+
+def within(blocks: list[Block]) -> list[Block]:
+    """The blocks, of which none computes more rows than there are: for rows in foreign memory."""
+    return [block if block.exact else block.within(blocks[-1].rows.stop) for block in blocks]

@@ -6,12 +6,10 @@ destination. Kept between forward and backward, in the module's `Workspace`: the
 activation; the value after it, where recomputing costs more than reading and nothing asks for it
 (`FFNParameters.recompute`); and, for the gates' gradient, each output row.
 
-Experts are computed one after the other, each by all threads. Computing two experts of similar
-load in one batched matmul, a thread each, was measured and does not pay. Milliseconds of forward
-and backward with pairs / without (4096 tokens, D256 F512 E64 k2, 2 cores, medians of 15 to 25
-interleaved rounds): float32 112.4 / 113.3 and 101.7 / 103.4 with 2 threads, 3 % slower (ratio of
-the rounds) with 1; bfloat16 57.0 / 55.9 and 49.2 / 47.8 with 2 threads, 87 / 70 with 1. With 4
-threads on 2 cores it saves 12 % in float32, but such a run takes 70 % longer than with 2 threads.
+Experts are computed one after the other, each by all threads; in 16 bits, consecutive experts with
+few rows in one product, padded to the longest (`products.RowRule`): that takes 0.75 to 0.99 of the
+layer's time (AMD Zen 5; 64 experts of 128 rows, widths 256 and 512: 34.3 to 29.9 ms). In float32 it
+pays only below some ten rows an expert, and is not done.
 """
 
 from __future__ import annotations
@@ -24,9 +22,10 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
-from moe_plugin.kernels.cpu.block_rows import BlockRows, GatheredRows, WeightedRows
-from moe_plugin.kernels.cpu.blocks import Block, blocks_of
-from moe_plugin.kernels.cpu.products import product_of
+from moe_plugin.kernels.cpu.block_rows import BlockRows, ExpertRows, GatheredRows, WeightedRows
+from moe_plugin.kernels.cpu.blocks import Block, blocks_of, within
+from moe_plugin.kernels.cpu.padding import Padding, padding_of
+from moe_plugin.kernels.cpu.products import product_of, row_rule
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.grad_sums import GradSums
@@ -42,56 +41,90 @@ W_IN, W_GATE, W_OUT = WEIGHTS
 
 
 @dataclass(frozen=True)
+class _Maps:
+    """Where rows come from and go to.
+
+    token_R, source_R, position_TK, complete: see `kernels.rows`, with the padding of batches. Where
+    x already is rows: None, or with padding, each row being a token with one choice, source_R None.
+    real_R: bool, False: padding; None: there is none.
+    """
+
+    token_R: Tensor | None = None
+    source_R: Tensor | None = None
+    position_TK: Tensor | None = None
+    complete: bool = True
+    real_R: Tensor | None = None
+
+    @classmethod
+    def of(cls, plan: RowPlan | None, padding: Padding | None) -> _Maps:
+        """Of a call with tokens, or with rows (`plan` None)."""
+        if padding is None:
+            return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
+                                                  plan.complete)
+        if plan is None:
+            return cls(padding.row_P, None, padding.padded_R[:-1, None], True, padding.real_P)
+        return cls(plan.token_R[padding.row_P], plan.source_R[padding.row_P],
+                   padding.positions(plan.position_TK), plan.complete, padding.real_P)
+
+
+@dataclass(frozen=True)
 class _FFNCall:
     """Arguments of one call that autograd does not differentiate.
 
     counts: rows of each expert. keep: whether backward will run. keep_after: whether it is to find
-    the value after the activation. token_R, source_R, position_TK, complete: see `kernels.rows`;
-    None where x already is rows. main_grad_weights, sums: see `FFNParameters`.
+    the value after the activation. main_grad_weights, sums: see `FFNParameters`.
     """
 
     counts: list[int]
     blocks: list[Block]
     act: Activation
     memory: Workspace
-    token_R: Tensor | None
-    source_R: Tensor | None
-    position_TK: Tensor | None
+    maps: _Maps
     keep: bool
     keep_after: bool
     main_grad_weights: Mapping[str, Tensor]
     sums: GradSums
-    complete: bool = False
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
         """Memory for the rows of all blocks (`whole`), or of one block at a time."""
-        sizes = [block.size for block in self.blocks]
-        shape = (sum(sizes) if whole else max(sizes, default=0), width)
-        return BlockRows(self.blocks, self.memory.empty(purpose, shape, like), whole)
+        ends = [block.reach + (block.rows.start if whole else 0) for block in self.blocks]
+        memory = self.memory.empty(purpose, (max(ends, default=0), width), like)
+        return BlockRows(self.blocks, memory, whole)
 
     def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
         """Rows of tokens x [T, W], or x [R, W] where it is rows already."""
-        if self.token_R is None:
+        if self.maps.token_R is None:
             return BlockRows(self.blocks, x, True)
-        return GatheredRows(self.blocks, x, self.token_R, self.make(purpose, x.shape[1], x))
+        return GatheredRows(self.blocks, x, self.maps.token_R, self.make(purpose, x.shape[1], x))
+
+
+def _by_unit(x_L: Tensor, blocks: list[Block]) -> list[list[Tensor]]:
+    """For each block, what each of its units takes of a tensor [L, ...]."""
+    if any(unit.experts == 1 for block in blocks for unit in block.units):
+        one_by_one = x_L.unbind(0)
+        return [[one_by_one[unit.first] if unit.experts == 1 else x_L[unit.index]
+                 for unit in block.units] for block in blocks]
+    return [[x_L[unit.index] for unit in block.units] for block in blocks]
 
 
 class _Linear:
     """x w + b of each expert; the views of all experts are made at once, see `block_rows`."""
 
     def __init__(self, blocks: list[Block], w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
-        w, b = w_LIO.unbind(0), None if b_LO is None else b_LO.unbind(0)
-        self.w = [[w[e] for e in block.experts] for block in blocks]
-        self.b = [[None if b is None else b[e] for e in block.experts] for block in blocks]
+        self.w = _by_unit(w_LIO, blocks)
+        self.b = (_by_unit(b_LO[:, None], blocks) if b_LO is not None
+                  else [[None] * len(block.units) for block in blocks])
         self.product = product_of(w_LIO)
 
-    def into(self, block: int, rows: Sequence[Tensor], out: BlockRows, add: bool = False) -> Tensor:
-        """One block's rows [M, I] through their experts' matrices; returns `out`'s rows [N, O].
+    def into(self, block: int, rows: ExpertRows, out: BlockRows, add: bool = False) -> Tensor:
+        """One block's rows through their experts' matrices; returns `out`'s rows [N, O].
 
-        add: the result is added to the values that `out` has, and no bias is.
+        add: the result is added to the values that `out` has, and no bias is; to an expert's own
+        rows alone, as the next one adds to its own.
         """
-        for w, b, x, y in zip(self.w[block], self.b[block], rows, out.of_experts[block],
-                              strict=True):
+        into = out.of_experts[block]
+        xs, ys = (rows.own, into.own) if add else (rows.computed, into.computed)
+        for w, b, x, y in zip(self.w[block], self.b[block], xs, ys, strict=True):
             self.product(x, w, y, y if add else b)
         return out.of_block[block]
 
@@ -112,17 +145,20 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     gates_TK = None if plan is None else plan.weights_TK
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad
                                            for t in (x, gates_TK, *tensors))
-    maps = (None, None, None) if plan is None else (plan.token_R, plan.source_R, plan.position_TK)
-    blocks = blocks_of(counts, BLOCK_BYTES // (p.w_in_LDF.shape[2] * x.element_size()))
+    width, inner = p.w_in_LDF.shape[1:]
+    limit = BLOCK_BYTES // (inner * x.element_size())
+    blocks = blocks_of(counts, limit, row_rule(x, width, inner))
+    maps = _Maps.of(plan, padding_of(counts, blocks))
+    if maps.token_R is None:
+        blocks = within(blocks)
     act = ACTIVATIONS[p.activation]
     # under autocast each call has its own cast of the weights, and so gradients of its own
     own = p.sums is None or torch.is_autocast_enabled(x.device.type)
     sums = GradSums() if own else p.sums
     if keep:
         sums.expect()
-    call = _FFNCall(counts, blocks, act, p.memory, *maps, keep,
-                    keep and not (act.cheap or p.recompute), redirected, sums,
-                    plan is not None and plan.complete)
+    call = _FFNCall(counts, blocks, act, p.memory, maps, keep,
+                    keep and not (act.cheap or p.recompute), redirected, sums)
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
 
@@ -135,8 +171,8 @@ class _FusedFFN(torch.autograd.Function):
         done = _Forward(call, x, w_in, b_in, w_gate, b_gate, w_out, b_out)
         rows_RD = done.run()
         y = rows_RD
-        if call.position_TK is not None:
-            y = sum_rows(rows_RD, call.position_TK, gates_TK, call.complete)
+        if call.maps.position_TK is not None:
+            y = sum_rows(rows_RD, call.maps.position_TK, gates_TK, call.maps.complete)
         if call.keep:
             ctx.call = call
             outputs_RD = rows_RD if gates_TK is not None and gates_TK.requires_grad else None
@@ -201,13 +237,25 @@ class _WeightGrad:
     def __init__(self, call: _FFNCall, name: str, w_LIO: Tensor) -> None:
         self.sums, self.name = call.sums, name
         grad_LIO, self.written = self.sums.begin(name, w_LIO, call.memory)
-        self.into, self.product = grad_LIO.unbind(0), product_of(w_LIO)
+        self.grad_LIO, self.into, self.product = grad_LIO, grad_LIO.unbind(0), product_of(w_LIO)
 
-    def add_matmul(self, expert: int, a_IN: Tensor, b_NO: Tensor) -> None:
-        """Add a b to this expert's gradient."""
-        into_IO = self.into[expert]
-        self.product(a_IN, b_NO, into_IO, into_IO if expert in self.written else None)
-        self.written.add(expert)
+    def add_matmul(self, expert: int | slice, a_IN: Tensor, b_NO: Tensor) -> None:
+        """Add a b to the gradient of one expert, or to those of a batch, [B, I, N] and [B, N, O].
+        """
+        if not isinstance(expert, slice):
+            into_IO = self.into[expert]
+            self.product(a_IN, b_NO, into_IO, into_IO if expert in self.written else None)
+            self.written.add(expert)
+            return
+        experts = range(expert.start, expert.stop)
+        before = self.written.intersection(experts)
+        if before and len(before) < len(experts):
+            for one, a, b in zip(experts, a_IN, b_NO, strict=True):
+                self.add_matmul(one, a, b)
+            return
+        into_BIO = self.grad_LIO[expert]
+        self.product(a_IN, b_NO, into_BIO, into_BIO if before else None)
+        self.written.update(experts)
 
     def result(self) -> Tensor | None:
         """What backward returns, see `GradSums.end`."""
@@ -259,7 +307,7 @@ class _Backward:
             name: w.new_zeros(len(call.counts), w.shape[2])
             for (name, w), need in zip(weights.items(), needs[1::2], strict=True) if need
         }
-        self.bias_into = {name: g.unbind(0) for name, g in self.bias_grads.items()}
+        self.bias_into = {name: _by_unit(g, call.blocks) for name, g in self.bias_grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
         """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; None: not needed."""
@@ -276,35 +324,38 @@ class _Backward:
         if self.recompute:
             self.call.act.into(h_NF, a_NF)
         if self.up is None:
-            self._add_weight_grads(W_OUT, block, grad)
+            self._add_weight_grads(W_OUT, block, grad.own)
             self.call.act.gradient(grad_NF, h_NF, grad_NF)
             self._input_side(block, {W_IN: self.activation_grad})
             return
         up_NF = self.up.of_block[block]
         torch.mul(a_NF, up_NF, out=self.inner.of_block[block])
-        self._add_weight_grads(W_OUT, block, grad)
+        self._add_weight_grads(W_OUT, block, grad.own)
         torch.mul(grad_NF, a_NF, out=self.up_grad.of_block[block])
         self.call.act.gradient(grad_NF.mul_(up_NF), h_NF, grad_NF)
         self._input_side(block, {W_IN: self.up_grad, W_GATE: self.activation_grad})
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
         """The gradient of the output rows."""
-        call = self.call
+        call, maps, dtype = self.call, self.call.maps, accumulate_dtype(self.grad_y.dtype)
         if self.gates_TK is None:
-            return call.gathered(self.grad_y, "gathered grad")
-        scale_R = self.gates_TK.reshape(-1).index_select(0, call.source_R)
-        scale_R = scale_R.to(accumulate_dtype(self.grad_y.dtype))
-        return WeightedRows(call.blocks, self.grad_y, call.token_R, scale_R)
+            if maps.real_R is None:
+                return call.gathered(self.grad_y, "gathered grad")
+            return WeightedRows(call.blocks, self.grad_y, maps.token_R, maps.real_R.to(dtype))
+        scale_R = self.gates_TK.reshape(-1).index_select(0, maps.source_R).to(dtype)
+        if maps.real_R is not None:
+            scale_R *= maps.real_R
+        return WeightedRows(call.blocks, self.grad_y, maps.token_R, scale_R)
 
     def _add_weight_grads(self, name: str, block: int, grads: Sequence[Tensor]) -> None:
         """Gradients of one matrix and its bias, where needed."""
-        experts = self.call.blocks[block].experts
         if name in self.bias_into:
-            for expert, grad in zip(experts, grads, strict=True):
-                torch.sum(grad, 0, out=self.bias_into[name][expert])
+            for into, grad in zip(self.bias_into[name][block], grads, strict=True):
+                torch.sum(grad, -2, out=into)
         if name in self.grads:
-            for expert, x_IM, grad in zip(experts, self.columns[name][block], grads, strict=True):
-                self.grads[name].add_matmul(expert, x_IM, grad)
+            for unit, x_IM, grad in zip(self.call.blocks[block].units, self.columns[name][block],
+                                        grads, strict=True):
+                self.grads[name].add_matmul(unit.index, x_IM, grad)
 
     def _input_side(self, block: int, grads: dict[str, BlockRows]) -> None:
         """Gradients of the first matmuls' weights and biases, and of the rows."""
@@ -312,17 +363,19 @@ class _Backward:
             self.input.take(block)
         for name, rows in grads.items():
             grad = rows.of_experts[block]
-            self._add_weight_grads(name, block, grad)
+            self._add_weight_grads(name, block, grad.own)
             if self.grad_rows is not None:
                 self.transposed[name].into(block, grad, self.grad_rows, add=name != W_IN)
 
     def _grad_x(self) -> Tensor | None:
-        if self.grad_rows is None or self.call.position_TK is None:
+        maps = self.call.maps
+        if self.grad_rows is None or maps.position_TK is None:
             return None if self.grad_rows is None else self.grad_rows.memory
-        return sum_rows(self.grad_rows.memory, self.call.position_TK, None, self.call.complete)
+        return sum_rows(self.grad_rows.memory, maps.position_TK, None, maps.complete)
 
     def _grad_gates(self) -> Tensor | None:
         if not self.need_gates:
             return None
-        dots_TK = dot_rows(self.grad_y, self.outputs_RD, self.call.position_TK, self.call.complete)
+        maps = self.call.maps
+        dots_TK = dot_rows(self.grad_y, self.outputs_RD, maps.position_TK, maps.complete)
         return dots_TK.to(self.gates_TK.dtype)

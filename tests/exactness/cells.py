@@ -22,6 +22,7 @@ from moe_plugin.offload.policies import policies
 from moe_plugin.planner.choice import legal_r
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.harness import config_of
+from tests.kernels.row_rules import RULES
 from tests.oracle import ACTIVATIONS, Case
 
 FACTORS = [None, 1.0, 0.5, 1.6, 0.0, -1.0]
@@ -191,6 +192,7 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
         "prioritized": [False, True],
         "weights_first": [False, True],
         "dropout": [0.0, 0.3],
+        "rows_computed": list(RULES),
     }
 
 

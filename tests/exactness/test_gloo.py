@@ -36,7 +36,8 @@ SIZES = {2: [(2, 1, None), (2, 8, None), (2, 4, 2)], 4: [(4, 2, None), (4, 4, 2)
 # what a network does not see, the simulated group covers
 FEWER = {
     "factor": [0.0, 1.0], "tokens": ["uneven", "padding", "one"], "compute": ["auto"],
-    "activation": ["gelu"], "pieces": [(1, 0), (3, 0), (1, 2)]
+    "activation": ["gelu"], "pieces": [(1, 0), (3, 0), (1, 2)],
+    "rows_computed": ["own"]
 }
 
 

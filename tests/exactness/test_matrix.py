@@ -21,6 +21,7 @@ from tests.exactness.harness import (
     reference,
     run_rank,
 )
+from tests.kernels.row_rules import rows_computed
 from tests.oracle import Case
 
 MATRIX = [cell for dispatch in dispatchers.names() for cell in cells.cells_of(dispatch)]
@@ -36,8 +37,9 @@ def results_of(cell: Cell) -> list[RankResult]:
     """
     case, config = cells.case_of(cell), cells.settings_of(cell)
     world = cell["size"].world
-    return run_simulated(world, lambda comm: run_rank(case, comm, config),
-                         topology=Topology.uniform(world, 2))
+    with rows_computed(cell["rows_computed"]):
+        return run_simulated(world, lambda comm: run_rank(case, comm, config),
+                             topology=Topology.uniform(world, 2))
 
 
 def run_cell(cell: Cell) -> None:

@@ -146,7 +146,7 @@ def test_no_whole_gradient_in_the_host_dtype_is_made(compute: str) -> None:
     class Float32(Largest):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
             out = func(*args, **(kwargs or {}))
-            views = ("select", "detach", "view", "alias")
+            views = ("select", "slice", "detach", "view", "alias", "add_")  # and in place
             if isinstance(out, Tensor) and out.dtype == torch.float32 and not any(
                     v in str(func) for v in views) and out.numel() > self.numel:
                 self.numel, self.made_by = out.numel(), str(func)

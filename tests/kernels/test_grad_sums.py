@@ -9,9 +9,12 @@ from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts
+from tests.kernels.row_rules import RULES, rows_computed
 
-D, F, L = 4, 6, 3
-PIECES = [[2, 0, 3], [0, 0, 1], [1, 0, 0]]  # rows by expert; the second expert has none
+D, F = 4, 6
+# rows by expert; the second expert has none; the last two are multiplied together after one of
+# them has a value
+L, PIECES = 5, [[2, 0, 3, 0, 1], [0, 0, 1, 2, 0], [1, 0, 0, 2, 2]]
 
 
 def _parameters(gated: bool, sums: GradSums | None) -> FFNParameters:
@@ -36,10 +39,12 @@ def _grads(name: str, gated: bool, sums: GradSums | None) -> list[list[torch.Ten
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("name", ["fused", "loop"])
-def test_sums_are_autograds(name: str, gated: bool) -> None:
+@pytest.mark.parametrize(("name", "how"), [*(("fused", how) for how in RULES), ("loop", "own")])
+def test_sums_are_autograds(name: str, how: str, gated: bool) -> None:
     expected = _grads("loop", gated, None)[0]
-    for found in _grads(name, gated, GradSums()):
+    with rows_computed(how):
+        passes = _grads(name, gated, GradSums())
+    for found in passes:
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
             assert not ours[1].any()
@@ -55,6 +60,7 @@ def test_pieces_write_into_one_gradient() -> None:
 
     p = FFNParameters(**{**vars(p), "memory": Counting()})
     x = torch.randn(5, D, dtype=torch.float64)
-    sum(strategies.get("fused")(x, RowCounts([2, 0, 3]), p).sum() for _ in range(4)).backward()
+    counts = RowCounts([2, 0, 3, 0, 0])
+    sum(strategies.get("fused")(x, counts, p).sum() for _ in range(4)).backward()
     assert made.count("gradient w_in_LDF") == made.count("gradient w_out_LFD") == 1
     assert p.w_in_LDF.grad is not None and p.w_out_LFD.grad is not None

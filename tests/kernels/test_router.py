@@ -33,6 +33,27 @@ def test_gradcheck(tokens: int, experts: int, k: int, normalize: bool, sigmoid: 
     assert torch.autograd.gradcheck(outputs, logits)
 
 
+@pytest.mark.parametrize("experts", [2, 8, 15, 16, 40])
+def test_scores_of_few_experts_and_many_tokens(experts: int) -> None:
+    g = torch.Generator().manual_seed(experts)
+    logits_TE = 30 * torch.randn(600, experts, generator=g, dtype=torch.float64)
+    logits_TE[0] = 1e4 * torch.arange(experts)  # exp of it is infinite
+    rule, results = Rule(2, True), []
+    for way in ("route", "softmax"):
+        x_TE = logits_TE.clone().requires_grad_()
+        if way == "route":
+            routed = route(x_TE, None, rule)
+            ids_TK, weights_TK, importance_E = routed.ids_TK, routed.weights_TK, routed.importance_E
+        else:
+            s_TE = torch.softmax(x_TE, 1)
+            best_TK, ids_TK = torch.topk(s_TE, 2, dim=1)
+            weights_TK, importance_E = best_TK / best_TK.sum(1, keepdim=True), s_TE.sum(0)
+        loss = weights_TK.square().sum() + importance_E.square().sum()
+        results.append([weights_TK, importance_E, torch.autograd.grad(loss, x_TE)[0]])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 @given(st.integers(0, 20), st.integers(1, 12), st.integers(1, 12), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_best_scores_and_ties(tokens: int, experts: int, k: int, seed: int) -> None:
@@ -75,7 +96,8 @@ def test_scores_in_float32_keep_no_float32_copy_of_the_tokens() -> None:
         torch.testing.assert_close(mine, theirs.bfloat16())
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 800, 1 << 20])  # one, five and all tokens a piece
+# one, five, eight and all tokens a piece
+@pytest.mark.parametrize("piece_bytes", [1, 800, 1280, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_scores_are_rounded_once(dtype: torch.dtype, piece_bytes: int,
                                               monkeypatch: pytest.MonkeyPatch) -> None:

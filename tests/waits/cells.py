@@ -47,7 +47,8 @@ COMMON: dict[str, Any] = {
     "factor": (None, 1.0, 0.0, -1.0), "tokens": ("even", "uneven", "padding"), "k": (2,),
     "kind": ("gated_ffn",), "bias": (True,), "activation": ("gelu",), "score": ("softmax",),
     "normalize": ("none",), "prioritized": (False,), "dropout": (0.0,), "weights_first": (False,),
-    "pieces": ((1, 0), (2, 0), (1, 2)), "collectives": ("native", "forest")
+    "pieces": ((1, 0), (2, 0), (1, 2)), "collectives": ("native", "forest"),
+    "rows_computed": ("own",)
 }
 
 # over nodes: waits of the dispatchers are seen on two ranks, those of exchanges here
