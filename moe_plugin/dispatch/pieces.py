@@ -35,7 +35,8 @@ class Piece:
         counts: rows by local expert.
         order_R, inverse_R: int64 [R], from source-rank-major to expert-major rows; None where both
             are the same, or where `slots` says how.
-        slots: rows of every (source rank, expert) pair where all have as many; None: see order_R.
+        slots: rows of every (source rank, expert) pair where all have as many (Tutel's flexible
+            layout); None: see order_R.
         local: on every rank the rows stay there.
     """
 
@@ -53,14 +54,33 @@ class Piece:
         mapped: where rows have another order, experts take them out and put results back
             themselves, without a copy here.
         """
-        if mapped and self.order_R is not None:
-            return ExpertRows(rows_RD, RowPlan(self.order_R, self.inverse_R[:, None], None,
-                                               self.counts, complete=True))
-        return ExpertRows(self.expert_major(rows_RD), self.counts)
+        if not mapped or not self.reorders:
+            return ExpertRows(self.expert_major(rows_RD), self.counts)
+        order_R, inverse_R = self._orders(rows_RD.device)
+        return ExpertRows(rows_RD, RowPlan(order_R, inverse_R[:, None], None, self.counts,
+                                           complete=True))
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
         """Results of `work` by (source rank, expert), [R, D]."""
-        return rows_RD if mapped and self.order_R is not None else self.rank_major(rows_RD)
+        return rows_RD if mapped and self.reorders else self.rank_major(rows_RD)
+
+    @property
+    def reorders(self) -> bool:
+        """Whether rows by (expert, source rank) have another order than those that arrive."""
+        if self.slots is None:
+            return self.order_R is not None
+        return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
+
+    def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(order_R, inverse_R); where all pairs have as many rows, made on the device."""
+        if self.slots is None:
+            return self.order_R, self.inverse_R
+        ranks, experts = len(self.recv), len(self.counts.host)
+        rows_R = torch.arange(ranks * experts * self.slots, device=device)
+        order_R, inverse_R = (
+            rows_R.view(*pairs, self.slots).transpose(0, 1).reshape(-1)
+            for pairs in ((ranks, experts), (experts, ranks)))
+        return order_R, inverse_R
 
     def expert_major(self, rows_RD: Tensor) -> Tensor:
         """[R, D] rows by (source rank, expert) to rows by (expert, source rank)."""

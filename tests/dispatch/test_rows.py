@@ -141,7 +141,7 @@ def test_whole_experts_are_not_expanded() -> None:
 
 
 class _Copies(TorchDispatchMode):
-    """Names of the operations that give rows [R, D] by an index."""
+    """Names of the operations that give rows [R, D] by an index, or in another order of axes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,25 +153,29 @@ class _Copies(TorchDispatchMode):
                                    torch.ops.aten.gather) and made.dim() == 2:
             if func is not torch.ops.aten.index_select.out:  # into a buffer that stays in the cache
                 self.found.append((str(func), made.shape[0]))
+        elif func.overloadpacket is torch.ops.aten.clone and made.dim() > 1:
+            self.found.append((str(func), made.numel() // made.shape[-1]))
         return made
 
 
-@pytest.mark.parametrize("name", ["ragged", "bounded"])
+@pytest.mark.parametrize("name", ["ragged", "bounded", "padded"])
 def test_rows_that_arrived_are_not_copied_into_the_order_of_experts(name: str) -> None:
     """Neither forward nor backward, of inputs or results: the experts' own operation does it."""
     def rank(comm: Comm) -> tuple[list[tuple[str, int]], int]:
         torch.manual_seed(comm.rank)
-        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "dispatch": {"name": name},
-                                    "experts": {"compute": "fused"}, "parallel": "fixed"}), comm)
+        factor = 2.0 if name == "padded" else None
+        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "parallel": "fixed",
+                                    "dispatch": {"name": name, "capacity_factor": factor},
+                                    "experts": {"compute": "fused"}}), comm)
         x_TD = torch.randn(30 + comm.rank, 8, requires_grad=True)
         y_TD = layer(x_TD).output
         with _Copies() as copies:
             out = layer(x_TD)
             out.output.sum().backward()
         assert torch.equal(out.output, y_TD)
-        # rows that are sent are taken from the tokens, and gradients of results: under a bound
-        # there are as many of them, else only where a rank happens to get as many as it sends
-        rows = int(out.stats.rows) if name == "ragged" else 2 * 31 * 2
+        # rows that are sent are taken from the tokens, and gradients of results: under a bound, and
+        # with slots, there are as many of them, else only where a rank happens to get as many
+        rows = {"ragged": int(out.stats.rows), "bounded": 2 * 31 * 2, "padded": 4 * 32}[name]
         sent = 2 if name != "ragged" or rows == 2 * x_TD.shape[0] else 0
         return [each for each in copies.found if each[1] == rows], sent
 
