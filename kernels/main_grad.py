@@ -21,8 +21,8 @@ from moe_plugin.kernels.cpu.products import product_of
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.workspace import Workspace
 
+TEMPORARY_BYTES = 1 << 20  # of several experts' matmuls
 # biases are as small as a row: autograd returns their gradients
-TEMPORARY_BYTES = 1 << 20  # of several experts' matmuls: one operation for four is half the gain
 WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
 
@@ -59,11 +59,12 @@ class MainGrad:
         if target_IO.dtype == a_IN.dtype:
             product_of(a_IN)(a_IN, b_NO, target_IO, target_IO)
             return
-        one = target_IO.shape[-2] * target_IO.shape[-1] * a_IN.element_size()
-        some = max(1, TEMPORARY_BYTES // one)
-        for part in ([...] if target_IO.dim() == 2 else
-                     [slice(i, i + some) for i in range(0, target_IO.shape[0], some)]):
-            self._add(target_IO[part], a_IN[part], b_NO[part])
+        if not isinstance(expert, slice):
+            self._add(target_IO, a_IN, b_NO)
+            return
+        some = max(1, TEMPORARY_BYTES // (target_IO[0].numel() * a_IN.element_size()))
+        for parts in zip(*(x.split(some) for x in (target_IO, a_IN, b_NO)), strict=True):
+            self._add(*parts)
 
     def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
         # no CPU matmul has operands of one dtype and a result of another

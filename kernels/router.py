@@ -17,9 +17,10 @@ from torch import Tensor
 
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import op
-from moe_plugin.kernels.top_k import TINY, best_scores, in_best_groups
+from moe_plugin.kernels.top_k import best_scores, in_best_groups
 
 _FEW = 16  # 32-bit numbers in a register of AVX-512
+_MANY = 64  # tokens whose scores take longer than the launch of four operations
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
 
 
 def _softmax(logits_TE: Tensor) -> Tensor:
-    few = logits_TE.shape[1] < _FEW and logits_TE.numel() > TINY
+    few = logits_TE.shape[1] < _FEW and logits_TE.shape[0] > _MANY
     if not few or logits_TE.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.softmax(logits_TE, 1)
     # torch goes through rows that do not fill a register number by number: 3 times as long
-    e_TE = (logits_TE - logits_TE.amax(1, keepdim=True)).exp()
+    e_TE = (logits_TE - logits_TE.detach().amax(1, keepdim=True)).exp()
     return e_TE / e_TE.sum(1, keepdim=True)
 
 

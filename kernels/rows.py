@@ -72,9 +72,9 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
 
     bfloat16 rows are multiplied by bfloat16 factors alone, so that a float32 factor goes in as two
     whose sum is off by at most 2^-17 of it: the row is in the cache when it is read again, while a
-    copy of all rows in float32 goes through memory twice.
+    copy of all rows in float32 goes through memory twice. A bfloat16 factor goes in as it is.
     """
-    if scale_BK is None or dtype != torch.bfloat16:
+    if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
     high_BK = scale_BK.to(dtype)
     low_BK = (scale_BK - high_BK.to(scale_BK.dtype)).to(dtype)
@@ -89,11 +89,10 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
     dtype = x_ND.dtype
     if scale_BK is not None:
         x_ND = x_ND.to(scale_BK.dtype)
-    choices = index_BK.shape[1]
+    start_B = torch.arange(0, index_BK.numel(), index_BK.shape[1], device=index_BK.device)
     # as F.embedding_bag calls it, whose checks take longer than a short sum
-    summed = torch.embedding_bag(
-        x_ND, index_BK.reshape(-1), torch.arange(0, index_BK.numel(), choices), False, _SUM, False,
-        None if scale_BK is None else scale_BK.reshape(-1))
+    summed = torch.embedding_bag(x_ND, index_BK.reshape(-1), start_B, False, _SUM, False,
+                                 None if scale_BK is None else scale_BK.reshape(-1))
     return summed[0].to(dtype)
 
 
@@ -150,7 +149,8 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     """`dot_rows` on a CPU, of one dtype: the gradient of a bag's factors; -1 gives 0 there."""
     choices = position_TK.shape[1]
-    token_N = torch.arange(position_TK.shape[0]).repeat_interleave(choices)
+    token_T = torch.arange(position_TK.shape[0], device=position_TK.device)
+    token_N = token_T.repeat_interleave(choices)
     dots_N = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         grad_TD, rows_RD, position_TK.reshape(-1), token_N[:0], token_N, 0, -1)
     return dots_N.view(position_TK.shape)

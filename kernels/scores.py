@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.kernels.cpu.widened import widened
+from moe_plugin.kernels.cpu.widened import PARTS, widened
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype
-
-_PARTS = 4  # of 1, 2, 4, 8 the fastest, or as fast
 
 
 class _WideLinear(torch.autograd.Function):
@@ -48,11 +46,13 @@ def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
     experts, width = grad_TE.shape[1], x_TD.shape[1]
     # sums of parts of the tokens, side by side: one product of few rows and columns whose sum is
     # over many tokens takes up to twice as long
-    sums_PED = grad_TE.new_zeros(_PARTS, experts, width)
+    sums_PED = grad_TE.new_zeros(PARTS, experts, width)
     for span, x_ND in widened(x_TD, grad_TE.dtype):
-        grad_NE, parts = grad_TE[span], _PARTS if x_ND.shape[0] % _PARTS == 0 else 1
-        sums_PED[:parts].baddbmm_(grad_NE.view(parts, -1, experts).transpose(1, 2),
-                                  x_ND.view(parts, -1, width))
+        grad_NE, even = grad_TE[span], x_ND.shape[0] // PARTS * PARTS
+        sums_PED.baddbmm_(grad_NE[:even].view(PARTS, -1, experts).transpose(1, 2),
+                          x_ND[:even].view(PARTS, -1, width))
+        if even < x_ND.shape[0]:
+            sums_PED[0].addmm_(grad_NE[even:].t(), x_ND[even:])
     return sums_PED.sum(0)
 
 

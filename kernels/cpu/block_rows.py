@@ -1,9 +1,9 @@
-"""Views of rows by block and by expert, made before the first matmul.
+"""Views of rows by block and by unit, made before the first matmul.
 
 A matmul leaves nothing of Python's own data in the caches, so that a line between two of them takes
 several times as long as in a loop of its own; the views of all rows at once are one call.
 
-Legend: R rows of all blocks; N rows of one block; M rows of one expert; C rows that its products
+Legend: R rows of all blocks; N rows of one block; M rows of one unit; C rows that its products
 compute, M or a few more (`Unit.computed`); W width. Experts that are multiplied together are one
 view with an axis before.
 """
@@ -19,8 +19,8 @@ from moe_plugin.kernels.cpu.blocks import Block
 from moe_plugin.kernels.rows import bags, sum_bags
 
 
-class ExpertRows(NamedTuple):
-    """Rows of each expert of a block. own: [M, W]. computed: [C, W], for products by row."""
+class UnitRows(NamedTuple):
+    """Rows of each unit of a block. own: [M, W]. computed: [C, W], for products by row."""
 
     own: tuple[Tensor, ...]
     computed: tuple[Tensor, ...]
@@ -32,7 +32,7 @@ class BlockRows:
     Attributes:
         memory: [R, W] where `whole`, or [N of the largest block, W].
         of_block: [N, W] of each block.
-        of_experts: for each block, the rows of its experts.
+        of_units: for each block, the rows of its units.
     """
 
     def __init__(self, blocks: list[Block], memory: Tensor, whole: bool) -> None:
@@ -43,17 +43,17 @@ class BlockRows:
         self.of_block = by_block(blocks, self.memory) if whole else [
             _first(memory, size) for size in sizes
         ]
-        self.of_experts = [
-            experts_of(block, x, memory, block.rows.start if whole else 0)
+        self.of_units = [
+            rows_of(block, x, memory, block.rows.start if whole else 0)
             for block, x in zip(blocks, self.of_block, strict=True)
         ]
 
-    def take(self, block: int) -> ExpertRows:
+    def take(self, block: int) -> UnitRows:
         """Rows of one block."""
-        return self.of_experts[block]
+        return self.of_units[block]
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """For each block, the transposed rows [W, M] of each of its experts."""
+        """For each block, the transposed rows [W, M] of each of its units."""
         return [block.columns(x) for block, x in zip(self._blocks, self.of_block, strict=True)]
 
 
@@ -67,13 +67,13 @@ class GatheredRows:
                  rows: BlockRows) -> None:
         self.x_TW, self.tokens, self.rows = x_TW, by_block(blocks, token_R), rows
 
-    def take(self, block: int) -> ExpertRows:
+    def take(self, block: int) -> UnitRows:
         """Rows of one block; they hold until the next block."""
         torch.index_select(self.x_TW, 0, self.tokens[block], out=self.rows.of_block[block])
         return self.rows.take(block)
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """For each block, where its transposed rows [W, M] will be, of each of its experts."""
+        """For each block, where the transposed rows [W, M] of each of its units will be."""
         return self.rows.columns()
 
 
@@ -93,18 +93,18 @@ class WeightedRows:
         self.bags = [by_block(blocks, part, computed=True)
                      for part in bags(token_R[:, None], scale_R[:, None], x_TW.dtype)]
 
-    def take(self, block: int) -> ExpertRows:
+    def take(self, block: int) -> UnitRows:
         """Rows of one block."""
         index, scale = (parts[block] for parts in self.bags)
         rows = sum_bags(self.x_TW, index, scale)
         made = self._blocks[block]
-        return experts_of(made, _first(rows, made.size), rows)
+        return rows_of(made, _first(rows, made.size), rows)
 
 
-def experts_of(block: Block, own_NW: Tensor, memory: Tensor, first: int = 0) -> ExpertRows:
-    """Rows of each expert of a block; memory: the same rows from `first` on, and what follows."""
+def rows_of(block: Block, own_NW: Tensor, memory: Tensor, first: int = 0) -> UnitRows:
+    """Rows of each unit of a block; memory: the same rows from `first` on, and what follows."""
     own = block.split(own_NW)
-    return ExpertRows(own, own if block.exact else block.cover(memory, first, own))
+    return UnitRows(own, own if block.exact else block.cover(memory, first, own))
 
 
 def by_block(blocks: list[Block], x: Tensor, computed: bool = False) -> list[Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from torch import Tensor
@@ -16,13 +17,13 @@ from moe_plugin.kernels.cpu.products import RowRule
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive experts, each of whose products is one operation.
+    """Consecutive experts that are multiplied together.
 
     first: the first expert. experts: B, their number. rows: M, rows of each in memory; of several
     experts all have as many as the one with the most (`padding.Padding` tells which rows are
-    whose). computed: rows that a single expert multiplies, its own and, where that takes less time,
-    a few of those that follow (`RowRule.fast`). What it writes there the next expert overwrites, so
-    that experts are computed in order.
+    whose). computed: rows that are multiplied: all in memory and, of a single expert, where that
+    takes less time, a few of those that follow (`RowRule.fast`). What it writes there the next unit
+    overwrites, so that units are computed in order.
     """
 
     first: int
@@ -56,16 +57,15 @@ class Block:
         """N, rows of the block."""
         return self.rows.stop - self.rows.start
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether no unit computes other rows than its own."""
-        return all(unit.experts > 1 or unit.computed == unit.rows for unit in self.units)
+        return all(unit.computed == unit.size for unit in self.units)
 
     @property
     def reach(self) -> int:
         """Rows from the block's first to the last one that is computed, at least N."""
-        return max(self.size, *(start + unit.computed for start, unit in self._starts()
-                                if unit.experts == 1), 0)
+        return max(start + unit.computed for start, unit in self._starts())
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """x, [N, W], by unit: [M, W], or [B, M, W] of several experts. All views at once: one by
@@ -90,10 +90,10 @@ class Block:
         """The computed rows of each unit, which overlap; first: the block's first row in x, which
         has at least `reach` rows from there. own: of `split`.
         """
-        return tuple(x[start:start + unit.computed] if unit.experts == 1 else part
+        return tuple(x[start:start + unit.computed] if unit.computed > unit.size else part
                      for (start, unit), part in zip(self._starts(first), own, strict=True))
 
-    def within(self, end: int) -> Block:
+    def clipped(self, end: int) -> Block:
         """The block, computing no row from `end` on."""
         return replace(self, units=[
             replace(unit, computed=min(unit.computed, end - start))
@@ -124,7 +124,7 @@ def units_of(counts: list[int], limit: int, rule: RowRule) -> Iterator[Unit]:
 
 def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
     fast = rule.fast(most)
-    return Unit(first, experts, most if experts == 1 else fast, fast)
+    return Unit(first, experts, most if experts == 1 else fast, experts * fast)
 
 
 def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[Block]:
@@ -135,7 +135,10 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[Block]:
     blocks: list[Block] = []
     units: list[Unit] = []
     start = size = 0
-    for unit in units_of(counts, limit, rule):
+    found = list(units_of(counts, limit, rule))
+    if sum(unit.experts for unit in found) < len(found) + rule.least:
+        found = list(units_of(counts, limit, rule.alone()))
+    for unit in found:
         if units and size + unit.size > limit:
             blocks.append(Block(slice(start, start + size), units))
             units, start, size = [], start + size, 0
@@ -146,6 +149,6 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[Block]:
     return blocks
 
 
-def within(blocks: list[Block]) -> list[Block]:
+def clipped(blocks: list[Block]) -> list[Block]:
     """The blocks, of which none computes more rows than there are: for rows in foreign memory."""
-    return [block if block.exact else block.within(blocks[-1].rows.stop) for block in blocks]
+    return [block if block.exact else block.clipped(blocks[-1].rows.stop) for block in blocks]

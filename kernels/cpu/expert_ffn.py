@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
-from moe_plugin.kernels.cpu.block_rows import BlockRows, ExpertRows, GatheredRows, WeightedRows
-from moe_plugin.kernels.cpu.blocks import Block, blocks_of, within
+from moe_plugin.kernels.cpu.block_rows import BlockRows, GatheredRows, UnitRows, WeightedRows
+from moe_plugin.kernels.cpu.blocks import Block, blocks_of, clipped
 from moe_plugin.kernels.cpu.padding import Padding, padding_of
 from moe_plugin.kernels.cpu.products import product_of, row_rule
 from moe_plugin.kernels.derivatives import first_derivative_only
@@ -116,13 +116,13 @@ class _Linear:
                   else [[None] * len(block.units) for block in blocks])
         self.product = product_of(w_LIO)
 
-    def into(self, block: int, rows: ExpertRows, out: BlockRows, add: bool = False) -> Tensor:
+    def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
         """One block's rows through their experts' matrices; returns `out`'s rows [N, O].
 
         add: the result is added to the values that `out` has, and no bias is; to an expert's own
         rows alone, as the next one adds to its own.
         """
-        into = out.of_experts[block]
+        into = out.of_units[block]
         xs, ys = (rows.own, into.own) if add else (rows.computed, into.computed)
         for w, b, x, y in zip(self.w[block], self.b[block], xs, ys, strict=True):
             self.product(x, w, y, y if add else b)
@@ -150,7 +150,7 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     blocks = blocks_of(counts, limit, row_rule(x, width, inner))
     maps = _Maps.of(plan, padding_of(counts, blocks))
     if maps.token_R is None:
-        blocks = within(blocks)
+        blocks = clipped(blocks)
     act = ACTIVATIONS[p.activation]
     # under autocast each call has its own cast of the weights, and so gradients of its own
     own = p.sums is None or torch.is_autocast_enabled(x.device.type)
@@ -341,7 +341,8 @@ class _Backward:
         if self.gates_TK is None:
             if maps.real_R is None:
                 return call.gathered(self.grad_y, "gathered grad")
-            return WeightedRows(call.blocks, self.grad_y, maps.token_R, maps.real_R.to(dtype))
+            real_R = maps.real_R.to(self.grad_y.dtype)
+            return WeightedRows(call.blocks, self.grad_y, maps.token_R, real_R)
         scale_R = self.gates_TK.reshape(-1).index_select(0, maps.source_R).to(dtype)
         if maps.real_R is not None:
             scale_R *= maps.real_R
@@ -362,7 +363,7 @@ class _Backward:
         if self.input is not None:
             self.input.take(block)
         for name, rows in grads.items():
-            grad = rows.of_experts[block]
+            grad = rows.of_units[block]
             self._add_weight_grads(name, block, grad.own)
             if self.grad_rows is not None:
                 self.transposed[name].into(block, grad, self.grad_rows, add=name != W_IN)

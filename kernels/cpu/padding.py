@@ -41,14 +41,14 @@ def padding_of(counts: list[int], blocks: list[Block]) -> Padding | None:
         return None
     own = [rows for rows in counts if rows]
     padded = [unit.rows for unit in units for _ in range(unit.experts)]
-    own_L, padded_L = torch.tensor([own, padded])
+    own_L, padded_L = torch.tensor([own, padded], device="cpu")  # whatever the default device is
     first_L, start_L = own_L.cumsum(0) - own_L, padded_L.cumsum(0) - padded_L
     expert_P = torch.repeat_interleave(padded_L)
-    within_P = torch.arange(expert_P.numel()) - start_L[expert_P]
+    nth_P = torch.arange(expert_P.numel(), device="cpu") - start_L[expert_P]
     last_P = (own_L - 1)[expert_P]
     shift_R = (start_L - first_L).repeat_interleave(own_L)
-    padded_R = torch.arange(shift_R.numel() + 1)
+    padded_R = torch.arange(shift_R.numel() + 1, device="cpu")
     padded_R[:-1] += shift_R
     padded_R[-1] = -1
-    return Padding(first_L[expert_P] + torch.minimum(within_P, last_P), within_P <= last_P,
+    return Padding(first_L[expert_P] + torch.minimum(nth_P, last_P), nth_P <= last_P,
                    padded_R)

@@ -9,7 +9,7 @@ been of 32 bits.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor
 
 MOST_ADDED = 11  # rows that `RowRule.fast` adds at most
 ELEMENT = 40  # multiplications in the time of what is done with one value between two products
-BEGIN = 6_000_000
+BEGIN = 6_000_000  # multiplications in the time in which a product begins, about 10 us a thread
 _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 class Product(Protocol):
     """a b (+ base) into `out_NO`, which is returned.
 
-    a_NI: [N, I]. b_IO: [I, O]. base: [N, O], also `out_NO` itself, or [O]. out_NO: [N, O]. All of
-    one dtype; or all with an axis of experts before, base then [B, 1, O] in place of [O].
+    a_NI: [N, I]. b_IO: [I, O]. base: [N, O], also `out_NO` itself, or [1, O]. out_NO: [N, O]. All
+    of one dtype; or all with an axis of experts before.
     """
 
     def __call__(self, a_NI: Tensor, b_IO: Tensor, out_NO: Tensor,
@@ -50,10 +50,14 @@ class RowRule:
 
     narrow: of 16 bits, by the processor's own instructions. Products of float32 take the same time
     by the row whatever their number, and gain nothing. work: of one row, in multiplications.
+    least: where experts join, so many products less than experts, or more: padding costs some
+    operations itself. together: experts may join.
     """
 
     narrow: bool = False
     work: int = 1
+    least: int = 4
+    together: bool = True
 
     def fast(self, rows: int) -> int:
         """As many rows, or a few more, at most `MOST_ADDED`.
@@ -67,6 +71,10 @@ class RowRule:
         step = 1 if rows < 256 or not self.narrow else 4 if rows < 512 else MOST_ADDED + 1
         return -(-rows // step) * step
 
+    def alone(self) -> RowRule:
+        """The same rule, by which no experts join."""
+        return replace(self, together=False)
+
     def joins(self, experts: int, most: int, own: int, rows: int) -> bool:
         """Whether an expert with so many rows is faster in one product with others before it.
 
@@ -76,10 +84,10 @@ class RowRule:
         took 18.1 ms by sixteens, 19.4 by fours and 23.9 one by one (six products of widths 256 and
         512, AMD Zen 5).
         """
-        longest = max(most, rows)
+        longest = self.fast(max(most, rows))
         added = experts * (longest - most) + longest - rows
         memory = (experts + 1) * longest <= 2 * (own + rows)
-        return self.narrow and memory and added * self.work <= BEGIN
+        return self.narrow and self.together and memory and added * self.work <= BEGIN
 
 
 def row_rule(like: Tensor, width: int, inner: int) -> RowRule:

@@ -12,6 +12,7 @@ from moe_plugin.kernels.workspace import scratch
 # Of one piece in float32, which stays in the cache; measured. A whole copy goes through memory
 # twice, and where it is large through pages that the system clears first.
 PIECE_BYTES = 2 << 20
+PARTS = 4  # equal parts that a piece can be cut into, but for the last one
 
 
 def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -21,6 +22,8 @@ def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """
     rows, width = x_ND.shape
     size = max(1, PIECE_BYTES // max(1, width * dtype.itemsize))
+    if size > PARTS:
+        size -= size % PARTS
     memory_MD = scratch("widened", (min(size, rows), width), x_ND, dtype)
     for start in range(0, rows, size):
         span = slice(start, min(rows, start + size))

@@ -18,8 +18,8 @@ class Rounding(RowRule):
 
 RULES = {
     "own": RowRule(),
-    "together": RowRule(narrow=True, work=1),
-    "some together": Rounding(narrow=True, work=BEGIN // 3),
+    "together": RowRule(narrow=True, work=1, least=1),
+    "some together": Rounding(narrow=True, work=BEGIN // 3, least=1),
     "rounded": Rounding(),
 }
 

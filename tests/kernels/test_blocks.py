@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.cpu import expert_ffn as fused
-from moe_plugin.kernels.cpu.blocks import Block, Unit, blocks_of, within
+from moe_plugin.kernels.cpu.blocks import Block, Unit, blocks_of, clipped
 from moe_plugin.kernels.cpu.padding import padding_of
 from moe_plugin.kernels.cpu.products import BEGIN, RowRule
 from moe_plugin.records import RowCounts, RowPlan
@@ -22,7 +22,8 @@ from tests.kernels.row_rules import RULES, rows_computed
 
 LOADS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 WIDE = RowRule()  # products that gain from no other number of rows
-NARROW = RowRule(narrow=True, work=BEGIN // 5)  # experts join that get at most five rows too many
+# experts join that get at most five rows too many
+NARROW = RowRule(narrow=True, work=BEGIN // 5, least=1)
 
 
 @given(LOADS, st.integers(0, 60), st.sampled_from([WIDE, NARROW]))
@@ -53,12 +54,18 @@ def test_blocks_written_out() -> None:
     assert blocks_of([0, 0], 64, WIDE) == []
     # 32 would give the first expert 29 rows too many; an expert without rows parts its neighbours
     assert blocks_of([3, 32, 31, 0, 30, 28, 32], 200, NARROW) == [
-        Block(slice(0, 163), [Unit(0, 1, 3, 3), Unit(1, 2, 32, 32), Unit(4, 3, 32, 32)])
+        Block(slice(0, 163), [Unit(0, 1, 3, 3), Unit(1, 2, 32, 64), Unit(4, 3, 32, 96)])
     ]
+    # three products less are not worth their padding, four are
+    rule = replace(NARROW, least=4)
+    assert [u.experts for b in blocks_of([30] * 4, 200, rule) for u in b.units] == [1] * 4
+    assert [u.experts for b in blocks_of([30] * 5, 200, rule) for u in b.units] == [5]
+    # nor do experts get more than twice the rows that they have: 15 for 7
+    assert [u.experts for b in blocks_of([1, 5, 1, 5], 200, NARROW) for u in b.units] == [2, 2]
 
 
 def test_a_few_more_rows_are_computed() -> None:
-    rule = RowRule(narrow=True, work=BEGIN)  # one row too many is not worth a batch
+    rule = RowRule(narrow=True, work=BEGIN, least=1)  # one row too many is not worth a batch
     assert [rule.fast(n) for n in (1, 255, 256, 257, 511, 512, 513, 997)] == [
         1, 255, 256, 260, 512, 516, 516, 1008
     ]
@@ -67,14 +74,14 @@ def test_a_few_more_rows_are_computed() -> None:
                                              Unit(2, 1, 997, 1008)])]
     assert blocks[0].reach == 260 + 1008 and not blocks[0].exact
     # rows in foreign memory: those that follow, but none after the last
-    assert within(blocks) == [Block(slice(0, 1257), [Unit(0, 1, 257, 260), Unit(1, 1, 3, 3),
+    assert clipped(blocks) == [Block(slice(0, 1257), [Unit(0, 1, 257, 260), Unit(1, 1, 3, 3),
                                                      Unit(2, 1, 997, 997)])]
 
 
 @given(LOADS, st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
 def test_padding_tells_which_rows_are_whose(counts: list[int], most: int) -> None:
-    rule = RowRule(narrow=True, work=BEGIN // most if most else 2 * BEGIN)
+    rule = RowRule(narrow=True, work=BEGIN // most if most else 2 * BEGIN, least=1)
     blocks = blocks_of(counts, 1 << 20, rule)
     padding = padding_of(counts, blocks)
     units = [unit for block in blocks for unit in block.units]
@@ -175,6 +182,30 @@ def test_nan_stays_with_its_token_and_expert(how: str, where: str) -> None:
     assert torch.isfinite(y[others]).all() and torch.isfinite(grads[0][others]).all()
     for grad in grads[1:]:
         assert torch.isfinite(grad[[0, 2, 3]]).all() and not torch.isfinite(grad[1]).all()
+
+
+@pytest.mark.parametrize("counts", [[257, 3, 997], [9, 12, 0, *range(8, 16)], [300, *[20] * 9]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_processors_own_rule(dtype: torch.dtype, counts: list[int]) -> None:
+    draw = draws(8)
+    p = weights(draw, len(counts), 32, 48, True, True)
+    ids_R1 = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[:, None]
+    x, gates = draw(sum(counts), 32), draw(sum(counts), 1)
+    results = []
+    # under a default device, as code that builds models sets it
+    for to, name, device in ((dtype, "fused", "meta"), (torch.float64, "loop", "cpu")):
+        leaves = {n: None if t is None else (t.detach() / 6).to(dtype).to(to).requires_grad_()
+                  for n, t in (p | {"x": x}).items()}
+        x_TD, own = leaves.pop("x"), gates.detach().float().to(gates.dtype).requires_grad_()
+        plan = exact_rows(ids_R1, own.float() if to == dtype else own, len(counts))
+        with torch.device(device):
+            y = strategies.get(name)(x_TD, plan, parameters(leaves, "gelu"))
+            grads = torch.autograd.grad(y.float().square().sum() / 2, [
+                x_TD, own, *(t for t in leaves.values() if t is not None)])
+        results.append([y, *grads])
+    for mine, theirs in zip(*results, strict=True):
+        error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error < 8 * torch.finfo(dtype).eps, error
 
 
 def test_no_rows_at_all() -> None:
