@@ -43,7 +43,7 @@ class LossInputs:
         step_load_E: int64 [E + 1], choices by expert, and tokens (last element), of all ranks and
             micro-batches of the step so far, including this one.
         routed: sums over tokens from the router's own pass, which keeps no T x E scores; for
-            losses in `FUSED` only.
+            losses in `FUSED` only. Its z may be None: from `logits_TE`.
     """
 
     logits_TE: Tensor
@@ -120,7 +120,7 @@ class LossInputs:
 
     def squared_z(self) -> Tensor:
         """Sum of logsumexp(logits)^2 over real tokens."""
-        if self.routed is not None:
+        if self.routed is not None and self.routed.z is not None:
             return self.routed.z
         return self.real(torch.logsumexp(self.logits_TE, dim=1).square()).sum()
 

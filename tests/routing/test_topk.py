@@ -281,6 +281,7 @@ FAMILY = {
     "topk, sampling": {"second_expert_policy": "sampling"}, "switch": {}, "gshard": {},
     "cosine": {}, "group_limited": {"groups": 3, "group_top_k": 2}, "sam": {"groups": 3},
     "sigmoid_bias": {}, "sigmoid_bias, groups": {"groups": 3, "group_top_k": 2}, "ta_moe": {},
+    "topology_quota": {}, "topology_quota, sigmoid": {"score": "sigmoid"},
 }
 
 

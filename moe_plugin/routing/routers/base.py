@@ -18,7 +18,7 @@ from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
 from moe_plugin.routing.contract import KeepsBuffers, RouterModule
 from moe_plugin.routing.links import link_penalties
-from moe_plugin.routing.losses import LossInputs, losses
+from moe_plugin.routing.losses import FUSED, LossInputs, losses
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.routing.token_values import check_integers, check_range
 
@@ -39,6 +39,8 @@ class Router(KeepsBuffers, RouterModule):
         own_losses: losses that this router can compute and some others cannot.
         only_noisy: losses that exist only if noise was added.
         needs_mask: `route` gets a mask where all tokens are real, too; False: None there.
+        one_pass: declares that `kernels.route` computes what this class would compute step by step;
+            every class says so for itself, because a subclass may change a step.
         layer_config: settings of the layer.
         config: their section `router`.
         comm: ranks that hold the experts.
@@ -49,6 +51,7 @@ class Router(KeepsBuffers, RouterModule):
     own_losses: frozenset[str] = frozenset({"load_importance"})
     only_noisy: frozenset[str] = frozenset({"load_importance", "noisy_load"})
     needs_mask: bool = True
+    one_pass: bool = False
 
     def __init__(self, config: MoEConfig, *, comm: Comm | None = None,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,
@@ -201,6 +204,18 @@ class Router(KeepsBuffers, RouterModule):
         if weights_TK.shape[1] == 1 or self.config.normalize != "before_drop":
             return weights_TK
         return shares(weights_TK)
+
+    def _fuses(self) -> bool:
+        """Whether one kernel can do it all: losses need no score of a single token, and the class
+        itself, not a base of it, declares that it changes none of the steps.
+        """
+        active = {name for name in self.loss_names
+                  if self.noise_scale() or name not in self.only_noisy}
+        declared = vars(type(self)).get("one_pass", False)
+        # torch.compile fuses single steps itself: topk with its losses becomes as many loops, give
+        # or take one, as the pass does (torch 2.13 on CPU). And torch 2.6 cannot trace the pass,
+        # whose autograd function calls `set_materialize_grads`
+        return declared and active <= FUSED and not torch.compiler.is_compiling()
 
     def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor | None, info: TokenInfo, *,
                     logits_TE: Tensor, probs_TE: Tensor, clean_probs_TE: Tensor | None = None,

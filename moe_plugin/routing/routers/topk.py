@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels import route, top_k_stable
-from moe_plugin.kernels.router import Rule
+from moe_plugin.kernels.router import Routed, Rule
 from moe_plugin.records import Routing, TokenInfo
-from moe_plugin.routing.losses import FUSED, LossInputs
+from moe_plugin.routing.losses import LossInputs
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.routing.routers.base import Router, first_choice_priority, shares
@@ -26,8 +26,8 @@ class TopKRouter(Router):
     anything.
 
     Attributes:
-        one_pass: declares that nothing but what `rule`, `choice_bias` and `second_expert_policy`
-            say differs from this class; every class says so for itself.
+        one_pass: declares that nothing but what `rule`, `choice_bias`, `second_expert_policy` and
+            `_pass` say differs from this class; see `Router`.
     """
 
     needs_mask = False
@@ -76,15 +76,6 @@ class TopKRouter(Router):
             chosen_TK = chosen_TK.masked_fill(~mask_T[:, None], -1)
         return replace(routing, chosen_TK=chosen_TK)
 
-    def _fuses(self) -> bool:
-        """Whether one kernel can do it all: losses need no score of a single token, and the class
-        itself, not a base of it, declares that it changes none of the steps.
-        """
-        active = {name for name in self.loss_names
-                  if self.noise_scale() or name not in self.only_noisy}
-        declared = vars(type(self)).get("one_pass", False)
-        return declared and active <= FUSED and not torch.compiler.is_compiling()
-
     def _route_in_one_pass(self, logits_TE: Tensor, mask_T: Tensor | None, k: int,
                            info: TokenInfo) -> Routing:
         rule, made = self.rule(k), []
@@ -93,17 +84,21 @@ class TopKRouter(Router):
             drawn_TK, bias_E = None, self.choice_bias()
             if self.training and self.second_expert_policy == "sampling":
                 drawn_TK = self._select(logits_TE, logits_TE, mask_T, k)
-            made.append(route(logits_TE, mask_T, rule, drawn_TK, bias_E))
+            made.append(self._pass(logits_TE, mask_T, rule, drawn_TK, bias_E))
             return made[0].ids_TK
 
         chosen_TK = self.replayed(choose, shape=(logits_TE.shape[0], k))
-        routed = made[0] if made else route(logits_TE, mask_T, rule, chosen_TK)
+        routed = made[0] if made else self._pass(logits_TE, mask_T, rule, chosen_TK, None)
         inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=logits_TE,
                                   routed=routed)
         if made or not inside_backward():
             self.chosen(inputs)
         ids_TK = self._policy(chosen_TK, routed.weights_TK)
         return self._finished(inputs, ids_TK, routed.weights_TK, None)
+
+    def _pass(self, logits_TE: Tensor, mask_T: Tensor | None, rule: Rule,
+              chosen_TK: Tensor | None, bias_E: Tensor | None) -> Routed:
+        return route(logits_TE, mask_T, rule, chosen_TK, bias_E)
 
     def rule(self, k: int) -> Rule:
         """How one pass chooses and weighs k experts of a token."""

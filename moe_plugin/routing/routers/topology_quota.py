@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels import top_k_stable
+from moe_plugin.kernels import route, top_k_stable
+from moe_plugin.kernels.router import Routed, Rule
 from moe_plugin.routing.links import near_experts
 from moe_plugin.routing.registry import routers
+from moe_plugin.routing.replay import inside_backward
 from moe_plugin.routing.routers.topk import TopKRouter
 
 
@@ -21,10 +24,15 @@ class TopologyQuotaRouter(TopKRouter):
     by the token's best expert on the node that it has not chosen yet, or dropped if none is left.
     The group's topology (`comm.topology`) says which experts are on the node; on one node this is
     router topk. Source: FastMoE (He et al. 2021), topology-aware gate.
+
+    Routed in one pass on one node alone. Over several the choice compares the scores of different
+    tokens and may leave one empty: it needs all scores, which the single steps share and a pass
+    would compute again, and weights have to be divided after the pass.
     """
 
     second_expert_policy = "all"
     needs_mask = True
+    one_pass = True
     own_losses = frozenset()
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
@@ -33,6 +41,19 @@ class TopologyQuotaRouter(TopKRouter):
         near_E = near_experts(self.comm, self.num_experts, self.layer_config.parallel.shards)
         self.all_near = bool(near_E.all())
         self.register_buffer("near_E", near_E.to(device), persistent=False)
+
+    def _fuses(self) -> bool:
+        return self.all_near and super()._fuses()
+
+    def _pass(self, logits_TE: Tensor, mask_T: Tensor, rule: Rule, chosen_TK: Tensor | None,
+              bias_E: Tensor | None) -> Routed:
+        # a recomputation keeps for backward what the first pass did
+        if chosen_TK is None or inside_backward():
+            return route(logits_TE, mask_T, rule, chosen_TK)
+        # recorded on several nodes, it may hold -1, which a pass cannot leave out of its sum
+        routed = route(logits_TE, mask_T, replace(rule, normalize=False), chosen_TK.clamp(min=0))
+        weights_TK = self.normalized(routed.weights_TK * (chosen_TK >= 0))
+        return replace(routed, ids_TK=chosen_TK, weights_TK=weights_TK)
 
     def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
         scores_TE = scores_TE.detach()
