@@ -1,16 +1,16 @@
-"""The cells of the matrix of waits, what each may wait for, and one rank's run of them."""
+"""One rank's run of the matrix of waits."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -19,166 +19,41 @@ from torch import Tensor
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import Comm, LocalComm, Topology
-from moe_plugin.config import MoEConfig, from_dict, to_dict
-from moe_plugin.dispatch import dispatchers
+from moe_plugin.config import MoEConfig
 from moe_plugin.planner.cluster import load_cluster
-from moe_plugin.records import TokenInfo
-from moe_plugin.routing import routers
+from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.routing import assignment
 from moe_plugin.routing.pregate import link
 from moe_plugin.tuning.default_hardware import Calibration
-from tests.combinations import Cell, all_pairs
+from tests.combinations import Cell
 from tests.exactness import cells
 from tests.exactness.harness import load_experts
 from tests.exactness.spills import planned, random_planner
-from tests.oracle import make_inputs, make_parameters
+from tests.oracle import Case, make_inputs, make_parameters
 from tests.routing.references import reference_of
 from tests.waits import stand_ins
 from tests.waits.device import EVENTS, CountingDevice, Event, OnDevice, inner, register
+from tests.waits.matrix import config_of, matrix
 from tests.waits.ranks import CountingComm
 
 ROOT = Path(__file__).resolve().parents[2]
-WORLDS = (1, 2, 4)
-# ranks, experts, shards; an exchange over nodes needs two of two ranks, all else two ranks
-ALONE, PAIR, NODES = (1, 8, None), ((2, 8, None), (2, 1, None)), ((4, 8, None), (4, 2, None))
-# how experts are computed where the device alone may know the counts
-FROM_DEVICE = ("auto", "kernels", "grouped")
-BASE_READS = 2  # which tokens are real; and now and then whether the auction is over
-COMMON: dict[str, Any] = {
-    "factor": (None, 1.0, 0.0, -1.0), "tokens": ("even", "uneven", "padding"), "k": (2,),
-    "kind": ("gated_ffn",), "bias": (True,), "activation": ("gelu",), "score": ("softmax",),
-    "normalize": ("none",), "prioritized": (False,), "dropout": (0.0,), "weights_first": (False,),
-    "pieces": ((1, 0), (2, 0), (1, 2)), "collectives": ("native", "forest"),
-    "rows_computed": ("own",)
-}
-
-# over nodes: waits of the dispatchers are seen on two ranks, those of exchanges here
-_FEW: dict[str, Any] = {"tokens": ("uneven",), "factor": (None, 1.0), "pieces": ((1, 0), (2, 0))}
 
 
 @dataclass
 class Seen:
     """What one rank saw in one cell: events of a call and of its backward pass.
 
-    error: of the run; empty: none. loans: experts that ranks borrowed. apart: the largest
-    difference to the same layer on the CPU,
-    relative to the largest value.
+    error: of the run; empty: none. loans: experts that ranks borrowed. looks: how often auctions of
+    router `base` must look at the device whether they are over. apart: the largest difference to
+    the same layer on the CPU, relative to the largest value.
     """
 
     forward: list[Event] = field(default_factory=list)
     backward: list[Event] = field(default_factory=list)
     error: str = ""
     loans: int = 0
+    looks: int = 0
     apart: float = 0.0
-
-
-@functools.cache
-def matrix() -> list[Cell]:
-    """Every dispatcher by pairs with every layout, exchange and compute strategy, and every router.
-    """
-    return [cell for name in dispatchers.names()
-            for cell in (*_alone(name), *_together(name), *_spilling(name))] + [
-                *_sharing(), *_pre_gated(), *_routed()]
-
-
-def _alone(dispatch: str) -> list[Cell]:
-    # a rank alone sends nothing: dispatchers differ in whether they make slots
-    more = {} if dispatch in ("ragged", "padded") else {
-        "compute": ("kernels",), "tokens": ("padding",), "pieces": ((1, 0),)}
-    return cells.cells_of(dispatch, [ALONE], **COMMON | more, all_to_all=("linear",))
-
-
-def _together(dispatch: str) -> list[Cell]:
-    traits = cells.traits_of(dispatch)
-    compute = ("kernels", "grouped") if traits.bounded else ("kernels", "grouped", "loop")
-    factors = (None, 1.0) if traits.bounded else COMMON["factor"]  # which have no part in pages
-    if not traits.cuts:  # rows go by other collectives, or by one exchange
-        return cells.cells_of(dispatch, PAIR, **COMMON | {
-            "all_to_all": ("linear",), "compute": ("kernels",), "tokens": ("uneven",)})
-    nodes = {"size": [size for size in cells.layouts(dispatch, NODES) if size.r != 0],
-             "all_to_all": ("2dh", "leader", "auto"), "compute": ("kernels",),
-             "cut": traits.cuts_by[:1], **_FEW}
-    return [*cells.cells_of(dispatch, PAIR, **COMMON | {
-        "factor": factors, "compute": compute, "all_to_all": ("linear",)}),
-            *cells.cells_of(dispatch, NODES, **COMMON | nodes)]
-
-
-def _spilling(dispatch: str) -> list[Cell]:
-    """Rows that ranks compute for others, in the layout in which they may."""
-    if not cells.traits_of(dispatch).spills:
-        return []
-    pair = {"size": (cells.Size(2, 8, None, 1), cells.Size(2, 1, None, 2)),
-            "compute": ("kernels", "loop"), "all_to_all": ("linear",), "factor": (None, 1.0),
-            "tokens": ("uneven",)}
-    nodes = {"size": (cells.Size(4, 8, None, 1), cells.Size(4, 2, None, 2)),
-             "compute": ("kernels",), "all_to_all": ("2dh",), **_FEW}
-    found = [*cells.cells_of(dispatch, PAIR, **COMMON | pair),
-             *cells.cells_of(dispatch, NODES, **COMMON | nodes)]
-    return [{**cell, "spill": "least_loaded"} for cell in found]
-
-
-def _sharing() -> list[Cell]:
-    """Ranks that hold the same tokens, in Parm's schedules."""
-    few = {**COMMON, "tokens": ("even",), "pieces": ((1, 0), (2, 0)), "replicas": (2,),
-           "compute": ("kernels",), "all_to_all": ("linear",)}
-    return [cell for name in ("ragged", "padded")
-            for cell in cells.parm_cells(name, NODES[:1], **few)]
-
-
-def _pre_gated() -> list[Cell]:
-    """The second of two blocks, whose choices the first one makes."""
-    few = {**COMMON, "tokens": ("uneven",), "factor": (None,), "compute": ("kernels",),
-           "all_to_all": ("linear",), "collectives": ("native",)}
-    return [{**cell, "pre_gate": True} for cell in cells.cells_of("ragged", PAIR, **few)
-            if cell["size"].r != 0]
-
-
-def _routed() -> list[Cell]:
-    """Every router, with and without slots."""
-    pairs = all_pairs({
-        "router": routers.names(), "dispatch": ["ragged", "padded"],
-        "size": [cells.Size(1, 8, None, 1), cells.Size(2, 8, None, 1)]
-    })
-    return [{"factor": 1.0 if pair["dispatch"] == "padded" else None, "tokens": "padding",
-             "compute": "kernels", "all_to_all": "linear", "cut": "rows", **_first(COMMON), **pair}
-            for pair in pairs]
-
-
-def _first(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: values[0] for name, values in settings.items()
-            if name not in ("factor", "tokens")}
-
-
-def config_of(cell: Cell) -> MoEConfig:
-    """The layer's settings; ranks with equal numbers of tokens promise them."""
-    config = cells.settings_of(cell)
-    tree = to_dict(config)
-    tree["dispatch"]["equal_tokens"] = cell["tokens"] == "even"
-    tree["parallel"]["mode"] = "fixed"
-    tree["parallel"]["spill"] = cell.get("spill", "never")
-    tree["router"]["pre_gate"] = int("pre_gate" in cell)
-    if "router" in cell:
-        for name, value in reference_of(cell["router"]).settings.items():
-            known = tree["router"][name]
-            tree["router"][name] = known | value if isinstance(value, dict) else value
-        tree["router"]["name"], tree["losses"] = cell["router"], {}
-    return from_dict(tree)
-
-
-def reads(cell: Cell) -> int:
-    """How often the host reads the device in a forward pass, before any row leaves its rank, by
-    what the page promises; BASE has at least `BASE_READS` more. Of pre-gated blocks all but the
-    first.
-    """
-    if "pre_gate" in cell:
-        return 0
-    size, traits, factor = cell["size"], cells.traits_of(cell["dispatch"]), cell["factor"]
-    if traits.bounded:
-        return 0
-    asked = int(traits.fixed_slots and size.world > 1 and factor <= 0)  # for the load
-    if size.world > 1 and size.r != 0:
-        return asked or int(not traits.fixed_slots)
-    exact = not traits.fixed_slots or factor == 0
-    return asked or int(exact and cell["compute"] not in FROM_DEVICE)
 
 
 def measure(world: int, folder: str) -> list[Seen]:
@@ -216,8 +91,10 @@ def _measured(cell: Cell, group: TorchComm | None) -> Seen:
                 call = _Call(cell, config, LocalComm() if group is None else CountingComm(group),
                              register())
                 call.forward()  # what a first call agrees on is not counted
-                call.run(seen)
+                with _looks() as looks:
+                    call.run(seen)
             want.run(Seen())
+        seen.looks = sum(looks)
         seen.loans = sum(len(plan.loans) for plan in plans)
         seen.apart = max(_apart(a, b) for a, b in zip(call.results(), want.results(), strict=True))
     except BaseException:  # noqa: BLE001 - handed to the test
@@ -230,50 +107,104 @@ class _Call:
 
     def __init__(self, cell: Cell, config: MoEConfig, comm: Comm, device: torch.device) -> None:
         case = cells.case_of(cell)
-        torch.manual_seed(0)
-        self.layer = MoELayer(config, comm, dtype=torch.float32, device=device)
+        self.dtype = getattr(torch, cell.get("dtype", "float32"))
+        self.config, self.case, self.comm, self.device = config, case, comm, device
         ranks = dataclasses.replace(case, world=comm.size)
-        load_experts(self.layer, make_parameters(case, torch.float32), ranks)
+        shared = comm if cell.get("batch") == "shared" else None
+        experts = _module if "experts" in cell else None
+        self.layer = self._made(ranks, HostContext(loss_comm=shared), experts)
         if "router" in cell:
             self.layer.router.train(reference_of(cell["router"]).training)
-        xs, masks = make_inputs(case, torch.float32)
+        xs, masks = make_inputs(case, self.dtype)
         mine = comm.rank * case.world // comm.size
         self.x = xs[mine].to(device).requires_grad_()
         self.mask = None if masks[mine] is None else masks[mine].to(device)
-        self.ids = (torch.arange(len(self.x)) * 7 % 11).to(device)
-        self.output, self.before = self.x, None
+        ids = torch.arange(len(self.x))
+        self.info = TokenInfo((ids * 7 % 11).to(device), (ids % 2).to(device), 2)
+        self.before = None
         if "pre_gate" in cell:
-            self.before = MoELayer(config, comm, dtype=torch.float32, device=device)
-            load_experts(self.before, make_parameters(case, torch.float32), ranks)
+            self.before = self._made(ranks, HostContext(), None)
             link(torch.nn.ModuleList([self.before, self.layer]))
+
+    def _made(self, ranks: Case, host: HostContext,
+              experts: Callable[[int], torch.nn.Module] | None) -> MoELayer:
+        torch.manual_seed(0)
+        layer = MoELayer(self.config, self.comm, host=host, experts=experts, dtype=self.dtype,
+                         device=self.device)
+        load_experts(layer, make_parameters(self.case, self.dtype), ranks)
+        return layer.to(self.device)
 
     def forward(self) -> None:
         """One call; of two blocks, what the first one decides and the second one does."""
         torch.manual_seed(1)
-        x, info = self.x, TokenInfo(self.ids)
+        x = self.x
         if self.before is not None:
-            x = x + self.before(x, self.mask, info=info).output
-        self.output = self.layer(x, self.mask, info=info).output
+            x = x + self.before(x, self.mask, info=self.info).output
+        self.out = self.layer(x, self.mask, info=self.info)
 
     def run(self, seen: Seen) -> None:
         """One call and its backward pass."""
         with EVENTS.noted() as seen.forward:
             self.forward()
         with EVENTS.noted() as seen.backward:
-            self.output.square().sum().backward()
+            assert set(self.out.losses) == {n for n, w in self.config.losses.items() if w > 0}
+            loss = self.out.output.float().square().sum()
+            for value in self.out.losses.values():
+                loss = loss + value
+            loss.backward()
 
     def results(self) -> list[Tensor]:
         """Output and all gradients, on the CPU."""
         grads = [self.x.grad, *(p.grad for p in self.layer.parameters())]
-        return [inner(t.detach() if t is not None else t) for t in (self.output, *grads)
+        return [inner(t.detach() if t is not None else t) for t in (self.out.output, *grads)
                 if t is not None]
+
+
+def _module(index: int) -> torch.nn.Module:
+    """An expert that a user brings."""
+    return torch.nn.Linear(8, 8)
+
+
+@contextlib.contextmanager
+def _looks() -> Iterator[list[int]]:
+    """For each auction inside, how often it must look at the device whether it is over.
+
+    A host that computes the same auction looks in every round; a device is looked at before the
+    first round, and every `LOOK` rounds until it is over or rounds run out.
+    """
+    found: list[int] = []
+    auction, accept = assignment._auction, assignment._accept
+
+    def counted(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
+        accepts = Mock(side_effect=accept)
+        with EVENTS.paused(), patch.object(assignment, "_accept", accepts):
+            auction(inner(value_NE), inner(price_E), each)
+        found.append(min(-(-accepts.call_count // assignment.LOOK) + 1,
+                         assignment.MOST_ROUNDS // assignment.LOOK))
+        return auction(value_NE, price_E, each)
+
+    with patch.object(assignment, "_auction", counted):
+        yield found
+
+
+def auctions() -> list[tuple[int, int]]:
+    """Of balanced assignments of more and more tokens: (reads, looks that they must take)."""
+    found = []
+    for tokens in (0, 5, 64, 500, 2000):
+        torch.manual_seed(tokens)
+        with CountingDevice(), _looks() as looks:
+            scores_TE = torch.randn(tokens, 16).to(register())
+            with EVENTS.noted() as seen:
+                assignment.balanced_assignment(scores_TE)
+        found.append((sum(event.kind == "read" for event in seen), sum(looks)))
+    return found
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
     if not other.numel():
         return 0.0
     assert not isinstance(one, OnDevice)
-    apart = (one - other).abs().nan_to_num(torch.inf)
+    apart = (one.float() - other.float()).abs().nan_to_num(torch.inf)
     return float(apart.max() / other.abs().max().clamp(min=1.0))
 
 

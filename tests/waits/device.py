@@ -26,6 +26,9 @@ READS = {
     "aten::masked_select", "aten::unique_dim", "aten::_unique", "aten::_unique2",
     "aten::unique_consecutive", "aten::bincount", "aten::histc", "aten::_linalg_check_errors"
 }
+# operations that take indices from the host, too, and copy them to the device of what is indexed
+INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_MASKS = (torch.bool, torch.uint8)
 _CREATES = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 _OURS = ("/moe_plugin/", "/kernels/")
 
@@ -207,19 +210,46 @@ def _note(name: str, args: Any, kwargs: Any, here: list[OnDevice],
                 target_pinned = name == "aten::copy_" and _is_pinned(args[0])
                 if waits or not target_pinned:
                     EVENTS.note("read", name)
-        elif to_device and source.dim() and not (_is_pinned(source) and not waits):
+        elif to_device and not (_is_pinned(source) and not waits):
             EVENTS.note("pageable", name)
         return
-    if here and name not in ("aten::index", "aten::index_put_", "aten::index_put"):
-        if any(x.dim() > 0 for x in host):
-            raise RuntimeError(f"{name}: tensors on {NAME} and on cpu: "
-                               f"{[tuple(x.shape) for x in host]}")
-    elif here and any(x.dtype in (torch.bool, torch.uint8)
-                      for x in _tensors(args[1])):
-        EVENTS.note("read", f"{name} by a mask")
+    if here and name in INDEXED:
+        _note_index(name, args[0], _tensors(args[1]), _tensors(args[2:3]))
+    elif here and any(x.dim() > 0 for x in host):
+        raise _mixed(name, host)
     if here and (name in READS or (name == "aten::repeat_interleave"
                                    and kwargs.get("output_size") is None)):
         EVENTS.note("read", name)
+
+
+def _note_index(name: str, indexed: torch.Tensor, indices: list[torch.Tensor],
+                values: list[torch.Tensor]) -> None:
+    """An index by tensors, which is read or written (`values`).
+
+    What is on the host is copied as `to(device)` does it: from pinned memory the host waits, too.
+    torch fills by one mask with one number and waits for nothing; here it counts as other masks do.
+    """
+    on_host = [x for x in (*indices, *values) if not isinstance(x, OnDevice)]
+    if not isinstance(indexed, OnDevice):
+        raise _mixed(name, [indexed, *on_host])
+    if any(x.dim() > 0 for x in values if not isinstance(x, OnDevice)):
+        raise _mixed(name, on_host)
+    if on_host:
+        EVENTS.note("pageable", f"{name} by what is on the host")
+    if any(isinstance(x, OnDevice) and x.dtype in _MASKS for x in indices):
+        EVENTS.note("read", f"{name} by a mask")
+
+
+def _mixed(name: str, host: list[torch.Tensor]) -> RuntimeError:
+    return RuntimeError(f"{name}: tensors on {NAME} and on cpu: {[tuple(x.shape) for x in host]}")
+
+
+def _note_number(indexed: Any, index: Any, value: Any) -> None:
+    """torch makes a tensor on the host of a Python number that is written to a GPU by an index."""
+    numbers = [x for x in _tensors(index if isinstance(index, tuple) else (index,))
+               if x.dim() > 0 and x.dtype not in _MASKS]
+    if isinstance(indexed, OnDevice) and isinstance(value, (int, float)) and numbers:
+        EVENTS.note("pageable", "a number written by an index")
 
 
 def _to(kwargs: Any, kind: str) -> bool:
@@ -256,6 +286,8 @@ class _HostCalls(TorchFunctionMode):
             return self._create(func, args, kwargs)
         if func is torch.Tensor.pin_memory:
             return _pinned(args[0])
+        if func is torch.Tensor.__setitem__:
+            _note_number(*args)
         if kwargs.pop("pin_memory", False):
             return _pinned(func(*args, **kwargs))
         return func(*args, **kwargs)

@@ -23,6 +23,23 @@ class HostComm(TorchComm):
         EVENTS.note("hosts", "all_reduce")
         return super().all_reduce(x, op)
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        EVENTS.note("hosts", "all_gather")
+        return super().all_gather(x)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
+                   recv: Sequence[int] | None = None) -> Tensor:
+        EVENTS.note("hosts", "all_to_all")
+        return super().all_to_all(x, send, recv)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        EVENTS.note("hosts", "reduce_scatter")
+        return super().reduce_scatter(x)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        EVENTS.note("hosts", "broadcast")
+        return super().broadcast(x, root)
+
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
         EVENTS.note("hosts", "send_receive")
         super().send_receive(sends, recvs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tempfile
 
 from tests.preloaded import Server
-from tests.waits.cells import WORLDS, Seen, matrix, measure
+from tests.waits.cells import Seen, measure
+from tests.waits.matrix import WORLDS, matrix
 
 
 def measured() -> list[list[Seen]]:

@@ -1,0 +1,67 @@
+"""What the page says in words, and which cells show it: `test_waits.py` holds each cell to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.combinations import Cell
+from tests.exactness.cells import traits_of
+from tests.waits.matrix import FROM_DEVICE, counts_stay, pieces
+
+
+def _slots(cell: Cell) -> bool:
+    return traits_of(cell["dispatch"]).fixed_slots
+
+
+def _together(cell: Cell) -> bool:
+    return cell["size"].world > 1 and cell["size"].r != 0
+
+
+def _dropless(cell: Cell) -> bool:
+    return cell["dispatch"] == "ragged" and "router" not in cell
+
+
+def _sent(cell: Cell) -> bool:
+    return _dropless(cell) and _together(cell) and "pre_gate" not in cell
+
+
+def _bounded(cell: Cell) -> bool:
+    return cell["dispatch"] == "bounded" and _together(cell)
+
+
+STATEMENTS: dict[str, Callable[[Cell], bool]] = {
+    "with f > 0: none, also without `dispatch.equal_tokens`":
+        lambda c: _slots(c) and _together(c) and c["factor"] > 0 and c["tokens"] != "even",
+    "With f <= 0 the load decides how many slots there are: one wait":
+        lambda c: _slots(c) and _together(c) and c["factor"] <= 0,
+    "except on one rank, where exact rows are computed":
+        lambda c: _slots(c) and c["size"].world == 1 and c["factor"] <= 0 and counts_stay(c),
+    "on one rank none": lambda c: _dropless(c) and c["size"].world == 1 and counts_stay(c),
+    "also where parameters are gathered (`parallel.r: 0`)":
+        lambda c: _dropless(c) and c["size"].world > 1 and c["size"].r == 0 and counts_stay(c),
+    "with any exchange, strategy, dtype and number of pieces":
+        lambda c: _sent(c) and c["all_to_all"] == "native" and c["compute"] not in FROM_DEVICE
+        and c.get("dtype") == "bfloat16" and c["pieces"] != (1, 0),
+    "the same with `parallel.spill`": lambda c: "spill" in c,
+    "`bounded`: none with such a strategy": lambda c: _bounded(c) and counts_stay(c),
+    "with another, one for each piece":
+        lambda c: _bounded(c) and not counts_stay(c) and pieces(c) > c["pieces"][0],
+    "and one where no rows are sent": lambda c: c["dispatch"] == "bounded" and not (
+        _together(c) or counts_stay(c)),
+    "a block's counts are exchanged and copied to the host as soon as": lambda c: "pre_gate" in c,
+    "**Losses**: none": lambda c: bool(c.get("losses")) and c.get("batch") != "shared",
+    "also of a batch that ranks share": lambda c: c.get("batch") == "shared",
+    "**Backward**: none": _sent,
+    "Nothing is copied to the device from memory that is not pinned": _sent,
+    "for the longest batch (fixed slots with f > 0 and without the promise":
+        lambda c: _slots(c) and _together(c) and c["factor"] > 0 and c["tokens"] != "even",
+    "`all_gather`)": lambda c: c["dispatch"] == "all_gather" and _together(c),
+    "for the lengths of uneven pieces, which `2dh` and `leader` tell each other":
+        lambda c: _sent(c) and c["all_to_all"] in ("2dh", "leader"),
+    "in training router `base`, for the numbers of tokens":
+        lambda c: c.get("router") == "base" and _together(c),
+    "Experts that are modules of a user (`MoELayer(experts=...)`) need the numbers":
+        lambda c: "experts" in c and c["size"].world == 1,
+    "So does `grouped` where it passes rows to `loop`":
+        lambda c: c.get("dtype") == "float64" and c["size"].world == 1,
+}
