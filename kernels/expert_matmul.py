@@ -8,8 +8,8 @@ reference here (exact in float64) and a Triton kernel.
 Legend: T tokens, R rows, L groups (experts), I and O widths of a matmul, D and F widths of an
 expert. Tensors are of one floating-point dtype unless a docstring says otherwise. x and grad with a
 `token_R` (int64 [R], token of each row, -1: a row of zeros) are [T, .] tokens; without (None) they
-are [R, .] rows. precision: of float32 products, "ieee", or "tf32", in which the kernels round both
-operands to 11 bits; a reference computes as torch is set to.
+are [R, .] rows. precision: of float32 products, "ieee", or "tf32", in which the matrix units read
+11 bits of both operands; a reference computes as torch is set to.
 """
 
 from __future__ import annotations

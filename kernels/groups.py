@@ -64,7 +64,7 @@ class Groups:
     def tiles(self, height: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """(group, first row, used) of the tiles of `height` rows, see `tile_table`.
 
-        Made once for all products that use this height.
+        Made once for all products that use this height and these groups.
         """
         if (height, least) not in self._tables:
             self._tables[height, least] = tile_table(self.lengths_L, height, self.total, least)

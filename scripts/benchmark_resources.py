@@ -29,7 +29,7 @@ READ = (
 )
 ROOFLINE = (
     "An even load. `GB`: every operand read and every result written once. `bound`: FLOP/byte "
-    "against the GPU's rate over its bandwidth. `least ms`: at those rates, which no kernel "
+    "against the GPU's rate over its bandwidth. `least`: time at those rates, which no kernel "
     "reaches. `tile FLOP/byte`: of a tile's operands, what the L2 cache has to deliver. `waves`: "
     "tiles over programs that run at once; `used`: share of them that works in the last wave, "
     "times the share of the tiles that holds real rows and columns."

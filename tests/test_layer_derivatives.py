@@ -43,6 +43,7 @@ def test_second_derivatives_over_ranks() -> None:
 
 @pytest.mark.parametrize("changes",
                          [{"experts": {"hidden_dim": 16, "compute": "fused"}},
+                          {"experts": {"hidden_dim": 16, "compute": "kernels"}},
                           {"experts": {"hidden_dim": 16, "compute": "loop"}, "parallel": {"d": 2}}])
 def test_second_derivatives_elsewhere_are_an_error(changes: dict) -> None:
     def rank(comm) -> None:

@@ -36,6 +36,14 @@ def needs_upcast(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype in (torch.bfloat16, torch.float16)
 
 
+def bounded_registers(most: int) -> dict[str, int]:
+    """Launch options of a kernel that takes at most so many registers a thread on NVIDIA GPUs.
+
+    Without a bound their assembler may spill a few bytes so that more programs run at once.
+    """
+    return {} if torch.version.hip is not None else {"maxnreg": most}
+
+
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     """`tensor`, contiguous; a kernel's unused pointer argument also needs some tensor."""
     return stand_in if tensor is None else tensor.contiguous()

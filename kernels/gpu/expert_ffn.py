@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, List, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_plugin.kernels import fp8_products as fp8
 from moe_plugin.kernels.derivatives import first_derivative_only
@@ -75,23 +75,43 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R,
                                                     plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
-        lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (counts.host,
-                                                                                   None)
         fp8 = None
         if p.precision == "fp8" and not torch.compiler.is_compiling():
             fp8 = fp8_call(p.fp8, {n: p.main_grad_weights.get(n, getattr(p, n)) for n in WEIGHTS},
                            dict(zip(WEIGHTS, tensors[::2], strict=True)))
+        if _traced(x) and not redirected and fp8 is None:
+            lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (
+                counts.host, None)
+            return expert_ffn(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
+        call = _Call(Groups(counts, x.device), p.activation, p.precision, redirected, fp8)
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
             keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
-            return _Stashed.apply(keep, redirected, fp8, x, *maps, *tensors, *lengths,
-                                  p.activation, p.precision)
-        if redirected or fp8 is not None:
-            return _Direct.apply(redirected, fp8, x, *maps, *tensors, *lengths, p.activation,
-                                 p.precision)
-        return expert_ffn(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
+            return _Stashed.apply(keep, call, x, *maps, *tensors)
+        return _Direct.apply(call, x, *maps, *tensors)
 
 
-# one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break
+def _traced(x: Tensor) -> bool:
+    """Whether only shapes are asked for: by `torch.compile`, or of a fake or a meta tensor."""
+    return torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the forward and the backward pass of a call share beside tensors of its gradient.
+
+    groups: with the tables of tiles, which forward makes and backward uses again. main_grad_weights
+    and fp8: as in `FFNParameters` and `fp8_call`.
+    """
+
+    groups: Groups
+    activation: str
+    precision: str
+    main_grad_weights: Mapping[str, Tensor]
+    fp8: Fp8Call | None
+
+
+# one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break.
+# Its arguments are tensors and numbers, so its backward pass makes the tables of tiles again
 @torch.library.custom_op("moe_plugin::expert_ffn", mutates_args=())
 def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor],
                position_TK: Optional[Tensor], w_in: Tensor, b_in: Optional[Tensor],
@@ -106,8 +126,8 @@ def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor]
     int64 [L], in their place where the device alone knows them (`DeviceCounts`). y: x's shape. h,
     gate: [R, F], kept for backward (gate: no elements for a plain expert).
     """
-    return _forward(x, gates_TK, source_R, position_TK, w_in, b_in, w_gate, b_gate, w_out, b_out,
-                    counts, lengths_L, activation, precision)
+    return _forward(_groups(counts, lengths_L, x, source_R), x, gates_TK, source_R, position_TK,
+                    w_in, b_in, w_gate, b_gate, w_out, b_out, activation, precision)
 
 
 def _groups(counts: Sequence[int] | None, lengths_L: Tensor | None, x: Tensor,
@@ -117,12 +137,11 @@ def _groups(counts: Sequence[int] | None, lengths_L: Tensor | None, x: Tensor,
     return Groups(DeviceCounts(lengths_L, (x if source_R is None else source_R).shape[0]), x.device)
 
 
-def _forward(x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
+def _forward(groups: Groups, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
              position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None, w_gate: Tensor | None,
-             b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
-             counts: Sequence[int] | None, lengths_L: Tensor | None, activation: str,
+             b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, activation: str,
              precision: str, fp8: Fp8Call | None = None) -> list[Tensor]:
-    groups, x = _groups(counts, lengths_L, x, source_R), x.contiguous()
+    x = x.contiguous()
     w_in, w_gate, w_out = _factors(fp8, w_in, w_gate, w_out)
     token_R, products = _tokens(source_R, position_TK), _products(precision)
     if w_gate is None:
@@ -177,20 +196,21 @@ def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
     grad_y: gradient of y, in its shape and dtype; the others: see `expert_ffn`. needs: which of the
     eight gradients are wanted; the others have no elements.
     """
-    made = _gradients(grad_y, x, gates_TK, source_R, position_TK, h_RF, gate_RF, w_in, w_gate,
-                      w_out, b_out, counts, lengths_L, activation, precision, needs, {})
+    made = _gradients(_groups(counts, lengths_L, x, source_R), grad_y, x, gates_TK, source_R,
+                      position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, activation,
+                      precision, needs, {})
     return [x.new_empty(0) if g is None else g for g in made]
 
 
-def _gradients(grad_y: Tensor, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
-               position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor, w_in: Tensor,
-               w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
-               counts: Sequence[int] | None, lengths_L: Tensor | None, activation: str,
-               precision: str, needs: Sequence[bool], main_grad_weights: Mapping[str, Tensor],
+def _gradients(groups: Groups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | None,
+               source_R: Tensor | None, position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor,
+               w_in: Tensor, w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
+               activation: str, precision: str, needs: Sequence[bool],
+               main_grad_weights: Mapping[str, Tensor],
                fp8: Fp8Call | None = None) -> list[Tensor | None]:
     """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`."""
     w_in, w_gate, w_out = _factors(fp8, w_in, w_gate, w_out)
-    groups, token_R = _groups(counts, lengths_L, x, source_R), _tokens(source_R, position_TK)
+    token_R = _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None if gates_TK is None else at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
                                                     source_R)
@@ -238,11 +258,15 @@ def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any,
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    (x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out, counts, lengths_L,
-     activation, precision) = inputs
+    *operands, counts, lengths_L, activation, precision = inputs
     ctx.counts, ctx.activation, ctx.precision = counts, activation, precision
-    ctx.save_for_backward(x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate,
-                          w_out, b_out, lengths_L)
+    ctx.save_for_backward(*_kept(operands, output), lengths_L)
+
+
+def _kept(operands: Sequence[Tensor | None], output: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """What is kept for backward of `expert_ffn`'s tensors and of its results, see `_gradients`."""
+    x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out = operands
+    return (x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate, w_out, b_out)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -258,35 +282,35 @@ expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
 class _Direct(torch.autograd.Function):
-    """`expert_ffn` whose backward adds to `main_grad`, or whose weights are in fp8.
+    """`expert_ffn` where its values are computed.
 
-    Not a torch operation, because it mutates a buffer that is not an argument, or because what is
-    kept of the weights outlives the call.
+    Not a torch operation, because backward gets more than tensors from forward (`_Call`), and may
+    mutate a buffer that is not an argument (`main_grad`).
     """
 
     @staticmethod
-    def forward(ctx: Any, main_grad_weights: Mapping[str, Tensor], fp8: Fp8Call | None,
-                *inputs: Any) -> Tensor:
-        output = _forward(*inputs, fp8)
-        _setup(ctx, inputs, output)
-        ctx.main_grad_weights, ctx.fp8 = main_grad_weights, fp8
+    def forward(ctx: Any, call: _Call, *operands: Any) -> Tensor:
+        output = _forward(call.groups, *operands, call.activation, call.precision, call.fp8)
+        ctx.call = call
+        ctx.save_for_backward(*_kept(operands, output))
         return output[0]
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        needed = [ctx.needs_input_grad[i] for i in (2, 3, 6, 7, 8, 9, 10, 11)]
-        *saved, lengths_L = ctx.saved_tensors
-        x, gates, *rest = _gradients(grad_y, *saved, ctx.counts, lengths_L, ctx.activation,
-                                     ctx.precision, needed, ctx.main_grad_weights, ctx.fp8)
-        if ctx.fp8 is not None:
-            ctx.fp8.spent()
-        return None, None, x, gates, None, None, *rest, None, None, None, None
+        call = ctx.call
+        needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
+        x, gates, *rest = _gradients(call.groups, grad_y, *ctx.saved_tensors, call.activation,
+                                     call.precision, needed, call.main_grad_weights, call.fp8)
+        if call.fp8 is not None:
+            call.fp8.spent()
+        return None, x, gates, None, None, *rest
 
 
 class _Saved:
-    """In place of an autograd context: what `_setup` saves, and what `_backward` reads."""
+    """In place of an autograd context: what `_Direct` saves in forward and reads in backward."""
 
+    call: _Call
     saved_tensors: tuple[Any, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
 
@@ -295,18 +319,16 @@ class _Saved:
 
 
 class _Stashed(torch.autograd.Function):
-    """`expert_ffn`, or where it is called for `_Direct`, whose rows `keep` keeps."""
+    """`_Direct` whose rows `keep` keeps."""
 
     @staticmethod
-    def forward(ctx: Any, keep: Callable[[Tensor], KeptRows],
-                main_grad_weights: Mapping[str, Tensor], fp8: Fp8Call | None,
-                *inputs: Any) -> Tensor:
-        direct = bool(main_grad_weights) or fp8 is not None
-        output = _forward(*inputs, fp8) if direct else expert_ffn(*inputs)
+    def forward(ctx: Any, keep: Callable[[Tensor], KeptRows], call: _Call,
+                *operands: Any) -> Tensor:
         ctx.inner = _Saved()
-        _setup(ctx.inner, inputs, output)
-        ctx.inner.main_grad_weights, ctx.inner.fp8, ctx.direct = main_grad_weights, fp8, direct
-        rows = [each for each in (inputs[0], *output[1:]) if each.numel()]
+        y = _Direct.forward(ctx.inner, call, *operands)
+        saved, ctx.inner.saved_tensors = ctx.inner.saved_tensors, ()
+        # the input, and the values before the activation
+        rows = [each for each in (saved[0], saved[4], saved[5]) if each.numel()]
 
         def stand_in(saved: Tensor | None) -> Tensor | None:
             if not any(saved is one for one in rows):
@@ -316,10 +338,9 @@ class _Stashed(torch.autograd.Function):
             token.kept = keep(saved)  # type: ignore[attr-defined]
             return token
 
-        saved, ctx.inner.saved_tensors = ctx.inner.saved_tensors, ()
         ctx.save_for_backward(*map(stand_in, saved))
         ctx.rows = tuple(any(saved_one is one for one in rows) for saved_one in saved)
-        return output[0]
+        return y
 
     @staticmethod
     @first_derivative_only
@@ -328,11 +349,8 @@ class _Stashed(torch.autograd.Function):
         inner.saved_tensors = tuple(
             saved.kept.rows() if kept else saved
             for saved, kept in zip(ctx.saved_tensors, ctx.rows, strict=True))
-        if ctx.direct:
-            inner.needs_input_grad = ctx.needs_input_grad[1:]
-            return None, *_Direct.backward(inner, grad_y)
-        inner.needs_input_grad = ctx.needs_input_grad[3:]
-        return None, None, None, *_backward(inner, [grad_y])
+        inner.needs_input_grad = ctx.needs_input_grad[1:]
+        return None, *_Direct.backward(inner, grad_y)
 
 
 def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None,

@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_plugin.kernels.gpu.common import INTERPRETED
+from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers
+from moe_plugin.kernels.gpu.tilings import (
+    ROUTER_REGISTERS_BACKWARD,
+    ROUTER_VALUES,
+    ROUTER_VALUES_BACKWARD,
+    router_tokens,
+)
 from moe_plugin.kernels.router import Rule
 
 EPS = torch.finfo(torch.float32).eps
@@ -176,16 +182,16 @@ def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad
     tl.store(out + at, g, mask=inside)
 
 
-def _tile(experts: int) -> tuple[int, int]:
+def _tile(experts: int, values: int) -> tuple[int, int]:
     columns = triton.next_power_of_2(experts)
-    return max(1, min(128, (1 << 17 if INTERPRETED else 1024) // columns)), columns
+    return router_tokens(columns, 1 << 17 if INTERPRETED else values), columns
 
 
 def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | None,
                 bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, ...]:
     """See `moe_plugin.kernels.router.route_top_k`."""
     (tokens, experts), device, k = logits_TE.shape, logits_TE.device, rule.k
-    bt, be = _tile(experts)
+    bt, be = _tile(experts, ROUTER_VALUES)
     programs = triton.cdiv(tokens, bt)
     ids_TK = torch.empty(tokens, k, dtype=torch.int64, device=device)
     weights_TK, lse_T = torch.empty(tokens, k, device=device), torch.empty(tokens, device=device)
@@ -210,14 +216,16 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
     """See `moe_plugin.kernels.router.route_top_k_backward`."""
     (tokens, experts), k = logits_TE.shape, ids_TK.shape[1]
     out_TE = torch.empty(tokens, experts, device=logits_TE.device)
-    bt, be = _tile(experts)
+    bt, be = _tile(experts, ROUTER_VALUES_BACKWARD)
+    # of more experts a thread has more values than the bound is made for
+    bound = bounded_registers(ROUTER_REGISTERS_BACKWARD) if be <= ROUTER_VALUES else {}
     if tokens:
         grads = grad_weights_TK, grad_importance_E, grad_z
         top_k_backward_kernel[(triton.cdiv(tokens, bt),)](
             logits_TE.contiguous(), _pointer(mask_T, logits_TE), ids_TK.contiguous(),
             weights_TK.contiguous(), lse_T, *(_pointer(g, logits_TE) for g in grads), out_TE,
             tokens, experts, k, mask_T is not None, *(g is not None for g in grads),
-            rule.normalize, rule.sigmoid, EPS, bt, be)
+            rule.normalize, rule.sigmoid, EPS, bt, be, **bound)
     return out_TE
 
 

@@ -1,4 +1,5 @@
-"""Tile sizes of the grouped matmuls: a rule, so that one load always gives the same bits.
+"""Tile sizes of the grouped matmuls and of the router: a rule, so that one load always gives the
+same bits.
 
 Nothing is timed: a choice by time would differ between runs, and tiles decide the order of sums.
 """
@@ -11,6 +12,10 @@ import torch
 
 PROGRAMS_OF_A_WAVE = 2  # units of work for each program that runs at once: the last wave is short
 LEAST_PART = 1024  # rows: fewer are not worth the way of a part's sums through memory
+# values of a tile of the router's kernels, which is in registers; backward has more tiles at once
+ROUTER_VALUES, ROUTER_VALUES_BACKWARD = 1024, 512
+# more than backward needs, but without a bound NVIDIA's assembler takes so few that some spill
+ROUTER_REGISTERS_BACKWARD = 128
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,11 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
     if high == 64:
         return Tiling(64, 128 if results == 1 and not extra else 64, 64, 4, 4, 2)
     return Tiling(128, 256 if results == 1 and not extra else 128, 64, 8, 3 if results > 1 else 4)
+
+
+def router_tokens(columns: int, values: int) -> int:
+    """Tokens of a tile of the router's kernels: of `columns` experts each, `values` in all."""
+    return max(1, min(128, values // columns))
 
 
 def weight_tiling(chip: Chip, dtype: torch.dtype, adds: bool,

@@ -17,9 +17,13 @@ import torch
 from moe_plugin.bench.chips import GPU, GPUS
 from moe_plugin.kernels.gpu.tilings import (
     FP8_TILING,
+    ROUTER_REGISTERS_BACKWARD,
+    ROUTER_VALUES,
+    ROUTER_VALUES_BACKWARD,
     Chip,
     Tiling,
     product_tiling,
+    router_tokens,
     weight_tiling,
 )
 
@@ -33,6 +37,7 @@ class Case:
 
     module: below moe_plugin.kernels.gpu. types: of its arguments, in order. constants: compile-time
     values. product: it multiplies matrices. copies: its operands are copied by tile (TMA).
+    bound: of its registers per thread on NVIDIA GPUs, see `kernels.gpu.common.bounded_registers`.
     """
 
     label: str
@@ -44,6 +49,7 @@ class Case:
     stages: int = 3
     product: bool = False
     copies: bool = False
+    bound: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,14 +118,17 @@ def _row_kernels() -> Iterator[Case]:
 def _router(label: str, experts: int, top_k: int, sigmoid: bool, groups: int) -> Iterator[Case]:
     """Choice of experts and its gradient: sigmoid scores with a bias in groups, or softmax."""
     shared = {"K": top_k, "MASKED": True, "NORMALIZE": True, "SIGMOID": sigmoid, "EPS": 1e-7,
-              "BT": min(128, 1024 // experts), "BE": experts}
+              "BE": experts}
     yield Case(label, "top_k_kernel", "router",
                (F32, "*i1", I64, F32, I64, F32, F32, F32, F32, "i32", "i32"),
                {**shared, "GIVEN": False, "BIASED": sigmoid, "GROUPS": groups, "TAKE": groups // 2,
-                "BEST": min(2, groups), "BG": max(1, groups)})
+                "BEST": min(2, groups), "BG": max(1, groups),
+                "BT": router_tokens(experts, ROUTER_VALUES)})
     yield Case(f"{label}, backward", "top_k_backward_kernel", "router",
                (F32, "*i1", I64, F32, F32, F32, F32, F32, F32, "i32", "i32"),
-               {**shared, "OF_WEIGHTS": True, "OF_IMPORTANCE": True, "OF_Z": True})
+               {**shared, "OF_WEIGHTS": True, "OF_IMPORTANCE": True, "OF_Z": True,
+                "BT": router_tokens(experts, ROUTER_VALUES_BACKWARD)},
+               bound=ROUTER_REGISTERS_BACKWARD)
 
 
 def products(target: str) -> Iterator[Case]:
@@ -318,8 +327,11 @@ def _compiled(case: Case, target: str) -> Any:
         constexprs={(names.index(n),): v for n, v in case.constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items()
                if t.startswith("*") or n.startswith(("wide", "width", "stride"))})
+    options = {"num_warps": case.warps, "num_stages": case.stages}
+    if case.bound is not None and gpu.backend == "cuda":
+        options["maxnreg"] = case.bound
     return triton.compile(source, target=GPUTarget(gpu.backend, gpu.arch, gpu.warp),
-                          options={"num_warps": case.warps, "num_stages": case.stages})
+                          options=options)
 
 
 def _fp8_of(target: str, types: dict[str, str]) -> dict[str, str]:

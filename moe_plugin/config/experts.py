@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from moe_plugin.config.options import MOST_WIDTH, Section, option
 
+# strategies of ours that multiply as torch is set to, and read no precision; one that a user
+# registers may read it
+MULTIPLY_BY_TORCH = ("fused", "grouped", "batched", "loop")
+
 
 @dataclass(kw_only=True)
 class ExpertsConfig(Section):
@@ -91,6 +95,12 @@ class ExpertsConfig(Section):
                      "False without a shared expert", "set experts.shared_hidden_dim")
         self.require("precision", not (self.precision == "fp8" and self.dropout),
                      "ieee or tf32 where experts.dropout > 0", "fp8 products have no dropout")
+        # fp8 takes the kernels whatever is named
+        self.read_where(self.precision == "fp8" or self.compute not in MULTIPLY_BY_TORCH,
+                        f"where experts.compute={self.compute}",
+                        "use experts.compute=kernels, or auto on a GPU", "precision")
+        self.read_where(not self.dropout, f"where experts.dropout={self.dropout:g}",
+                        "use experts.dropout=0: the kernels have no dropout", "precision")
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
                      "use none")
         self.within("store_throttle", 0, 1e9, "use 0 for none")

@@ -26,8 +26,7 @@ def check(case: Case, target: str) -> Resources:
     """Compile within bounds."""
     r, gpu = compile_for(case, target), GPUS[target]
     assert r.registers <= gpu.most_registers and r.shared <= gpu.shared_block, r
-    # a few bytes of a scalar past the edge cost nothing; a spilled tile does
-    assert r.spilled <= (0 if case.product else 64), r
+    assert r.spilled == 0, r
     assert r.blocks >= 1, r
     assert r.matrix == (MATRIX[target] if case.product else ""), r
     assert r.copies == case.copies, r
@@ -41,6 +40,12 @@ def named(target: str) -> dict[str, Case]:
 
 @pytest.mark.parametrize("label", FAST)
 def test_hopper(label: str) -> None:
+    check(named("sm_90")[label], "sm_90")
+
+
+@pytest.mark.parametrize("label", ["softmax top k of 8, backward", "top k of 64, backward"])
+def test_router_on_hopper(label: str) -> None:
+    """Where the assembler spills to run more programs at once, if nothing bounds the registers."""
     check(named("sm_90")[label], "sm_90")
 
 

@@ -15,9 +15,11 @@ from torch import nn
 from moe_plugin import MoEBlock, MoELayer, replace_ffn
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict
+from moe_plugin.config.experts import MULTIPLY_BY_TORCH
 from moe_plugin.config.flags import config_from_flags, file_settings
 from moe_plugin.config.router import BUILT_IN, READ_BY
 from moe_plugin.config.unread import ELSEWHERE, UnreadSetting, of_whole_model
+from moe_plugin.kernels import strategies
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import routers
 
@@ -114,6 +116,10 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
      "offload.smallest='1MiB' .* 64KiB where offload.activations=recompute"),
     ({"guard": {"assignment": "mols"}}, "guard.assignment='mols' .* cyclic where guard.votes=0"),
     ({"guard": {"aggregate": "median"}}, "guard.aggregate='median' .* mean where guard.votes=0"),
+    ({"experts": {"compute": "loop", "precision": "tf32"}},
+     "experts.precision='tf32' .* ieee where experts.compute=loop, .* use experts.compute=kernels"),
+    ({"experts": {"dropout": 0.1, "precision": "tf32"}},
+     "experts.precision='tf32' .* ieee where experts.dropout=0.1, .* use experts.dropout=0"),
     ({"experts": {"cache": "2GiB"}}, "experts.cache='2GiB' .* 0 where experts.store=device"),
     ({"experts": {"cache_policy": "lfu"}}, "experts.cache_policy='lfu' .* lru where"),
     ({"experts": {"store_throttle": 1.0}}, "experts.store_throttle=1.0 .* 0.0 where"),
@@ -146,6 +152,23 @@ def test_parameters_of_a_method_that_was_not_chosen_are_refused(tree: dict[str, 
     with pytest.raises(ValueError, match=words) as found:
         from_dict(tree)
     assert "which does not read it; leave it out, or use " in str(found.value)
+
+
+@pytest.mark.parametrize("compute", [*MULTIPLY_BY_TORCH, "kernels", "auto", "of_a_user"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32", "fp8"])
+def test_a_precision_that_the_compute_strategy_does_not_read_is_refused(compute: str,
+                                                                        precision: str) -> None:
+    tree = {"experts": {"compute": compute, "precision": precision}}
+    if precision == "tf32" and compute in MULTIPLY_BY_TORCH:
+        with pytest.raises(ValueError, match=f"must be ieee where experts.compute={compute}"):
+            from_dict(tree)
+    else:
+        assert from_dict(tree).experts.precision == precision
+
+
+def test_every_strategy_either_multiplies_by_torch_or_reads_the_precision() -> None:
+    ours = {e.name for e in strategies if e.value.__module__.startswith("moe_plugin.")}
+    assert ours == {*MULTIPLY_BY_TORCH, "kernels", "auto"}
 
 
 @pytest.mark.parametrize("parallel, words", [

@@ -7,10 +7,11 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import Tensor
 
 import moe_plugin.kernels.gpu.common as common
 from moe_plugin.comm import LocalComm
-from moe_plugin.kernels import kernels
+from moe_plugin.kernels import groups, kernels
 from moe_plugin.kernels.main_grad import WEIGHTS
 from tests.exactness.harness import compare, config_of, reference, run_rank
 from tests.experts.problems import make_layer
@@ -42,6 +43,7 @@ def main() -> None:
         cells += 1
     print(f"cells: {cells}")
     main_grads()
+    tables()
 
 
 def main_grads() -> None:
@@ -65,6 +67,35 @@ def main_grads() -> None:
         assert parameter.grad_added_to_main_grad
         assert float((parameter.main_grad - want).norm() / want.norm()) < 2e-2, name
     print("main_grad: added")
+
+
+def tables() -> None:
+    """A table of tiles is computed once for forward and backward: one for the products over rows,
+    and where weight gradients are cut one for each height of their parts.
+    """
+    made: list[tuple[int, int]] = []
+    compute = groups.tile_table
+
+    def counted(lengths_L: Tensor, height: int, total: int, least: int) -> tuple[Tensor, ...]:
+        made.append((height, least))
+        return compute(lengths_L, height, total, least)
+
+    groups.tile_table = counted
+    for dispatch in ({"name": "ragged"}, {"name": "padded", "capacity_factor": 1.0},
+                     {"name": "bounded"}):
+        for experts in ({"kind": "gated_ffn"}, {"precision": "fp8"}):
+            layer = make_layer(dispatch=dispatch, experts={
+                "hidden_dim": 24, "compute": "kernels", **experts})
+            made.clear()
+            y = layer(torch.randn(60, 16, requires_grad=True)).output
+            forward = list(made)
+            for _ in range(2):  # the second pass, through the graph that is kept, finds all of them
+                y.sum().backward(retain_graph=True)
+            over_rows = [each for each in made if each[1] == 0]
+            assert len(forward) == 1 and over_rows == forward, (dispatch, experts, made)
+            assert len(set(made)) == len(made) > 1, (dispatch, experts, made)
+    groups.tile_table = compute
+    print("tables: once")
 
 
 if __name__ == "__main__":

@@ -37,4 +37,4 @@ def test_parity(names: list[str]) -> None:
 
 def test_layer_on_kernels() -> None:
     said = interpret("tests.kernels.interpreted_layer")
-    assert "cells: 8" in said and "main_grad: added" in said
+    assert "cells: 8" in said and "main_grad: added" in said and "tables: once" in said
