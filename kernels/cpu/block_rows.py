@@ -35,17 +35,22 @@ class BlockRows:
         of_units: for each block, the rows of its units.
     """
 
-    def __init__(self, blocks: list[Block], memory: Tensor, whole: bool) -> None:
-        """memory: may have more rows, which hold what is computed after the last expert."""
+    def __init__(self, blocks: list[Block], memory: Tensor, whole: bool,
+                 by_row: bool = True) -> None:
+        """memory: may have more rows, which hold what is computed after the last expert. by_row:
+        products by row read or write it; False: their views are not made.
+        """
         self._blocks = blocks
         sizes = [block.size for block in blocks]
         self.memory = _first(memory, sum(sizes) if whole else max(sizes, default=0))
         self.of_block = by_block(blocks, self.memory) if whole else [
             _first(memory, size) for size in sizes
         ]
+        own = [block.split(x) for block, x in zip(blocks, self.of_block, strict=True)]
         self.of_units = [
-            rows_of(block, x, memory, block.rows.start if whole else 0)
-            for block, x in zip(blocks, self.of_block, strict=True)
+            UnitRows(parts, parts if not by_row or block.exact
+                     else block.cover(memory, block.rows.start if whole else 0, parts))
+            for block, parts in zip(blocks, own, strict=True)
         ]
 
     def take(self, block: int) -> UnitRows:
@@ -98,13 +103,8 @@ class WeightedRows:
         index, scale = (parts[block] for parts in self.bags)
         rows = sum_bags(self.x_TW, index, scale)
         made = self._blocks[block]
-        return rows_of(made, _first(rows, made.size), rows)
-
-
-def rows_of(block: Block, own_NW: Tensor, memory: Tensor, first: int = 0) -> UnitRows:
-    """Rows of each unit of a block; memory: the same rows from `first` on, and what follows."""
-    own = block.split(own_NW)
-    return UnitRows(own, own if block.exact else block.cover(memory, first, own))
+        own = made.split(_first(rows, made.size))
+        return UnitRows(own, own if made.exact else made.cover(rows, 0, own))
 
 
 def by_block(blocks: list[Block], x: Tensor, computed: bool = False) -> list[Tensor]:

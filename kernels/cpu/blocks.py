@@ -46,13 +46,14 @@ class Unit:
 class Block:
     """Units that go through all operations together.
 
-    rows: the block's rows among all.
+    rows: the block's rows among all. What follows from the units is computed once: it is asked for
+    between products, when nothing is in the caches.
     """
 
     rows: slice
     units: list[Unit]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """N, rows of the block."""
         return self.rows.stop - self.rows.start
@@ -62,10 +63,13 @@ class Block:
         """Whether no unit computes other rows than its own."""
         return all(unit.computed == unit.size for unit in self.units)
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """Rows from the block's first to the last one that is computed, at least N."""
-        return max(start + unit.computed for start, unit in self._starts())
+        if self.exact:
+            return self.size
+        return max(start + unit.computed
+                   for start, unit in zip(self._starts, self.units, strict=True))
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """x, [N, W], by unit: [M, W], or [B, M, W] of several experts. All views at once: one by
@@ -75,13 +79,14 @@ class Block:
 
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
         """The transposed rows by unit: [W, M], or [B, W, M]."""
-        return tuple(part.transpose(-2, -1) if unit.experts > 1 else part
-                     for unit, part in zip(self.units, self._by_unit(x.t(), 1), strict=True))
+        parts = self._by_unit(x.t(), 1)
+        return parts if self._single else tuple(
+            part.transpose(-2, -1) if unit.experts > 1 else part
+            for unit, part in zip(self.units, parts, strict=True))
 
     def _by_unit(self, x: Tensor, axis: int) -> tuple[Tensor, ...]:
-        parts = (x,) if len(self.units) == 1 else x.split_with_sizes(
-            [unit.size for unit in self.units], axis)
-        if all(unit.experts == 1 for unit in self.units):
+        parts = (x,) if len(self.units) == 1 else x.split_with_sizes(self._sizes, axis)
+        if self._single:
             return parts
         return tuple(part if unit.experts == 1 else (part if axis == 0 else part.t()).view(
             unit.experts, unit.rows, -1) for unit, part in zip(self.units, parts, strict=True))
@@ -90,19 +95,29 @@ class Block:
         """The computed rows of each unit, which overlap; first: the block's first row in x, which
         has at least `reach` rows from there. own: of `split`.
         """
-        return tuple(x[start:start + unit.computed] if unit.computed > unit.size else part
-                     for (start, unit), part in zip(self._starts(first), own, strict=True))
+        return tuple([part if unit.computed == size else x.narrow(0, first + start, unit.computed)
+                      for start, size, unit, part in zip(self._starts, self._sizes, self.units, own,
+                                                         strict=True)])
 
     def clipped(self, end: int) -> Block:
         """The block, computing no row from `end` on."""
-        return replace(self, units=[
-            replace(unit, computed=min(unit.computed, end - start))
-            for start, unit in self._starts(self.rows.start)])
+        left = end - self.rows.start
+        return Block(self.rows, [
+            replace(unit, computed=min(unit.computed, left - start))
+            for start, unit in zip(self._starts, self.units, strict=True)])
 
-    def _starts(self, first: int = 0) -> Iterator[tuple[int, Unit]]:
-        """Each unit with its first row, where the block begins with row `first`."""
-        return zip(accumulate((unit.size for unit in self.units[:-1]), initial=first), self.units,
-                   strict=True)
+    @cached_property
+    def _single(self) -> bool:
+        return len(self.units) == sum([unit.experts for unit in self.units])
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [unit.size for unit in self.units]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Each unit's first row, counted from the block's."""
+        return list(accumulate(self._sizes[:-1], initial=0))
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> Iterator[Unit]:

@@ -280,14 +280,14 @@ class _Backward:
         self.grad_y, self.need_gates = grad_y, need_gates
         self.grad_output = self._read_grad()
         self.grad_rows = call.make("grad rows", width, grad_y, whole=True) if need_x else None
-        self.before = BlockRows(call.blocks, before, True)
+        self.before = BlockRows(call.blocks, before, True, by_row=False)
         self.after = (call.make("recomputed act", inner, grad_y) if after is None
-                      else BlockRows(call.blocks, after, True))
+                      else BlockRows(call.blocks, after, True, by_row=False))
         self.recompute, self.inner = after is None, self.after
         self.activation_grad = call.make("activation grad", inner, grad_y)
         self.up = self.up_grad = None
         if w_gate is not None:
-            self.up = BlockRows(call.blocks, up, True)
+            self.up = BlockRows(call.blocks, up, True, by_row=False)
             self.up_grad, self.inner = (call.make(n, inner, grad_y) for n in ("up grad", "gated"))
         self.input, self.columns = None, {}
         if W_OUT in self.grads:

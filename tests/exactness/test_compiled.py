@@ -64,7 +64,8 @@ def settings_of(cell: Cell) -> MoEConfig:
                      dispatch__max_tokens=6 * (cell["dispatch"] == "bounded"))
 
 
-def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool) -> RankResult:
+def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool,
+                 backend: str) -> RankResult:
     """As `run_rank`, through a compiled layer; twice, the second time without compiling."""
     layer = MoELayer(config, comm, dtype=torch.float64)
     load(layer, make_parameters(case, torch.float64), dataclasses.replace(case, world=comm.size))
@@ -74,7 +75,7 @@ def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool
         out = layer(x)
         return out.output, out.losses
 
-    run = torch.compile(call, fullgraph=fullgraph, backend="aot_eager")
+    run = torch.compile(call, fullgraph=fullgraph, backend=backend)
     for last in (False, True):
         layer.zero_grad()
         x = make_inputs(case, torch.float64)[0][comm.rank].clone().requires_grad_()
@@ -89,7 +90,7 @@ def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool
                       {})
 
 
-def _run_cells(some: list[Cell]) -> list[RankResult]:
+def _run_cells(some: list[Cell], backend: str) -> list[RankResult]:
     torch._dynamo.config.disable = False
     comm, found = TorchComm(), []
     comm.prepare(Topology.uniform(WORLD, 1))
@@ -97,7 +98,7 @@ def _run_cells(some: list[Cell]) -> list[RankResult]:
         case, config = case_of(cell), settings_of(cell)
         with naming(name_of(cell)):
             eager = run_rank(case, comm, config)
-            ours = run_compiled(case, comm, config, fullgraph=cell in ONE_GRAPH)
+            ours = run_compiled(case, comm, config, cell in ONE_GRAPH, backend)
             found.append(dataclasses.replace(ours, stats=eager.stats))
             torch.testing.assert_close([ours.output, ours.input_grad, ours.losses, ours.grads],
                                        [eager.output, eager.input_grad, eager.losses, eager.grads],
@@ -105,9 +106,14 @@ def _run_cells(some: list[Cell]) -> list[RankResult]:
     return found
 
 
-@pytest.mark.parametrize("some", [ONE_GRAPH, BREAKS], ids=["one graph", "with breaks"])
-def test_a_compiled_layer_is_the_eager_one(some: list[Cell]) -> None:
-    by_rank = run_gloo(WORLD, _run_cells, some, timeout_s=400)
+@pytest.mark.parametrize(("some", "backend"), [
+    pytest.param(ONE_GRAPH, "aot_eager", id="one graph"),
+    pytest.param(BREAKS, "aot_eager", id="with breaks"),
+    pytest.param([ONE_GRAPH[0], ONE_GRAPH[-3], BREAKS[1]], "inductor", id="by Inductor",
+                 marks=pytest.mark.slow),  # its compiler takes minutes
+])
+def test_a_compiled_layer_is_the_eager_one(some: list[Cell], backend: str) -> None:
+    by_rank = run_gloo(WORLD, _run_cells, some, backend, timeout_s=400)
     for index, cell in enumerate(some):
         with naming(name_of(cell)):
             compare(case_of(cell), [results[index] for results in by_rank],
