@@ -110,7 +110,7 @@ def _run_cells(some: list[Cell], backend: str) -> list[RankResult]:
     pytest.param(ONE_GRAPH, "aot_eager", id="one graph"),
     pytest.param(BREAKS, "aot_eager", id="with breaks"),
     pytest.param([ONE_GRAPH[0], ONE_GRAPH[-3], BREAKS[1]], "inductor", id="by Inductor",
-                 marks=pytest.mark.slow),  # its compiler takes minutes
+                 marks=pytest.mark.slow),  # its compiler takes half a minute
 ])
 def test_a_compiled_layer_is_the_eager_one(some: list[Cell], backend: str) -> None:
     by_rank = run_gloo(WORLD, _run_cells, some, backend, timeout_s=400)
