@@ -44,8 +44,8 @@ def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
     if x_TD.device.type != "cpu" or wants_graph():
         return grad_TE.t() @ x_TD.to(grad_TE.dtype)
     experts, width = grad_TE.shape[1], x_TD.shape[1]
-    # sums of parts of the tokens, side by side: one product of few rows and columns whose sum is
-    # over many tokens takes up to twice as long
+    # partial sums over parts of the tokens, in parallel: one matmul of few rows and columns whose
+    # sum is over many tokens takes up to twice as long
     sums_PED = grad_TE.new_zeros(PARTS, experts, width)
     for span, x_ND in widened(x_TD, grad_TE.dtype):
         grad_NE, even = grad_TE[span], x_ND.shape[0] // PARTS * PARTS

@@ -48,9 +48,8 @@ class BlockRows:
         ]
         own = [block.split(x) for block, x in zip(blocks, self.of_block, strict=True)]
         self.of_units = [
-            UnitRows(parts, parts if not by_row or block.exact
-                     else block.cover(memory, block.rows.start if whole else 0, parts))
-            for block, parts in zip(blocks, own, strict=True)
+            rows_of(block, parts, memory, block.rows.start if whole else 0) if by_row
+            else UnitRows(parts, parts) for block, parts in zip(blocks, own, strict=True)
         ]
 
     def take(self, block: int) -> UnitRows:
@@ -103,8 +102,12 @@ class WeightedRows:
         index, scale = (parts[block] for parts in self.bags)
         rows = sum_bags(self.x_TW, index, scale)
         made = self._blocks[block]
-        own = made.split(_first(rows, made.size))
-        return UnitRows(own, own if made.exact else made.cover(rows, 0, own))
+        return rows_of(made, made.split(_first(rows, made.size)), rows, 0)
+
+
+def rows_of(block: Block, own: tuple[Tensor, ...], memory: Tensor, first: int) -> UnitRows:
+    """Rows of a block's units; memory: the block's rows from row `first` on, and what follows."""
+    return UnitRows(own, own if block.exact else block.cover(memory, first, own))
 
 
 def by_block(blocks: list[Block], x: Tensor, computed: bool = False) -> list[Tensor]:

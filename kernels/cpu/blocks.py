@@ -151,8 +151,8 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[Block]:
     units: list[Unit] = []
     start = size = 0
     found = list(units_of(counts, limit, rule))
-    if sum(unit.experts for unit in found) < len(found) + rule.least:
-        found = list(units_of(counts, limit, rule.alone()))
+    if 0 < sum([unit.experts for unit in found]) - len(found) < rule.least:
+        found = [_unit(expert, 1, rows, rule) for expert, rows in enumerate(counts) if rows]
     for unit in found:
         if units and size + unit.size > limit:
             blocks.append(Block(slice(start, start + size), units))

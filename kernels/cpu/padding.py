@@ -41,7 +41,7 @@ def padding_of(counts: list[int], blocks: list[Block]) -> Padding | None:
         return None
     own = [rows for rows in counts if rows]
     padded = [unit.rows for unit in units for _ in range(unit.experts)]
-    own_L, padded_L = torch.tensor([own, padded], device="cpu")  # whatever the default device is
+    own_L, padded_L = torch.tensor([own, padded], device="cpu")  # for any default device
     first_L, start_L = own_L.cumsum(0) - own_L, padded_L.cumsum(0) - padded_L
     expert_P = torch.repeat_interleave(padded_L)
     nth_P = torch.arange(expert_P.numel(), device="cpu") - start_L[expert_P]

@@ -9,7 +9,7 @@ been of 32 bits.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -50,14 +50,13 @@ class RowRule:
 
     narrow: of 16 bits, by the processor's own instructions. Products of float32 take the same time
     by the row whatever their number, and gain nothing. work: of one row, in multiplications.
-    least: where experts join, so many products less than experts, or more: padding costs some
-    operations itself. together: experts may join.
+    least: experts join where that saves so many matmuls or more: padding costs some operations
+    itself.
     """
 
     narrow: bool = False
     work: int = 1
     least: int = 4
-    together: bool = True
 
     def fast(self, rows: int) -> int:
         """As many rows, or a few more, at most `MOST_ADDED`.
@@ -71,27 +70,25 @@ class RowRule:
         step = 1 if rows < 256 or not self.narrow else 4 if rows < 512 else MOST_ADDED + 1
         return -(-rows // step) * step
 
-    def alone(self) -> RowRule:
-        """The same rule, by which no experts join."""
-        return replace(self, together=False)
-
     def joins(self, experts: int, most: int, own: int, rows: int) -> bool:
         """Whether an expert with so many rows is faster in one product with others before it.
 
         experts, most, own: how many others, the most rows of one, their rows. All get as many as
-        the longest, together at most twice as many as they have. A product takes a while to begin:
+        the longest, together at most twice as many as they have. A matmul takes a while to start:
         its memory, its plan, two threads that wait for each other. 64 experts of 100 to 153 rows
-        took 18.1 ms by sixteens, 19.4 by fours and 23.9 one by one (six products of widths 256 and
+        took 18.1 ms by sixteens, 19.4 by fours and 23.9 one by one (six matmuls of widths 256 and
         512, AMD Zen 5).
         """
+        if not self.narrow:
+            return False
         longest = self.fast(max(most, rows))
         added = experts * (longest - most) + longest - rows
         memory = (experts + 1) * longest <= 2 * (own + rows)
-        return self.narrow and self.together and memory and added * self.work <= BEGIN
+        return memory and added * self.work <= BEGIN
 
 
 def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
-    """The rule for products of `like`'s kind in experts of these widths."""
+    """The rule for matmuls of `like`'s kind in experts of these widths."""
     narrow = like.device.type == "cpu" and like.dtype in _NATIVE and not in_float32(like.dtype)
     return RowRule(narrow, width * inner + ELEMENT * (width + inner))
 

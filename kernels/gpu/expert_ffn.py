@@ -97,7 +97,7 @@ def _traced(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the forward and the backward pass of a call share beside tensors of its gradient.
+    """What the forward and the backward pass of a call share, apart from tensors.
 
     groups: with the tables of tiles, which forward makes and backward uses again. main_grad_weights
     and fp8: as in `FFNParameters` and `fp8_call`.

@@ -84,25 +84,17 @@ class Piece:
 
     def expert_major(self, rows_RD: Tensor) -> Tensor:
         """[R, D] rows by (source rank, expert) to rows by (expert, source rank)."""
-        if self.slots is not None:
-            return self._transposed(rows_RD, len(self.recv), len(self.counts.host))
-        if self.order_R is None:
+        if not self.reorders:
             return rows_RD
-        return permute_rows(rows_RD, self.order_R, self.inverse_R)
+        order_R, inverse_R = self._orders(rows_RD.device)
+        return permute_rows(rows_RD, order_R, inverse_R)
 
     def rank_major(self, rows_RD: Tensor) -> Tensor:
         """The inverse of `expert_major`."""
-        if self.slots is not None:
-            return self._transposed(rows_RD, len(self.counts.host), len(self.recv))
-        if self.order_R is None:
+        if not self.reorders:
             return rows_RD
-        return permute_rows(rows_RD, self.inverse_R, self.order_R)
-
-    def _transposed(self, rows_RD: Tensor, outer: int, inner: int) -> Tensor:
-        if outer == 1 or inner == 1:
-            return rows_RD
-        width = rows_RD.shape[1]
-        return rows_RD.view(outer, inner, self.slots, width).transpose(0, 1).reshape(-1, width)
+        order_R, inverse_R = self._orders(rows_RD.device)
+        return permute_rows(rows_RD, inverse_R, order_R)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Exchanges on a side stream of a GPU, without a GPU: streams and events note what is asked of
 them. Order is what counts: kernels of two streams run one after the other only where an event says
-so, and the allocator hands out memory anew once its own stream is done with it.
+so, and the allocator reuses memory once its own stream is done with it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ _AUCTION = f"""
 `base` reads which tokens are real, to take them and to write their experts. It looks at the device
 before its auction and every {LOOK} rounds, whether all tokens have an expert: R rounds take
 1 + R / {LOOK} looks, rounded up, at most {MOST_ROUNDS // LOOK}. The tests count R on a host, and
-as many looks on the device.
+as many reads of the device.
 """
 
 
@@ -69,7 +69,7 @@ def text() -> str:
     return "\n".join([
         HEAD, "## By dispatcher and layout", "",
         "Forward, with a strategy that takes the numbers of rows from the device. d: pieces",
-        "(`parallel.d`), cut in any way, sent by any exchange.", "",
+        "(`parallel.d`), split in any way, sent by any exchange.", "",
         *_table("dispatcher", _dispatcher, _layout, [c for c in layers if counts_stay(c)], reads),
         "", "## By compute strategy", "",
         "Dropless rows. Over ranks the host knows their numbers, except with `bounded`.", "",

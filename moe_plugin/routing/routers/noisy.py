@@ -74,7 +74,7 @@ class NoisyTopKRouter(Router):
         return self.finish(inputs, chosen_TK, weights_TK, weights_TK.detach()[:, 0])
 
     def _noisy(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits [T, E] without and with noise, and its deviation; None: there is no noise."""
+        """Logits [T, E] without and with noise, and its deviation, None without noise."""
         clean_TE = self.clean_logits(x_TD)
         if not self.training:
             return clean_TE, clean_TE, None
