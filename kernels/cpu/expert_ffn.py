@@ -112,7 +112,7 @@ class _Linear:
 
     def __init__(self, blocks: list[Block], w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = _by_unit(w_LIO, blocks)
-        self.b = (_by_unit(b_LO[:, None], blocks) if b_LO is not None
+        self.b = (_by_unit(b_LO, blocks) if b_LO is not None
                   else [[None] * len(block.units) for block in blocks])
         self.product = product_of(w_LIO)
 

@@ -24,8 +24,8 @@ _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 class Product(Protocol):
     """a b (+ base) into `out_NO`, which is returned.
 
-    a_NI: [N, I]. b_IO: [I, O]. base: [N, O], also `out_NO` itself, or [1, O]. out_NO: [N, O]. All
-    of one dtype; or all with an axis of experts before.
+    a_NI: [N, I]. b_IO: [I, O]. base: [N, O], also `out_NO` itself, or [O]. out_NO: [N, O]. All of
+    one dtype; or all with an axis of experts before.
     """
 
     def __call__(self, a_NI: Tensor, b_IO: Tensor, out_NO: Tensor,
@@ -97,7 +97,7 @@ def _native(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = No
     if a_NI.dim() == 3:
         if base is None:
             return torch.bmm(a_NI, b_IO, out=out_NO)
-        return torch.baddbmm(base, a_NI, b_IO, out=out_NO)
+        return torch.baddbmm(base if base.dim() == 3 else base[:, None], a_NI, b_IO, out=out_NO)
     if base is None:
         return torch.mm(a_NI, b_IO, out=out_NO)
     return torch.addmm(base, a_NI, b_IO, out=out_NO)
