@@ -6,17 +6,17 @@ Legend: R rows, expert after expert; N rows of one block; B experts of one unit,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import Tensor
 
 from moe_plugin.kernels.cpu.products import RowRule
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Consecutive experts that are multiplied together.
 
     first: the first expert. experts: B, their number. rows: M, rows of each in memory; of several
@@ -103,7 +103,7 @@ class Block:
         """The block, computing no row from `end` on."""
         left = end - self.rows.start
         return Block(self.rows, [
-            replace(unit, computed=min(unit.computed, left - start))
+            unit._replace(computed=min(unit.computed, left - start))
             for start, unit in zip(self._starts, self.units, strict=True)])
 
     @cached_property
