@@ -38,7 +38,7 @@ class BlockRows:
     def __init__(self, blocks: list[Block], memory: Tensor, whole: bool,
                  by_row: bool = True) -> None:
         """memory: may have more rows, which hold what is computed after the last expert. by_row:
-        products by row read or write it; False: their views are not made.
+        products by row read or write it; False: there are no `of_units`.
         """
         self._blocks = blocks
         sizes = [block.size for block in blocks]
@@ -46,11 +46,10 @@ class BlockRows:
         self.of_block = by_block(blocks, self.memory) if whole else [
             _first(memory, size) for size in sizes
         ]
-        own = [block.split(x) for block, x in zip(blocks, self.of_block, strict=True)]
         self.of_units = [
-            rows_of(block, parts, memory, block.rows.start if whole else 0) if by_row
-            else UnitRows(parts, parts) for block, parts in zip(blocks, own, strict=True)
-        ]
+            rows_of(block, block.split(x), memory, block.rows.start if whole else 0)
+            for block, x in zip(blocks, self.of_block, strict=True)
+        ] if by_row else []
 
     def take(self, block: int) -> UnitRows:
         """Rows of one block."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from torch import Tensor
@@ -42,34 +42,31 @@ class Unit(NamedTuple):
         return self.first if self.experts == 1 else slice(self.first, self.first + self.experts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Block:
     """Units that go through all operations together.
 
-    rows: the block's rows among all. What follows from the units is computed once: it is asked for
-    between products, when nothing is in the caches.
+    Attributes:
+        rows: the block's rows among all.
+        size: N, rows of the block.
+        reach: rows from the block's first to the last one that is computed, at least N.
+        exact: no unit computes other rows than its own.
     """
 
     rows: slice
     units: list[Unit]
 
-    @cached_property
-    def size(self) -> int:
-        """N, rows of the block."""
-        return self.rows.stop - self.rows.start
-
-    @cached_property
-    def exact(self) -> bool:
-        """Whether no unit computes other rows than its own."""
-        return all(unit.computed == unit.size for unit in self.units)
-
-    @cached_property
-    def reach(self) -> int:
-        """Rows from the block's first to the last one that is computed, at least N."""
-        if self.exact:
-            return self.size
-        return max(start + unit.computed
-                   for start, unit in zip(self._starts, self.units, strict=True))
+    def __post_init__(self) -> None:
+        # at once: between two products nothing is in the caches
+        units = self.units
+        self.size = self.reach = self.rows.stop - self.rows.start
+        self._sizes = [unit.experts * unit.rows for unit in units]
+        self._starts = list(accumulate(self._sizes[:-1], initial=0))  # counted from the block's
+        self._single = len(units) == sum([unit.experts for unit in units])
+        computed = [unit.computed for unit in units]
+        self.exact = computed == self._sizes
+        if not self.exact:
+            self.reach = max(map(add, self._starts, computed))
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """x, [N, W], by unit: [M, W], or [B, M, W] of several experts. All views at once: one by
@@ -105,19 +102,6 @@ class Block:
         return Block(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
             for start, unit in zip(self._starts, self.units, strict=True)])
-
-    @cached_property
-    def _single(self) -> bool:
-        return len(self.units) == sum([unit.experts for unit in self.units])
-
-    @cached_property
-    def _sizes(self) -> list[int]:
-        return [unit.size for unit in self.units]
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """Each unit's first row, counted from the block's."""
-        return list(accumulate(self._sizes[:-1], initial=0))
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> Iterator[Unit]:
