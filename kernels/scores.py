@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.kernels.cpu.native.scores import scores_of
 from moe_plugin.kernels.cpu.widened import PARTS, widened
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype
@@ -23,6 +24,9 @@ class _WideLinear(torch.autograd.Function):
         weight_ED = weight_ED.to(dtype)
         if x_TD.device.type != "cpu":
             return F.linear(x_TD.to(dtype), weight_ED)
+        native = scores_of(x_TD, weight_ED.shape[0])
+        if native is not None:
+            return native.scores(x_TD, weight_ED.contiguous())
         scores_TE = x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=dtype)
         for span, x_ND in widened(x_TD, dtype):
             torch.mm(x_ND, weight_ED.t(), out=scores_TE[span])
@@ -32,6 +36,14 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TD, weight_ED = ctx.saved_tensors
         grad_x = grad_weight = None
+        native = None if wants_graph() else scores_of(x_TD, weight_ED.shape[0])
+        if native is not None:
+            grad_TE = grad_TE.contiguous()
+            if ctx.needs_input_grad[0]:
+                grad_x = native.grad_tokens(grad_TE, weight_ED.to(grad_TE.dtype).contiguous())
+            if ctx.needs_input_grad[1]:
+                grad_weight = native.grad_weight(grad_TE, x_TD).to(weight_ED.dtype)
+            return grad_x, grad_weight
         if ctx.needs_input_grad[0]:
             grad_x = _grad_tokens(grad_TE, weight_ED, x_TD.dtype)
         if ctx.needs_input_grad[1]:

@@ -4,7 +4,10 @@ Rows go through all operations one block of experts at a time, while they are in
 `blocks`): they are gathered into a buffer for one block, and matmuls write directly into their
 destination. Kept between forward and backward, in the module's `Workspace`: the value before the
 activation; the value after it, where recomputing costs more than reading and nothing asks for it
-(`FFNParameters.recompute`); and, for the gates' gradient, each output row.
+(`FFNParameters.recompute`); and, for the gates' gradient, each output row. What is done between two
+products is done by `native.passes` in one pass, where this machine has them: then no output rows
+are kept for plain sums (see `_FFNCall.late`), and gated experts' values after the activation are
+computed again.
 
 Experts are computed one after the other, each by all threads; in 16 bits, consecutive experts with
 few rows in one product, padded to the longest (`products.RowRule`): that takes 0.55 to 0.99 of the
@@ -22,8 +25,15 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
-from moe_plugin.kernels.cpu.block_rows import BlockRows, GatheredRows, UnitRows, WeightedRows
+from moe_plugin.kernels.cpu.block_rows import (
+    BlockRows,
+    GatheredRows,
+    UnitRows,
+    WeightedRows,
+    by_block,
+)
 from moe_plugin.kernels.cpu.blocks import Block, blocks_of, clipped
+from moe_plugin.kernels.cpu.native.passes import Passes, passes
 from moe_plugin.kernels.cpu.padding import Padding, padding_of
 from moe_plugin.kernels.cpu.products import product_of, row_rule
 from moe_plugin.kernels.derivatives import first_derivative_only
@@ -31,7 +41,7 @@ from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategi
 from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.kernels.main_grad import WEIGHTS, MainGrad
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.rows import dot_rows, sum_rows
+from moe_plugin.kernels.rows import at_choices, dot_rows, sum_rows
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
@@ -71,17 +81,22 @@ class _Maps:
 class _FFNCall:
     """Arguments of one call that autograd does not differentiate.
 
-    counts: rows of each expert. keep: whether backward will run. keep_after: whether it is to find
-    the value after the activation. main_grad_weights, sums: see `FFNParameters`.
+    counts: rows of each expert. native: None: torch's operations. keep: whether backward will run.
+    keep_after: whether it is to find the value after the activation (and, of `native`, the
+    activation's derivative in place of the value before it). late: the gates multiply the gradients
+    behind the last product's, which `native` does, and not the output's: then it has all it needs
+    for the gates' gradient as well. main_grad_weights, sums: see `FFNParameters`.
     """
 
     counts: list[int]
     blocks: list[Block]
     act: Activation
+    native: Passes | None
     memory: Workspace
     maps: _Maps
     keep: bool
     keep_after: bool
+    late: bool
     main_grad_weights: Mapping[str, Tensor]
     sums: GradSums
 
@@ -151,14 +166,17 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     maps = _Maps.of(plan, padding_of(counts, blocks))
     if maps.token_R is None:
         blocks = clipped(blocks)
-    act = ACTIVATIONS[p.activation]
+    act, native = ACTIVATIONS[p.activation], passes(x, p.activation)
+    keep_after = keep and not (act.cheap or p.recompute or (native and p.w_gate_LDF is not None))
+    # the output's bias has a part in the gates' gradient, and its own needs weighted rows
+    late = native is not None and gates_TK is not None and p.b_out_LD is None
     # under autocast each call has its own cast of the weights, and so gradients of its own
     own = p.sums is None or torch.is_autocast_enabled(x.device.type)
     sums = GradSums() if own else p.sums
     if keep:
         sums.expect()
-    call = _FFNCall(counts, blocks, act, p.memory, maps, keep,
-                    keep and not (act.cheap or p.recompute), redirected, sums)
+    call = _FFNCall(counts, blocks, act, native, p.memory, maps, keep, keep_after, late, redirected,
+                    sums)
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
 
@@ -175,7 +193,8 @@ class _FusedFFN(torch.autograd.Function):
             y = sum_rows(rows_RD, call.maps.position_TK, gates_TK, call.maps.complete)
         if call.keep:
             ctx.call = call
-            outputs_RD = rows_RD if gates_TK is not None and gates_TK.requires_grad else None
+            dotted = gates_TK is not None and gates_TK.requires_grad and not call.late
+            outputs_RD = rows_RD if dotted else None
             ctx.save_for_backward(x, gates_TK, *done.kept(), outputs_RD, w_in, w_gate, w_out)
         return y
 
@@ -201,7 +220,8 @@ class _Forward:
         self.up = self.gated = None
         if w_gate is not None:
             self.up = call.make("up", inner, x, call.keep)
-            self.gated = call.make("gated", inner, x)
+            if call.native is None:
+                self.gated = call.make("gated", inner, x)
         self.rows = call.make("rows", width, x, whole=True)
 
     def run(self) -> Tensor:
@@ -222,13 +242,20 @@ class _Forward:
     def _block(self, block: int) -> None:
         x = self.input.take(block)
         h_NF = (self.w_gate or self.w_in).into(block, x, self.before)
-        self.call.act.into(h_NF, self.after.of_block[block])
-        inner = self.after
-        if self.w_gate is not None:
-            up_NF = self.w_in.into(block, x, self.up)
-            torch.mul(self.after.of_block[block], up_NF, out=self.gated.of_block[block])
-            inner = self.gated
+        up_NF = None if self.up is None else self.w_in.into(block, x, self.up)
+        inner = self._activate(h_NF, up_NF, block)
         self.w_out.into(block, inner.take(block), self.rows)
+
+    def _activate(self, h_NF: Tensor, up_NF: Tensor | None, block: int) -> BlockRows:
+        a_NF = self.after.of_block[block]
+        if self.call.native is not None:
+            self.call.native.forward(h_NF, up_NF, a_NF, self.call.keep_after)
+            return self.after
+        self.call.act.into(h_NF, a_NF)
+        if up_NF is None:
+            return self.after
+        torch.mul(a_NF, up_NF, out=self.gated.of_block[block])
+        return self.gated
 
 
 class _WeightGrad:
@@ -278,6 +305,8 @@ class _Backward:
             for name, w in weights.items() if w is not None
         }
         self.grad_y, self.need_gates = grad_y, need_gates
+        self.scale_R = self._scale()
+        self.scales, self.dots_R, self.dots = self._late_parts()
         self.grad_output = self._read_grad()
         self.grad_rows = call.make("grad rows", width, grad_y, whole=True) if need_x else None
         self.before = BlockRows(call.blocks, before, True, by_row=False)
@@ -288,7 +317,9 @@ class _Backward:
         self.up = self.up_grad = None
         if w_gate is not None:
             self.up = BlockRows(call.blocks, up, True, by_row=False)
-            self.up_grad, self.inner = (call.make(n, inner, grad_y) for n in ("up grad", "gated"))
+            self.up_grad = call.make("up grad", inner, grad_y)
+            if call.native is None:
+                self.inner = call.make("gated", inner, grad_y)
         self.input, self.columns = None, {}
         if W_OUT in self.grads:
             self.columns[W_OUT] = self.inner.columns()
@@ -320,33 +351,61 @@ class _Backward:
     def _block(self, block: int) -> None:
         grad, h_NF = self.grad_output.take(block), self.before.of_block[block]
         grad_NF = self.transposed[W_OUT].into(block, grad, self.activation_grad)
+        up_NF = None if self.up is None else self.up.of_block[block]
+        inner = self._native if self.call.native is not None else self._by_torch
+        inner(block, grad_NF, h_NF, up_NF)
+        self._add_weight_grads(W_OUT, block, grad.own)
+        self._input_side(block, {W_IN: self.activation_grad} if self.up is None else
+                         {W_IN: self.up_grad, W_GATE: self.activation_grad})
+
+    def _native(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
+        """The gradients before the activation; `inner`, which the last weight's gradient needs."""
+        up_grad_NF = None if self.up_grad is None else self.up_grad.of_block[block]
+        scale_N = self.scales[block]
+        self.call.native.backward(grad_NF, h_NF, up_NF, self.inner.of_block[block], up_grad_NF,
+                                  scale_N, self.dots[block], not self.recompute)
+        if scale_N is not None and W_OUT in self.grads:
+            self.call.native.scale(self.grad_output.rows.of_block[block], scale_N)
+
+    def _by_torch(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
+        """As `_native`."""
         a_NF = self.after.of_block[block]
         if self.recompute:
             self.call.act.into(h_NF, a_NF)
-        if self.up is None:
-            self._add_weight_grads(W_OUT, block, grad.own)
-            self.call.act.gradient(grad_NF, h_NF, grad_NF)
-            self._input_side(block, {W_IN: self.activation_grad})
-            return
-        up_NF = self.up.of_block[block]
-        torch.mul(a_NF, up_NF, out=self.inner.of_block[block])
-        self._add_weight_grads(W_OUT, block, grad.own)
-        torch.mul(grad_NF, a_NF, out=self.up_grad.of_block[block])
-        self.call.act.gradient(grad_NF.mul_(up_NF), h_NF, grad_NF)
-        self._input_side(block, {W_IN: self.up_grad, W_GATE: self.activation_grad})
+        if up_NF is not None:
+            torch.mul(a_NF, up_NF, out=self.inner.of_block[block])
+            torch.mul(grad_NF, a_NF, out=self.up_grad.of_block[block])
+            grad_NF.mul_(up_NF)
+        self.call.act.gradient(grad_NF, h_NF, grad_NF)
 
-    def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
-        """The gradient of the output rows."""
-        call, maps, dtype = self.call, self.call.maps, accumulate_dtype(self.grad_y.dtype)
+    def _scale(self) -> Tensor | None:
+        """The factor of each row's gradient, float32 (float64) [R]; None: there is none."""
+        maps, dtype = self.call.maps, accumulate_dtype(self.grad_y.dtype)
         if self.gates_TK is None:
-            if maps.real_R is None:
-                return call.gathered(self.grad_y, "gathered grad")
-            real_R = maps.real_R.to(self.grad_y.dtype)
-            return WeightedRows(call.blocks, self.grad_y, maps.token_R, real_R)
+            return None if maps.real_R is None else maps.real_R.to(dtype)
         scale_R = self.gates_TK.reshape(-1).index_select(0, maps.source_R).to(dtype)
         if maps.real_R is not None:
             scale_R *= maps.real_R
-        return WeightedRows(call.blocks, self.grad_y, maps.token_R, scale_R)
+        return scale_R
+
+    def _late_parts(self) -> tuple[list[Any], Tensor | None, list[Any]]:
+        """By block, the factors that `_native` is given; memory for the gates' gradient by row, the
+        same by block. None: not given.
+        """
+        blocks = self.call.blocks
+        none = [None] * len(blocks)
+        if not self.call.late:
+            return none, None, none
+        if not self.need_gates:
+            return by_block(blocks, self.scale_R), None, none
+        dots_R = torch.empty_like(self.scale_R)
+        return by_block(blocks, self.scale_R), dots_R, by_block(blocks, dots_R)
+
+    def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
+        """The gradient of the output rows; where it is `late`, without the gates."""
+        if self.scale_R is None or self.call.late:
+            return self.call.gathered(self.grad_y, "gathered grad")
+        return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)
 
     def _add_weight_grads(self, name: str, block: int, grads: Sequence[Tensor]) -> None:
         """Gradients of one matrix and its bias, where needed."""
@@ -378,5 +437,8 @@ class _Backward:
         if not self.need_gates:
             return None
         maps = self.call.maps
-        dots_TK = dot_rows(self.grad_y, self.outputs_RD, maps.position_TK, maps.complete)
+        if self.dots_R is not None:
+            dots_TK = at_choices(self.dots_R, maps.position_TK, maps.complete)
+        else:
+            dots_TK = dot_rows(self.grad_y, self.outputs_RD, maps.position_TK, maps.complete)
         return dots_TK.to(self.gates_TK.dtype)
