@@ -107,4 +107,6 @@ def _widened(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = N
     wide_NO = a_NI.new_empty(out_NO.shape, dtype=torch.float32)
     # into memory: autocast leaves it as it is
     torch.matmul(a_NI.float(), b_IO.float(), out=wide_NO)
+    if base is not None and a_NI.dim() == 3 and base.dim() == 2:
+        base = base[:, None]
     return out_NO.copy_(wide_NO if base is None else wide_NO.add_(base))

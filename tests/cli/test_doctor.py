@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_plugin import MoELayer
-from moe_plugin.cli.doctor import hosts, packages, registries, selfcheck
+from moe_plugin.cli.doctor import hardware, hosts, packages, registries, selfcheck
 from moe_plugin.cli.doctor.report import render
 from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
@@ -178,10 +178,21 @@ def test_fused_parts_are_stated_with_the_reason(apex: list[str]) -> None:
     assert rows["gradient scaling"]["reason"] == "amp_C.multi_tensor_scale imports"
 
 
+def test_compiled_for_the_cpu_or_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware.passes, "why_not",
+                        lambda name: "no C compiler is found" if name == "silu" else None)
+    monkeypatch.setattr(hardware.scores, "why_not", lambda: None)
+    rows = {row["name"]: row for row in hardware.compiled()}
+    assert rows["experts' silu"]["state"] == "not available"
+    assert rows["experts' silu"]["what"] == "by torch: no C compiler is found"
+    others = [row for name, row in rows.items() if name != "experts' silu"]
+    assert len(others) >= 5 and {row["state"] for row in others} == {"active"}
+
+
 def test_render_lists_what_is_missing(no_hosts: None) -> None:
     report = {
         "moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [],
-        "devices": [], "backends": [], "hosts": [], "fused": [], "registries": {},
+        "devices": [], "compiled": [], "backends": [], "hosts": [], "fused": [], "registries": {},
         "expert_compute_choices": [], "expert_dropout": [], "decided_by_group": [], "guard": [],
         "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}], "packages": [{
             "name": "triton", "version": None, "use": "kernels", "state": "missing",

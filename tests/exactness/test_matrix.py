@@ -21,8 +21,9 @@ from tests.exactness.harness import (
     reference,
     run_rank,
 )
-from tests.kernels.row_rules import rows_computed
-from tests.oracle import Case
+from tests.kernels.compiled_or_not import compiled
+from tests.kernels.row_rules import RULES, rows_computed
+from tests.oracle import ACTIVATIONS, Case
 
 MATRIX = [cell for dispatch in dispatchers.names() for cell in cells.cells_of(dispatch)]
 SAME_TOKENS = [cell for dispatch in cells.own_tokens() for cell in cells.parm_cells(dispatch)]
@@ -122,7 +123,8 @@ def test_evaluation_has_no_dropout(cell: Cell) -> None:
 PRECISIONS = all_pairs({
     "dtype": list(LOOSE), "dispatch": cells.own_tokens(), "compute": strategies.names(),
     "world": [1, 2, 4], "kind": expert_kinds.names(), "router_fp32": [False, True],
-    "weights_first": [False, True]
+    "weights_first": [False, True], "bias": [False, True], "activation": list(ACTIVATIONS),
+    "recompute": [False, True], "rows_computed": list(RULES), "compiled": [False, True]
 })
 
 
@@ -134,9 +136,12 @@ def test_lower_precision(cell: Cell) -> None:
     world, dtype, dispatch = cell["world"], cell["dtype"], cell["dispatch"]
     factor = 1.0 if cells.traits_of(dispatch).fixed_slots else None
     case = Case(world, 4, 2, [6, 0, 4, 3][:world], None, factor, cell["kind"], seed=3,
+                activation=cell["activation"], bias=cell["bias"],
                 router_fp32=cell["router_fp32"], weights_first=cell["weights_first"])
-    config = config_of(case, dispatch__name=dispatch, experts__compute=cell["compute"])
-    results = run_simulated(world, lambda comm: run_rank(case, comm, config, dtype),
-                            topology=Topology.uniform(world, 2))
+    config = config_of(case, dispatch__name=dispatch, experts__compute=cell["compute"],
+                       experts__recompute_activation=cell["recompute"])
+    with rows_computed(cell["rows_computed"]), compiled(cell["compiled"]):
+        results = run_simulated(world, lambda comm: run_rank(case, comm, config, dtype),
+                                topology=Topology.uniform(world, 2))
     with naming(name_of(cell)):
         compare(case, results, reference(case, dtype), rtol=LOOSE[dtype], atol=LOOSE[dtype])

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from moe_plugin.kernels import route, slot_index, top_k_stable
 from moe_plugin.kernels.cpu import widened
+from moe_plugin.kernels.cpu.native.scores import EXPERTS, scores_of, why_not
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.running_count import running_count
 from moe_plugin.kernels.scores import linear_scores
+from tests.kernels.compiled_or_not import compiled
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -103,13 +105,27 @@ def test_gradients_of_scores_are_rounded_once(dtype: torch.dtype, piece_bytes: i
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of tokens and weights in 16 bits, from scores' in float32 that have more."""
     monkeypatch.setattr(widened, "PIECE_BYTES", piece_bytes)
+    with compiled(False):
+        rounded_once(dtype, 33, 12, 40)
+
+
+@pytest.mark.parametrize("tokens,experts,width", [(33, 12, 40), (1, 1, 1), (0, 4, 8), (3, 16, 1030),
+                                                  (70, 5, 2049), (515, 7, 64), (40, 17, 24)])
+def test_gradients_of_scores_by_compiled_products(tokens: int, experts: int, width: int) -> None:
+    if (why := why_not()) is not None:
+        pytest.skip(f"by torch: {why}")
+    assert (scores_of(torch.empty(2, width).bfloat16(), experts) is None) == (experts > EXPERTS)
+    rounded_once(torch.bfloat16, tokens, experts, width)
+
+
+def rounded_once(dtype: torch.dtype, tokens: int, experts: int, width: int) -> None:
     g = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(33, 40, generator=g).to(dtype).requires_grad_()
-    weight_ED = torch.randn(12, 40, generator=g).to(dtype).requires_grad_()
-    grad_TE = torch.randn(33, 12, generator=g)
+    x_TD = torch.randn(tokens, width, generator=g).to(dtype).requires_grad_()
+    weight_ED = torch.randn(experts, width, generator=g).to(dtype).requires_grad_()
+    grad_TE = torch.randn(tokens, experts, generator=g)
     scores_TE = linear_scores(x_TD, weight_ED)
     want_TE = x_TD.double() @ weight_ED.double().t()
-    torch.testing.assert_close(scores_TE.double(), want_TE, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores_TE.double(), want_TE, rtol=1e-5, atol=1e-5 * width**0.5)
     got = torch.autograd.grad(scores_TE, (x_TD, weight_ED), grad_TE)
     grad_TE, x_TD, weight_ED = (t.detach().double() for t in (grad_TE, x_TD, weight_ED))
     for mine, a, b in zip(got, (grad_TE, grad_TE.t()), (weight_ED, x_TD), strict=True):

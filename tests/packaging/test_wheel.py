@@ -48,6 +48,10 @@ def test_both_wheels_hold_the_whole_package(wheels: dict[str, Path]) -> None:
         for path in (ROOT / "configs").rglob("*.yaml")
     }
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "moe_plugin").rglob("*.py")}
+    sources = [path for path in (ROOT / "kernels" / "cpu" / "native").iterdir()
+               if path.suffix in (".c", ".h")]
+    assert len(sources) >= 5
+    wanted |= {f"moe_plugin/{path.relative_to(ROOT).as_posix()}" for path in sources}
     startup = STARTUP.relative_to(ROOT).as_posix()  # installed at the top instead
     wanted = wanted - {startup} | FAIRSEQ_STARTUP
     # templates, style and scripts of the report, uPlot among them

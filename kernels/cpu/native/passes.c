@@ -13,11 +13,11 @@ typedef struct {
     float value, slope; /* act(x), act'(x) */
 } Point;
 
-/* a NaN stays what it is, here and in `activate`: every comparison with it is false */
-static inline float clamped(float x, float limit) {
-    x = x < -limit ? -limit : x;
-    return x > limit ? limit : x;
-}
+/* From where on act(x) is x, or 0: nothing overflows, and -inf gives 0. A NaN stays what it is, here
+ * and below: every comparison with it is false. */
+static inline float at_least(float x, float limit) { return x < limit ? limit : x; }
+
+static inline float at_most(float x, float limit) { return x > limit ? limit : x; }
 
 /* 2^y for y from -120 to 0, relative error 2e-9; 3e-6 where not `exact`. Least maximal error,
  * fitted on [-1/2, 1/2]. */
@@ -45,9 +45,10 @@ static inline float power_of_two(float y, int exact) {
  * polynomial of 1 / (1 + c |x|), fitted to [0, 16], relative error 3e-8; 4e-5 where not `exact`:
  * small results of negative x keep their digits. */
 static inline Point gelu(float x, int exact) {
-    float near = clamped(x, 16.0f), distance = fabsf(near);
+    x = at_least(x, -16.0f);
+    float near = at_most(x, 16.0f), distance = fabsf(near);
     float y = near * near * -0.721347520f; /* log2(e) / 2 */
-    float bell = power_of_two(y < -120.0f ? -120.0f : y, exact), t, p;
+    float bell = power_of_two(at_least(y, -120.0f), exact), t, p;
     if (exact) {
         t = 1.0f / (1.0f + 0.35f * distance);
         p = -2.91648136e-2f;
@@ -71,34 +72,36 @@ static inline Point gelu(float x, int exact) {
     return (Point){x * share, share + near * bell * 0.398942280f}; /* 1 / sqrt(2 pi) */
 }
 
-/* x sigmoid(v), where dv / dx = slope; near: x, limited where exp(-|v|) is 0 */
+/* x sigmoid(v), where dv / dx = slope; near: x, at most what v is of */
 static inline Point gated_by_sigmoid(float x, float near, float v, float slope, int exact) {
     float y = fabsf(v) * -1.44269504f; /* log2(e) */
-    float e = power_of_two(y < -120.0f ? -120.0f : y, exact), t = 1.0f / (1.0f + e);
+    float e = power_of_two(at_least(y, -120.0f), exact), t = 1.0f / (1.0f + e);
     float share = v < 0.0f ? e * t : t;
     return (Point){x * share, share + near * slope * e * t * t};
 }
 
 static inline Point silu(float x, int exact) {
-    float near = clamped(x, 128.0f);
+    x = at_least(x, -128.0f);
+    float near = at_most(x, 128.0f);
     return gated_by_sigmoid(x, near, near, 1.0f, exact);
 }
 
 /* (x / 2) (1 + tanh(u)) = x sigmoid(2 u) */
 static inline Point gelu_tanh(float x, int exact) {
-    float near = clamped(x, 16.0f), square = near * near;
+    x = at_least(x, -16.0f);
+    float near = at_most(x, 16.0f), square = near * near;
     float v = 1.59576912f * near * (1.0f + 0.044715f * square); /* 2 sqrt(2 / pi) */
     return gated_by_sigmoid(x, near, v, 1.59576912f * (1.0f + 0.134145f * square), exact);
 }
 
 static inline Point relu(float x, int exact) {
     (void)exact;
-    return (Point){x < 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};
+    return (Point){at_least(x, 0.0f), x <= 0.0f ? 0.0f : 1.0f};
 }
 
 static inline Point squared_relu(float x, int exact) {
     (void)exact;
-    float half = x < 0.0f ? 0.0f : x;
+    float half = at_least(x, 0.0f);
     return (Point){half * half, half + half};
 }
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.cpu.native import passes, scores
 from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.machine import cpu_name
 from moe_plugin.planner.units import show_size
@@ -38,6 +40,14 @@ def _widened() -> str:
              if in_float32(dtype)]
     return f"; experts' products of {' and '.join(names)} in float32: no instructions for them" \
         if names else ""
+
+
+def compiled() -> list[dict[str, str]]:
+    """What is compiled for the CPU, at the latest now; elsewhere torch's operations compute it."""
+    found = [(f"experts' {name}", passes.why_not(name)) for name in ACTIVATIONS]
+    found.append((f"routers of up to {scores.EXPERTS} experts, bfloat16", scores.why_not()))
+    return [{"name": name, "state": "not available" if reason else "active",
+             "what": f"by torch: {reason}" if reason else ""} for name, reason in found]
 
 
 def backends() -> list[dict[str, str]]:

@@ -19,7 +19,8 @@ def collect() -> dict[str, Any]:
     return {
         "moe_plugin": __version__, **hardware.environment(),
         "works": bool(checks) and all(row["ok"] for row in checks), "self_check": checks,
-        "devices": hardware.devices(), "backends": hardware.backends(), "hosts": hosts.host_rows(),
+        "devices": hardware.devices(), "compiled": hardware.compiled(),
+        "backends": hardware.backends(), "hosts": hosts.host_rows(),
         "fused": hosts.fused_rows(), "packages": packages.package_rows(gpu),
         "registries": registries.registry_rows(device), "failed_imports": failed_imports,
         "expert_compute_choices": registries.choice_rows(),
@@ -33,6 +34,8 @@ def render(report: dict[str, Any]) -> str:
     parts = [
         f"moe-plugin {report['moe_plugin']}, Python {report['python']}, {report['platform']}",
         _table("Devices", report["devices"], "name", "state", "what"),
+        _table("Compiled for this CPU (docs/kernels.md)", report["compiled"], "name", "state",
+               "what"),
         _table("torch.distributed", report["backends"], "name", "state", "what"),
         _table("Packages", report["packages"], "name", "version", "state", "use"),
         _table("Hosts", report["hosts"], "name", "version", "state", "reason"),

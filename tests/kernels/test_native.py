@@ -1,0 +1,342 @@
+"""Compiled passes: against float64, the same for any number of threads and processor; and what
+happens where nothing can be compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_plugin import MoELayer
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.cpu import expert_ffn as fused
+from moe_plugin.kernels.cpu.native import build, calls, passes, scores
+from tests.kernels.compiled_or_not import compiled
+
+WHY_NOT = passes.why_not("gelu")
+needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=f"by torch: {WHY_NOT}")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=["AVX512", "AVX2"])
+def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Compiled for this processor, and for one with fewer instructions."""
+    here = torch.backends.cpu.get_cpu_capability()
+    if WHY_NOT is not None or (request.param == "AVX512" != here):
+        pytest.skip(WHY_NOT or f"this processor has {here}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    forget()
+    yield request.param
+    forget()
+
+
+def forget() -> None:
+    for cached in (build.library, passes._passes, scores._scores):
+        cached.cache_clear()
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int, size: float = 3.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+
+
+def point(activation: str, h: Tensor) -> tuple[Tensor, Tensor]:
+    """act(h) and act'(h) in float64."""
+    wide = h.double().requires_grad_()
+    value = ACTIVATIONS[activation].value(wide)
+    return value.detach(), torch.autograd.grad(value.sum(), wide)[0]
+
+
+def near(got: Tensor, want: Tensor, roundings: int = 1) -> None:
+    """Relative, and for results of float32 sums or polynomials absolute by the largest."""
+    eps = torch.finfo(got.dtype).eps
+    most = want.abs().max().item() if want.numel() else 1.0
+    torch.testing.assert_close(got.double(), want, rtol=roundings * max(eps / 2, 2e-6) * 1.01,
+                               atol=most * max(2e-6, eps * 1e-2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows,width", [(5, 7), (1, 1), (3, 1024), (2, 2500), (0, 4), (40, 96)])
+def test_passes_are_the_activation(made: str, activation: str, dtype: torch.dtype, rows: int,
+                                   width: int) -> None:
+    shape = rows, width
+    h, up, grad = (draw(shape, dtype, seed) for seed in range(3))
+    scale, run = draw((rows,), torch.float32, 3).abs(), passes.passes(h, activation)
+    assert run is not None
+    value, slope = point(activation, h)
+    wide_up, wide_grad, wide_scale = up.double(), grad.double(), scale.double()[:, None]
+
+    after, dots, kept = torch.empty_like(h), torch.empty(rows), h.clone()
+    run.forward(h, None, after, False)
+    near(after, value)
+    run.forward(kept, None, after, True)
+    near(after, value)
+    near(kept, slope)
+    into = grad.clone()
+    run.backward(into, kept, None, after, None, scale, dots, True)
+    near(into, wide_grad * slope * wide_scale, 2)
+    near(dots, (wide_grad * after.double()).sum(1))
+
+    again, into = torch.empty_like(h), grad.clone()
+    run.backward(into, h, None, again, None, scale, dots, False)
+    assert torch.equal(again, after)
+    near(into, wide_grad * slope * wide_scale)
+    near(dots, (wide_grad * value).sum(1), 20)
+
+    run.forward(h, up, after, False)
+    near(after, value * wide_up)
+    into, grad_up = grad.clone(), torch.empty_like(h)
+    run.backward(into, h, up, again, grad_up, None, None, False)
+    assert torch.equal(again, after)
+    near(into, wide_grad * wide_up * slope)
+    near(grad_up, wide_grad * value)
+    run.backward(into := grad.clone(), h, up, again, grad_up, scale, dots, False)
+    near(into, wide_grad * wide_up * slope * wide_scale)
+    near(grad_up, wide_grad * value * wide_scale)
+    near(dots, (wide_grad * value * wide_up).sum(1), 20)
+
+    run.scale(into := grad.clone(), scale)
+    near(into, wide_grad * wide_scale)
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@given(st.floats(-30, 30, width=32))
+@settings(max_examples=200)
+def test_small_results_keep_their_digits(activation: str, x: float) -> None:
+    """Where torch's float32 loses them: its gelu of -5 is off by a tenth."""
+    h = torch.tensor([[x]])
+    passes.passes(h, activation).forward(h, None, after := torch.empty_like(h), False)
+    wide = torch.tensor(x, dtype=torch.float64)
+    if activation == "gelu":
+        want = wide * torch.special.erfc(-wide / 2**0.5) / 2
+    else:
+        v = wide if activation == "silu" else (8 / torch.pi)**0.5 * (wide + 0.044715 * wide**3)
+        want = wide * torch.sigmoid(v)
+    # exp(-|v|) is off by the float32 error of v
+    torch.testing.assert_close(after.double()[0, 0], want, rtol=2e-5, atol=1e-30)
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extreme_values(activation: str, dtype: torch.dtype) -> None:
+    large = [3e38, 1e30, 1e10, 100.0]
+    values = [float("nan"), float("inf"), *large, 0.0, -0.0, *(-x for x in large), float("-inf")]
+    h = torch.tensor([values], dtype=dtype)
+    kept, after = h.clone(), torch.empty_like(h)
+    passes.passes(h, activation).forward(kept, None, after, True)
+    value, slope = point(activation, h)
+    most = torch.finfo(dtype).max
+    value, slope = (torch.where(x > most, torch.inf, x) for x in (value, slope))
+    assert after[0, 0].isnan() and after[0, 1] == torch.inf and abs(after[0, -1]) < 1e-6
+    for got, want in ((after, value), (kept, slope)):
+        torch.testing.assert_close(got[0, 2:-1].double(), want[0, 2:-1], rtol=1e-2, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_change_nothing(dtype: torch.dtype) -> None:
+    h, grad = draw((300, 1100), dtype, 0), draw((300, 1100), dtype, 1)
+    x, weight = draw((301, 1100), torch.bfloat16, 2), draw((6, 1100), torch.float32, 3)
+    grad_TE = draw((301, 6), torch.float32, 4)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert calls.threads(h) == threads
+        kept, into, after, dots = h.clone(), grad.clone(), torch.empty_like(h), torch.empty(300)
+        run, router = passes.passes(h, "gelu"), scores.scores_of(x, 6)
+        run.forward(kept, None, after, True)
+        run.backward(into, kept, None, after, None, dots.clone().fill_(0.5), dots, True)
+        found.append([kept, into, after, dots, router.scores(x, weight),
+                      router.grad_tokens(grad_TE, weight), router.grad_weight(grad_TE, x)])
+    for one, two, three in zip(*found, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def grads(layer: MoELayer, x_TD: Tensor, twice: bool = False) -> list[Tensor]:
+    x_TD = x_TD.clone().requires_grad_()
+    found = [x_TD, *layer.parameters()]
+    out = layer(x_TD).output
+    loss = out.float().square().sum()
+    first = torch.autograd.grad(loss, found, retain_graph=twice)
+    if twice:
+        for one, other in zip(torch.autograd.grad(loss, found), first, strict=True):
+            assert torch.equal(one, other)
+    return [out.detach(), *first]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["ffn", "gated_ffn"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_layer_is_as_by_torch(kind: str, dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(24, num_experts=5, top_k=2, experts={"kind": kind, "bias": bias}).to(dtype)
+    x_TD = torch.randn(70, 24).to(dtype)
+    mine = grads(layer, x_TD, twice=True)
+    with compiled(False):
+        theirs = grads(layer, x_TD)
+    for one, other in zip(mine, theirs, strict=True):
+        scale = other.abs().max().item() or 1.0
+        torch.testing.assert_close(one / scale, other / scale, rtol=0.0,
+                                   atol=10 * torch.finfo(dtype).eps)
+
+
+def test_what_is_computed_by_torch() -> None:
+    """Other dtypes, and tensors that hold no values."""
+    for dtype in (torch.float16, torch.float64):
+        assert passes.passes(torch.ones(1, dtype=dtype), "gelu") is None
+    with torch.device("meta"):
+        assert passes.passes(torch.ones(1), "gelu") is None
+
+    class Other(Tensor):
+        pass
+
+    assert passes.passes(torch.ones(1).as_subclass(Other), "gelu") is None
+    x = torch.ones(4, 6).bfloat16()
+    assert scores.scores_of(x.t(), 2) is None and scores.scores_of(x, scores.EXPERTS + 1) is None
+    assert scores.scores_of(x.float(), 2) is None and scores.scores_of(x, 0) is None
+
+
+def test_other_processors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "-mavx2" in build.processor_options("x86_64", "AVX2", {"avx512_bf16"})
+    assert "-mavx512bf16" not in build.processor_options("x86_64", "AVX512", {"avx2"})
+    assert "-mavx512bf16" in build.processor_options("x86_64", "AVX512", {"avx512_bf16"})
+    for machine, capability in (("aarch64", "DEFAULT"), ("x86_64", "DEFAULT")):
+        with pytest.raises(build.Unavailable, match=capability if machine == "x86_64" else machine):
+            build.processor_options(machine, capability, set())
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(build.Unavailable, match="darwin"):
+        build.processor_options("x86_64", "AVX2", set())
+
+
+def test_the_compiler_is_cc_or_the_first_there_is(tmp_path: Path) -> None:
+    for name in ("gcc", "clang"):
+        script(tmp_path / name, "exit 0")
+    path = str(tmp_path)
+    assert build.compiler({"PATH": path}) == [f"{path}/gcc"]
+    assert build.compiler({"PATH": path, "CC": "clang -O1"}) == [f"{path}/clang", "-O1"]
+    for environment, said in (({"PATH": path, "CC": "icc"}, "CC='icc' is not found"),
+                              ({"PATH": f"{path}/none"}, "no C compiler is found")):
+        with pytest.raises(build.Unavailable, match=said):
+            build.compiler(environment)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user for whom nothing has been compiled."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    forget()
+    yield tmp_path
+    forget()
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_a_compiler_torch_computes(home: Path, monkeypatch: pytest.MonkeyPatch,
+                                           caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "CC='no-such-compiler' is not found" in passes.why_not("gelu") or WHY_NOT
+    layer, x_TD = MoELayer(8, num_experts=4), torch.randn(6, 8)
+    assert fused.passes(x_TD, "gelu") is None
+    grads(layer, x_TD)
+    grads(layer.bfloat16(), x_TD.bfloat16())
+    assert not caplog.records and not list(home.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_named(home: Path, monkeypatch: pytest.MonkeyPatch,
+                                        caplog: pytest.LogCaptureFixture) -> None:
+    fails = script(home / "cc", "echo 'cannot do that' >&2; exit 3")
+    monkeypatch.setenv("CC", fails)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert passes.passes(torch.ones(1), "gelu") is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "passes.c" in said[0] and fails in said[0]
+    assert "ends with 3" in said[0] and "cannot do that" in said[0]
+    assert not list(home.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_named(home: Path, monkeypatch: pytest.MonkeyPatch,
+                                               caplog: pytest.LogCaptureFixture) -> None:
+    # writes nothing that can be loaded into the file after -o
+    monkeypatch.setenv("CC", script(home / "cc", 'while [ "$1" != -o ]; do shift; done; '
+                                                 'echo none > "$2"'))
+    assert passes.passes(torch.ones(1), "silu") is None
+    assert "cannot be compiled or loaded" in caplog.text
+
+
+@needs_compiler
+def test_compiled_once_for_all_processes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert passes.passes(torch.ones(1), "gelu") is not None
+    made = list(home.rglob("*"))
+    names = [path.name for path in made if path.is_file()]
+    assert len(names) == 1 and names[0].startswith("passes-") and names[0].endswith(".so")
+    forget()
+    monkeypatch.setattr(build, "_run", lambda command: pytest.fail("compiled again"))
+    assert passes.passes(torch.ones(1), "gelu") is not None
+    monkeypatch.setattr(build, "_run", functools.partial(unchanged, build._run))
+    assert passes.why_not("relu") is not None  # another activation is another library
+
+
+def unchanged(run: object, command: list[str]) -> None:
+    raise OSError("compiled again")
+
+
+@needs_compiler
+def test_code_that_others_may_have_written_is_not_run(home: Path) -> None:
+    folder = home / ".cache" / "moe-plugin" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(stat.S_IRWXU | stat.S_IRWXO)
+    assert "is not this user's alone" in passes.why_not("gelu")
+
+
+@needs_compiler
+def test_a_torch_without_openmp(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_THREADS", ("no_such_function",))
+    assert "without OpenMP" in passes.why_not("gelu")
+
+
+@needs_compiler
+def test_processes_that_compile_at_once(tmp_path: Path) -> None:
+    code = ("import torch; from moe_plugin.kernels.cpu.native.passes import passes; "
+            "p = passes(torch.ones(1, 4), 'gelu'); h = torch.ones(1, 4); p.forward(h, None, h, 0); "
+            "print(float(h[0, 0]))")
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    ranks = [subprocess.Popen([sys.executable, "-c", code], env=environment, text=True,
+                              stdout=subprocess.PIPE) for _ in range(3)]
+    assert [round(float(rank.communicate(timeout=120)[0]), 5) for rank in ranks] == [0.84134] * 3
+    assert len(list(tmp_path.rglob("*.so"))) == 1
+
+
+def test_warnings_of_compilers(tmp_path: Path) -> None:
+    """None, with the strictest settings; from every compiler that is here."""
+    if WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    for source, defines in (("passes.c", ["-DACTIVATION=gelu"]), ("router.c", [])):
+        done = subprocess.run(
+            [*build._command([]), *defines, "-Wall", "-Wextra", "-Werror", "-Wno-unused-function",
+             "-o", str(tmp_path / "made.so"), str(build.SOURCES / source)],
+            capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert ctypes.CDLL(str(tmp_path / "made.so")).connect_threads
