@@ -119,6 +119,9 @@ def _compiled(source: Path, command: list[str]) -> Path:
         try:
             _run([*command, "-o", made, str(source)])
             os.replace(made, target)
+        except (OSError, subprocess.SubprocessError):
+            if not target.exists():  # another rank could: all of a node compute alike
+                raise
         finally:
             Path(made).unlink(missing_ok=True)
     return target
