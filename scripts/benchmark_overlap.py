@@ -1,11 +1,13 @@
-"""What overlap gains: two emulated nodes of one rank, exchange and products alone and together.
+"""What overlap gains: emulated nodes of one rank, exchange and products alone and together.
 
     python scripts/benchmark_overlap.py [--out docs/benchmarks] [--rounds 9]
 
-Twice: with products on the processor, and with products that only take their time, as on an
-accelerator: there the host's processors are free to carry the packets, as two busy cores are not.
+With products on the processor, and with products that only take their time, as on an accelerator:
+there the host's processors are free to carry the packets, as two busy cores are not. Then many
+small experts, whose products suffer from being cut by rows, and Parm's S2, in which ranks that hold
+the same tokens gather each piece while the next one travels.
 
-Needs Linux and root, and about six minutes on an idle machine with two processors or more. Writes
+Needs Linux and root, and about nine minutes on an idle machine with two processors or more. Writes
 overlap.json and overlap.md; the report contains the load average.
 """
 
@@ -17,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.bench.layouts import slowest
 from moe_plugin.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.comm.regions import gather
 from moe_plugin.config import from_dict
 from moe_plugin.config.parallel import CUTS
 from moe_plugin.emulate import EmulatedCluster
@@ -33,13 +36,38 @@ from moe_plugin.records import ExpertRows
 from moe_plugin.regular_files import write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
-NODES, EXPERTS, WIDTH = 2, 4, 256
-TOKENS, HIDDEN = 1024, 2048
+WIDTH = 256
+TOKENS = 1024
 RATES = (25e6, 50e6, 100e6)  # bit/s of a node's link
 AIM = 1.10  # times the larger of exchange and products
 ROW_S = 100e-6  # forward matmuls of a row, where they only take their time; backward twice that
 FILES = ("overlap.json", "overlap.md")
-PRODUCTS = {"cpu": "Products on the processor", "wait": "Products that take only time"}
+
+
+class Kind(NamedTuple):
+    """What one table is of.
+
+    nodes: of one rank. hidden: inner width of an expert. waits: products only take time. cuts: ways
+    to cut the rows. replicas: ranks with the same tokens, under Parm's S2.
+    """
+
+    title: str
+    nodes: int = 2
+    experts: int = 4
+    hidden: int = 2048
+    waits: bool = False
+    cuts: tuple[str, ...] = ("rows", "peers")
+    replicas: int = 1
+
+
+KINDS = {
+    "cpu": Kind("Products on the processor"),
+    "wait": Kind("Products that take only time", waits=True),
+    "many": Kind("Many small experts, products on the processor", experts=32, hidden=512,
+                 cuts=CUTS),
+    "s2": Kind("Parm's S2 with two replicas, products that take only time", nodes=4, experts=8,
+               waits=True, cuts=("rows",), replicas=2),
+}
 
 
 class _Wait(torch.autograd.Function):
@@ -66,7 +94,7 @@ class WaitingExpert(nn.Module):
         return _Wait.apply(x_ND * self.scale)
 
 
-def layouts(degrees: list[int], cuts: list[str]) -> dict[str, LayoutChoice]:
+def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoice]:
     """The layouts measured, by their column's name, without overlap first."""
     found = {"d=1": LayoutChoice(r=1)}
     for cut in cuts:
@@ -78,7 +106,7 @@ class Alone:
     """Exchange and matmuls of one call of a layer, each alone.
 
     Args:
-        layer: runs with r = 1 and exact rows. x_TD: [T, D] tokens of this rank.
+        layer: runs with r = 1 in one piece. x_TD: [T, D] tokens of this rank.
     """
 
     def __init__(self, layer: MoELayer, x_TD: Tensor) -> None:
@@ -86,15 +114,19 @@ class Alone:
         routing = layer.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
         place = layer.layouts.available.at(LayoutChoice(r=1)).dispatcher
         plan = place.plan(layer.capacity(routing, True))
-        self.layer, self.algorithm, (self.piece,) = layer, place.placement.algorithm, plan.pieces
+        self.layer, self.place, (self.piece,) = layer, place, plan.pieces
         self.rows_ND = torch.randn(sum(self.piece.send), WIDTH)
         self.here_RD = torch.randn(sum(self.piece.recv), WIDTH, requires_grad=True)
         self.y_RD = self.here_RD
 
     def exchange(self) -> None:
-        """Rows there and back; backward sends as many."""
-        there_RD = self.algorithm(self.layer.comm, self.rows_ND, self.piece.send, self.piece.recv)
-        self.algorithm(self.layer.comm, there_RD, self.piece.recv, self.piece.send)
+        """Rows there and back, and gathered by replicas; backward sends as many."""
+        algorithm = self.place.placement.algorithm
+        there_RD = algorithm(self.layer.comm, self.rows_ND, self.piece.send, self.piece.recv)
+        back_ND = algorithm(self.layer.comm, there_RD, self.piece.recv, self.piece.send)
+        replicas = self.place.placement.replicas
+        if replicas is not None:
+            gather(back_ND, replicas)
 
     def products(self) -> None:
         """The experts on the rows that reach this rank."""
@@ -105,18 +137,26 @@ class Alone:
         self.y_RD.backward(torch.ones_like(self.y_RD))
 
 
-def run_rank(sizes: dict[str, int], choices: dict[str, LayoutChoice],
-             rounds: int, products: str) -> dict[str, list[float]]:
+def settings(kind: Kind) -> dict[str, Any]:
+    """Of the layer of a kind."""
+    shared = {"parallel": {"replicas": kind.replicas, "schedule": "s2"},
+              "dispatch": {"name": "padded", "capacity_factor": 1.0}}
+    return {
+        "model_dim": WIDTH, "num_experts": kind.experts, "router": {"top_k": 1},
+        "experts": {"hidden_dim": kind.hidden}, "comm": {"all_to_all": "linear"},
+        **(shared if kind.replicas > 1 else {})
+    }
+
+
+def run_rank(kind: Kind, tokens: int, choices: dict[str, LayoutChoice],
+             rounds: int) -> dict[str, list[float]]:
     """One rank: seconds of each measurement by name and round; the first round does not count."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    layer = MoELayer(
-        from_dict({
-            "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
-            "experts": {"hidden_dim": sizes["hidden"]}, "comm": {"all_to_all": "linear"}
-        }), TorchComm(), experts=(lambda index: WaitingExpert()) if products == "wait" else None)
-    torch.manual_seed(1 + layer.comm.rank)
-    x_TD = torch.randn(sizes["tokens"], WIDTH, requires_grad=True)
+    layer = MoELayer(from_dict(settings(kind)), TorchComm(),
+                     experts=(lambda index: WaitingExpert()) if kind.waits else None)
+    torch.manual_seed(1 + layer.comm.rank // kind.replicas)
+    x_TD = torch.randn(tokens, WIDTH, requires_grad=True)
     grad_TD, alone = torch.randn_like(x_TD), Alone(layer, x_TD)
     seconds: dict[str, list[float]] = {}
 
@@ -174,19 +214,21 @@ def row(rate: float, direction: str, found: dict[str, Any]) -> list[str]:
 def markdown(report: dict[str, Any]) -> str:
     """The page."""
     lines = [
-        "# Overlap on two emulated nodes", "",
+        "# Overlap on emulated nodes", "",
         paragraph(
             "Made by `python scripts/benchmark_overlap.py`. Milliseconds of the slowest rank, "
             f"medians of {report['rounds']} rounds; all columns are measured alternately in the "
             "same processes. In brackets: over the larger of exchange and products, below which no "
-            "overlap can go. Totals are of whole layer calls, with routing and copies."), "",
-        paragraph(
-            f"{NODES} nodes of one rank and one thread, {report['sizes']['tokens']} tokens per "
-            f"rank, width {WIDTH}, inner width {report['sizes']['hidden']}, {EXPERTS} experts, "
-            f"k = 1, fp32; load average before and after: {report['load']}."), ""
+            "overlap can go. Totals are of whole layer calls, with routing and copies. Nodes of "
+            f"one rank and one thread, {report['tokens']} tokens per rank, width {WIDTH}, k = 1, "
+            f"fp32; load average before and after: {report['load']}."), ""
     ]
-    for products, cells in report["cells"].items():
-        lines += [f"## {PRODUCTS[products]}", "", *_table(cells), ""]
+    for name, cells in report["cells"].items():
+        kind = KINDS[name]
+        text = f"{kind.nodes} nodes, {kind.experts} experts" + (
+            "" if kind.waits else f" of inner width {kind.hidden}") + (
+            "; the exchange is all-to-all and all-gather." if kind.replicas > 1 else ".")
+        lines += [f"## {kind.title}", "", text, "", *_table(cells), ""]
     return "\n".join(lines[:-1]) + "\n"
 
 
@@ -200,17 +242,18 @@ def _table(found: list[dict[str, Any]]) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every rate and kind of products on a cluster of its own."""
-    sizes = {"tokens": args.tokens, "hidden": args.hidden}
-    choices = layouts(args.degrees, args.cuts)
-    before, cells = os.getloadavg()[0], {products: [] for products in args.products}
-    for products, found in cells.items():
+    """Every kind and rate on a cluster of its own."""
+    before, cells = os.getloadavg()[0], {name: [] for name in args.kinds}
+    for name, found in cells.items():
+        kind = KINDS[name]
+        choices = layouts(args.degrees, kind.cuts)
         for rate in args.rates:
-            with EmulatedCluster(NODES, 1, rate_bit_s=rate) as cluster:
-                ranks = cluster.run(run_rank, sizes, choices, args.rounds, products, timeout_s=600)
+            with EmulatedCluster(kind.nodes, 1, rate_bit_s=rate) as cluster:
+                ranks = cluster.run(run_rank, kind, args.tokens, choices, args.rounds,
+                                    timeout_s=600)
             found.append({"rate": rate, **summary(ranks, choices)})
     return {
-        "sizes": sizes, "rounds": args.rounds, "cells": cells,
+        "tokens": args.tokens, "rounds": args.rounds, "cells": cells,
         "load": [round(before, 1), round(os.getloadavg()[0], 1)]
     }
 
@@ -220,20 +263,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
                         help="folder to write to")
-    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS,
-                        help="how experts compute (default: %(default)s)")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS,
+                        help="tables to make (default: all)")
     parser.add_argument("--rounds", type=int, default=9,
                         help="measurements of each column (default: %(default)s)")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES,
                         help="bit/s of a node's link (default: %(default)s)")
     parser.add_argument("--degrees", type=int, nargs="+", default=[2, 4, 8],
                         help="values of d, besides 1 (default: %(default)s)")
-    parser.add_argument("--cuts", nargs="+", default=["rows", "peers"], choices=CUTS,
-                        help="ways to cut the rows (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=TOKENS,
                         help="of a rank (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=HIDDEN,
-                        help="inner width of an expert (default: %(default)s)")
     args = parser.parse_args()
     check_folder(parser, args.out, FILES)
     report = measure(args)

@@ -149,9 +149,9 @@ def _on_side_stream(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[i
         comm.state.stream = torch.cuda.Stream(x.device)
     side = comm.state.stream
     side.wait_stream(torch.cuda.current_stream(x.device))
+    x.record_stream(side)  # first: an exchange that fails may have begun to read it
     with torch.cuda.stream(side):
         out = algorithm(comm, x, send, recv)
-    x.record_stream(side)
     done = side.record_event()
 
     def finish() -> Tensor:

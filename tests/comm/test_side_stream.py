@@ -110,13 +110,22 @@ def test_order_of_an_exchange(streams: Streams) -> None:
     handle = start(LocalComm(), exchange_of(streams), rows(streams))
     begun = list(streams.calls)
     # the rows are complete before they are sent; their memory is kept until they are
-    assert begun == [("made", "cpu"), ("wait", "side1", "main"), ("exchange", "side1"),
-                     ("record", "x", "side1"), ("event", "event 1 of side1")]
+    assert begun == [("made", "cpu"), ("wait", "side1", "main"), ("record", "x", "side1"),
+                     ("exchange", "side1"), ("event", "event 1 of side1")]
     assert streams.current is streams.main
     assert handle.wait().tolist() == [[1, 1]] * 3
     # whoever reads the result waits for the exchange alone, and keeps its memory
     assert streams.calls[len(begun):] == [("wait", "main", "event 1 of side1"),
                                           ("record", "out", "main")]
+
+
+def test_memory_is_kept_where_the_exchange_fails(streams: Streams) -> None:
+    def fails(comm: object, x: Tensor, send: object, recv: object) -> Tensor:
+        raise RuntimeError("peer is gone")
+
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        start(LocalComm(), FunctionExchange(fails), rows(streams))
+    assert ("record", "x", "side1") in streams.calls and streams.current is streams.main
 
 
 def test_the_stream_that_waits_is_the_one_that_reads(streams: Streams) -> None:

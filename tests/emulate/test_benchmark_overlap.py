@@ -33,8 +33,7 @@ def test_the_page_compares_with_the_larger_of_exchange_and_products() -> None:
         found |= {"exchange": [0.1], "products forward": [0.16 + rank / 25],
                   "products backward": [0.15]}
     cell = {"rate": 5e7, **script.summary(ranks, names)}
-    page = script.markdown({"rounds": 3, "sizes": {"tokens": 8, "hidden": 4}, "load": [0, 0],
-                            "cells": {"cpu": [cell]}})
+    page = script.markdown({"rounds": 3, "tokens": 8, "load": [0, 0], "cells": {"cpu": [cell]}})
     # of the slowest rank
     assert "| 50     | forward   | 100      | 200      | 200 (1.00) |" in page
     assert "| 50     | backward  | 100      | 150      | 200 (1.33) |" in page
@@ -45,10 +44,12 @@ def test_the_page_compares_with_the_larger_of_exchange_and_products() -> None:
 @pytest.mark.distributed
 @pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
 def test_it_runs(tmp_path: Path) -> None:
-    sizes = "--rounds 1 --rates 1e9 --degrees 2 --tokens 16 --hidden 8 --cuts rows peers experts"
+    sizes = "--rounds 1 --rates 1e9 --degrees 2 --tokens 16"
     subprocess.run([sys.executable, str(SCRIPT), "--out", str(tmp_path), *sizes.split()],
                    check=True, timeout=200)
     cells = json.loads((tmp_path / "overlap.json").read_text())["cells"]
-    for (cell,) in (cells["cpu"], cells["wait"]):
-        assert list(cell["forward"]["total"]) == ["d=1", "d=2 rows", "d=2 peers", "d=2 experts"]
-    assert (tmp_path / "overlap.md").read_text().count("\n| 1000 ") == 4
+    assert list(cells) == ["cpu", "wait", "many", "s2"]
+    for name, (cell,) in cells.items():
+        cuts = {"many": ["rows", "experts", "peers"], "s2": ["rows"]}.get(name, ["rows", "peers"])
+        assert list(cell["forward"]["total"]) == ["d=1", *(f"d=2 {cut}" for cut in cuts)]
+    assert (tmp_path / "overlap.md").read_text().count("\n| 1000 ") == 8
