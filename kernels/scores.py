@@ -24,7 +24,7 @@ class _WideLinear(torch.autograd.Function):
         weight_ED = weight_ED.to(dtype)
         if x_TD.device.type != "cpu":
             return F.linear(x_TD.to(dtype), weight_ED)
-        native = scores_of(x_TD, weight_ED.shape[0])
+        native = scores_of(x_TD, weight_ED)
         if native is not None:
             return native.scores(x_TD, weight_ED.contiguous())
         scores_TE = x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=dtype)
@@ -36,7 +36,7 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TD, weight_ED = ctx.saved_tensors
         grad_x = grad_weight = None
-        native = None if wants_graph() else scores_of(x_TD, weight_ED.shape[0])
+        native = None if wants_graph() else scores_of(x_TD, weight_ED)
         if native is not None:
             grad_TE = grad_TE.contiguous()
             if ctx.needs_input_grad[0]:

@@ -296,6 +296,9 @@ class _Backward:
         self.call = call = ctx.call
         (x, self.gates_TK, before, after, up, self.outputs_RD, w_in, w_gate,
          w_out) = ctx.saved_tensors
+        if call.native is not None:  # reads memory: hooks on saved tensors may have made others
+            before, after, up = (t if t is None else t.to(grad_y.dtype).contiguous()
+                                 for t in (before, after, up))
         width, inner = w_in.shape[1:]
         need_x, need_gates, *needs = ctx.needs_input_grad[1:]
         weights = dict(zip(WEIGHTS, (w_in, w_gate, w_out), strict=True))
@@ -379,11 +382,13 @@ class _Backward:
         self.call.act.gradient(grad_NF, h_NF, grad_NF)
 
     def _scale(self) -> Tensor | None:
-        """The factor of each row's gradient, float32 (float64) [R]; None: there is none."""
-        maps, dtype = self.call.maps, accumulate_dtype(self.grad_y.dtype)
+        """The factor of each row's gradient, [R], gates in float32 (float64); None: there is none.
+        """
+        maps = self.call.maps
         if self.gates_TK is None:
-            return None if maps.real_R is None else maps.real_R.to(dtype)
-        scale_R = self.gates_TK.reshape(-1).index_select(0, maps.source_R).to(dtype)
+            return None if maps.real_R is None else maps.real_R.to(self.grad_y.dtype)
+        scale_R = self.gates_TK.reshape(-1).index_select(0, maps.source_R)
+        scale_R = scale_R.to(accumulate_dtype(self.grad_y.dtype))
         if maps.real_R is not None:
             scale_R *= maps.real_R
         return scale_R

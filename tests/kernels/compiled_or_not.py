@@ -17,5 +17,5 @@ def compiled(yes: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not yes:
             patch.setattr(fused, "passes", lambda x, activation: None)
-            patch.setattr(scores, "scores_of", lambda x_TD, experts: None)
+            patch.setattr(scores, "scores_of", lambda x_TD, weight_ED: None)
         yield

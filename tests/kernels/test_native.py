@@ -157,7 +157,7 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
         torch.set_num_threads(threads)
         assert calls.threads(h) == threads
         kept, into, after, dots = h.clone(), grad.clone(), torch.empty_like(h), torch.empty(300)
-        run, router = passes.passes(h, "gelu"), scores.scores_of(x, 6)
+        run, router = passes.passes(h, "gelu"), scores.scores_of(x, weight)
         run.forward(kept, None, after, True)
         run.backward(into, kept, None, after, None, dots.clone().fill_(0.5), dots, True)
         found.append([kept, into, after, dots, router.scores(x, weight),
@@ -206,9 +206,36 @@ def test_what_is_computed_by_torch() -> None:
         pass
 
     assert passes.passes(torch.ones(1).as_subclass(Other), "gelu") is None
-    x = torch.ones(4, 6).bfloat16()
-    assert scores.scores_of(x.t(), 2) is None and scores.scores_of(x, scores.EXPERTS + 1) is None
-    assert scores.scores_of(x.float(), 2) is None and scores.scores_of(x, 0) is None
+    x, weight = torch.ones(6, 6).bfloat16(), torch.ones(2, 6)
+    assert WHY_NOT or scores.scores_of(x, weight) is not None
+    for tokens, other in ((x.t(), weight), (x.float(), weight), (x, weight[:0]), (x, weight[:, :5]),
+                          (x, torch.ones(scores.EXPERTS + 1, 6)), (x, weight.to("meta")),
+                          (x, weight.as_subclass(Other)), (x.to("meta"), weight)):
+        assert scores.scores_of(tokens, other) is None
+
+
+def test_a_layer_without_memory_is_an_error() -> None:
+    with torch.device("meta"):
+        layer = MoELayer(8, num_experts=4).bfloat16()
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        layer(torch.randn(3, 8).bfloat16())
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["ffn", "gated_ffn"])
+def test_saved_tensors_that_hooks_lay_out_anew(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(24, num_experts=4, experts={"kind": kind}).float()
+    x_TD = torch.randn(50, 24)
+    wanted = grads(layer, x_TD)
+
+    def turned(x: Tensor) -> Tensor:
+        return x.t().contiguous().t() if x.dim() == 2 else x
+
+    with torch.autograd.graph.saved_tensors_hooks(turned, lambda x: x):
+        got = grads(layer, x_TD)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_other_processors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +257,7 @@ def test_the_compiler_is_cc_or_the_first_there_is(tmp_path: Path) -> None:
     assert build.compiler({"PATH": path}) == [f"{path}/gcc"]
     assert build.compiler({"PATH": path, "CC": "clang -O1"}) == [f"{path}/clang", "-O1"]
     for environment, said in (({"PATH": path, "CC": "icc"}, "CC='icc' is not found"),
+                              ({"PATH": path, "CC": "gcc 'x"}, "is no command"),
                               ({"PATH": f"{path}/none"}, "no C compiler is found")):
         with pytest.raises(build.Unavailable, match=said):
             build.compiler(environment)
@@ -278,11 +306,43 @@ def test_a_compiler_that_fails_is_named(home: Path, monkeypatch: pytest.MonkeyPa
 @needs_compiler
 def test_a_library_that_does_not_load_is_named(home: Path, monkeypatch: pytest.MonkeyPatch,
                                                caplog: pytest.LogCaptureFixture) -> None:
-    # writes nothing that can be loaded into the file after -o
+    # nothing that can be loaded is in the file after -o
     monkeypatch.setenv("CC", script(home / "cc", 'while [ "$1" != -o ]; do shift; done; '
                                                  'echo none > "$2"'))
     assert passes.passes(torch.ones(1), "silu") is None
     assert "cannot be compiled or loaded" in caplog.text
+    assert not list(home.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_damaged_library_is_made_again(home: Path) -> None:
+    assert passes.passes(torch.ones(1), "gelu") is not None
+    made = next(home.rglob("*.so"))
+    made.rename(made.with_suffix(".old"))  # which this process has loaded
+    made.write_bytes(b"")
+    forget()
+    assert passes.passes(torch.ones(1), "gelu") is not None
+    assert made.stat().st_size > 0
+
+
+@needs_compiler
+def test_a_compiler_that_hangs_is_stopped(home: Path, monkeypatch: pytest.MonkeyPatch,
+                                          caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(build, "TIMEOUT", 0.5)
+    monkeypatch.setenv("CC", script(home / "cc", f"sleep 60 & echo $! > {home}/child; wait"))
+    assert passes.passes(torch.ones(1), "gelu") is None
+    assert "does not end within 0.5 s" in caplog.text
+    child = Path("/proc") / (home / "child").read_text().strip() / "stat"
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@needs_compiler
+def test_a_user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert "Could not determine home directory" in passes.why_not("gelu")
 
 
 @needs_compiler
@@ -307,7 +367,7 @@ def test_what_another_rank_could_compile_serves_one_that_could_not(
 
     def too_late(command: list[str]) -> None:
         target.write_bytes(content)  # by another rank, meanwhile
-        raise subprocess.TimeoutExpired(command, build.TIMEOUT)
+        raise OSError("does not end")
 
     monkeypatch.setattr(build, "_run", too_late)
     assert passes.passes(torch.ones(1), "gelu") is not None
@@ -317,8 +377,10 @@ def test_what_another_rank_could_compile_serves_one_that_could_not(
 def test_code_that_others_may_have_written_is_not_run(home: Path) -> None:
     folder = home / ".cache" / "moe-plugin" / "native"
     folder.mkdir(parents=True)
-    folder.chmod(stat.S_IRWXU | stat.S_IRWXO)
-    assert "is not this user's alone" in passes.why_not("gelu")
+    for others in (stat.S_IWOTH, stat.S_IWGRP):
+        folder.chmod(stat.S_IRWXU | others)
+        forget()
+        assert "is not this user's alone" in passes.why_not("gelu")
 
 
 @needs_compiler

@@ -114,7 +114,8 @@ def test_gradients_of_scores_are_rounded_once(dtype: torch.dtype, piece_bytes: i
 def test_gradients_of_scores_by_compiled_products(tokens: int, experts: int, width: int) -> None:
     if (why := why_not()) is not None:
         pytest.skip(f"by torch: {why}")
-    assert (scores_of(torch.empty(2, width).bfloat16(), experts) is None) == (experts > EXPERTS)
+    made = scores_of(torch.empty(2, width).bfloat16(), torch.empty(experts, width))
+    assert (made is None) == (experts > EXPERTS)
     rounded_once(torch.bfloat16, tokens, experts, width)
 
 

@@ -6,6 +6,7 @@ Where that is not possible (no compiler, another processor) torch's operations t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,6 +15,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,11 +56,11 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
     defines: `NAME=value` of the preprocessor. A compiler that fails is reported, as a warning.
     """
     try:
-        found = ctypes.CDLL(str(_compiled(SOURCES / source, _command(defines))))
+        found = _loaded(SOURCES / source, _command(defines))
         _use_threads_of_torch(found)
     except (Unavailable, ValueError) as reason:
         return str(reason)
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         reason = f"cannot be compiled or loaded: {short(error)}"
         logger.warning("torch's operations, which are slower, take the place of %s in experts on "
                        "CPU: it %s", source, reason)
@@ -85,7 +87,10 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
 
     Raises: Unavailable: there is none.
     """
-    named = shlex.split(environment.get("CC", ""))
+    try:
+        named = shlex.split(environment.get("CC", ""))
+    except ValueError as error:
+        raise Unavailable(f"CC={environment['CC']!r} is no command: {error}") from error
     path = environment.get("PATH")
     for command in [named] if named else [[name] for name in COMPILERS]:
         found = shutil.which(command[0], path=path)
@@ -107,38 +112,55 @@ def _flags() -> set[str]:
         return set(next(lines, "").partition(":")[2].split())
 
 
-def _compiled(source: Path, command: list[str]) -> Path:
-    """The library that a command makes of a source, made now if it has not been before."""
+def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
+    """The library that a command makes of a source on this processor, made now if it has not been
+    before, or does not load.
+    """
     texts = [path.read_text() for path in (source, *sorted(SOURCES.glob("*.h")))]
-    digest = hashlib.sha256("\0".join([*command, *texts]).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join([*command, *sorted(_flags()), *texts]).encode()).hexdigest()
     target = _folder() / f"{source.stem}-{digest[:16]}.so"
-    if not target.exists():
-        # ranks may do this at once: each writes a file of its own, and the last one stays
-        handle, made = tempfile.mkstemp(".so", dir=target.parent)
-        os.close(handle)
-        try:
-            _run([*command, "-o", made, str(source)])
-            os.replace(made, target)
-        except (OSError, subprocess.SubprocessError):
-            if not target.exists():  # another rank could: all of a node compute alike
-                raise
-        finally:
-            Path(made).unlink(missing_ok=True)
-    return target
+    if target.exists():
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(str(target))
+    # ranks may do this at once: each writes a file of its own, and the last one stays
+    handle, made = tempfile.mkstemp(".so", dir=target.parent)
+    os.close(handle)
+    try:
+        _run([*command, "-o", made, str(source)])
+        found = ctypes.CDLL(made)
+        os.replace(made, target)
+        return found
+    except OSError:
+        if target.exists():  # another rank could: all of a node compute alike
+            return ctypes.CDLL(str(target))
+        raise
+    finally:
+        Path(made).unlink(missing_ok=True)
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    if done.returncode:
-        raise OSError(f"{command[0]} ends with {done.returncode}: {short(done.stderr.strip())}")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          start_new_session=True) as started:
+        try:
+            said = started.communicate(timeout=TIMEOUT)[1].decode(errors="replace").strip()
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)  # with the programs that it runs
+            raise OSError(f"{command[0]} does not end within {TIMEOUT} s") from None
+    if started.returncode:
+        raise OSError(f"{command[0]} ends with {started.returncode}: {short(said)}")
 
 
 def _folder() -> Path:
     """Where compiled functions are kept: code, so that nobody else may have put it there."""
-    folder = user_cache("what is compiled there cannot be kept", Path.home() / ".cache"
-                        / "moe-plugin" / "native")
+    try:
+        folder = Path.home() / ".cache" / "moe-plugin" / "native"
+    except RuntimeError as error:  # a user without a home
+        raise Unavailable(f"there is no folder for what is compiled: {error}") from error
+    with contextlib.suppress(OSError):  # the next line finds another folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = user_cache("what is compiled there cannot be kept", folder)
     found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o002:
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise Unavailable(f"{folder} is not this user's alone, and code from it is not run")
     return folder
 

@@ -30,7 +30,8 @@ static inline void write_float32(float *restrict to, const float *restrict from,
 
 static inline float read_bfloat16(uint16_t x) { return from_bits((uint32_t)x << 16); }
 
-/* to the nearest, of two the even one; a NaN stays one */
+/* To the nearest, of two the even one; a NaN stays one. What is below 2^-126, where a float32 has
+ * fewer digits, AVX-512's instruction makes 0. */
 static inline void write_bfloat16(uint16_t *restrict to, const float *restrict from, int count) {
     int done = 0;
 #ifdef __AVX512BF16__

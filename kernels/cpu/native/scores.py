@@ -56,12 +56,14 @@ class Scores:
         return sums_PED.sum(0)
 
 
-def scores_of(x_TD: Tensor, experts: int) -> Scores | None:
-    """The products of these tokens with so many experts; None: torch's."""
-    if (x_TD.dtype != torch.bfloat16 or not 0 < experts <= EXPERTS or not readable(x_TD)
-            or not x_TD.is_contiguous()):
-        return None
-    return _scores()
+def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
+    """The products of these tokens with this weight; None: torch's, whose errors say what does not
+    fit.
+    """
+    fit = (x_TD.dtype == torch.bfloat16 and readable(x_TD) and x_TD.is_contiguous()
+           and readable(weight_ED) and x_TD.dim() == weight_ED.dim() == 2
+           and weight_ED.shape[1] == x_TD.shape[1] and 0 < weight_ED.shape[0] <= EXPERTS)
+    return _scores() if fit else None
 
 
 def why_not() -> str | None:
