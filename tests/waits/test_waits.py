@@ -24,7 +24,8 @@ from tests.waits.run import measured
 from tests.waits.statements import STATEMENTS
 
 pytest.importorskip("triton", reason="triton is not installed")
-CLOSE, ROUNDED = 2e-5, 4e-2  # in float32; in bfloat16
+# in float32; in bfloat16, where the CPU rounds elsewhere: each is off from float64 by up to 3e-2
+CLOSE, ROUNDED = 2e-5, 6e-2
 
 
 def wrong_in(cell: Cell, seen: Seen) -> list[str]:
