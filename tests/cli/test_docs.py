@@ -316,8 +316,8 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
     first = [float(re.search(r"\((.*)\)", row[4])[1])
              for row in table_of("overlap") if row[0].isdecimal()]
     best = [float(cell.split()[0]) for cell in overlap]
-    assert (f"at most {max(best[:-6]):.2f} times it, under Parm's S2 {max(best[-6:]):.2f} times; one "
-            f"piece takes up to {max(first):.2f} times") in measured("overlap")
+    assert (f"at most {max(best[:-6]):.2f} times it, under Parm's S2 {max(best[-6:]):.2f} times; "
+            f"one piece takes up to {max(first):.2f} times") in measured("overlap")
     spill = {row[0]: float(row[1]) for row in table_of("spill")[:5] if row[0].startswith("`")}
     assert measured("half of the tokens") == (
         f"the plain layer, {spill['`never`']:.0f} ms per step: {spill['`least_loaded`']:.0f} ms")
