@@ -5,9 +5,9 @@ Rows go through all operations one block of experts at a time, while they are in
 destination. Kept between forward and backward, in the module's `Workspace`: the value before the
 activation; the value after it, where recomputing costs more than reading and nothing asks for it
 (`FFNParameters.recompute`); and, for the gates' gradient, each output row. What is done between two
-products is done by `native.passes` in one pass, where this machine has them: then no output rows
-are kept for plain sums (see `_FFNCall.late`), and gated experts' values after the activation are
-computed again.
+matmuls is done by `native.passes` in one pass, where this machine has them: then output rows are
+kept only for experts with an output bias (see `_FFNCall.late`), and gated experts' values after the
+activation are computed again.
 
 Experts are computed one after the other, each by all threads; in 16 bits, consecutive experts with
 few rows in one product, padded to the longest (`products.RowRule`): that takes 0.55 to 0.99 of the
@@ -308,8 +308,11 @@ class _Backward:
             for name, w in weights.items() if w is not None
         }
         self.grad_y, self.need_gates = grad_y, need_gates
-        self.scale_R = self._scale()
-        self.scales, self.dots_R, self.dots = self._late_parts()
+        self.scale_R, self.dots_R = self._scale(), None
+        if call.late and need_gates:
+            self.dots_R = torch.empty_like(self.scale_R)
+        self.scales = self._by_block(self.scale_R if call.late else None)
+        self.dots = self._by_block(self.dots_R)
         self.grad_output = self._read_grad()
         self.grad_rows = call.make("grad rows", width, grad_y, whole=True) if need_x else None
         self.before = BlockRows(call.blocks, before, True, by_row=False)
@@ -393,18 +396,10 @@ class _Backward:
             scale_R *= maps.real_R
         return scale_R
 
-    def _late_parts(self) -> tuple[list[Any], Tensor | None, list[Any]]:
-        """By block, the factors that `_native` is given; memory for the gates' gradient by row, the
-        same by block. None: not given.
-        """
+    def _by_block(self, x_R: Tensor | None) -> list[Tensor] | list[None]:
+        """Values of rows by block, as `_native` is given them; None: it is not."""
         blocks = self.call.blocks
-        none = [None] * len(blocks)
-        if not self.call.late:
-            return none, None, none
-        if not self.need_gates:
-            return by_block(blocks, self.scale_R), None, none
-        dots_R = torch.empty_like(self.scale_R)
-        return by_block(blocks, self.scale_R), dots_R, by_block(blocks, dots_R)
+        return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
         """The gradient of the output rows; where it is `late`, without the gates."""

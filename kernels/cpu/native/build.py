@@ -68,6 +68,12 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
     return found
 
 
+def why_not(source: str, *defines: str) -> str | None:
+    """Why `library` has no such functions; None where it has."""
+    found = library(source, *defines)
+    return found if isinstance(found, str) else None
+
+
 def processor_options(machine: str, capability: str, flags: Collection[str]) -> list[str]:
     """Compiler options for a processor. machine: as `platform.machine` says it. capability: as
     torch does. flags: as Linux does.
@@ -90,7 +96,7 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
     try:
         named = shlex.split(environment.get("CC", ""))
     except ValueError as error:
-        raise Unavailable(f"CC={environment['CC']!r} is no command: {error}") from error
+        raise Unavailable(f"CC={environment['CC']!r} is not a command: {error}") from error
     path = environment.get("PATH")
     for command in [named] if named else [[name] for name in COMPILERS]:
         found = shutil.which(command[0], path=path)
@@ -106,6 +112,7 @@ def _command(defines: Sequence[str]) -> list[str]:
     return [*compiler(os.environ), *_OPTIONS, *options, *(f"-D{define}" for define in defines)]
 
 
+@functools.cache
 def _flags() -> set[str]:
     with open("/proc/cpuinfo", encoding="utf-8") as stream:
         lines = (line for line in stream if line.startswith("flags"))
@@ -151,7 +158,7 @@ def _run(command: list[str]) -> None:
 
 
 def _folder() -> Path:
-    """Where compiled functions are kept: code, so that nobody else may have put it there."""
+    """Where compiled functions are kept: code, so that no other user may have put it there."""
     try:
         folder = Path.home() / ".cache" / "moe-plugin" / "native"
     except RuntimeError as error:  # a user without a home

@@ -1,4 +1,4 @@
-"""What `fused` does between two products, each in one pass over the values: in C, for CPU tensors.
+"""What `fused` does between two matmuls, each in one pass over the values: in C, for CPU tensors.
 
 Torch's operations take several passes, and gelu and its derivative are computed apart. Here forward
 leaves the derivative where the value before the activation was, and backward multiplies by it, by
@@ -17,7 +17,7 @@ import functools
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.cpu.native.build import library
+from moe_plugin.kernels.cpu.native import build
 from moe_plugin.kernels.cpu.native.calls import (
     INT,
     INT64,
@@ -74,15 +74,15 @@ def passes(x: Tensor, activation: str) -> Passes | None:
 
 def why_not(activation: str) -> str | None:
     """Why this machine has no passes for an activation; None where it has."""
-    found = _library(activation)
-    return found if isinstance(found, str) else None
+    return build.why_not(*_of(activation))
 
 
 @functools.cache
 def _passes(activation: str, dtype: torch.dtype) -> Passes | None:
-    found = _library(activation)
+    found = build.library(*_of(activation))
     return None if isinstance(found, str) else Passes(found, dtype)
 
 
-def _library(activation: str) -> ctypes.CDLL | str:
-    return library("passes.c", f"ACTIVATION={activation}")
+def _of(activation: str) -> tuple[str, str]:
+    """Source and definition of an activation's passes, see `build.library`."""
+    return "passes.c", f"ACTIVATION={activation}"

@@ -1,4 +1,4 @@
-"""Products of a router with few experts on a CPU, in C.
+"""Matmuls of a router with few experts on a CPU, in C.
 
 bfloat16 tokens and a matrix of which one side is a few experts: torch takes three times as long
 (4,096 tokens of width 512, 8 experts: scores 0.76 to 0.26 ms, gradient of the tokens 0.52 to 0.17,
@@ -15,7 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.cpu.native.build import library
+from moe_plugin.kernels.cpu.native import build
 from moe_plugin.kernels.cpu.native.calls import INT, INT64, POINTER, function, readable, threads
 
 EXPERTS = 16  # from twice as many on torch's matmuls are faster
@@ -23,7 +23,7 @@ PARTS = 16  # of the tokens, whose sums are added up in the end
 
 
 class Scores:
-    """The products, by compiled functions."""
+    """The matmuls, by compiled functions."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         sizes, pointers = (INT64, INT64, INT64), [POINTER] * 3
@@ -57,7 +57,7 @@ class Scores:
 
 
 def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
-    """The products of these tokens with this weight; None: torch's, whose errors say what does not
+    """The matmuls of these tokens with this weight; None: torch's, whose errors say what does not
     fit.
     """
     fit = (x_TD.dtype == torch.bfloat16 and readable(x_TD) and x_TD.is_contiguous()
@@ -67,12 +67,11 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
 
 
 def why_not() -> str | None:
-    """Why this machine does not have the products; None where it has."""
-    found = library("router.c")
-    return found if isinstance(found, str) else None
+    """Why this machine does not have the matmuls; None where it has."""
+    return build.why_not("router.c")
 
 
 @functools.cache
 def _scores() -> Scores | None:
-    found = library("router.c")
+    found = build.library("router.c")
     return None if isinstance(found, str) else Scores(found)
