@@ -30,7 +30,10 @@ class RowCounts:
     @property
     def even(self) -> bool:
         """Whether it is known that all experts have as many rows."""
-        return all(count == self.host[0] for count in self.host)
+        for count in self.host:
+            if count != self.host[0]:
+                return False
+        return True
 
     @property
     def real(self) -> int | Tensor:

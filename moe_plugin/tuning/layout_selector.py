@@ -13,6 +13,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.experts import Experts
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
+from moe_plugin.tuning.engine import Decision
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import Layout, Layouts
 from moe_plugin.tuning.predicted import PredictedLayout
@@ -30,14 +31,15 @@ class LayoutSelector:
 
     Attributes:
         prefill: cuts the calls of evaluation by their load; None: nothing does.
-        available: what may be selected. tuner: of `parallel: auto` or `predicted`; None: the
-            layout is fixed.
+        available: what may be selected. fixed: the configured layout.
+        tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts,
                  host: HostContext) -> None:
         self.config, self.place, self.experts, self.host = config, place, experts, host
         self.available = Layouts(config, place, experts)
+        self.fixed = self.available.at(self.available.fixed)
         self.tuner = self._make_tuner(host)
         self.prefill = None
         if config.parallel.prefill and experts.anchor is not None:
@@ -51,7 +53,7 @@ class LayoutSelector:
         """
         timer = None
         if self.tuner is None or choice is not None or torch.compiler.is_compiling():
-            layout = self.available.at(choice or self.available.fixed)
+            layout = self.fixed if choice is None else self.available.at(choice)
         else:
             layout, timer = self.tuner.layout(kept.routing, training)
         if (self.prefill is not None and choice is None and not training
@@ -95,8 +97,8 @@ class LayoutSelector:
             copies = self.place.comm.size
         comm = self.place.comm
         collectives = comm.collectives.active(comm) if comm.size > 1 and not traced else None
-        return {"layout": layout.choice.label, "copies": copies, "collectives": collectives,
-                "decisions": tuple(decision.as_dict() for decision in decisions)}
+        return {"layout": layout.label, "copies": copies, "collectives": collectives,
+                "decisions": tuple(map(Decision.as_dict, decisions))}
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""

@@ -60,6 +60,7 @@ class Layout:
         gathered_shards: consecutive ranks of `gather` that hold shards of one expert.
         first_shard: the first shard that this rank has after gathering.
         stash: pages for what backward needs; None: autograd keeps it.
+        label: see `LayoutChoice`.
     """
 
     choice: LayoutChoice
@@ -70,6 +71,10 @@ class Layout:
     gathered_shards: int = 1
     first_shard: int = 0
     stash: PagedStash | None = None
+    label: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self.choice.label)  # of every call's statistics
 
     @property
     def compiles(self) -> bool:
