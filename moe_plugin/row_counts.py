@@ -38,7 +38,7 @@ class RowCounts:
     @property
     def real(self) -> int | Tensor:
         """Rows that experts compute for tokens; a scalar tensor where a device alone knows it."""
-        return self.total
+        return sum(self.host)
 
     def lengths(self) -> list[int]:
         """Rows of each expert, filler left out."""
