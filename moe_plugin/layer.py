@@ -14,7 +14,13 @@ from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig, unread
 from moe_plugin.config.named import layer_config, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual, is_expert
+from moe_plugin.experts import (
+    OverlappedWork,
+    SharedExpert,
+    add_residual,
+    distributed_state,
+    is_expert,
+)
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.messages import short
 from moe_plugin.offload.build import place_in_tier
@@ -86,6 +92,7 @@ class MoELayer(Replaying, EndsSteps, PreGated):
         self.shared_expert = SharedExpert.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
+        distributed_state.hook(self)
         self._follow_parameters()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
@@ -145,6 +152,7 @@ class MoELayer(Replaying, EndsSteps, PreGated):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        distributed_state.follow(self)
         self._follow_parameters()
 
     def _follow_parameters(self) -> None:
