@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
+from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels import main_grad
@@ -80,12 +81,19 @@ class FFNExperts(Experts):
         not depend on the number of ranks, and every rank's generator moves on alike.
         """
         # on the CPU wherever the parameters are, and under `torch.device` of "meta" or a GPU
-        self.seed = int(torch.randint(2**31, (), device="cpu"))
+        seed = torch.randint(2**31, (1,), device="cpu")
+        if self.seed_comm is not None:
+            seed = self.seed_comm.broadcast(seed.to(self.seed_comm.device))
+        self.seed = int(seed)
         if self.w_in_LDF.is_meta:
             return
         stored = {name: value for name, value in self.named_parameters() if name in SHARD_AXIS}
+        whole = {name: torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                 if is_sharded(value) else value for name, value in stored.items()}
         for slot in range(self.placement.local):
-            self.draw(slot, {name: value[slot] for name, value in stored.items()})
+            self.draw(slot, {name: value[slot] for name, value in whole.items()})
+        for name in [name for name, value in stored.items() if is_sharded(value)]:
+            fill_(stored[name], whole[name])
 
     @torch.no_grad()
     def draw(self, slot: int, targets: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
+from moe_plugin.dtensors import fill_
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
@@ -324,8 +325,7 @@ def _not_lowering(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def xavier_(weight_ED: Tensor) -> None:
     """Fill weight_ED from the Xavier uniform distribution, drawn in float32."""
     bound = (6 / sum(weight_ED.shape)) ** 0.5
-    with torch.no_grad():
-        weight_ED.copy_(torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))
+    fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))
 
 
 def shares(scores_TE: Tensor) -> Tensor:
