@@ -86,6 +86,9 @@ class Experts(nn.Module):
         for parameter in self.parameters():
             mark_expert(parameter)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "seed_comm"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.mark()

@@ -17,12 +17,14 @@ from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels import main_grad
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
+    Strategy,
     drop_out_strategy,
     drops_out,
     strategies,
 )
 from moe_plugin.kernels.fp8_weights import Fp8Weights
 from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.machine import exporting
 from moe_plugin.records import ExpertRows, HostContext, Placement
 
 logger = logging.getLogger(__name__)
@@ -128,7 +130,9 @@ class FFNExperts(Experts):
         parameters = work.parameters or self.compute_parameters()
         if parameters.dropout and not drops_out(strategy):
             strategy = drop_out_strategy()
-        if parameters.precision == "fp8":
+        if exporting():
+            strategy = _exported(parameters)
+        elif parameters.precision == "fp8":
             strategy = strategies.get("kernels")
         return strategy(work.x, work.rows, parameters)
 
@@ -184,6 +188,15 @@ class GatedFFNExperts(FFNExperts):
     """
 
     gated = True
+
+
+def _exported(parameters: FFNParameters) -> Strategy:
+    """The strategy that is for any numbers of rows in plain operations of torch."""
+    if parameters.precision != "ieee":
+        raise ValueError(f"experts.precision={parameters.precision} in torch.export: must be ieee, "
+                         "because no kernel of ours is in an exported program; export a layer of "
+                         "that setting with the same weights")
+    return strategies.get("loop")
 
 
 def _check_shards(config: MoEConfig, shards: int) -> None:

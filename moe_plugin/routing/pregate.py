@@ -159,12 +159,12 @@ class Gating:
             self.target.put(carried, tokens.x_TD.shape[0])
         return Ahead(routing, self.following, carried, values)
 
-    @torch.no_grad()
     def _predicted(self, layer: PreGated, tokens: Tokens, top_k: int | None) -> Ahead:
         after = self.following
         if after is None or layer.training or not after.experts.stored:
             return Ahead()
-        return Ahead(after.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info), after)
+        with torch.no_grad():
+            return Ahead(after.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info), after)
 
     def forget(self) -> None:
         """Drop recordings, and a decision that was not taken."""

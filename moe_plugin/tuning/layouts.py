@@ -32,6 +32,7 @@ from moe_plugin.experts.gathered import gather_parameters
 from moe_plugin.experts.lent import LentExperts, joined
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.kernels.grad_sums import GradSums
+from moe_plugin.machine import exporting
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import SpillPlan, plan_spill
@@ -122,7 +123,17 @@ class LayoutCall:
 
         Where `plan` reads rows by expert on the host, or experts are fetched, that is outside
         compiled graphs: every new load would be compiled again.
+
+        Raises:
+            ValueError: `torch.export` of experts that are fetched.
         """
+        if exporting():
+            if not self.experts.traceable:
+                raise ValueError(
+                    f"{type(self.experts).__name__} are fetched by the host, which an exported "
+                    "program has none of: must be on the device; export with "
+                    "experts.store=device")
+            return _directly
         traits = self.layout.dispatcher.traits
         traced = self.experts.traceable and (traits.fixed_slots or traits.bounded)
         if torch.compiler.is_compiling() and not traced:

@@ -28,7 +28,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "ffn": {}, "gated_ffn": {"experts": {"kind": "gated_ffn", "init_std": 0.3}},
     "shared": {"experts": {"kind": "gated_ffn", "shared_hidden_dim": 24, "shared_gate": True}},
     "shared, init_std": {"experts": {"shared_hidden_dim": 24, "init_std": 0.3}},
-    "fp32": {"router": {"name": "topk", "fp32": True}}, "one expert": {"num_experts": 1, "top_k": 1}}
+    "fp32": {"router": {"name": "topk", "fp32": True}},
+    "one expert": {"num_experts": 1, "top_k": 1}}
 CASES = {**{name: {"router": {"name": name, **MORE.get(name, {})}} for name in routers.names()},
          "several": {"router": {"name": "topk,cosine"}}, **EXPERTS}
 
