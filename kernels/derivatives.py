@@ -1,4 +1,6 @@
-"""What an autograd function declares about its second derivative."""
+"""Who differentiates: what an autograd function declares about its second derivative, and
+`torch.func`, which takes none of ours.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` (grad, vjp, jvp) makes this call. Then what has an
+    autograd function of ours is computed by torch's own operations.
+
+    Raises:
+        ValueError: it is vmap, or one that is made of it.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    if any(level.key() == torch._C._functorch.TransformType.Vmap
+           for level in torch._C._functorch.get_interpreter_stack()):
+        raise ValueError(
+            "vmap (also in jacfwd and hessian) around an MoE layer: the numbers of rows that "
+            "experts get would have to be known for each sample; must be grad, vjp, jvp or jacrev; "
+            "give the layer all tokens at once, and call torch.func.grad for one sample after the "
+            "other"
+        )
+    return True
+
+
+def refuse_transforms(what: str) -> None:
+    """`ValueError` where `torch.func` makes this call of `what`."""
+    if transformed():
+        raise ValueError(f"torch.func around {what}: must be a layer of one rank, with experts on "
+                         "the device and without pre-gates; differentiate with torch.autograd "
+                         "(backward, torch.autograd.grad), which takes it")
 
 
 def wants_graph() -> bool:

@@ -15,6 +15,7 @@ from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels import main_grad
+from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
     Strategy,
@@ -130,8 +131,8 @@ class FFNExperts(Experts):
         parameters = work.parameters or self.compute_parameters()
         if parameters.dropout and not drops_out(strategy):
             strategy = drop_out_strategy()
-        if exporting():
-            strategy = _exported(parameters)
+        if exporting() or transformed():
+            strategy = _by_torch_alone(parameters)
         elif parameters.precision == "fp8":
             strategy = strategies.get("kernels")
         return strategy(work.x, work.rows, parameters)
@@ -190,12 +191,12 @@ class GatedFFNExperts(FFNExperts):
     gated = True
 
 
-def _exported(parameters: FFNParameters) -> Strategy:
-    """The strategy that is for any numbers of rows in plain operations of torch."""
+def _by_torch_alone(parameters: FFNParameters) -> Strategy:
+    """The strategy that is in plain operations of torch, for any numbers of rows."""
     if parameters.precision != "ieee":
-        raise ValueError(f"experts.precision={parameters.precision} in torch.export: must be ieee, "
-                         "because no kernel of ours is in an exported program; export a layer of "
-                         "that setting with the same weights")
+        raise ValueError(f"experts.precision={parameters.precision} in torch.export or torch.func: "
+                         "must be ieee, because neither takes kernels of ours; use a layer of that "
+                         "setting with the same weights")
     return strategies.get("loop")
 
 

@@ -11,6 +11,7 @@ import torch
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import Experts
+from moe_plugin.kernels.derivatives import refuse_transforms
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
 from moe_plugin.tuning.layout_tuner import LayoutTuner
@@ -49,6 +50,8 @@ class LayoutSelector:
         choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
         configured, because a choice reads loads and times on the host.
         """
+        if self.place.comm.size > 1:
+            refuse_transforms(f"experts of {self.place.comm.size} ranks")
         timer = None
         if self.tuner is None or choice is not None or torch.compiler.is_compiling():
             layout = self.available.at(choice or self.available.fixed)

@@ -14,6 +14,7 @@ from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
 from moe_plugin.dtensors import fill_
+from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
@@ -216,7 +217,8 @@ class Router(KeepsBuffers, RouterModule):
         # torch.compile fuses single steps itself: topk with its losses becomes as many loops, give
         # or take one, as the pass does (torch 2.13 on CPU). And torch 2.6 cannot trace the pass,
         # whose autograd function calls `set_materialize_grads`
-        return declared and active <= FUSED and not torch.compiler.is_compiling()
+        return (declared and active <= FUSED and not torch.compiler.is_compiling()
+                and not transformed())
 
     def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor | None, info: TokenInfo, *,
                     logits_TE: Tensor, probs_TE: Tensor, clean_probs_TE: Tensor | None = None,
