@@ -1,4 +1,5 @@
-"""`torch.func` around a layer of one rank: the derivatives that torch.autograd gives of our kernels.
+"""`torch.func` around a layer of one rank: the derivatives that torch.autograd gives of our
+kernels.
 """
 
 from __future__ import annotations
@@ -108,13 +109,13 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match="vmap .* must be grad, vjp, jvp or"):
             call()
     _, loss, parameters, x_TD = problem(experts_on="host", dtype=torch.float32)
-    with pytest.raises(ValueError, match="torch.func around experts.store=host"):
+    with pytest.raises(ValueError, match="torch.func around StoredExperts of 1 ranks: must be"):
         grad(loss)(parameters, x_TD)
 
 
 def run_two_ranks() -> str:
     _, loss, parameters, x_TD = problem(comm=None)
-    with pytest.raises(ValueError, match="torch.func around experts of 2 ranks") as error:
+    with pytest.raises(ValueError, match="torch.func around FFNExperts of 2 ranks") as error:
         grad(loss)(parameters, x_TD)
     return str(error.value)
 

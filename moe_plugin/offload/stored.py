@@ -16,7 +16,6 @@ from moe_plugin.experts import FFNExperts, expert_kinds
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.marks import mark_expert
-from moe_plugin.kernels.derivatives import refuse_transforms
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, apply_to_rows
 from moe_plugin.machine import to_device, user_cache
 from moe_plugin.offload.cache import CacheSpec
@@ -86,7 +85,6 @@ class StoredExperts(Experts):
             ValueError: in training: experts in a file, dropout in experts.
             TierError: experts cannot be read.
         """
-        refuse_transforms(f"experts.store={self._config.store}")
         gates_TK = work.rows.weights_TK if isinstance(work.rows, RowPlan) else None
         parameters = tuple(self.parameters())
         if not torch.is_grad_enabled() or not any(

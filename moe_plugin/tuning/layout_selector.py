@@ -50,8 +50,8 @@ class LayoutSelector:
         choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
         configured, because a choice reads loads and times on the host.
         """
-        if self.place.comm.size > 1:
-            refuse_transforms(f"experts of {self.place.comm.size} ranks")
+        if self.place.comm.size > 1 or not self.experts.traceable:
+            refuse_transforms(f"{type(self.experts).__name__} of {self.place.comm.size} ranks")
         timer = None
         if self.tuner is None or choice is not None or torch.compiler.is_compiling():
             layout = self.available.at(choice or self.available.fixed)
