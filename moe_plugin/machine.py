@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 _PR_SET_PDEATHSIG = 1
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # new in torch 2.7
+# Whether `torch.export` makes a program of this call (False before torch 2.7). It is one graph, for
+# any values: what depends on them is computed in it, and nothing is left to the host
+exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 @functools.cache
@@ -31,13 +33,6 @@ def cpu_name() -> str:
                 line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def exporting() -> bool:
-    """Whether `torch.export` makes a program of this call. It is one graph, for any values: what
-    depends on them is computed in it, and nothing is left to the host.
-    """
-    return torch.compiler.is_compiling() and _is_exporting()
 
 
 def device_name(device: torch.device) -> str:

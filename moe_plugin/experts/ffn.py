@@ -131,7 +131,7 @@ class FFNExperts(Experts):
         parameters = work.parameters or self.compute_parameters()
         if parameters.dropout and not drops_out(strategy):
             strategy = drop_out_strategy()
-        if exporting() or transformed():
+        if transformed() or exporting():
             strategy = _by_torch_alone(parameters)
         elif parameters.precision == "fp8":
             strategy = strategies.get("kernels")

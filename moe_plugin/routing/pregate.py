@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.kernels.derivatives import refuse_transforms
+from moe_plugin.kernels.derivatives import not_transformed, transformed
 from moe_plugin.records import ExpertRows, Routing, Tokens
 from moe_plugin.routing.replay import ReplayLog
 
@@ -126,7 +126,8 @@ class Gating:
                 "built, or leave it out")
         if self.source is None:
             return layer.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
-        refuse_transforms("router.pre_gate=1")
+        if transformed():
+            raise not_transformed("router.pre_gate=1")
         source, count = self.source, tokens.x_TD.shape[0]
         carried = self.received.replayed(lambda: source.take(count), layer.training, values=False)
         routing = carried.routing
@@ -146,7 +147,8 @@ class Gating:
         if torch.compiler.is_compiling():
             raise ValueError("router.pre_gate=1 does not fit torch.compile: must be 0; leave the "
                              "model as it is, or compile the parts between the MoE layers")
-        refuse_transforms("router.pre_gate=1")
+        if transformed():
+            raise not_transformed("router.pre_gate=1")
         routing = self.following.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         made: list[Carried] = []
 

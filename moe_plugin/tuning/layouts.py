@@ -127,21 +127,23 @@ class LayoutCall:
         Raises:
             ValueError: `torch.export` of experts that are fetched.
         """
-        if exporting():
-            if not self.experts.traceable:
-                raise ValueError(
-                    f"{type(self.experts).__name__} are fetched by the host, which an exported "
-                    "program has none of: must be on the device; export with "
-                    "experts.store=device")
-            return _directly
         traits = self.layout.dispatcher.traits
         traced = self.experts.traceable and (traits.fixed_slots or traits.bounded)
         if torch.compiler.is_compiling() and not traced:
+            if exporting():
+                self._check_export()
+                return _directly
             # imported here: it loads the compiler
             from moe_plugin.tuning.uncompiled import uncompiled
 
             return uncompiled
         return _directly
+
+    def _check_export(self) -> None:
+        if not self.experts.traceable:
+            raise ValueError(
+                f"{type(self.experts).__name__} are fetched by the host, which an exported program "
+                "has none of: must be on the device; export with experts.store=device")
 
     def start(self, x_TD: Tensor) -> Tensor:
         """x_TD [T, D] itself, from where its time counts."""
