@@ -1,4 +1,6 @@
-"""What an autograd function declares about its second derivative."""
+"""Who differentiates: what an autograd function declares about its second derivative, and
+`torch.func`, which takes none of ours.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# Whether a transform of `torch.func` makes this call. Then what has an autograd function of ours is
+# computed by torch's own operations. It is torch's function itself: every call of a layer asks it
+transformed = torch._C._are_functorch_transforms_active
+
+
+def refuse_vmap() -> None:
+    """`ValueError` where vmap, or a transform that is made of it, makes this call."""
+    if any(level.key() == torch._C._functorch.TransformType.Vmap
+           for level in torch._C._functorch.get_interpreter_stack()):
+        raise ValueError(
+            "vmap (also in jacfwd and hessian) around an MoE layer: the numbers of rows that "
+            "experts get would have to be known for each sample; must be grad, vjp, jvp or jacrev; "
+            "give the layer all tokens at once, and call torch.func.grad for one sample after the "
+            "other")
+
+
+def not_transformed(what: str) -> ValueError:
+    """The error where `torch.func` makes a call of `what`."""
+    return ValueError(f"torch.func around {what}: must be a layer of one rank, with experts on the "
+                      "device and without pre-gates; differentiate with torch.autograd (backward, "
+                      "torch.autograd.grad), which takes it")
 
 
 def wants_graph() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.derivatives import wants_graph
+from moe_plugin.kernels.derivatives import transformed, wants_graph
 
 Function = Callable[..., Tensor]
 
@@ -24,7 +24,7 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
             also) is dropped; a cast of it is not.
         produce: cheap and without random numbers; it returns new memory.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():
         return consume(produce(*inputs))
     value = _Produce.apply(produce, *inputs)
     node = value.grad_fn

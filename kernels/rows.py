@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.cpu import widened
-from moe_plugin.kernels.derivatives import wants_graph
+from moe_plugin.kernels.derivatives import transformed, wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype, op
 from moe_plugin.kernels.workspace import scratch
 
@@ -297,12 +297,34 @@ def _row_dots(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     return dots_TK.masked_fill(position_TK < 0, 0)
 
 
+def _plain_rows(x_TD: Tensor, source_R: Tensor, top_k: int) -> Tensor:
+    """`take_rows` without weights, in operations that `torch.func` can differentiate."""
+    if x_TD.shape[0] == 0:
+        return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
+    token_R = torch.div(source_R.clamp(min=0), top_k, rounding_mode="floor")
+    return x_TD.index_select(0, token_R).masked_fill(source_R[:, None] < 0, 0)
+
+
+def _plain_sums(rows_RD: Tensor, weights_TK: Tensor | None, position_TK: Tensor) -> Tensor:
+    """`sum_rows`, in operations that `torch.func` can differentiate."""
+    if rows_RD.shape[0] == 0:
+        return rows_RD.new_zeros(position_TK.shape[0], rows_RD.shape[1])
+    dtype = accumulate_dtype(rows_RD.dtype)
+    rows_TKD = rows_RD[position_TK.clamp(min=0)].to(dtype)
+    rows_TKD = rows_TKD.masked_fill(position_TK[:, :, None] < 0, 0)
+    if weights_TK is not None:
+        rows_TKD = rows_TKD * weights_TK[:, :, None].to(dtype)
+    return rows_TKD.sum(1).to(rows_RD.dtype)
+
+
 def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
                 complete: bool = False) -> Tensor:
     """Differentiable: tokens [T, D] into rows [R, D] (Tutel's encode).
 
     The gradient sums each token's rows in choice order.
     """
+    if transformed():
+        return _plain_rows(x_TD, source_R, position_TK.shape[1])
     return _Gather.apply(x_TD, source_R, position_TK, complete)
 
 
@@ -312,6 +334,9 @@ def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: 
 
     The gradient of the tokens is a weighted sum of rows, the weights' a row dot.
     """
+    if transformed():
+        rows_RD = _plain_rows(x_TD, source_R, position_TK.shape[1])
+        return (rows_RD * at_rows(weights_TK, source_R)[:, None]).to(x_TD.dtype)
     return _Weigh.apply(x_TD, weights_TK, source_R, position_TK)
 
 
@@ -321,6 +346,8 @@ def combine_rows(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor,
 
     weights_TK: None: all are 1. Their gradient is a row dot.
     """
+    if transformed():
+        return _plain_sums(rows_RD, weights_TK, position_TK)
     if weights_TK is None:
         return _Sum.apply(rows_RD, source_R, position_TK, complete)
     return _Combine.apply(rows_RD, weights_TK, source_R, position_TK, complete)
@@ -331,4 +358,6 @@ def permute_rows(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
 
     order_R, inverse_R: int64 [R], inverse permutations of each other.
     """
+    if transformed():
+        return rows_RD.index_select(0, order_R)
     return _Permute.apply(rows_RD, order_R, inverse_R)

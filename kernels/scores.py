@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_plugin.kernels.cpu.native.scores import scores_of
 from moe_plugin.kernels.cpu.widened import PARTS, widened
-from moe_plugin.kernels.derivatives import wants_graph
+from moe_plugin.kernels.derivatives import transformed, wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype
 
 
@@ -87,6 +87,6 @@ def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     x_TD: [T, D]. weight_ED: [E, D]. Both of any floating-point dtype.
     """
     dtype = accumulate_dtype(x_TD.dtype)
-    if x_TD.dtype == dtype or torch.compiler.is_compiling():
+    if x_TD.dtype == dtype or torch.compiler.is_compiling() or transformed():
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
     return _WideLinear.apply(x_TD, weight_ED)

@@ -13,7 +13,13 @@ from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig, unread
 from moe_plugin.config.named import layer_config, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual, is_expert
+from moe_plugin.experts import (
+    OverlappedWork,
+    SharedExpert,
+    add_residual,
+    distributed_state,
+    is_expert,
+)
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.messages import short
 from moe_plugin.offload.build import place_in_tier
@@ -85,6 +91,7 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
         self.shared_expert = SharedExpert.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
+        distributed_state.hook(self)
         self._follow_parameters()
         self.link: Any = None
         if (unlinked := Unlinked.of(config)) is not None:
@@ -150,6 +157,7 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        distributed_state.follow(self)
         self._follow_parameters()
 
     def _follow_parameters(self) -> None:

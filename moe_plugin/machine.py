@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 _PR_SET_PDEATHSIG = 1
+# Whether `torch.export` makes a program of this call (False before torch 2.7). It is one graph, for
+# any values: what depends on them is computed in it, and nothing is left to the host
+exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 @functools.cache

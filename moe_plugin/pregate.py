@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.kernels.derivatives import not_transformed, transformed
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import ExpertRows, Routing, Tokens
@@ -138,8 +139,10 @@ class NextBlockRouting:
         """See `MoELayer.route`.
 
         Raises:
-            ValueError: what the mailbox has does not fit.
+            ValueError: what the mailbox has does not fit; `torch.func` makes the call.
         """
+        if transformed():
+            raise not_transformed("linked blocks (router.pre_gate, router.predict)")
         if self.inbox is None:
             routing = _routed(self.layer, tokens, top_k)
         else:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from moe_plugin.machine import to_device
+from moe_plugin.machine import exporting, to_device
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,23 @@ class DeviceCounts(RowCounts):
 
     lengths_L: Tensor
     rows: int
+    _host: list[int] | None
 
     def __init__(self, lengths_L: Tensor, rows: int) -> None:
         object.__setattr__(self, "lengths_L", lengths_L)
         object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "_host", None)
 
-    @cached_property
+    @property
     def host(self) -> list[int]:  # type: ignore[override]
-        """Rows of each expert, filler included in the last; waits for the device."""
-        *before, last = self.lengths()
-        return [*before, last + self.rows - sum(before) - last]
+        """Rows of each expert, filler included in the last; waits for the device, once."""
+        if self._host is None:
+            before = self.lengths()[:-1]
+            counts = [*before, self.rows - sum(before)]
+            for count in counts if exporting() else ():
+                torch._check(count >= 0)  # the program is to hold for any load
+            object.__setattr__(self, "_host", counts)
+        return self._host
 
     @property
     def number(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.dtensors import is_sharded
+from moe_plugin.dtensors import is_sharded, sharded_as
 
 
 def whole(state: Any, comm: Comm) -> Any:
@@ -37,7 +37,5 @@ def as_stored(value: Any, mine: Any) -> Any:
     """What `whole` made of a tensor, sharded like the one in its place; other values as they are.
     """
     if is_sharded(mine) and isinstance(value, Tensor) and value.shape == mine.shape:
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(value.to(mine.device), mine.device_mesh, mine.placements)
+        return sharded_as(value, mine)
     return value

@@ -185,6 +185,18 @@ class Comm(ABC):
         first = self.rank // size * size
         return view.with_collectives(self.collectives.part(range(first, first + size)))
 
+    def strided_subgroup(self, stride: int) -> Comm:
+        """The subgroup of this rank and all those a multiple of `stride` ranks away.
+
+        stride: divides the size of this group. The first use of a stride is collective.
+        """
+        if stride not in self.state.strided:
+            made = [self.subgroup(range(first, self.size, stride)) for first in range(stride)]
+            own = made[self.rank % stride]
+            assert own is not None  # this rank is in it
+            self.state.strided[stride] = own
+        return self.state.strided[stride]
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -40,6 +40,7 @@ class GroupState:
     hosts: see `Comm.hosts`; None: not used so far, or the group itself.
     subgroups: by size, the subgroup of consecutive ranks that this rank is in. To make one is
         collective and costs connections.
+    strided: by stride, the subgroup of ranks at this distance that this rank is in.
     groups_made: in the state of the default group: by ranks, how many groups of them were made.
     collects_for: for each rank of this node, the destination ranks whose rows it collects in the
         2DH all-to-all under this topology.
@@ -55,6 +56,7 @@ class GroupState:
     last_tag: int = 0
     hosts: Comm | None = None
     subgroups: dict[int, Comm] = field(default_factory=dict)
+    strided: dict[int, Comm] = field(default_factory=dict)
     groups_made: dict[tuple[int, ...], int] = field(default_factory=dict)
     collects_for: dict[int, list[int]] | None = None
     _by_class: dict[type, Any] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_plugin.dispatch.base import DispatchContext, Dispatcher, DispatchTraits, Sent, fixed_slots
 from moe_plugin.dispatch.rows import device_rows, exact_rows, slot_rows
 from moe_plugin.kernels.expert_load import known_load
+from moe_plugin.machine import exporting
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, RowPlan
 
 
@@ -51,8 +52,8 @@ class LocalDispatcher(Dispatcher):
         on_host = routing.ids_TK.device.type == "cpu" and not compiling
         if kept.any_load:
             slots = None  # T for every expert: more than the rows
-        if self.traits.bounded or (slots is None and self.from_device
-                                   and not (on_host or compiling)):
+        if self.traits.bounded or (compiling and exporting()) or (slots is None and self.from_device
+                                                  and not (on_host or compiling)):
             rows = device_rows(*choices, self.placement.experts)
         elif slots is None or on_host:
             rows = exact_rows(*choices, self.placement.experts, *known_load(routing))

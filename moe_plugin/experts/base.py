@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.comm.base import Comm
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.records import ExpertRows
@@ -26,11 +27,14 @@ class Experts(nn.Module):
         traceable: `torch.compile` may look inside; else it calls them as they are.
         reduced: `hosts.plain.gradients.reduce_experts` was called; each parameter that has its
             hooks carries this mark, too.
+        seed_comm: ranks that draw initial values from one seed, whatever their generators are at;
+            None: the generators are alike, or values of one rank are copied to the others.
     """
 
     supports_gather: ClassVar[bool] = False
     traceable: ClassVar[bool] = True
     reduced: bool = False
+    seed_comm: Comm | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +85,9 @@ class Experts(nn.Module):
         """Mark every parameter as an expert's."""
         for parameter in self.parameters():
             mark_expert(parameter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "seed_comm"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

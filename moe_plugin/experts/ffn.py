@@ -11,17 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
+from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels import main_grad
+from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
+    Strategy,
     drop_out_strategy,
     drops_out,
     strategies,
 )
 from moe_plugin.kernels.fp8_weights import Fp8Weights
 from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.machine import exporting
 from moe_plugin.records import ExpertRows, HostContext, Placement
 
 logger = logging.getLogger(__name__)
@@ -80,12 +84,19 @@ class FFNExperts(Experts):
         not depend on the number of ranks, and every rank's generator moves on alike.
         """
         # on the CPU wherever the parameters are, and under `torch.device` of "meta" or a GPU
-        self.seed = int(torch.randint(2**31, (), device="cpu"))
+        seed = torch.randint(2**31, (1,), device="cpu")
+        if self.seed_comm is not None:
+            seed = self.seed_comm.broadcast(seed.to(self.seed_comm.device))
+        self.seed = int(seed)
         if self.w_in_LDF.is_meta:
             return
         stored = {name: value for name, value in self.named_parameters() if name in SHARD_AXIS}
+        whole = {name: torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                 if is_sharded(value) else value for name, value in stored.items()}
         for slot in range(self.placement.local):
-            self.draw(slot, {name: value[slot] for name, value in stored.items()})
+            self.draw(slot, {name: value[slot] for name, value in whole.items()})
+        for name in [name for name, value in stored.items() if is_sharded(value)]:
+            fill_(stored[name], whole[name])
 
     @torch.no_grad()
     def draw(self, slot: int, targets: Mapping[str, Tensor]) -> None:
@@ -120,7 +131,9 @@ class FFNExperts(Experts):
         parameters = work.parameters or self.compute_parameters()
         if parameters.dropout and not drops_out(strategy):
             strategy = drop_out_strategy()
-        if parameters.precision == "fp8":
+        if transformed() or exporting():
+            strategy = _by_torch_alone(parameters)
+        elif parameters.precision == "fp8":
             strategy = strategies.get("kernels")
         return strategy(work.x, work.rows, parameters)
 
@@ -180,6 +193,15 @@ class GatedFFNExperts(FFNExperts):
     """
 
     gated = True
+
+
+def _by_torch_alone(parameters: FFNParameters) -> Strategy:
+    """The strategy that is in plain operations of torch, for any numbers of rows."""
+    if parameters.precision != "ieee":
+        raise ValueError(f"experts.precision={parameters.precision} in torch.export or torch.func: "
+                         "must be ieee, because neither takes kernels of ours; use a layer of that "
+                         "setting with the same weights")
+    return strategies.get("loop")
 
 
 def _check_shards(config: MoEConfig, shards: int) -> None:

@@ -10,8 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
+from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.records import Routing, Tokens
+
+
+class DrawnLinear(nn.Linear):
+    """A linear map that draws its whole initial values, also where they are sharded.
+
+    Args:
+        std: standard deviation of the weights, with zero biases; None: as torch's.
+    """
+
+    def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:
+        self.std = std
+        super().__init__(*args, **options)
+
+    def reset_parameters(self) -> None:
+        """See the class; the values of `SharedExpert` without sharding."""
+        if is_sharded(self.weight):
+            whole = DrawnLinear(self.in_features, self.out_features, self.bias is not None,
+                                std=self.std, dtype=self.weight.dtype, device=self.weight.device)
+            for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
+                fill_(mine, drawn)
+            return
+        super().reset_parameters()
+        if self.std is not None:
+            nn.init.normal_(self.weight, 0.0, self.std)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
 
 
 class SharedExpert(nn.Module):
@@ -21,25 +48,17 @@ class SharedExpert(nn.Module):
                  device: Any = None) -> None:
         super().__init__()
         inner, width = config.experts.shared_hidden_dim, config.model_dim
-        options = {"bias": config.experts.bias, "dtype": dtype, "device": device}
+        options = {"bias": config.experts.bias, "std": config.experts.init_std, "dtype": dtype,
+                   "device": device}
         self.activation = ACTIVATIONS[config.experts.activation].value
-        self.fc_in = nn.Linear(width, inner, **options)
+        self.fc_in = DrawnLinear(width, inner, **options)
         self.dropout, self.overlap = config.experts.dropout, config.experts.shared_overlap
         gated = config.experts.kind == "gated_ffn"
-        self.fc_gate = nn.Linear(width, inner, **options) if gated else None
-        self.fc_out = nn.Linear(inner, width, **options)
+        self.fc_gate = DrawnLinear(width, inner, **options) if gated else None
+        self.fc_out = DrawnLinear(inner, width, **options)
         self.gate = None
         if config.experts.shared_gate:
-            self.gate = nn.Linear(width, 1, bias=False, dtype=dtype, device=device)
-        if config.experts.init_std is not None:
-            self._draw(config.experts.init_std)
-
-    def _draw(self, std: float) -> None:
-        """Initial values like those of the routed experts."""
-        for linear in filter(None, (self.fc_in, self.fc_gate, self.fc_out)):
-            nn.init.normal_(linear.weight, 0.0, std)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+            self.gate = DrawnLinear(width, 1, bias=False, dtype=dtype, device=device)
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:

@@ -56,11 +56,10 @@ class StoredExperts(Experts):
             kind(config, placement, host=host, dtype=dtype, device=where),)
         named = dict(self.template.named_parameters())
         self.shapes = {name: tuple(value.shape[1:]) for name, value in named.items()}
-        if not self.on_disk:
-            for name, value in named.items():
-                self._adopt(name, value.detach())
-            for name in sorted(set(SHARD_AXIS) - set(named)):
-                self.register_parameter(name, None)
+        for name in (*named, *sorted(set(SHARD_AXIS) - set(named))):
+            self.register_parameter(name, None)  # of a file, too: the state has these names
+        for name, value in named.items() if not self.on_disk else ():
+            self._adopt(name, value.detach())
         self.store = ExpertStore(self._weights(), self._spec(), placement.first_expert,
                                  placement.local)
 

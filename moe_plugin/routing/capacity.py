@@ -27,6 +27,7 @@ from moe_plugin.comm.compiled import owner_of
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import DispatchConfig, MoEConfig
 from moe_plugin.kernels import expert_load, slot_index
+from moe_plugin.machine import exporting
 from moe_plugin.records import KeptRouting, Routing
 
 
@@ -90,7 +91,7 @@ class CapacityLimit:
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
     """k * int(|f| * ceil(T / E)), the part of the table that does not depend on the load."""
-    return top_k * int(abs(factor) * math.ceil(tokens / experts))
+    return top_k * math.trunc(abs(factor) * math.ceil(tokens / experts))
 
 
 @dataclass(frozen=True)
@@ -181,11 +182,11 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
 def _load_unknown(rule: _Rule, routing: Routing, comm: Comm) -> bool:
     """Whether slots follow a load that the host of a lone rank would have to wait for."""
     return (rule.follows_load and comm.size == 1 and not _on_host(routing)
-            and not torch.compiler.is_compiling())
+            and (exporting() or not torch.compiler.is_compiling()))
 
 
 def _on_host(routing: Routing) -> bool:
-    return routing.ids_TK.device.type == "cpu"
+    return routing.ids_TK.device.type == "cpu" and not exporting()
 
 
 @dataclass

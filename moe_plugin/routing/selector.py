@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.base import Comm
 from moe_plugin.config.router import RouterConfig
+from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.balance import balances_by_itself
 from moe_plugin.routing.contract import KeepsBuffers, RouterModule, needs_of
@@ -75,7 +76,7 @@ class RouterSelector(KeepsBuffers, RouterModule):
         router = self.routers[index]
         routing = router(x_TD, mask_T, top_k, info)
         weights_TK = routing.weights_TK
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and not transformed():
             idle = [
                 p for other in self.routers if other is not router for p in other.parameters()
                 if p.requires_grad

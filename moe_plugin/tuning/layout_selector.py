@@ -11,6 +11,7 @@ import torch
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import Experts
+from moe_plugin.kernels.derivatives import not_transformed, refuse_vmap, transformed
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
 from moe_plugin.tuning.engine import Decision
@@ -51,6 +52,8 @@ class LayoutSelector:
         choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
         configured, because a choice reads loads and times on the host.
         """
+        if transformed():
+            self._check_transform()
         timer = None
         if self.tuner is None or choice is not None or torch.compiler.is_compiling():
             layout = self.fixed if choice is None else self.available.at(choice)
@@ -61,6 +64,12 @@ class LayoutSelector:
             pieces = self.prefill.choice(layout.choice, kept.routing.ids_TK.shape[0])
             layout = self.available.at(pieces)
         return layout if timer is None else layout.timed(timer)
+
+    def _check_transform(self) -> None:
+        refuse_vmap()
+        if self.place.comm.size > 1 or not self.experts.traceable:
+            raise not_transformed(
+                f"{type(self.experts).__name__} of {self.place.comm.size} ranks")
 
     def start_sizes(self, routing: Routing, training: bool) -> Any:
         """See `Dispatcher.start_sizes`; of the layout that the next call probably has. One that

@@ -30,6 +30,7 @@ from moe_plugin.experts.borrowed import BorrowingDispatcher
 from moe_plugin.experts.gathered import gather_parameters
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.kernels.grad_sums import GradSums
+from moe_plugin.machine import exporting
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
@@ -81,10 +82,22 @@ class Layout:
         """Whether `torch.compile` may trace plan, dispatch, experts and combine.
 
         Where `plan` reads rows by expert on the host, or experts are fetched, every new load would
-        be compiled again.
+        be compiled again. `torch.export` makes one program for any load.
+
+        Raises:
+            ValueError: `torch.export` of experts that are fetched.
         """
+        if exporting():
+            self._check_export()
+            return True
         traits = self.dispatcher.traits
         return self.experts.traceable and (traits.fixed_slots or traits.bounded)
+
+    def _check_export(self) -> None:
+        if not self.experts.traceable:
+            raise ValueError(
+                f"{type(self.experts).__name__} are fetched by the host, which an exported program "
+                "has none of: must be on the device; export with experts.store=device")
 
     def timed(self, timer: CallTimer) -> Layout:
         """The layout for a call that `timer` times."""

@@ -115,6 +115,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
         for layer in layers:
+            layer.experts.seed_comm = world
             layer.experts.reduced = replicas is not None or layer.comm.size > 1
             for parameter in layer.experts.parameters():
                 parameter.reduced = parameter.requires_grad  # gone where its hooks are gone

@@ -101,10 +101,10 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """The entries of a model's outermost `nn.ModuleList`s, in order; not those inside MoE layers.
     """
-    for child in model.children():
+    for child in () if isinstance(model, MoELayer) else model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
-        elif not isinstance(child, MoELayer):
+        else:
             yield from blocks_of(child)
 
 

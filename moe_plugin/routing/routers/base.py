@@ -13,6 +13,8 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
+from moe_plugin.dtensors import fill_
+from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
@@ -218,7 +220,7 @@ class Router(KeepsBuffers, RouterModule):
         # torch.compile fuses single steps itself: topk with its losses becomes as many loops, give
         # or take one, as the pass does (torch 2.13 on CPU). And torch 2.6 cannot trace the pass,
         # whose autograd function calls `set_materialize_grads`
-        return not torch.compiler.is_compiling()
+        return not torch.compiler.is_compiling() and not transformed()
 
     def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor | None, info: TokenInfo, *,
                     logits_TE: Tensor, probs_TE: Tensor, clean_probs_TE: Tensor | None = None,
@@ -328,8 +330,7 @@ def _not_lowering(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def xavier_(weight_ED: Tensor) -> None:
     """Fill weight_ED from the Xavier uniform distribution, drawn in float32."""
     bound = (6 / sum(weight_ED.shape)) ** 0.5
-    with torch.no_grad():
-        weight_ED.copy_(torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))
+    fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))
 
 
 def shares(scores_TE: Tensor) -> Tensor:

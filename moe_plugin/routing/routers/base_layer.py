@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.dtensors import fill_
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.assignment import balanced_assignment
@@ -41,10 +42,8 @@ class BASERouter(Router):
 
     def reset_parameters(self) -> None:
         """Make the centroids orthogonal, with gain 0.1."""
-        with torch.no_grad():
-            self.weight_ED.copy_(
-                nn.init.orthogonal_(torch.empty(self.weight_ED.shape, dtype=torch.float32),
-                                    gain=0.1))
+        whole_ED = torch.empty(self.weight_ED.shape, dtype=torch.float32)
+        fill_(self.weight_ED, nn.init.orthogonal_(whole_ED, gain=0.1))
 
     def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
         """One expert per token, and the weight of the token itself; see `Router.route`."""

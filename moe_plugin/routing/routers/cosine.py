@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_plugin.dtensors import fill_
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
@@ -46,9 +47,9 @@ class CosineRouter(TopKRouter):
     def reset_parameters(self) -> None:
         """Draw a Xavier projection, directions of deviation 0.01, temperature log 2."""
         xavier_(self.project_PD)
+        fill_(self.direction_EP, torch.randn(self.direction_EP.shape) * 0.01)
         with torch.no_grad():
             self.project_P.zero_()
-            self.direction_EP.copy_(torch.randn(self.direction_EP.shape) * 0.01)
             self.temperature.fill_(START)
 
     def clean_logits(self, x_TD: Tensor) -> Tensor:
