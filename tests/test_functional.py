@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
-from moe_plugin import MoELayer
+from moe_plugin import MoEBlock, MoELayer
 from moe_plugin.comm import LocalComm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.kernels.expert_ffn import strategies
+from moe_plugin.pregate import link
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import routers
 from tests.distributed import run_gloo
@@ -111,6 +112,14 @@ def test_what_cannot_be_is_refused() -> None:
     _, loss, parameters, x_TD = problem(experts_on="host", dtype=torch.float32)
     with pytest.raises(ValueError, match="torch.func around StoredExperts of 1 ranks: must be"):
         grad(loss)(parameters, x_TD)
+
+
+def test_linked_blocks_are_refused() -> None:
+    model = nn.Sequential(*(MoEBlock(WIDTH, LocalComm(), num_experts=4, router={"pre_gate": 1})
+                            for _ in range(2)))
+    link(model)
+    with pytest.raises(ValueError, match="torch.func around linked blocks"):
+        grad(lambda x_TD: model(x_TD).sum())(torch.randn(5, WIDTH))
 
 
 def run_two_ranks() -> str:
