@@ -139,6 +139,13 @@ def native_router(config: Any, submodules: Any, groups_: Groups,
     return build(config=config, pg_collection=groups_.collection, **extra)
 
 
+def is_native_router(router: torch.nn.Module) -> bool:
+    """True for Megatron's own router, and subclasses, which weigh their losses as it does."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return isinstance(router, TopKRouter)
+
+
 def injects_router(submodules: Any) -> bool:
     """True where the spec names a router other than Megatron's own."""
     from megatron.core.transformer.moe.router import TopKRouter
