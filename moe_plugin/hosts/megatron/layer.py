@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.refusals import settings_errors
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
+from moe_plugin.hosts.megatron.recordings import Recordings
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
 from moe_plugin.hosts.megatron.translate import Translation, settings_from_flags, translate
@@ -81,7 +83,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.submodules, self.groups, self.plan = submodules, groups, plan
         self.tp_group = groups.tensor
         self.shares_tokens = shares_tokens(config, plan, groups)
-        self._is_mtp = bool(extra.get("is_mtp_layer", False))
+        self._is_mtp = is_mtp_layer(extra)
         self.layer_number = layer_numbers.in_model(self.layer_number, config, self._is_mtp)
         self.losses = AuxiliaryLosses(
             config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
@@ -105,7 +107,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if setting(config, "overlap_moe_expert_parallel_comm"):
             stages.check(self)
         watch_store(moe, lambda: f"layer{self.layer_number}")
-        self._clock = StepClock()
+        self._clock, self._recordings = StepClock(), Recordings(moe, config)
         self.continues = False  # a slice of a micro-batch whose first slice has passed
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
@@ -207,11 +209,17 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
             return uncompiled(self.forward, hidden_states, None, padding_mask)
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
+        if self.losses.passes > 1 and self.training and not inside_backward():
+            with self._recordings.of_next(self.losses.passes):
+                return self._checkpointed(hidden_states, real_SB), None
+        return self._checkpointed(hidden_states, real_SB), None
+
+    def _checkpointed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         if self.recompute and self.training:
             from megatron.core import tensor_parallel
 
-            return tensor_parallel.checkpoint(self._run, False, hidden_states, real_SB), None
-        return self._run(hidden_states, real_SB), None
+            return tensor_parallel.checkpoint(self._run, False, x_SBD, real_SB)
+        return self._run(x_SBD, real_SB)
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         self._check_store()

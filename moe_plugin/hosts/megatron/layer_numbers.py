@@ -11,8 +11,8 @@ from moe_plugin.hosts.megatron.compat.settings import setting
 def in_model(layer_number: int | None, config: Any, is_mtp: bool) -> int | None:
     """1-based number among all transformer layers, as in Megatron's log of auxiliary losses.
 
-    layer_number: Megatron's. Up to 0.16 it is this number; from 0.17 on, which tells a layer that
-    it is one of multi-token prediction (`is_mtp`), these are numbered from 1 again.
+    layer_number: Megatron's. is_mtp: see `compat.multi_token`; 0.16 numbers so itself, and 0.15
+    confuses these layers with the first ones, in its log, too.
     """
     return layer_number if layer_number is None or not is_mtp else (
         layer_number + config.num_layers)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,17 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.pipeline.attention import Part, Sequences
 from moe_plugin.hosts.megatron.pipeline.base import refuse
 from moe_plugin.hosts.megatron.pipeline.cutting import NAME, Again, CutModel, check_model, weighed
 from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
+from moe_plugin.hosts.megatron.recordings import Recordings, recomputes
 from moe_plugin.layer import MoELayer
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.slices import Unit
-from moe_plugin.routing.contract import RouterModule
-from moe_plugin.routing.replay import ReplayLog
-from moe_plugin.tuning.layout_tuner import LayoutTuner
 
 Seconds = dict[tuple[str, int, int], list[float]]  # by kind, length and context of a slice
 
@@ -54,7 +50,7 @@ class SliceStep(Step):
         self.output_grads: list[Tensor] = []
         self.timed = timed
         self.seconds: Seconds = defaultdict(list)
-        self._recordings = _Recordings(bare, config)
+        self._recordings = Recordings(bare, config)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
         """See `Step`; gradients come in reverse order of a micro-batch's slices."""
@@ -175,40 +171,11 @@ class SliceStep(Step):
             self.seconds[kind, part.length, part.start].append(self._now() - began)
 
 
-class _Recordings:
-    """Puts routers' recordings for recomputations into the order of backward passes."""
-
-    def __init__(self, model: torch.nn.Module, config: Any) -> None:
-        recomputes = setting(config, "recompute_granularity") is not None
-        self.logs = _logs(model) if recomputes else []
-        self.counts: list[list[int]] = []
-        if recomputes:
-            _check_recordings(model)
-
-    @contextmanager
-    def of_forward(self, number: int, slices: int) -> Iterator[None]:
-        """Around the forward pass of a slice."""
-        before = [len(log.records) for log in self.logs]
-        yield
-        if number == 0:
-            self.counts = [[] for _ in self.logs]
-        for log, count, counts in zip(self.logs, before, self.counts, strict=True):
-            counts.append(len(log.records) - count)
-            if number == slices - 1:
-                log.turn(counts)
-
-
-def _logs(model: torch.nn.Module) -> list[ReplayLog]:
-    found = [m.recordings for m in model.modules() if isinstance(m, RouterModule)]
-    tuners = [m.layouts.tuner for m in model.modules() if isinstance(m, MoELayer)]
-    return found + [tuner.recordings for tuner in tuners if isinstance(tuner, LayoutTuner)]
-
-
 def check_slices(passes: dict[str, Any], config: Any) -> None:
     """`ValueError`: the model or a setting of Megatron does not fit slices."""
     [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
     bare = check_model(model, config)
-    if setting(config, "recompute_granularity") is not None:
+    if recomputes(config):
         _check_recordings(bare)
 
 
