@@ -41,7 +41,7 @@ class SliceStep(Step):
                  slices: Sequence[int], timed: bool = False) -> None:
         self.slices, self.starts = tuple(slices), [0, *accumulate(slices)]
         super().__init__(passes, config, group, gradients, window=0)
-        bare = check_model(self.model, config)
+        bare = _checked(self.model, config)
         self.cut = CutModel(bare, self.starts[-1])
         self.again = None if self.data is None else Again(self.data)
         self.batch_parts: dict[int, list[Part]] = {}
@@ -174,16 +174,17 @@ class SliceStep(Step):
 def check_slices(passes: dict[str, Any], config: Any) -> None:
     """`ValueError`: the model or a setting of Megatron does not fit slices."""
     [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
+    _checked(model, config)
+
+
+def _checked(model: Any, config: Any) -> torch.nn.Module:
     bare = check_model(model, config)
-    if recomputes(config):
-        _check_recordings(bare)
-
-
-def _check_recordings(model: torch.nn.Module) -> None:
-    for layer in (m for m in model.modules() if isinstance(m, MoELayer)):
+    layers = [m for m in bare.modules() if isinstance(m, MoELayer)] if recomputes(config) else []
+    for layer in layers:
         router = layer.config.router
         for name, value in (("router.pre_gate", router.pre_gate),
                             ("router.predict", router.predict)):
             if value:
                 refuse(NAME, name, value, "off where activations are recomputed",
                        "leave out --recompute-granularity, or it")
+    return bare
