@@ -167,7 +167,8 @@ def test_padding_is_not_counted() -> None:
         _equal(on_ranks(world, _gradients, cases, kinds, timeout_s=240), alone["alone"])
 
 
-NEEDS = {"load_importance": {"router.noise": 1.0}, "noisy_load": {"router.name": "noisy_topk"},
+NEEDS = {"load_importance": {"router.noise": 1.0}, "tutel_load_importance": {"router.noise": 1.0},
+         "noisy_load": {"router.name": "noisy_topk"},
          "sam_alignment": {"router.name": "sam", "router.groups": 2}}
 
 
