@@ -103,10 +103,11 @@ class MoEConfig(Section):
                      "use Megatron's --recompute-granularity with slices of sequences, or "
                      "pipeline.schedule=1f1b")
         self._check_links()
-        uses_load = self.losses.get("load_importance", 0) > 0
-        check(not uses_load or self.router.noise > 0, "losses.load_importance",
-              self.losses.get("load_importance"), "0 unless router.noise > 0",
-              "its load term is the probability under the noise: set router.noise, e.g. 1.0")
+        for name in ("load_importance", "tutel_load_importance"):
+            weight = self.losses.get(name, 0)
+            check(not weight > 0 or self.router.noise > 0, f"losses.{name}", weight,
+                  "0 unless router.noise > 0",
+                  "its load term is the probability under the noise: set router.noise, e.g. 1.0")
 
     def _check_links(self) -> None:
         router, links, weighs = self.router, self.router.links, self.losses.get("ta_moe", 0) > 0

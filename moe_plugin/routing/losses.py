@@ -253,12 +253,28 @@ def load_importance(x: LossInputs) -> Tensor:
     importance_e = sum_s p(s,e); load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)): q the score
     without noise, thr_s the k-th largest noisy score of token s, Phi the standard normal
     distribution function. CV^2 is the unbiased variance over the squared mean; a router that is
-    uniform in both gives 0. Source: Shazeer et al. 2017, appendix A, in the form that Tutel uses.
+    uniform in both gives 0. Source: Shazeer et al. 2017, appendix A, with scores in place of
+    logits. Tutel's loss of this name has another value: see `tutel_load_importance`.
     """
     threshold_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
     load_E = x.real(chance_TE).sum(0)
     return (_squared_cv(x.importance_E()) + _squared_cv(load_E)) / 2 * x.share()
+
+
+@losses.register("tutel_load_importance")
+def tutel_load_importance(x: LossInputs) -> Tensor:
+    """Tutel's `load_importance_loss`, for models that were trained with it.
+
+    As `load_importance`, with importance_e = sum_s q(s,e), of scores without noise, and thr_s the
+    noisy logit of the k-th choice of token s, not its score: a score, at most 1, is compared with
+    a logit, so that tokens whose logits are large count as load of no expert. Source: Tutel,
+    `impls/losses.py` and `impls/moe_layer.py`.
+    """
+    threshold_T1 = x.logits_TE.gather(1, x.ids_TK[:, -1:])
+    chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
+    importance_E, load_E = (x.real(p_TE).sum(0) for p_TE in (x.clean_probs_TE, chance_TE))
+    return (_squared_cv(importance_E) + _squared_cv(load_E)) / 2 * x.share()
 
 
 @losses.register("importance")

@@ -24,7 +24,9 @@ from moe_plugin.hosts.plain.huggingface import (
     swap_moe_blocks,
     swapped_blocks,
 )
+from moe_plugin.routing import losses
 from moe_plugin.routing.balance import UnbalancedTraining
+from moe_plugin.routing.losses import LossInputs
 from tests.checkpoint.hf_models import MODELS, logits, tiny, tokens
 from tests.distributed import run_gloo
 
@@ -75,6 +77,56 @@ def test_check_hf_says_how_far_off(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "2 MoE blocks, 9 tokens, float32: logits differ by" in capsys.readouterr().out
     assert main(["check-hf", str(tmp_path), "--tokens", "9", "--tolerance", "1e-30"]) == 1
     assert main(["check-hf", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_their_coefficient_is_k_of_ours_over_the_layers(kind: str) -> None:
+    """`losses.switch` = `router_aux_loss_coef` * k / L: loss and gradients of a model of one MoE
+    layer, where this is exact, are those of `transformers`.
+    """
+    coefficient = 0.3
+    model = tiny(kind, torch.float64, num_hidden_layers=1, router_aux_loss_coef=coefficient)
+    model.train()
+    ids, k = tokens(model, batch=3), model.config.num_experts_per_tok
+    want = model(ids, labels=ids, output_router_logits=True).loss
+    want.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if ".mlp." not in name}
+    assert want - model(ids, labels=ids).loss > coefficient * k / 2
+    model.zero_grad(set_to_none=True)
+    swap_moe_blocks(model, settings={"losses": {"switch": coefficient * k}})
+    got = model(ids, labels=ids).loss + auxiliary_loss(model)
+    got.backward()
+    close(got, want.double())  # theirs is float32
+    ours = dict(model.named_parameters())
+    for name, grad in grads.items():
+        close(ours[name].grad, grad)
+
+
+def test_their_loss_is_one_of_all_layers() -> None:
+    """Layers with the same loads: exact with k / L. Layers whose surpluses differ: theirs is less.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    tokens_, experts, k = 40, 6, 2
+
+    def ours(layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        values = []
+        for logits_TE in layers:
+            ids_TK = logits_TE.topk(k, dim=1).indices
+            p_TE = logits_TE.softmax(1)
+            values.append(losses.get("switch")(LossInputs(logits_TE, p_TE, p_TE, ids_TK, None, 0)))
+        return torch.stack(values).sum() * k / len(layers)
+
+    one = torch.randn(tokens_, experts, generator=torch.Generator().manual_seed(1)) * 2
+    alike = tuple(x.clone().requires_grad_() for x in (one, one.flip(0), one * 1.7))
+    want, got = load_balancing_loss_func(alike, experts, k), ours(alike)
+    close(got, want)
+    for a, b in zip(torch.autograd.grad(got, alike), torch.autograd.grad(want, alike),
+                    strict=True):
+        close(a, b)
+    pull = torch.tensor([4.0, 0, 0, 0, 0, 0])
+    uneven = (one + pull, one + pull.roll(3))
+    assert load_balancing_loss_func(uneven, experts, k) < 0.8 * ours(uneven)
 
 
 def train(model: Any, steps: int, comm: TorchComm | None = None) -> None:

@@ -52,6 +52,8 @@ def test_round_trip() -> None:
        }, ["second_expert_policy='random'", "router.top_k is 3"]),
      ({"router": "topk"}, ["router='topk'", "mapping"]),
      ({"losses": {"load_importance": 0.1}}, ["losses.load_importance=0.1", "router.noise"]),
+     ({"losses": {"tutel_load_importance": 0.1}},
+      ["losses.tutel_load_importance=0.1", "router.noise"]),
      ({"losses": {"z": -0.1}}, ["losses.z=-0.1", ">= 0"]), ({"losses": 3}, ["losses=3", "mapping"]),
      ({"dispatch": {"capacity_factor": float("nan")}}, ["dispatch.capacity_factor=nan", "finite"]),
      ({"dispatch": {"eval_token_fraction": 2}}, ["eval_token_fraction=2.0", "[0, 1]"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_known_constants_of_a_uniform_router(experts: int, k: int) -> None:
     want = {
         "gshard": 1.0, "switch": 1.0, "sequence": 1.0, "global_batch": 1.0, "ta_moe": 1.0,
         "sam_alignment": 0.0, "importance": 0.0, "noisy_load": 0.0, "load_importance": 0.0,
-        "z": math.log(experts)**2
+        "tutel_load_importance": 0.0, "z": math.log(experts)**2
     }
     assert set(want) == set(losses.names()), "a new loss needs its constant here"
     for name, value in want.items():
@@ -68,6 +69,46 @@ def test_load_importance_formula() -> None:
     importance = sum(p[t] for t in range(33))
     want = sum(v.var() / v.mean() ** 2 for v in (load, importance)) / 2
     torch.testing.assert_close(got, want)
+
+
+def test_tutel_load_importance_formula() -> None:
+    """Its formula by hand: scores without noise against the noisy logit of the k-th choice; both
+    differ from `load_importance`.
+    """
+    torch.manual_seed(1)
+    noise, tokens, experts = 0.7, 40, 4
+    clean = torch.randn(tokens, experts, dtype=torch.float64)
+    noisy = clean + noise * torch.randn_like(clean)
+    p, q = noisy.softmax(1), clean.softmax(1)
+    ids = p.topk(2).indices
+    inputs = LossInputs(noisy, p, q, ids, torch.arange(tokens) < 33, noise)
+    load, importance = [0.0] * experts, [0.0] * experts
+    for t in range(33):
+        kth = sorted(noisy[t].tolist())[-2]
+        for e in range(experts):
+            load[e] += (1 + math.erf((float(q[t, e]) - kth) / noise / math.sqrt(2))) / 2
+            importance[e] += float(q[t, e])
+    want = sum(statistics.variance(v) / statistics.mean(v)**2 for v in (load, importance)) / 2
+    got = losses.get("tutel_load_importance")(inputs)
+    assert got.item() == pytest.approx(want, rel=1e-9)
+    assert abs(losses.get("load_importance")(inputs).item() - want) > 0.1 * want
+
+
+def test_tutel_load_importance_of_a_router() -> None:
+    """In training alone; the noise is drawn once."""
+    router = make_router(losses_={"tutel_load_importance": 1.0}, noise=1.0)
+    x = torch.randn(64, 8)
+    torch.manual_seed(3)
+    got = router.train()(x)
+    torch.manual_seed(3)
+    logits = x @ router.weight_ED.t()
+    noisy = logits + torch.randn_like(logits) / 4
+    kth_T1 = noisy.topk(2).values[:, -1:]
+    load_E = torch.special.ndtr((logits.softmax(1) - kth_T1) * 4).sum(0)
+    importance_E = logits.softmax(1).sum(0)
+    want = sum(v.var() / v.mean()**2 for v in (load_E, importance_E)) / 2
+    torch.testing.assert_close(got.losses["tutel_load_importance"], want)
+    assert not router.eval()(x).losses
 
 
 def test_losses_ignore_padding() -> None:

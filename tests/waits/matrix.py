@@ -25,8 +25,8 @@ BASE_READS = 2  # which tokens are real, to take them and to write their experts
 LOSSES = ("global_batch", "gshard", "importance", "switch", "z")
 # losses that a router of their own computes, and the settings that they need
 _OF_ROUTER: dict[str, dict[str, Any]] = {
-    "load_importance": {"noise": 1.0}, "noisy_load": {"name": "noisy_topk"},
-    "sam_alignment": {"name": "sam", "groups": 2}
+    "load_importance": {"noise": 1.0}, "tutel_load_importance": {"noise": 1.0},
+    "noisy_load": {"name": "noisy_topk"}, "sam_alignment": {"name": "sam", "groups": 2}
 }
 COMMON: dict[str, Any] = {
     "factor": (None, 1.0, 0.0, -1.0), "tokens": ("even", "uneven", "padding"), "k": (2,),

@@ -12,20 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.hosts.megatron import parameters, stages, state
+from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.refusals import settings_errors
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
+from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
+from moe_plugin.hosts.megatron.recordings import Recordings
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
-from moe_plugin.hosts.megatron.translate import (
-    LOSS_NAMES,
-    Translation,
-    settings_from_flags,
-    translate,
-)
+from moe_plugin.hosts.megatron.translate import Translation, settings_from_flags, translate
 from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.hosts.plain.store_log import watch_store
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
@@ -75,7 +73,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             _refuse_other_layers(config)
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
-        if plan.config.router.pre_gate and extra.get("is_mtp_layer"):
+        if plan.config.router.pre_gate and setting(config, "mtp_num_layers") and (
+                layer_numbers.last_layer_is_moe(config)):
             raise ValueError(
                 "router.pre_gate=1 does not fit mtp_num_layers, whose layers read other tokens "
                 "than the block before: must be 0; leave out one of the two")
@@ -84,9 +83,13 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.submodules, self.groups, self.plan = submodules, groups, plan
         self.tp_group = groups.tensor
         self.shares_tokens = shares_tokens(config, plan, groups)
-        self._is_mtp = bool(extra.get("is_mtp_layer", False))
-        native = core.native_router(config, submodules, groups, extra.get(
-            "is_mtp_layer", False)) if plan.native_router else None
+        self._is_mtp = is_mtp_layer(extra)
+        self.layer_number = layer_numbers.in_model(self.layer_number, config, self._is_mtp)
+        self.losses = AuxiliaryLosses(
+            config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
+            plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, self._is_mtp))
+        native = core.native_router(config, submodules, groups,
+                                    self._is_mtp) if plan.native_router else None
         moe = self._build(config, plan, native)
         # its parts are registered before it: torch names a parameter by its first owner, so names
         # are Megatron's (`router.*`, `experts.*`); state dicts: see `state`
@@ -104,7 +107,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if setting(config, "overlap_moe_expert_parallel_comm"):
             stages.check(self)
         watch_store(moe, lambda: f"layer{self.layer_number}")
-        self._clock = StepClock()
+        self._clock, self._recordings = StepClock(), Recordings(moe, config)
         self.continues = False  # a slice of a micro-batch whose first slice has passed
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
@@ -118,8 +121,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 f"experts.store_path={experts.store_path!r} does not fit experts.store=disk in "
                 "Megatron, whose checkpoints are loaded into memory: must be a .safetensors file "
                 "with the experts of all layers (docs/offload.md), or use experts.store=host")
-        router = None if native is None else NativeRouter(native, config.moe_router_topk,
-                                                          plan.native_balance)
+        router = None if native is None else NativeRouter(
+            native, config.moe_router_topk, plan.native_balance, self.losses)
         moe = MoELayer(layer_config(config, plan.config),
                        comm_of(self.groups.experts, plan.config.comm.timeout_s),
                        host=self._host_context(config, plan, native is not None),
@@ -132,8 +135,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return moe
 
     def _host_context(self, config: Any, plan: Translation, native: bool) -> HostContext:
-        number = None if self.layer_number is None else _moe_layers_before(
-            config, self.layer_number, self._is_mtp)
+        number = None if self.layer_number is None else layer_numbers.moe_layers_before(
+            config, self.layer_number)
         host = HostContext(layer_number=number, numbered_later=number is None,
                            replay=config.recompute_granularity is not None, acts_on_model=True,
                            adds_to_main_grad=bool(config.gradient_accumulation_fusion))
@@ -171,12 +174,15 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return comm.all_reduce(grad)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron; the number goes into the log's rows, and to a list of routers."""
-        self.layer_number = layer_number
-        number = _moe_layers_before(self.config, layer_number, self._is_mtp)
+        """Called by Megatron; the number goes into the log's rows, and to a list of routers.
+
+        The attribute `layer_number` is then that of `layer_numbers.in_model`.
+        """
+        self.layer_number = layer_numbers.in_model(layer_number, self.config, self._is_mtp)
+        number = layer_numbers.moe_layers_before(self.config, self.layer_number)
         number_layers(self.router, number)
         self.experts.use_layer(number)
-        if layer_number == _first_moe_layer(self.config):
+        if self.layer_number == layer_numbers.first_moe_layer(self.config):
             _announce(self.plan)
         if self.plan.native_router:
             self.router.set_layer_number(layer_number)  # part of Megatron's router interface
@@ -203,11 +209,17 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
             return uncompiled(self.forward, hidden_states, None, padding_mask)
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
+        if self.losses.passes > 1 and self.training and not inside_backward():
+            with self._recordings.of_next(self.losses.passes):
+                return self._checkpointed(hidden_states, real_SB), None
+        return self._checkpointed(hidden_states, real_SB), None
+
+    def _checkpointed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         if self.recompute and self.training:
             from megatron.core import tensor_parallel
 
-            return tensor_parallel.checkpoint(self._run, False, hidden_states, real_SB), None
-        return self._run(hidden_states, real_SB), None
+            return tensor_parallel.checkpoint(self._run, False, x_SBD, real_SB)
+        return self._run(x_SBD, real_SB)
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         self._check_store()
@@ -262,11 +274,15 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             self.moe.router.batch_size = x_SBD.shape[1]
         # a pre-gate begins its layer's step in the block before
         if (has_own_gate(self.moe) and self.training and not inside_backward()
-                and not self.continues and self._clock.new_step(core.microbatches_a_step())):
+                and not self.continues and self._clock.new_step(self._passes_a_step())):
             self._finish_step()
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
         ids_SB = ids_of(x_SBD, self.tokens_BT, self.needs, part)
         return token_info(x_SBD, ids_SB, self.needs)
+
+    def _passes_a_step(self) -> int | None:
+        microbatches = core.microbatches_a_step()
+        return None if microbatches is None else microbatches * self.losses.passes
 
     def _finish_step(self) -> None:
         for moe in chosen_together(self.moe):
@@ -280,21 +296,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 self.observer(out.stats)
 
     def _with_losses(self, y: Tensor, losses: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
-        # not in a recomputation's first pass without gradients
-        if not (self.training and torch.is_grad_enabled()):
-            return y
-        parts = self.groups.context if self.shares_tokens else self.groups.tokens
-        group = parts if parts.size() > 1 else None
-        for name, weight in self.plan.config.losses.items():
-            if weight and name in losses:
-                loss = losses[name]
-                # by tokens: Megatron then divides every gradient by the number of tokens
-                y = core.attach_loss(
-                    y, weight * loss * (tokens if self.config.calculate_per_token_loss else 1))
-                if not replaying():
-                    core.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, self.layer_number,
-                                  self.config, group)
-        return y
+        return self.losses.attach(y, losses, tokens, self.layer_number) if wanted(self) else y
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -349,24 +351,6 @@ def _initialise_router(router: nn.Module, config: Any) -> None:
             parameter.copy_(values)
 
 
-def _moe_layers_before(config: Any, layer_number: int, is_mtp: bool) -> int:
-    """MoE layers ahead of the 1-based layer `layer_number` on all pipeline stages; those for
-    multi-token prediction come after all others.
-    """
-    layers, pattern = config.num_layers, config.moe_layer_freq
-    if not isinstance(pattern, (list, tuple)):
-        pattern = [int(i % pattern == 0) for i in range(layers)]
-    if is_mtp and layer_number <= layers:
-        layer_number += layers
-    return sum(pattern[: layer_number - 1]) + max(0, layer_number - 1 - layers)
-
-
-def all_layers_moe(config: Any) -> bool:
-    """True where `moe_layer_freq` makes every layer an MoE layer."""
-    pattern = config.moe_layer_freq
-    return all(pattern) if isinstance(pattern, (list, tuple)) else pattern == 1
-
-
 def _refuse_other_layers(config: Any) -> None:
     for name in ("qk_layernorm", "multi_latent_attention", "qk_l2_norm"):
         if setting(config, name):
@@ -376,18 +360,12 @@ def _refuse_other_layers(config: Any) -> None:
                 "moe_plugin.hosts.megatron.spec.swap_moe, or use --spec "
                 "moe_plugin.hosts.megatron.spec moe_layer, which follows "
                 f"--{name.replace('_', '-')}")
-    if not all_layers_moe(config):
+    if not layer_numbers.all_layers_moe(config):
         raise ValueError(
             f"moe_layer_freq={config.moe_layer_freq!r} does not fit this layer spec, which makes "
             "every layer an MoE layer: must be 1; swap the layers of Megatron's block spec with "
             "moe_plugin.hosts.megatron.spec.swap_moe, or use --spec "
             "moe_plugin.hosts.megatron.spec moe_layer, which follows --moe-layer-freq")
-
-
-def _first_moe_layer(config: Any) -> int:
-    # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry per layer
-    pattern = config.moe_layer_freq
-    return 1 + list(pattern).index(1) if isinstance(pattern, (list, tuple)) and 1 in pattern else 1
 
 
 def _announce(plan: Translation) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.native_losses import weighed_by_tokens
+from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, Count, wanted
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule
 
@@ -20,11 +24,14 @@ class NativeRouter(RouterModule):
     Args:
         native: Megatron's router. top_k: experts per token.
         balances: whether its settings keep the load even, by a loss or otherwise.
+        losses: of the layer, whose ranks share the tokens; None: this rank has them all.
     """
 
-    def __init__(self, native: nn.Module, top_k: int, balances: bool = True) -> None:
+    def __init__(self, native: nn.Module, top_k: int, balances: bool = True,
+                 losses: AuxiliaryLosses | None = None) -> None:
         super().__init__()
         self.native, self.top_k, self.balances = native, top_k, balances
+        self.losses = losses
         # sequences in the next call; the layer sets it, for losses that are taken by sequence
         self.batch_size = 1
 
@@ -44,13 +51,20 @@ class NativeRouter(RouterModule):
                 "pass None"
             )
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
-        probs_TE, map_TE = core.call_native_router(self.native,
-                                                     x_TD.view(-1, self.batch_size, x_TD.shape[-1]),
-                                                     padding_SB)
+        x_SBD = x_TD.view(-1, self.batch_size, x_TD.shape[-1])
+        with self._weighed(x_TD.shape[0] if mask_T is None else mask_T.sum()):
+            probs_TE, map_TE = core.call_native_router(self.native, x_SBD, padding_SB)
         probs_TE, map_TE = probs_TE.view(-1,
                                          probs_TE.shape[-1]), map_TE.view(-1,
                                                                           map_TE.shape[-1]).bool()
         return _as_routing(probs_TE, map_TE, mask_T, self.top_k)
+
+    def _weighed(self, tokens: Count) -> AbstractContextManager[None]:
+        losses = self.losses
+        if losses is None or not losses.config.calculate_per_token_loss or not wanted(self) or (
+                not core.is_native_router(self.native)):
+            return nullcontext()
+        return weighed_by_tokens(self.native, tokens, losses.tokens(tokens), losses.ranks.size())
 
 
 def _as_routing(probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Routing:

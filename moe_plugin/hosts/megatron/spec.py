@@ -27,7 +27,8 @@ from typing import Any
 from moe_plugin.config import settings_from_yaml
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config
-from moe_plugin.hosts.megatron.layer import PluginMoELayer, all_layers_moe
+from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.layer_numbers import all_layers_moe
 from moe_plugin.hosts.megatron.pipeline import pipeline_settings
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.messages import short

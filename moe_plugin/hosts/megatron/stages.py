@@ -27,6 +27,7 @@ from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.dispatch import Sent
 from moe_plugin.dispatch.local import TokenPlan, with_weights
 from moe_plugin.hosts.megatron import parameters
+from moe_plugin.hosts.megatron.layer_numbers import last_layer_is_moe
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
 from moe_plugin.routing.statistics import call_stats
@@ -152,18 +153,12 @@ def check(layer: Any) -> None:
              "token_ids" not in layer.needs),
             # 0.16 to 0.19: the schedule has the final norm in an MoE layer's last step alone
             ("moe_layer_freq", native.moe_layer_freq, "such that the last layer is an MoE layer",
-             _last_layer_is_moe(native))) if not ok
+             last_layer_is_moe(native))) if not ok
     ]
     for name, value, bound in bad:
         raise ValueError(
             f"{name}={value!r} does not fit overlap_moe_expert_parallel_comm=True, which hides "
             f"exchanges behind another micro-batch: must be {bound}; set one of the two otherwise")
-
-
-def _last_layer_is_moe(native: Any) -> bool:
-    pattern = native.moe_layer_freq
-    return bool(pattern[-1]) if isinstance(pattern, (list, tuple)) else (
-        native.num_layers - 1) % pattern == 0
 
 
 def _weights(plan: DispatchPlan) -> Tensor:

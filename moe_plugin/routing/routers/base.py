@@ -50,8 +50,8 @@ class Router(KeepsBuffers, RouterModule):
     """
 
     fixed_k: int | None = None
-    own_losses: frozenset[str] = frozenset({"load_importance"})
-    only_noisy: frozenset[str] = frozenset({"load_importance", "noisy_load"})
+    own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
+    only_noisy: frozenset[str] = own_losses | {"noisy_load"}
     needs_mask: bool = True
     one_pass: bool = False
 
@@ -89,11 +89,11 @@ class Router(KeepsBuffers, RouterModule):
     def _check_losses(self) -> None:
         for name in self.loss_names:
             losses.get(name)
-            if name in ("load_importance", "noisy_load") and name not in self.own_losses:
+            if name in Router.only_noisy and name not in self.own_losses:
                 raise ValueError(
                     f"losses.{name} cannot be used with this router ({type(self).__name__}): must "
-                    "be 0; noisy_load belongs to router noisy_topk, load_importance to routers "
-                    "that add router.noise")
+                    "be 0; noisy_load belongs to router noisy_topk, load_importance and "
+                    "tutel_load_importance to routers that add router.noise")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         return super()._apply(_not_lowering(fn) if self.config.fp32 else fn, recurse)

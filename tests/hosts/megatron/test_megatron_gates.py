@@ -182,13 +182,13 @@ def test_the_wrapper_does_not_wait_for_idle_routers() -> None:
 def _numbers() -> list[int]:
     from types import SimpleNamespace
 
-    from moe_plugin.hosts.megatron.layer import _moe_layers_before
+    from moe_plugin.hosts.megatron.layer_numbers import in_model, moe_layers_before
 
     every, pattern = SimpleNamespace(num_layers=6, moe_layer_freq=2), SimpleNamespace(
         num_layers=4, moe_layer_freq=[0, 1, 1, 0])
-    return [[_moe_layers_before(every, n, False) for n in (1, 3, 5)],
-            [_moe_layers_before(pattern, n, False) for n in (2, 3)],
-            [_moe_layers_before(pattern, n, True) for n in (1, 2, 5)]]
+    return [[moe_layers_before(every, n) for n in (1, 3, 5)],
+            [moe_layers_before(pattern, n) for n in (2, 3)],
+            [moe_layers_before(pattern, in_model(n, pattern, n < 5)) for n in (1, 2, 5)]]
 
 
 def test_moe_layers_are_numbered_by_megatrons_pattern() -> None:

@@ -204,7 +204,8 @@ def _refusal(settings: dict[str, object]) -> str:
     from moe_plugin.hosts.megatron.layer import PluginMoELayer
 
     with pytest.raises(ValueError, match="does not fit this layer spec") as refused:
-        PluginMoELayer(SimpleNamespace(**{"moe_layer_freq": 1, **settings}), plain_layers=True)
+        PluginMoELayer(SimpleNamespace(**{"num_layers": 2, "moe_layer_freq": 1, **settings}),
+                       plain_layers=True)
     return str(refused.value)
 
 

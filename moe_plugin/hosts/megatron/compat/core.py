@@ -31,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from moe_plugin.hosts.megatron.compat.multi_token import NUMBER, tell_layers
 from moe_plugin.hosts.megatron.compat.settings import setting
 
 OLDEST = (0, 15)
@@ -39,8 +40,7 @@ Group = dist.ProcessGroup
 
 def check_version() -> None:
     """`ValueError` for a Megatron-core older than this host knows."""
-    number = tuple(int(part) for part in core_version.split(".")[:2])
-    if number < OLDEST:
+    if NUMBER < OLDEST:
         raise ValueError(
             f"megatron-core {core_version} is too old: must be >= {'.'.join(map(str, OLDEST))}; "
             "pip install 'megatron-core>=0.15'")
@@ -137,6 +137,13 @@ def native_router(config: Any, submodules: Any, groups_: Groups,
     build = getattr(submodules, "router", None) or TopKRouter
     extra = {"is_mtp_layer": True} if is_mtp_layer else {}
     return build(config=config, pg_collection=groups_.collection, **extra)
+
+
+def is_native_router(router: torch.nn.Module) -> bool:
+    """True for Megatron's own router, and subclasses, which weigh their losses as it does."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return isinstance(router, TopKRouter)
 
 
 def injects_router(submodules: Any) -> bool:
@@ -290,6 +297,7 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:  # 0.18 on
         return functools.partial(replacement, *mlp.args, **mlp.keywords, **settings)
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
+        tell_layers()
         swapped = copy.copy(mlp)
         swapped.module, swapped.params = replacement, {**(mlp.params or {}), **settings}
         return swapped

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,17 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.pipeline.attention import Part, Sequences
 from moe_plugin.hosts.megatron.pipeline.base import refuse
 from moe_plugin.hosts.megatron.pipeline.cutting import NAME, Again, CutModel, check_model, weighed
 from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
+from moe_plugin.hosts.megatron.recordings import Recordings, recomputes
 from moe_plugin.layer import MoELayer
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.slices import Unit
-from moe_plugin.routing.contract import RouterModule
-from moe_plugin.routing.replay import ReplayLog
-from moe_plugin.tuning.layout_tuner import LayoutTuner
 
 Seconds = dict[tuple[str, int, int], list[float]]  # by kind, length and context of a slice
 
@@ -45,7 +41,7 @@ class SliceStep(Step):
                  slices: Sequence[int], timed: bool = False) -> None:
         self.slices, self.starts = tuple(slices), [0, *accumulate(slices)]
         super().__init__(passes, config, group, gradients, window=0)
-        bare = check_model(self.model, config)
+        bare = _checked(self.model, config)
         self.cut = CutModel(bare, self.starts[-1])
         self.again = None if self.data is None else Again(self.data)
         self.batch_parts: dict[int, list[Part]] = {}
@@ -54,7 +50,7 @@ class SliceStep(Step):
         self.output_grads: list[Tensor] = []
         self.timed = timed
         self.seconds: Seconds = defaultdict(list)
-        self._recordings = _Recordings(bare, config)
+        self._recordings = Recordings(bare, config)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
         """See `Step`; gradients come in reverse order of a micro-batch's slices."""
@@ -175,48 +171,20 @@ class SliceStep(Step):
             self.seconds[kind, part.length, part.start].append(self._now() - began)
 
 
-class _Recordings:
-    """Puts routers' recordings for recomputations into the order of backward passes."""
-
-    def __init__(self, model: torch.nn.Module, config: Any) -> None:
-        recomputes = setting(config, "recompute_granularity") is not None
-        self.logs = _logs(model) if recomputes else []
-        self.counts: list[list[int]] = []
-        if recomputes:
-            _check_recordings(model)
-
-    @contextmanager
-    def of_forward(self, number: int, slices: int) -> Iterator[None]:
-        """Around the forward pass of a slice."""
-        before = [len(log.records) for log in self.logs]
-        yield
-        if number == 0:
-            self.counts = [[] for _ in self.logs]
-        for log, count, counts in zip(self.logs, before, self.counts, strict=True):
-            counts.append(len(log.records) - count)
-            if number == slices - 1:
-                log.turn(counts)
-
-
-def _logs(model: torch.nn.Module) -> list[ReplayLog]:
-    found = [m.recordings for m in model.modules() if isinstance(m, RouterModule)]
-    tuners = [m.layouts.tuner for m in model.modules() if isinstance(m, MoELayer)]
-    return found + [tuner.recordings for tuner in tuners if isinstance(tuner, LayoutTuner)]
-
-
 def check_slices(passes: dict[str, Any], config: Any) -> None:
     """`ValueError`: the model or a setting of Megatron does not fit slices."""
     [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
+    _checked(model, config)
+
+
+def _checked(model: Any, config: Any) -> torch.nn.Module:
     bare = check_model(model, config)
-    if setting(config, "recompute_granularity") is not None:
-        _check_recordings(bare)
-
-
-def _check_recordings(model: torch.nn.Module) -> None:
-    for layer in (m for m in model.modules() if isinstance(m, MoELayer)):
+    layers = [m for m in bare.modules() if isinstance(m, MoELayer)] if recomputes(config) else []
+    for layer in layers:
         router = layer.config.router
         for name, value in (("router.pre_gate", router.pre_gate),
                             ("router.predict", router.predict)):
             if value:
                 refuse(NAME, name, value, "off where activations are recomputed",
                        "leave out --recompute-granularity, or it")
+    return bare

@@ -1,0 +1,45 @@
+"""Which MoE layers are those of multi-token prediction, versions 0.15 to 0.19.
+
+| | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
+|---|---|---|---|---|
+| their numbers begin | at 1 | after the others | at 1 | at 1 |
+| says so when it builds an MoE layer | no | no | one of its own exact class | yes |
+| one repeated layer (`mtp_use_repeated_layer`) | no | no | yes | yes |
+"""
+
+from __future__ import annotations
+
+import functools
+from contextvars import ContextVar
+from typing import Any
+
+from megatron.core import __version__ as core_version
+
+NUMBER = tuple(int(part) for part in core_version.split(".")[:2])
+_inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
+
+
+def is_mtp_layer(extra: dict[str, Any]) -> bool:
+    """Whether an MoE layer that is built with these arguments is one of multi-token prediction, as
+    far as this version says so.
+    """
+    return bool(extra.get("is_mtp_layer")) or _inside.get()
+
+
+def tell_layers() -> None:
+    """Let 0.17 say so to our class, too."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
+
+    original: Any = Layer.__init__
+    if NUMBER != (0, 17) or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        token = _inside.set(True)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _inside.reset(token)
+
+    Layer.__init__ = build

@@ -1,0 +1,56 @@
+"""Which layer of its model an MoE layer is; those of multi-token prediction come after all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_plugin.hosts.megatron.compat.settings import setting
+
+
+def in_model(layer_number: int | None, config: Any, is_mtp: bool) -> int | None:
+    """1-based number among all transformer layers, as in Megatron's log of auxiliary losses.
+
+    layer_number: Megatron's. is_mtp: see `compat.multi_token`; 0.16 numbers so itself, and 0.15
+    confuses these layers with the first ones, in its log, too.
+    """
+    return layer_number if layer_number is None or not is_mtp else (
+        layer_number + config.num_layers)
+
+
+def moe_layers_before(config: Any, number: int) -> int:
+    """MoE layers ahead of layer `number` (see `in_model`) on all pipeline stages."""
+    return sum(_pattern(config)[: number - 1]) + max(0, number - 1 - config.num_layers)
+
+
+def first_moe_layer(config: Any) -> int:
+    """1-based number of the first MoE layer."""
+    pattern = _pattern(config)
+    return 1 + pattern.index(1) if 1 in pattern else 1
+
+
+def all_layers_moe(config: Any) -> bool:
+    """True where `moe_layer_freq` makes every layer an MoE layer."""
+    return all(_pattern(config))
+
+
+def last_layer_is_moe(config: Any) -> bool:
+    """True where the last layer, which those of multi-token prediction are like, is an MoE layer.
+    """
+    return bool(_pattern(config)[-1])
+
+
+def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
+    """Forward passes of a layer per micro-batch: `mtp_num_layers` for multi-token prediction with
+    one repeated layer (`mtp_use_repeated_layer`, from 0.17 on).
+    """
+    repeated = is_mtp and setting(config, "mtp_use_repeated_layer", False)
+    return config.mtp_num_layers if repeated else 1
+
+
+def _pattern(config: Any) -> list[int]:
+    # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry per layer
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, (list, tuple)):
+        return list(pattern)
+    return [int(i % pattern == 0) for i in range(config.num_layers)]
