@@ -130,7 +130,7 @@ def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
     part. Collective the first time, where experts are cut and not all ranks have the same ones.
 
     Raises:
-        ValueError: the ranks are no process group of torch.
+        ValueError: the ranks are not a process group of torch.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard

@@ -1,5 +1,5 @@
 """FSDP2 around layers that are built on the meta device: the initial values of a layer that is not
-sharded, whatever the generators of other ranks are at, and they train.
+sharded, with generators of ranks in any state, and they train.
 """
 
 from __future__ import annotations
