@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import expert_parameters, is_expert
+from moe_plugin.hosts.plain.parted_gradients import part_gradient, part_gradients
 from moe_plugin.hosts.plain.replicas import (
     BUCKET_BYTES,
     Bucket,
@@ -29,7 +31,8 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
 
     Shared parameters are averaged over `world`. An expert's gradient already is the sum over the
     ranks of its expert-parallel group; it is summed over `replicas` (the ranks that store the same
-    experts, where there are several such groups) and divided by the size of `world` once.
+    experts, where there are several such groups) and divided by the size of `world` once. Torch's
+    functions of norms then count those of all ranks, see `PartedGradient`.
 
     Args:
         model: after backward. Every parameter without a gradient must be without one on all ranks.
@@ -55,6 +58,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
         _average(experts, replicas)
     for parameter in experts:
         parameter.grad.div_(ep.size)  # type: ignore[union-attr]
+        part_gradient(parameter, ep)
 
 
 def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
@@ -81,7 +85,7 @@ def exclude_experts(model: nn.Module) -> None:
 def reduce_experts(model: nn.Module, world: Comm | None = None, *,
                    bucket_bytes: int = BUCKET_BYTES) -> list[ReplicaReducer]:
     """From now on, experts' gradients are those of the mean over ranks of the ranks' losses when
-    `backward` returns.
+    `backward` returns, and torch's functions of norms count those of all ranks (`PartedGradient`).
 
     Replicas start with the experts of their first rank. Experts on the meta device get memory here,
     and values when the model is loaded. `ddp_model` and `fully_shard_model` of
@@ -113,7 +117,10 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             _start_alike(experts, replicas)
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
-            reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
+            reducers.append(ReplicaReducer(
+                experts, replicas, bucket_bytes=bucket_bytes,
+                given=functools.partial(part_gradient, comm=layers[0].comm)))
+        part_gradients(experts, layers[0].comm)
         for layer in layers:
             layer.experts.reduced = replicas is not None or layer.comm.size > 1
             for parameter in layer.experts.parameters():
