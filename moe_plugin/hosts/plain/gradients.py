@@ -11,6 +11,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import expert_parameters, is_expert
+from moe_plugin.hosts.plain.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.hosts.plain.replicas import (
     BUCKET_BYTES,
     Bucket,
@@ -55,6 +56,8 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
         _average(experts, replicas)
     for parameter in experts:
         parameter.grad.div_(ep.size)  # type: ignore[union-attr]
+        parameter.part_comm = ep  # type: ignore[attr-defined]
+        mark_gradient(parameter)
 
 
 def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
@@ -114,6 +117,8 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
+        if layers[0].comm.size > 1:  # last: what stands before sees plain gradients
+            keep_part_gradients(experts, layers[0].comm)
         for layer in layers:
             layer.experts.reduced = replicas is not None or layer.comm.size > 1
             for parameter in layer.experts.parameters():
