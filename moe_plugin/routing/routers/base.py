@@ -289,6 +289,13 @@ class Router(KeepsBuffers, RouterModule):
                 found[name] = losses.get(name)(inputs)
         return found
 
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing of it is trained: then what it moves by itself (biases, temperatures)
+        stays as well.
+        """
+        return not any([parameter.requires_grad for parameter in self.parameters()])
+
     def finish_step(self) -> None:
         """Restart the counts of `global_batch`; see `moe_plugin.routing.finish_step`."""
         self.step_load_E = torch.zeros_like(self.step_load_E)
