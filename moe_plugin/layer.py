@@ -154,8 +154,8 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
         self._follow_parameters()
 
     def _follow_parameters(self) -> None:
-        """Parameters may be new: copies, those that left the meta device, assigned ones; what stands
-        in the experts' place has more of them.
+        """Parameters may be new: copies, those that left the meta device, assigned ones, and those
+        of what stands in the experts' place.
         """
         for parameter in self.experts.parameters():
             mark_expert(parameter)
