@@ -81,12 +81,12 @@ class FFNParameters:
         all are in its dtype (float64 stays), and no gradient is left to the function: the fields
         are used, which redirect it themselves.
         """
-        fields = [x, *(getattr(self, name) for name in OPERANDS)]
+        fields = [x, self.w_in_LDF, self.b_in_LF, self.w_gate_LDF, self.b_gate_LF, self.w_out_LFD,
+                  self.b_out_LD]
         if not torch.is_autocast_enabled(x.device.type):
-            return [
-                x, *(self.main_grad_weights.get(name, tensor)
-                     for name, tensor in zip(OPERANDS, fields[1:], strict=True))
-            ], self.main_grad_weights
+            for name in self.main_grad_weights:
+                fields[1 + OPERANDS.index(name)] = self.main_grad_weights[name]
+            return fields, self.main_grad_weights
         dtype = torch.get_autocast_dtype(x.device.type)
         return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in fields], {}
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.kernels.cpu.products import product_of
+from moe_plugin.kernels.cpu.products import multiply
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.workspace import Workspace
 
@@ -57,7 +57,7 @@ class MainGrad:
         """
         target_IO = self.parameter.main_grad[expert]  # type: ignore[attr-defined]
         if target_IO.dtype == a_IN.dtype:
-            product_of(a_IN)(a_IN, b_NO, target_IO, target_IO)
+            multiply(a_IN, b_NO, target_IO, target_IO)
             return
         if not isinstance(expert, slice):
             self._add(target_IO, a_IN, b_NO)
@@ -69,7 +69,7 @@ class MainGrad:
     def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
         # no CPU matmul has operands of one dtype and a result of another
         made_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
-        target_IO.add_(product_of(a_IN)(a_IN, b_NO, made_IO))
+        target_IO.add_(multiply(a_IN, b_NO, made_IO))
 
     def result(self) -> Tensor | None:
         """What backward returns, see `placeholder_grad`."""

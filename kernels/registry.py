@@ -19,8 +19,9 @@ class Op:
 
     def __init__(self, name: str, reference: Callable[..., Any]) -> None:
         self.name, self.__doc__ = name, reference.__doc__
-        self._implementations: dict[str, tuple[Callable[..., Any], Callable[..., str | None]]] = {
-            "torch": (reference, lambda *args: None)}
+        self._implementations: dict[
+            str, tuple[Callable[..., Any], Callable[..., str | None] | None]] = {
+                "torch": (reference, None)}  # None: it can take all
 
     def add(self, name: str,
             why_not: Callable[...,
@@ -49,12 +50,15 @@ class Op:
     def why_not(self, name: str, *args: Any) -> str | None:
         """Why the implementation `name` cannot take these arguments; None where it can."""
         self.implementation(name)
-        return self._implementations[name][1](*args)
+        why_not = self._implementations[name][1]
+        return None if why_not is None else why_not(*args)
 
     def choose(self, *args: Any) -> str:
         """Name of the implementation that these arguments get."""
-        return next(n for n in reversed(self._implementations)
-                    if self._implementations[n][1](*args) is None)
+        for name, (_, why_not) in reversed(self._implementations.items()):
+            if why_not is None or why_not(*args) is None:
+                break
+        return name
 
     def __call__(self, *args: Any) -> Any:
         return self._implementations[self.choose(*args)][0](*args)

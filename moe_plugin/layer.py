@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,24 +13,24 @@ from moe_plugin.comm.meter import TrafficMeter
 from moe_plugin.config import MoEConfig, unread
 from moe_plugin.config.named import layer_config, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual, is_expert
+from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual, is_expert, mark_expert
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.messages import short
 from moe_plugin.offload.build import place_in_tier
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo
+from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import EndsSteps, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
-from moe_plugin.routing.pregate import Ahead, Gating, PreGated
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.routing.statistics import call_stats
+from moe_plugin.routing.unlinked import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
-from moe_plugin.tuning.layouts import LayoutCall
+from moe_plugin.tuning.layouts import Layout
 from moe_plugin.tuning.placement import place_experts
 
 
-class MoELayer(Replaying, EndsSteps, PreGated):
+class MoELayer(Replaying, EndsSteps, nn.Module):
     """A Mixture-of-Experts feed-forward layer over the ranks of one group.
 
     Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over
@@ -54,6 +53,7 @@ class MoELayer(Replaying, EndsSteps, PreGated):
     Attributes:
         given, config: the settings as passed, and with what they leave open decided.
         has_own_router: whether `router` was passed.
+        link: see `moe_plugin.pregate`; None: the layer knows no neighbours.
     """
 
     def __init__(self, config: MoEConfig | int, comm: Comm | None = None, *,
@@ -76,7 +76,6 @@ class MoELayer(Replaying, EndsSteps, PreGated):
         config, place, sharing = place_experts(config, self.comm, router, experts, **where)
         self.config, self.placement = config, place
         self.tokens = TokenEntry(config.model_dim, sharing)
-        self.gating = Gating(bool(config.router.pre_gate), config.router.predict, host.replay)
         self.router = layer_router(config, place.comm, router, host.when_split(sharing), **where)
         self.experts = place_in_tier(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
@@ -87,6 +86,9 @@ class MoELayer(Replaying, EndsSteps, PreGated):
         self.ddp_check = DDPCheck(self.comm.size)
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         self._follow_parameters()
+        self.link: Any = None
+        if (unlinked := Unlinked.of(config)) is not None:
+            self.route = unlinked  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
@@ -106,36 +108,40 @@ class MoELayer(Replaying, EndsSteps, PreGated):
             ValueError: shapes or dtypes that do not fit.
             CommError: a collective failed or timed out; it names rank, collective and sizes.
         """
-        self.ddp_check(self.experts)
+        built = self.layouts.experts  # another module may stand in their place (adapters)
+        self.ddp_check(built, self.experts)
         if self.tokens.sharing is not None and not torch.compiler.is_compiling():
             self._follow_parameters()  # some may be trainable since the last call
         traffic = TrafficMeter(self.comm)
-        tokens = self.tokens.enter(x, token_mask, info, self.experts.dtype)
-        routing = self.gating.routing(self, tokens, top_k)
-        ahead = self.gating.ahead(self, tokens, top_k)
+        tokens = self.tokens.enter(x, token_mask, info, built.dtype)
+        routing = self.route(tokens, top_k)
         kept = self.capacity(routing, self.training)
-        call = self.layouts.select(kept, choice, self.training)
-        meanwhile = OverlappedWork(self.shared_expert, tokens, overlapped)
-        y_TD, rows = call.runner(partial(self._through_experts, ahead), call, tokens.x_TD, kept,
-                                 meanwhile)
-        y_TD = ahead.tie(add_residual(y_TD, tokens, routing, meanwhile.shared_TD()))
+        layout = self.layouts.select(kept, choice, self.training)
+        alongside = OverlappedWork(self.shared_expert, tokens, overlapped)
+        if torch.compiler.is_compiling() and not layout.compiles:
+            from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
+
+            y_TD, rows = uncompiled(self._through_experts, layout, tokens.x_TD, kept, alongside)
+        else:
+            y_TD, rows = self._through_experts(layout, tokens.x_TD, kept, alongside)
+        y_TD = add_residual(y_TD, tokens, routing, alongside.shared_TD())
         stats = call_stats(kept, traffic, self.config.num_experts, rows,
-                           {**self.layouts.report(call), "store": self.experts.taken_counts()})
+                           {**self.layouts.report(layout), "store": built.taken_counts()})
         return MoEOutput(*self.tokens.leave(y_TD, routing.losses, tokens), stats)
 
-    def start_sizes(self, routing: Routing) -> Any:
-        """See `PreGated`."""
-        if not self.capacity.keeps_all(self.training):
-            return None
-        return self.layouts.start_sizes(routing, self.training)
+    def route(self, tokens: Tokens, top_k: int | None) -> Routing:
+        """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""
+        return self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
 
-    def _through_experts(self, ahead: Ahead, call: LayoutCall, x_TD: Tensor, kept: KeptRouting,
-                         meanwhile: OverlappedWork) -> tuple[Tensor, int | Tensor]:
-        x_TD = call.start(x_TD)
-        plan = call.plan(kept)
-        outputs = (self.experts(ahead.fetching(work))
-                   for work in call.dispatch(x_TD, plan, meanwhile))
-        return call.combine(outputs, plan), plan.rows
+    def _through_experts(self, layout: Layout, x_TD: Tensor, kept: KeptRouting,
+                         alongside: OverlappedWork) -> tuple[Tensor, int | Tensor]:
+        """(tokens' results [T, D], rows that this rank's experts computed)."""
+        plan = layout.plan(kept)
+        sent = layout.dispatch(x_TD, plan, self.experts)
+        alongside()
+        for rows in sent:
+            sent.put_back(self.experts(rows))
+        return layout.combine(sent, plan), plan.rows
 
     def _apply(self, *args: Any, **kwargs: Any) -> MoELayer:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -148,12 +154,17 @@ class MoELayer(Replaying, EndsSteps, PreGated):
         self._follow_parameters()
 
     def _follow_parameters(self) -> None:
-        """Parameters may be new: copies, those that left the meta device, assigned ones."""
+        """Parameters may be new: copies, those that left the meta device, assigned ones, and those
+        of what stands in the experts' place.
+        """
+        for parameter in self.experts.parameters():
+            mark_expert(parameter)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""
-        self.gating.forget()
+        if self.link is not None:
+            self.link.forget()
         self.layouts.forget_recordings()
 
     @property

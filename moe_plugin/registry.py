@@ -82,8 +82,8 @@ class Registry(Generic[T]):
         """The implementation called `name`; `ValueError` with the known names if absent, with the
         reason if it is optional and cannot run here.
         """
-        entry = self.entry(name)
-        if not entry.offered:
+        entry = self._entries.get(name) or self.entry(name)
+        if entry.optional and not entry.offered:
             raise ValueError(f"{self.kind} {name!r} cannot run here: {entry.why_not()}")
         return entry.value
 

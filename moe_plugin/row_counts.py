@@ -30,12 +30,15 @@ class RowCounts:
     @property
     def even(self) -> bool:
         """Whether it is known that all experts have as many rows."""
-        return all(count == self.host[0] for count in self.host)
+        for count in self.host:
+            if count != self.host[0]:
+                return False
+        return True
 
     @property
     def real(self) -> int | Tensor:
         """Rows that experts compute for tokens; a scalar tensor where a device alone knows it."""
-        return self.total
+        return sum(self.host)
 
     def lengths(self) -> list[int]:
         """Rows of each expert, filler left out."""

@@ -26,9 +26,9 @@ from moe_plugin import MoELayer
 from moe_plugin.bench.memory_limit import AnonymousPeak, run_limited
 from moe_plugin.bench.report import paragraph, table, write_json
 from moe_plugin.offload.stored import StoredExperts
+from moe_plugin.pregate import link
 from moe_plugin.records import HostContext
 from moe_plugin.regular_files import output_folder, write_regular
-from moe_plugin.routing.pregate import link
 
 FILES = ("offload.json", "offload.md")
 VOCABULARY, WIDTH, HEADS, MIB = 256, 512, 8, 1 << 20

@@ -41,15 +41,19 @@ class BlockRows:
         products by row read or write it; False: there are no `of_units`.
         """
         self._blocks = blocks
-        sizes = [block.size for block in blocks]
-        self.memory = _first(memory, sum(sizes) if whole else max(sizes, default=0))
-        self.of_block = by_block(blocks, self.memory) if whole else [
-            _first(memory, size) for size in sizes
-        ]
-        self.of_units = [
-            rows_of(block, block.split(x), memory, block.rows.start if whole else 0)
-            for block, x in zip(blocks, self.of_block, strict=True)
-        ] if by_row else []
+        self.of_block: list[Tensor] = []
+        self.of_units: list[UnitRows] = []
+        end = 0
+        for block in blocks:
+            first, last = (block.rows.start, block.rows.stop) if whole else (0, block.size)
+            end = max(end, last)
+            x = memory if first == 0 and last == memory.shape[0] else memory[first:last]
+            self.of_block.append(x)
+            if by_row:
+                own = block.split(x)
+                self.of_units.append(
+                    UnitRows(own, own if block.exact else block.cover(memory, first, own)))
+        self.memory = memory if end == memory.shape[0] else memory[:end]
 
     def take(self, block: int) -> UnitRows:
         """Rows of one block."""
@@ -100,13 +104,7 @@ class WeightedRows:
         """Rows of one block."""
         index, scale = (parts[block] for parts in self.bags)
         rows = sum_bags(self.x_TW, index, scale)
-        made = self._blocks[block]
-        return rows_of(made, made.split(_first(rows, made.size)), rows, 0)
-
-
-def rows_of(block: Block, own: tuple[Tensor, ...], memory: Tensor, first: int) -> UnitRows:
-    """Rows of a block's units; memory: the block's rows from row `first` on, and what follows."""
-    return UnitRows(own, own if block.exact else block.cover(memory, first, own))
+        return BlockRows([self._blocks[block]], rows, False).of_units[0]
 
 
 def by_block(blocks: list[Block], x: Tensor, computed: bool = False) -> list[Tensor]:
@@ -118,7 +116,3 @@ def by_block(blocks: list[Block], x: Tensor, computed: bool = False) -> list[Ten
     if len(blocks) == 1:
         return [x]
     return list(x.split_with_sizes([block.size for block in blocks])) if blocks else []
-
-
-def _first(x: Tensor, rows: int) -> Tensor:
-    return x if x.shape[0] == rows else x[:rows]

@@ -5,10 +5,7 @@ Legend: R rows, expert after expert; N rows of one block; B experts of one unit,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,11 +29,6 @@ class Unit(NamedTuple):
     computed: int
 
     @property
-    def size(self) -> int:
-        """Rows in memory."""
-        return self.experts * self.rows
-
-    @property
     def index(self) -> int | slice:
         """What it takes of a tensor [L, ...]."""
         return self.first if self.experts == 1 else slice(self.first, self.first + self.experts)
@@ -51,6 +43,7 @@ class Block:
         size: N, rows of the block.
         reach: rows from the block's first to the last one that is computed, at least N.
         exact: no unit computes other rows than its own.
+        single: every unit is one expert.
     """
 
     rows: slice
@@ -58,35 +51,37 @@ class Block:
 
     def __post_init__(self) -> None:
         # at once: between two products nothing is in the caches
-        units = self.units
-        self.size = self.reach = self.rows.stop - self.rows.start
-        self._sizes = [unit.experts * unit.rows for unit in units]
-        self._starts = list(accumulate(self._sizes[:-1], initial=0))  # counted from the block's
-        self._single = len(units) == sum([unit.experts for unit in units])
-        computed = [unit.computed for unit in units]
-        self.exact = computed == self._sizes
-        if not self.exact:
-            self.reach = max(map(add, self._starts, computed))
+        self.single = self.exact = True
+        self._sizes: list[int] = []
+        self._starts: list[int] = []  # counted from the block's
+        start = reach = 0
+        for _, experts, rows, computed in self.units:
+            size = experts * rows
+            self._sizes.append(size)
+            self._starts.append(start)
+            reach = max(reach, start + computed)
+            start += size
+            if experts > 1:
+                self.single = False
+            if computed != size:
+                self.exact = False
+        self.size = self.rows.stop - self.rows.start
+        self.reach = self.size if self.exact else reach
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """x, [N, W], by unit: [M, W], or [B, M, W] of several experts. All views at once: one by
         one they take as long as the operations of a small expert.
         """
-        return self._by_unit(x, 0)
+        parts = (x,) if len(self.units) == 1 else x.split_with_sizes(self._sizes)
+        return parts if self.single else tuple(
+            part if unit.experts == 1 else part.view(unit.experts, unit.rows, -1)
+            for unit, part in zip(self.units, parts, strict=True))
 
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
         """The transposed rows by unit: [W, M], or [B, W, M]."""
-        parts = self._by_unit(x.t(), 1)
-        return parts if self._single else tuple(
-            part.transpose(-2, -1) if unit.experts > 1 else part
-            for unit, part in zip(self.units, parts, strict=True))
-
-    def _by_unit(self, x: Tensor, axis: int) -> tuple[Tensor, ...]:
-        parts = (x,) if len(self.units) == 1 else x.split_with_sizes(self._sizes, axis)
-        if self._single:
-            return parts
-        return tuple(part if unit.experts == 1 else (part if axis == 0 else part.t()).view(
-            unit.experts, unit.rows, -1) for unit, part in zip(self.units, parts, strict=True))
+        if self.single and len(self.units) > 1:
+            return x.t().split_with_sizes(self._sizes, 1)
+        return tuple(part.transpose(-2, -1) for part in self.split(x))
 
     def cover(self, x: Tensor, first: int, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The computed rows of each unit, which overlap; first: the block's first row in x, which
@@ -104,8 +99,11 @@ class Block:
             for start, unit in zip(self._starts, self.units, strict=True)])
 
 
-def units_of(counts: list[int], limit: int, rule: RowRule) -> Iterator[Unit]:
+def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
     """Experts with rows, those together that are faster so, of at most `limit` rows."""
+    if not rule.narrow:
+        return [Unit(expert, 1, rows, rows) for expert, rows in enumerate(counts) if rows]
+    units: list[Unit] = []
     first = experts = most = own = 0
     for expert, count in enumerate(counts):
         if not count:
@@ -115,10 +113,11 @@ def units_of(counts: list[int], limit: int, rule: RowRule) -> Iterator[Unit]:
             experts, most, own = experts + 1, max(most, count), own + count
             continue
         if experts:
-            yield _unit(first, experts, most, rule)
+            units.append(_unit(first, experts, most, rule))
         first, experts, most, own = expert, 1, count, count
     if experts:
-        yield _unit(first, experts, most, rule)
+        units.append(_unit(first, experts, most, rule))
+    return units
 
 
 def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
@@ -134,15 +133,16 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[Block]:
     blocks: list[Block] = []
     units: list[Unit] = []
     start = size = 0
-    found = list(units_of(counts, limit, rule))
-    if 0 < sum([unit.experts for unit in found]) - len(found) < rule.least:
+    found = units_of(counts, limit, rule)
+    if rule.narrow and 0 < sum([unit.experts for unit in found]) - len(found) < rule.least:
         found = [_unit(expert, 1, rows, rule) for expert, rows in enumerate(counts) if rows]
     for unit in found:
-        if units and size + unit.size > limit:
+        unit_size = unit.experts * unit.rows
+        if units and size + unit_size > limit:
             blocks.append(Block(slice(start, start + size), units))
             units, start, size = [], start + size, 0
         units.append(unit)
-        size += unit.size
+        size += unit_size
     if units:
         blocks.append(Block(slice(start, start + size), units))
     return blocks

@@ -35,7 +35,7 @@ from moe_plugin.kernels.cpu.block_rows import (
 from moe_plugin.kernels.cpu.blocks import Block, blocks_of, clipped
 from moe_plugin.kernels.cpu.native.passes import Passes, passes
 from moe_plugin.kernels.cpu.padding import Padding, padding_of
-from moe_plugin.kernels.cpu.products import product_of, row_rule
+from moe_plugin.kernels.cpu.products import products_of, row_rule
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.grad_sums import GradSums
@@ -102,8 +102,10 @@ class _FFNCall:
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
         """Memory for the rows of all blocks (`whole`), or of one block at a time."""
-        ends = [block.reach + (block.rows.start if whole else 0) for block in self.blocks]
-        memory = self.memory.empty(purpose, (max(ends, default=0), width), like)
+        end = 0
+        for block in self.blocks:
+            end = max(end, block.reach + (block.rows.start if whole else 0))
+        memory = self.memory.empty(purpose, (end, width), like)
         return BlockRows(self.blocks, memory, whole)
 
     def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
@@ -115,11 +117,16 @@ class _FFNCall:
 
 def _by_unit(x_L: Tensor, blocks: list[Block]) -> list[list[Tensor]]:
     """For each block, what each of its units takes of a tensor [L, ...]."""
-    if any(unit.experts == 1 for block in blocks for unit in block.units):
-        one_by_one = x_L.unbind(0)
-        return [[one_by_one[unit.first] if unit.experts == 1 else x_L[unit.index]
-                 for unit in block.units] for block in blocks]
-    return [[x_L[unit.index] for unit in block.units] for block in blocks]
+    one_by_one = x_L.unbind(0)
+    parts: list[list[Tensor]] = []
+    for block in blocks:
+        first = block.units[0].first
+        if block.single and block.units[-1].first - first + 1 == len(block.units):
+            parts.append(list(one_by_one[first:first + len(block.units)]))  # no expert left out
+        else:
+            parts.append([one_by_one[unit.first] if unit.experts == 1 else x_L[unit.index]
+                          for unit in block.units])
+    return parts
 
 
 class _Linear:
@@ -129,7 +136,7 @@ class _Linear:
         self.w = _by_unit(w_LIO, blocks)
         self.b = (_by_unit(b_LO, blocks) if b_LO is not None
                   else [[None] * len(block.units) for block in blocks])
-        self.product = product_of(w_LIO)
+        self.products = products_of(w_LIO)
 
     def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
         """One block's rows through their experts' matrices; returns `out`'s rows [N, O].
@@ -139,8 +146,7 @@ class _Linear:
         """
         into = out.of_units[block]
         xs, ys = (rows.own, into.own) if add else (rows.computed, into.computed)
-        for w, b, x, y in zip(self.w[block], self.b[block], xs, ys, strict=True):
-            self.product(x, w, y, y if add else b)
+        self.products(xs, self.w[block], ys, ys if add else self.b[block])
         return out.of_block[block]
 
 
@@ -158,8 +164,9 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     counts = rows.host if plan is None else plan.counts.host
     (x, *tensors), redirected = p.operands(x)
     gates_TK = None if plan is None else plan.weights_TK
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad
-                                           for t in (x, gates_TK, *tensors))
+    keep = False
+    for t in (x, gates_TK, *tensors) if torch.is_grad_enabled() else ():
+        keep = keep or (t is not None and t.requires_grad)
     width, inner = p.w_in_LDF.shape[1:]
     limit = BLOCK_BYTES // (inner * x.element_size())
     blocks = blocks_of(counts, limit, row_rule(x, width, inner))
@@ -264,14 +271,16 @@ class _WeightGrad:
     def __init__(self, call: _FFNCall, name: str, w_LIO: Tensor) -> None:
         self.sums, self.name = call.sums, name
         grad_LIO, self.written = self.sums.begin(name, w_LIO, call.memory)
-        self.grad_LIO, self.into, self.product = grad_LIO, grad_LIO.unbind(0), product_of(w_LIO)
+        self.grad_LIO, self.into = grad_LIO, grad_LIO.unbind(0)
+        self.products = products_of(w_LIO)
 
     def add_matmul(self, expert: int | slice, a_IN: Tensor, b_NO: Tensor) -> None:
         """Add a b to the gradient of one expert, or to those of a batch, [B, I, N] and [B, N, O].
         """
         if not isinstance(expert, slice):
             into_IO = self.into[expert]
-            self.product(a_IN, b_NO, into_IO, into_IO if expert in self.written else None)
+            self.products((a_IN,), (b_NO,), (into_IO,),
+                          (into_IO if expert in self.written else None,))
             self.written.add(expert)
             return
         experts = range(expert.start, expert.stop)
@@ -281,7 +290,7 @@ class _WeightGrad:
                 self.add_matmul(one, a, b)
             return
         into_BIO = self.grad_LIO[expert]
-        self.product(a_IN, b_NO, into_BIO, into_BIO if before else None)
+        self.products((a_IN,), (b_NO,), (into_BIO,), (into_BIO if before else None,))
         self.written.update(experts)
 
     def result(self) -> Tensor | None:

@@ -36,9 +36,14 @@ class Padding:
 
 def padding_of(counts: list[int], blocks: list[Block]) -> Padding | None:
     """None: no block is padded."""
+    for block in blocks:
+        if not block.single:
+            return _padding_of(counts, blocks)
+    return None
+
+
+def _padding_of(counts: list[int], blocks: list[Block]) -> Padding:
     units = [unit for block in blocks for unit in block.units]
-    if all(unit.experts == 1 for unit in units):
-        return None
     own = [rows for rows in counts if rows]
     padded = [unit.rows for unit in units for _ in range(unit.experts)]
     own_L, padded_L = torch.tensor([own, padded], device="cpu")  # for any default device

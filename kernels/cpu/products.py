@@ -9,6 +9,7 @@ been of 32 bits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,15 +22,16 @@ BEGIN = 6_000_000  # multiplications in the time in which a product begins, abou
 _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
-class Product(Protocol):
-    """a b (+ base) into `out_NO`, which is returned.
+class Products(Protocol):
+    """Several products, one after the other: a b (+ base) into out.
 
-    a_NI: [N, I]. b_IO: [I, O]. base: [N, O], also `out_NO` itself, or [O]. out_NO: [N, O]. All of
-    one dtype; or all with an axis of experts before.
+    Of each: a_NI [N, I], b_IO [I, O], out_NO [N, O]; base [N, O], also out_NO itself, or [O], or
+    None. All of one dtype; or all with an axis of experts before. In one call, because between two
+    products nothing is in the caches.
     """
 
-    def __call__(self, a_NI: Tensor, b_IO: Tensor, out_NO: Tensor,
-                 base: Tensor | None = None) -> Tensor: ...
+    def __call__(self, a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
+                 bases: Sequence[Tensor | None]) -> None: ...
 
 
 @functools.cache
@@ -39,9 +41,15 @@ def in_float32(dtype: torch.dtype) -> bool:
                                      and getattr(torch.ops.mkldnn, _NATIVE[dtype])())
 
 
-def product_of(like: Tensor) -> Product:
+def products_of(like: Tensor) -> Products:
     """The way to multiply matrices of `like`'s dtype, on its device."""
     return _widened if like.device.type == "cpu" and in_float32(like.dtype) else _native
+
+
+def multiply(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = None) -> Tensor:
+    """One of `Products`; returns `out_NO`."""
+    products_of(a_NI)((a_NI,), (b_IO,), (out_NO,), (base,))
+    return out_NO
 
 
 @dataclass(frozen=True)
@@ -93,20 +101,26 @@ def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
     return RowRule(narrow, width * inner + ELEMENT * (width + inner))
 
 
-def _native(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = None) -> Tensor:
-    if a_NI.dim() == 3:
-        if base is None:
-            return torch.bmm(a_NI, b_IO, out=out_NO)
-        return torch.baddbmm(base if base.dim() == 3 else base[:, None], a_NI, b_IO, out=out_NO)
-    if base is None:
-        return torch.mm(a_NI, b_IO, out=out_NO)
-    return torch.addmm(base, a_NI, b_IO, out=out_NO)
+def _native(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
+            bases: Sequence[Tensor | None]) -> None:
+    for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
+        if a.dim() == 3:
+            if base is None:
+                torch.bmm(a, b, out=out)
+            else:
+                torch.baddbmm(base if base.dim() == 3 else base[:, None], a, b, out=out)
+        elif base is None:
+            torch.mm(a, b, out=out)
+        else:
+            torch.addmm(base, a, b, out=out)
 
 
-def _widened(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = None) -> Tensor:
-    wide_NO = a_NI.new_empty(out_NO.shape, dtype=torch.float32)
-    # into memory: autocast leaves it as it is
-    torch.matmul(a_NI.float(), b_IO.float(), out=wide_NO)
-    if base is not None and a_NI.dim() == 3 and base.dim() == 2:
-        base = base[:, None]
-    return out_NO.copy_(wide_NO if base is None else wide_NO.add_(base))
+def _widened(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
+             bases: Sequence[Tensor | None]) -> None:
+    for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
+        wide = a.new_empty(out.shape, dtype=torch.float32)
+        # into memory: autocast leaves it as it is
+        torch.matmul(a.float(), b.float(), out=wide)
+        if base is not None and a.dim() == 3 and base.dim() == 2:
+            base = base[:, None]
+        out.copy_(wide if base is None else wide.add_(base))

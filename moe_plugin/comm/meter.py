@@ -28,14 +28,10 @@ class TrafficMeter:
         for name, count in self._counters.exchanges.items():
             self._exchanges[name] = self._exchanges.get(name, 0) + count - held.get(name, 0)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes sent since."""
-        return self._counters.bytes - self._bytes
-
-    @property
-    def exchanges(self) -> dict[str, int]:
-        """All-to-alls since, by the algorithm that ran."""
-        return {name: count - self._exchanges.get(name, 0)
-                for name, count in self._counters.exchanges.items()
-                if count > self._exchanges.get(name, 0)}
+    def sent(self) -> tuple[int, dict[str, int]]:
+        """(bytes since, all-to-alls since by the algorithm that ran)."""
+        exchanges = {}
+        for name, count in self._counters.exchanges.items():
+            if count > self._exchanges.get(name, 0):
+                exchanges[name] = count - self._exchanges.get(name, 0)
+        return self._counters.bytes - self._bytes, exchanges

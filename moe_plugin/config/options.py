@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from moe_plugin.messages import alike, did_you_mean, short
 
@@ -84,7 +84,8 @@ class Section:
 
     def require(self, name: str, ok: bool, bound: str, remedy: str) -> None:
         """`check` of the leaf `name` of this section, or `section.name` of one inside it."""
-        check(ok, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
+        if not ok:
+            check(False, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
 
     def read_where(self, ok: bool, where: str, remedy: str, *names: str) -> None:
         """`require` that leaves which nothing reads (not `ok`) are as by default, so that nothing
@@ -93,10 +94,10 @@ class Section:
         where: when nothing reads them, e.g. "where guard.votes=0". names: none: all leaves.
         """
         for f in dataclasses.fields(self) if _READ_CHECKED.get() else ():
-            if not names or f.name in names:
+            given = not ok and getattr(self, f.name) != f.default
+            if given and (not names or f.name in names):
                 default = "none" if f.default is None else f.default
-                self.require(f.name, ok or getattr(self, f.name) == f.default,
-                             f"{default} {where}, which does not read it",
+                self.require(f.name, False, f"{default} {where}, which does not read it",
                              f"leave it out, or {remedy}")
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
@@ -109,20 +110,47 @@ class Section:
             self.require(name, value <= most, f"<= {most:.15g}", remedy)
 
 
+class _Leaf(NamedTuple):
+    """A field of a section: its type; of a leaf, the types whose values need no further look, the
+    types whose values must be in 64 bits, and its choices.
+    """
+
+    name: str
+    hint: Any
+    is_section: bool
+    plain: tuple[type, ...]
+    numbers: tuple[type, ...]
+    choices: tuple[str, ...]
+
+
+@functools.cache  # a tree has some 140 leaves, and is checked whenever one is made or replaced
+def _leaves(cls: type) -> tuple[_Leaf, ...]:
+    found = []
+    for f in dataclasses.fields(cls):
+        hint = hints_of(cls)[f.name]
+        kinds = typing.get_args(hint) or (hint,)
+        if typing.get_origin(hint) is dict:
+            kinds = (dict,)
+        plain = tuple(kind for kind in kinds if kind in (str, bool, type(None)))
+        numbers = {float: (float, int), int: (int,)}.get(kinds[0], ())
+        found.append(_Leaf(f.name, hint, is_section(hint), plain, numbers,
+                           f.metadata.get("choices", ())))
+    return tuple(found)
+
+
 def _check_types(section: Section, prefix: str) -> None:
-    hints = hints_of(type(section))
-    for f in dataclasses.fields(section):
-        value, path = getattr(section, f.name), prefix + f.name
-        if not is_section(hints[f.name]):
-            _convert(hints[f.name], value, path)
-        elif isinstance(value, hints[f.name]):
-            _check_types(value, f"{path}.")
-        else:
-            raise ValueError(f"{path}={short(value)} is a {type(value).__name__}; must be "
-                             f"{hints[f.name].__name__}(...)")
-        choices = f.metadata.get("choices")
-        if choices and value is not None:
-            check(value in choices, path, value, f"one of {', '.join(choices)}",
+    for name, hint, nested, plain, numbers, choices in _leaves(type(section)):
+        value = getattr(section, name)
+        kind = type(value)
+        if nested:
+            if not isinstance(value, hint):
+                raise ValueError(f"{prefix}{name}={short(value)} is a {kind.__name__}; must be "
+                                 f"{hint.__name__}(...)")
+            _check_types(value, f"{prefix}{name}.")
+        elif not (kind in plain or (kind in numbers and -LARGEST <= value <= LARGEST)):
+            _convert(hint, value, prefix + name)
+        if choices and value is not None and value not in choices:
+            check(False, prefix + name, value, f"one of {', '.join(choices)}",
                   "choose one of these")
 
 

@@ -1,7 +1,14 @@
 """Dispatchers: how tokens become expert rows and come back."""
 
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
-from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, check_settings, dispatchers
+from moe_plugin.dispatch.base import (
+    DispatchContext,
+    Dispatcher,
+    DispatchTraits,
+    Sent,
+    check_settings,
+    dispatchers,
+)
 from moe_plugin.dispatch.bounded import BoundedDispatcher
 from moe_plugin.dispatch.deepep import DeepEPDispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
@@ -13,7 +20,8 @@ from moe_plugin.dispatch.stash import PagedStash
 from moe_plugin.dispatch.token_entry import TokenEntry
 
 __all__ = [
-    "AllGatherDispatcher", "BoundedDispatcher", "DeepEPDispatcher", "DispatchTraits", "Dispatcher",
-    "ExchangeDispatcher", "IndexSliceDispatcher", "PaddedDispatcher", "PagedStash",
-    "ParmS2Dispatcher", "RaggedDispatcher", "TokenEntry", "check_settings", "dispatchers",
+    "AllGatherDispatcher", "BoundedDispatcher", "DeepEPDispatcher", "DispatchContext",
+    "DispatchTraits", "Dispatcher", "ExchangeDispatcher", "IndexSliceDispatcher",
+    "PaddedDispatcher", "PagedStash", "ParmS2Dispatcher", "RaggedDispatcher", "Sent", "TokenEntry",
+    "check_settings", "dispatchers",
 ]

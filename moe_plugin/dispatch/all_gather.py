@@ -17,7 +17,6 @@ Legend: T tokens here; A tokens of all ranks, W times the longest rank's; D widt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ from moe_plugin.comm.by_nodes import (
     wanted_rows,
 )
 from moe_plugin.comm.coalesce import pack, unpack
-from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, dispatchers
+from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, Sent, dispatchers
 from moe_plugin.dispatch.local import TokenPlan, with_weights
 from moe_plugin.dispatch.rows import rows_of_this_rank
 from moe_plugin.records import ExpertRows, KeptRouting
@@ -82,16 +81,15 @@ class AllGatherDispatcher(Dispatcher):
                 on_node_EN[expert, topology.node_of[place.owner_of(expert, shard)[0]]] = True
         return on_node_EN[ids_AK].any(1)  # -1, no expert: the last row
 
-    def dispatch(self, x_TD: Tensor, plan: GatheredPlan, anchor: Tensor | None) -> list[ExpertRows]:
+    def dispatch(self, x_TD: Tensor, plan: GatheredPlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`."""
         x_AD, weights_AK = _Gather.apply(x_TD, plan.weights_TK, anchor, self.placement.comm,
                                          plan.longest, plan.wanted)
-        return [ExpertRows(x_AD, with_weights(plan.row_plan, weights_AK))]
+        return Sent([ExpertRows(x_AD, with_weights(plan.row_plan, weights_AK))], anchor)
 
-    def combine(self, outputs: Iterable[Tensor], plan: GatheredPlan,
-                anchor: Tensor | None) -> Tensor:
+    def combine(self, sent: Sent, plan: GatheredPlan) -> Tensor:
         """See `Dispatcher`."""
-        (part_AD,) = outputs
+        [part_AD] = sent.results
         total_TD = _Scatter.apply(part_AD, self.placement.comm, plan.wanted)
         return total_TD[:plan.weights_TK.shape[0]]
 

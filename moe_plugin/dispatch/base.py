@@ -8,7 +8,7 @@ in its plan.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
+from moe_plugin.dispatch.cuts import Counts
+from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.kernels import slot_index
+from moe_plugin.planner.spill import SpillPlan
 from moe_plugin.records import (
     DispatchPlan,
     ExpertRows,
@@ -26,6 +29,8 @@ from moe_plugin.records import (
     Routing,
 )
 from moe_plugin.registry import Registry
+
+SpillPlanner = Callable[[Counts], SpillPlan | None]  # rows by source rank and expert to a plan
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,11 @@ class DispatchTraits:
         shares_tokens: all ranks of the group hold the same tokens.
         splits_slots: ranks that hold the same tokens (`Placement.replicas`) share out the slots.
         single_layout: runs where parameters are stored, in one layout; False: in any `r`.
-        bounded: exact rows in buffers of a fixed length, whose counts stay on the device; its class
-            takes the layer's `RowsLimit` as third argument.
-        spills: other ranks than its owner may compute an expert's rows (`parallel.spill`); its
-            class then takes a `dispatch.spill.Planner` as third argument and, given one, makes
-            `SpillingPlan`s. Exact rows alone, in any layout.
+        bounded: exact rows in buffers of a fixed length, whose counts stay on the device; it has
+            the layer's `DispatchContext.limit`.
+        spills: other ranks than its owner may compute an expert's rows (`parallel.spill`): with a
+            `DispatchContext.spill_planner` it makes `SpillingPlan`s. Exact rows alone, in any
+            layout.
     """
 
     fixed_slots: bool = False
@@ -57,18 +62,58 @@ class DispatchTraits:
     spills: bool = False
 
 
-class Dispatcher(ABC):
-    """Moves tokens to their experts' ranks and results back, in one layout.
+@dataclass(frozen=True)
+class DispatchContext:
+    """What a dispatcher is made with.
 
-    Args:
+    Attributes:
         placement: where experts are, and which exchange carries rows.
         overlap: pieces; more than one only where `traits.cuts`.
+        limit: of the layer's rows, kept between calls; None unless `traits.bounded`.
+        spill_planner: says who computes what, the same on all ranks; None: owners do.
     """
+
+    placement: Placement
+    overlap: Overlap = Overlap()
+    limit: RowsLimit | None = None
+    spill_planner: SpillPlanner | None = None
+
+
+class Sent:
+    """The rows of one call: on their way to their experts, and back.
+
+    Iterating gives work for this rank's experts, piece by piece, each when it has arrived. The
+    results of a piece are put back before the next one is taken.
+
+    Args:
+        arriving: see above. anchor: as given to `Dispatcher.dispatch`.
+
+    Attributes:
+        results: of the pieces that were put back, in order, or what stands for them on their way.
+    """
+
+    def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None = None) -> None:
+        self.arriving, self.anchor = arriving, anchor
+        self.results: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[ExpertRows]:
+        return iter(self.arriving)
+
+    def put_back(self, result: Tensor) -> None:
+        """Results [R, D] of the piece that was taken last, which may start to travel now; of a
+        `RowPlan`'s tokens [T, D].
+        """
+        self.results.append(result)
+
+
+class Dispatcher(ABC):
+    """Moves tokens to their experts' ranks and results back, in one layout."""
 
     traits: ClassVar[DispatchTraits]
 
-    def __init__(self, placement: Placement, overlap: Overlap = Overlap()) -> None:
-        self.placement, self.overlap = placement, overlap
+    def __init__(self, context: DispatchContext) -> None:
+        self.context = context
+        self.placement, self.overlap = context.placement, context.overlap
 
     @abstractmethod
     def plan(self, kept: KeptRouting) -> DispatchPlan:
@@ -81,9 +126,8 @@ class Dispatcher(ABC):
         return None
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, plan: DispatchPlan,
-                 anchor: Tensor | None) -> Iterable[ExpertRows]:
-        """Work for this rank's experts, piece by piece, each when it has arrived.
+    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
+        """Rows on their way to their experts.
 
         What travels in the background (`Overlap`) has started when this returns.
 
@@ -95,14 +139,37 @@ class Dispatcher(ABC):
         """
 
     @abstractmethod
-    def combine(self, outputs: Iterable[Tensor], plan: DispatchPlan,
-                anchor: Tensor | None) -> Tensor:
+    def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
         """y_TD [T, D]: each token's rows weighted and summed.
 
         Args:
-            outputs: of the experts, piece by piece; each is sent back as soon as it is there.
-            plan, anchor: see `dispatch`.
+            sent: of `dispatch`; the results of all its pieces were put back.
+            plan: of this call.
         """
+
+
+class WrappedDispatcher(Dispatcher):
+    """Another dispatcher, with something done around its steps. inner: that dispatcher."""
+
+    def __init__(self, inner: Dispatcher) -> None:
+        super().__init__(inner.context)
+        self.inner, self.traits = inner, inner.traits  # type: ignore[misc]
+
+    def plan(self, kept: KeptRouting) -> DispatchPlan:
+        """See `Dispatcher`."""
+        return self.inner.plan(kept)
+
+    def start_sizes(self, routing: Routing) -> Any:
+        """See `Dispatcher`."""
+        return self.inner.start_sizes(routing)
+
+    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
+        """See `Dispatcher`."""
+        return self.inner.dispatch(x_TD, plan, anchor)
+
+    def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
+        """See `Dispatcher`."""
+        return self.inner.combine(sent, plan)
 
 
 _CAPACITY = ("a dispatcher with fixed slots needs a capacity; set it (0 never drops), or use "

@@ -15,30 +15,25 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.base import DispatchTraits, dispatchers, expand
+from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, dispatchers, expand
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, Piece, slot_positions
 from moe_plugin.dispatch.rows import inverse_permutation, slot_sources
-from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.running_count import running_count
-from moe_plugin.records import KeptRouting, Overlap, Placement
+from moe_plugin.records import KeptRouting, Placement
 from moe_plugin.row_counts import DeviceCounts
 
 
 @dispatchers.register("bounded")
 class BoundedDispatcher(ExchangeDispatcher):
-    """Exact rows like `ragged`, padded to a bound on the way; the host reads nothing.
-
-    Args:
-        placement, overlap: see `Dispatcher`. limit: of the layer, kept between calls.
-    """
+    """Exact rows like `ragged`, padded to a bound on the way; the host reads nothing."""
 
     traits = DispatchTraits(cuts=True, bounded=True)
 
-    def __init__(self, placement: Placement, overlap: Overlap, limit: RowsLimit) -> None:
-        super().__init__(placement, overlap)
-        self.limit = limit
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        self.limit = context.limit
 
     @property
     def maps_rows(self) -> bool:

@@ -15,7 +15,6 @@ Legend: T tokens here; R tokens that arrive; D width; K choices.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -25,15 +24,20 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import TorchComm
-from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, dispatchers, expand
+from moe_plugin.dispatch.base import (
+    DispatchContext,
+    Dispatcher,
+    DispatchTraits,
+    Sent,
+    dispatchers,
+    expand,
+)
 from moe_plugin.dispatch.rows import positions, sort_by_expert
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.records import (
     DispatchPlan,
     ExpertRows,
     KeptRouting,
-    Overlap,
-    Placement,
     RowPlan,
 )
 from moe_plugin.row_counts import RowCounts
@@ -84,19 +88,19 @@ class DeepEPDispatcher(Dispatcher):
 
     traits = DispatchTraits(single_layout=True)
 
-    def __init__(self, placement: Placement, overlap: Overlap = Overlap()) -> None:
-        super().__init__(placement, overlap)
-        if not isinstance(placement.comm, TorchComm):
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        if not isinstance(self.placement.comm, TorchComm):
             raise ValueError(
-                f"dispatch.name='deepep' does not fit the group {placement.comm.name!r}: must be a "
-                "torch.distributed group; use 'ragged'")
+                f"dispatch.name='deepep' does not fit the group {self.placement.comm.name!r}: "
+                "must be a torch.distributed group; use 'ragged'")
 
     def plan(self, kept: KeptRouting) -> DeepEPPlan:
         """See `Dispatcher`. Nothing is agreed here: DeepEP does so when it sends."""
         ids_TK, weights_TK = expand(self.placement, kept.routing, kept.slots_TK)
         return DeepEPPlan(ids_TK.contiguous(), weights_TK.float())
 
-    def dispatch(self, x_TD: Tensor, plan: DeepEPPlan, anchor: Tensor | None) -> list[ExpertRows]:
+    def dispatch(self, x_TD: Tensor, plan: DeepEPPlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`. Raises: ValueError: not bf16 on a GPU."""
         if x_TD.dtype not in DTYPES or x_TD.device.type not in DEVICES:
             raise ValueError(
@@ -110,14 +114,13 @@ class DeepEPDispatcher(Dispatcher):
         order_N, _ = sort_by_expert(ids_RK, place.local)
         source_R = order_N[:counts.total]
         rows = RowPlan(source_R, positions(source_R, ids_RK), weights_RK, counts)
-        return [ExpertRows(x_RD, rows)]
+        return Sent([ExpertRows(x_RD, rows)], anchor)
 
-    def combine(self, outputs: Iterable[Tensor], plan: DeepEPPlan,
-                anchor: Tensor | None) -> Tensor:
+    def combine(self, sent: Sent, plan: DeepEPPlan) -> Tensor:
         """See `Dispatcher`."""
-        (y_RD,) = outputs
+        [y_RD] = sent.results
         buffer = self.placement.comm.state.get(_Buffers).buffer
-        return _Return.apply(y_RD, anchor, buffer, plan.arrival.handle)
+        return _Return.apply(y_RD, sent.anchor, buffer, plan.arrival.handle)
 
 
 @dataclass

@@ -11,19 +11,43 @@ from torch import Tensor
 from moe_plugin.comm import compiled
 from moe_plugin.comm.compiled import Route
 from moe_plugin.comm.functional import all_to_all
-from moe_plugin.dispatch.base import Dispatcher
+from moe_plugin.dispatch.base import DispatchContext, Dispatcher, Sent
 from moe_plugin.dispatch.overlap import PipelinedExchange
 from moe_plugin.dispatch.pieces import ExchangePlan
 from moe_plugin.kernels import combine_rows, gather_rows
-from moe_plugin.records import ExpertRows, KeptRouting, Overlap, Placement
+from moe_plugin.records import ExpertRows, KeptRouting
+
+
+class SentPieces(Sent):
+    """Several pieces: the results of each travel back while the next one is computed.
+
+    Args:
+        arriving, anchor: see `Sent`. plan: of the call. mapped: see `Piece.results`.
+        back: the exchange by which results travel.
+    """
+
+    def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None, plan: ExchangePlan,
+                 mapped: bool, back: PipelinedExchange) -> None:
+        super().__init__(arriving, anchor)
+        self.plan, self.mapped, self.back = plan, mapped, back
+
+    def put_back(self, result: Tensor) -> None:
+        """See `Sent`; a token of the exchange takes the place of the result."""
+        number = len(self.results)
+        rows_RD = self.plan.pieces[number].results(result, self.mapped)
+        self.results.append(self.back.post(number, rows_RD, self.anchor))
+
+    def returned(self) -> list[Tensor]:
+        """The rows of every piece where they came from, [N, D] each; waits for them."""
+        return [self.back.take(number, token) for number, token in enumerate(self.results)]
 
 
 class ExchangeDispatcher(Dispatcher):
     """Rows out by all-to-all, through the experts, back by all-to-all. Subclasses give `plan`."""
 
-    def __init__(self, placement: Placement, overlap: Overlap = Overlap()) -> None:
-        super().__init__(placement, overlap)
-        self.route = Route(placement.comm, placement.algorithm)
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        self.route = Route(self.placement.comm, self.placement.algorithm)
 
     @property
     def pieces(self) -> int:
@@ -36,8 +60,7 @@ class ExchangeDispatcher(Dispatcher):
     def plan(self, kept: KeptRouting) -> ExchangePlan:
         """See `Dispatcher`."""
 
-    def dispatch(self, x_TD: Tensor, plan: ExchangePlan,
-                 anchor: Tensor | None) -> Iterable[ExpertRows]:
+    def dispatch(self, x_TD: Tensor, plan: ExchangePlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`."""
         rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK, plan.complete)
         background = self.overlap.background and not torch.compiler.is_compiling()
@@ -45,26 +68,32 @@ class ExchangeDispatcher(Dispatcher):
             piece = plan.pieces[0]
             rows_RD = self._exchange(self.own_part(rows_ND), piece.send, piece.recv, plan.even,
                                      anchor)
-            return [piece.work(rows_RD, self.maps_rows)]
-        pieces = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
-        out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
-        arriving = zip(plan.pieces, out.travel(map(self.own_part, pieces), anchor), strict=True)
-        return (piece.work(rows, self.maps_rows) for piece, rows in arriving)
-
-    def combine(self, outputs: Iterable[Tensor], plan: ExchangePlan,
-                anchor: Tensor | None) -> Tensor:
-        """See `Dispatcher`."""
-        done = (piece.results(rows, self.maps_rows)
-                for piece, rows in zip(plan.pieces, outputs, strict=True))
+            return Sent([piece.work(rows_RD, self.maps_rows)], anchor)
+        arriving = self._in_background(rows_ND, plan, anchor)
         if len(plan.pieces) == 1:
-            piece = plan.pieces[0]
-            rows_ND = self.all_parts(
-                self._exchange(next(done), piece.recv, piece.send, plan.even, anchor))
+            return Sent(arriving, anchor)
+        back = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap, reverse=True)
+        return SentPieces(arriving, anchor, plan, self.maps_rows, back)
+
+    def combine(self, sent: Sent, plan: ExchangePlan) -> Tensor:
+        """See `Dispatcher`."""
+        if isinstance(sent, SentPieces):
+            rows_ND = torch.cat([self.all_parts(rows) for rows in sent.returned()])
         else:
-            back = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap,
-                                     reverse=True)
-            rows_ND = torch.cat([self.all_parts(rows) for rows in back.travel(done, anchor)])
+            [piece], [result] = plan.pieces, sent.results
+            rows_ND = self.all_parts(self._exchange(piece.results(result, self.maps_rows),
+                                                    piece.recv, piece.send, plan.even, sent.anchor))
         return self.weigh(rows_ND, plan)
+
+    def _in_background(self, rows_ND: Tensor, plan: ExchangePlan,
+                       anchor: Tensor | None) -> Iterable[ExpertRows]:
+        """All pieces start to travel now; work of each when it has arrived."""
+        parts = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
+        out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
+        tokens = [out.post(number, self.own_part(part), anchor)
+                  for number, part in enumerate(parts)]
+        return (piece.work(out.take(number, tokens[number]), self.maps_rows)
+                for number, piece in enumerate(plan.pieces))
 
     def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
         """Each token's rows weighted and summed, [T, D]."""

@@ -12,12 +12,10 @@ T (D + K) backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from moe_plugin.comm.regions import enter, sum_parts
-from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, dispatchers
+from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, Sent, dispatchers
 from moe_plugin.dispatch.local import TokenPlan, with_weights
 from moe_plugin.dispatch.rows import rows_of_this_rank
 from moe_plugin.records import ExpertRows, KeptRouting
@@ -34,12 +32,12 @@ class IndexSliceDispatcher(Dispatcher):
         rows = rows_of_this_rank(kept.routing, self.placement)
         return TokenPlan(rows.counts.total, rows)
 
-    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> list[ExpertRows]:
+    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`."""
         x_TD, weights_TK = enter(x_TD, plan.row_plan.weights_TK, anchor, self.placement.comm)
-        return [ExpertRows(x_TD, with_weights(plan.row_plan, weights_TK))]
+        return Sent([ExpertRows(x_TD, with_weights(plan.row_plan, weights_TK))], anchor)
 
-    def combine(self, outputs: Iterable[Tensor], plan: TokenPlan, anchor: Tensor | None) -> Tensor:
+    def combine(self, sent: Sent, plan: TokenPlan) -> Tensor:
         """See `Dispatcher`. y_TD is equal on all ranks."""
-        (part_TD,) = outputs
+        [part_TD] = sent.results
         return sum_parts(part_TD, self.placement.comm)

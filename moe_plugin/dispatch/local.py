@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, fixed_slots
+from moe_plugin.dispatch.base import DispatchContext, Dispatcher, DispatchTraits, Sent, fixed_slots
 from moe_plugin.dispatch.rows import device_rows, exact_rows, slot_rows
 from moe_plugin.kernels.expert_load import known_load
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, RowPlan
@@ -37,7 +36,7 @@ class LocalDispatcher(Dispatcher):
 
     def __init__(self, placement: Placement, traits: DispatchTraits,
                  from_device: bool = False) -> None:
-        super().__init__(placement)
+        super().__init__(DispatchContext(placement))
         self.traits = DispatchTraits(fixed_slots=traits.fixed_slots, bounded=traits.bounded)
         self.from_device = from_device
 
@@ -61,13 +60,13 @@ class LocalDispatcher(Dispatcher):
             rows = slot_rows(*choices, *slots, self.placement.experts)
         return TokenPlan(rows.counts.real, rows)
 
-    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> list[ExpertRows]:
+    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`."""
-        return [ExpertRows(x_TD, plan.row_plan)]
+        return Sent([ExpertRows(x_TD, plan.row_plan)], anchor)
 
-    def combine(self, outputs: Iterable[Tensor], plan: TokenPlan, anchor: Tensor | None) -> Tensor:
+    def combine(self, sent: Sent, plan: TokenPlan) -> Tensor:
         """See `Dispatcher`."""
-        (y_TD,) = outputs
+        [y_TD] = sent.results
         return y_TD
 
 

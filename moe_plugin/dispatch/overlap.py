@@ -13,7 +13,7 @@ of their creation on all ranks, so all ranks post in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,14 +43,16 @@ class PipelinedExchange:
         self.backward = _Direction(placement, [_Sizes(p.recv, p.send, p.local) for p in there],
                                    overlap.backward or overlap.forward, even, last_first=True)
 
-    def travel(self, pieces: Iterable[Tensor], anchor: Tensor | None) -> Iterator[Tensor]:
-        """Post every piece [N, D] when it is there, before this returns; each on the other side
-        when it has arrived.
+    def post(self, number: int, rows_ND: Tensor, anchor: Tensor | None) -> Tensor:
+        """Hand over a piece [N, D], which may start to travel; a scalar token for `take`.
 
-        anchor: a parameter, see `comm.functional`.
+        Pieces are posted in order. anchor: a parameter, see `comm.functional`.
         """
-        posted = [_Send.apply(self, number, rows, anchor) for number, rows in enumerate(pieces)]
-        return (_Receive.apply(self, number, token) for number, token in enumerate(posted))
+        return _Send.apply(self, number, rows_ND, anchor)
+
+    def take(self, number: int, token: Tensor) -> Tensor:
+        """The rows of a piece on the other side; waits for them. token: of its `post`."""
+        return _Receive.apply(self, number, token)
 
 
 class _Sizes(NamedTuple):

@@ -6,30 +6,25 @@ planner, other ranks than the owner may compute an expert's rows, see `dispatch.
 
 from __future__ import annotations
 
-from moe_plugin.dispatch.base import DispatchTraits, dispatchers, expand
+from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, dispatchers, expand
 from moe_plugin.dispatch.cuts import CUTS
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
 from moe_plugin.dispatch.sizes import SentSizes, agreed_sizes, start_sizes
-from moe_plugin.dispatch.spill import Planner, spilling_plan
-from moe_plugin.records import KeptRouting, Overlap, Placement, Routing
+from moe_plugin.dispatch.spill import spilling_plan
+from moe_plugin.records import KeptRouting, Routing
 
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher):
     """Exact rows: expert-major sort, exchange of counts, uneven all-to-all (FastMoE, MegaBlocks).
-
-    Args:
-        placement, overlap: see `Dispatcher`.
-        planner: says who computes what, the same on all ranks; None: owners do.
     """
 
     traits = DispatchTraits(cuts=True, cuts_by=tuple(CUTS), spills=True)
 
-    def __init__(self, placement: Placement, overlap: Overlap = Overlap(),
-                 planner: Planner | None = None) -> None:
-        super().__init__(placement, overlap)
-        self.planner = planner
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        self.planner = context.spill_planner
 
     @property
     def maps_rows(self) -> bool:

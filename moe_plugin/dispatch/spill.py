@@ -9,20 +9,17 @@ one exchange, as without a plan: a borrowed expert is one more local expert, aft
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.base import expand
-from moe_plugin.dispatch.pieces import Counts, ExchangePlan, ragged_plan
+from moe_plugin.dispatch.base import SpillPlanner, expand
+from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
 from moe_plugin.dispatch.rows import sort_by_expert
 from moe_plugin.planner.spill import SpillPlan
 from moe_plugin.records import KeptRouting, Overlap, Placement
-
-Planner = Callable[[Counts], SpillPlan | None]  # rows by source rank and expert to a plan
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class SpillingPlan(ExchangePlan):
 
 
 def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
-                  planner: Planner) -> SpillingPlan:
+                  planner: SpillPlanner) -> SpillingPlan:
     """The plan of one call, the same on all ranks. One exchange of counts, and one copy of them
     from device to host.
     """

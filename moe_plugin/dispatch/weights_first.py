@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moe_plugin.dispatch.base import Sent, WrappedDispatcher
 from moe_plugin.kernels import weigh_rows
-from moe_plugin.records import KeptRouting
+from moe_plugin.records import DispatchPlan, KeptRouting, Routing
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,33 @@ class WeighedChoices:
         """[T, D] from the outputs [N, D] of the choices; one without an expert has zeros."""
         tokens, choices = self.position_TK.shape
         return y_ND.view(tokens, choices, y_ND.shape[1]).sum(1)
+
+
+@dataclass(frozen=True)
+class WeighedPlan(DispatchPlan):
+    """inner: of the dispatcher that moves the choices. choices: see `WeighedChoices`."""
+
+    inner: DispatchPlan
+    choices: WeighedChoices
+
+
+class WeightsFirst(WrappedDispatcher):
+    """Moves choices by another dispatcher, as tokens with their gate weights in them."""
+
+    def plan(self, kept: KeptRouting) -> WeighedPlan:
+        """See `Dispatcher`."""
+        kept, choices = WeighedChoices.split(kept)
+        plan = self.inner.plan(kept)
+        return WeighedPlan(plan.rows, plan, choices)
+
+    def start_sizes(self, routing: Routing) -> None:
+        """See `Dispatcher`. Its tokens are others than the routing's."""
+        return None
+
+    def dispatch(self, x_TD: Tensor, plan: WeighedPlan, anchor: Tensor | None) -> Sent:
+        """See `Dispatcher`."""
+        return self.inner.dispatch(plan.choices.inputs(x_TD), plan.inner, anchor)
+
+    def combine(self, sent: Sent, plan: WeighedPlan) -> Tensor:
+        """See `Dispatcher`."""
+        return plan.choices.sum(self.inner.combine(sent, plan.inner))

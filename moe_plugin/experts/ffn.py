@@ -114,8 +114,10 @@ class FFNExperts(Experts):
         """See `Experts`."""
         return self.w_in_LDF.dtype
 
-    def forward(self, work: ExpertRows) -> Tensor:
+    def forward(self, work: ExpertRows | None) -> Any:
         """See `Experts`. A shard's part of the result where experts are split."""
+        if work is None:
+            return self.local_parameters()
         strategy = work.strategy or self.compute
         parameters = work.parameters or self.compute_parameters()
         if parameters.dropout and not drops_out(strategy):
@@ -126,10 +128,13 @@ class FFNExperts(Experts):
 
     def local_parameters(self) -> dict[str, Tensor]:
         """See `Experts`: those of `SHARD_AXIS` that this kind of expert has."""
-        redirected = self.main_grad_weights()
-        stored = {name: getattr(self, name) for name in SHARD_AXIS}
-        return {name: main_grad.redirect_grad(value) if name in redirected else value
-                for name, value in stored.items() if value is not None}
+        found = {}
+        for name in SHARD_AXIS:
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        for name in self.main_grad_weights() if self.adds_to_main_grad else ():
+            found[name] = main_grad.redirect_grad(found[name])
+        return found
 
     def main_grad_weights(self) -> dict[str, Tensor]:
         """The weights, by name, whose gradients now go to the host's `main_grad`."""
@@ -149,16 +154,17 @@ class FFNExperts(Experts):
                 consecutive shards; None: what is stored here.
             first_shard: the first of these shards; None: that of this rank.
         """
-        redirected, fp8 = self.main_grad_weights() if tensors is None else {}, None
+        redirected, fp8 = {}, None
+        if tensors is None and self.adds_to_main_grad:
+            redirected = self.main_grad_weights()
         # evaluation may be of averaged weights that were put there unseen
         if tensors is None and self.training and self.config.precision == "fp8":
             fp8 = self.memory.state(Fp8Weights)
         tensors = self.local_parameters() if tensors is None else tensors
-        first_shard = self.placement.shard if first_shard is None else first_shard
-        bias_LD = tensors.get("b_out_LD")
-        width, own = self.w_in_LDF.shape[1], self.w_in_LDF.shape[1] // self.placement.shards
+        bias_LD, width = tensors.get("b_out_LD"), self.w_in_LDF.shape[1]
         if bias_LD is not None and bias_LD.shape[1] < width:
-            before = first_shard * own
+            first_shard = self.placement.shard if first_shard is None else first_shard
+            before = first_shard * (width // self.placement.shards)
             bias_LD = F.pad(bias_LD, (before, width - before - bias_LD.shape[1]))
         return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"),
                              tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,

@@ -48,6 +48,8 @@ class CapacityLimit:
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
         """The routing after capacity; see `capacity`, `limit_on_device`, `slots` and `drop`."""
+        if not self.normalize and self.keeps_all(training):
+            return KeptRouting(routing, None, None, routing)
         asked = self.comm if self.makes_slots or _on_host(routing) else self.alone
         made = capacity(self.dispatch, routing, self.experts, asked, training)
         if made is not None and self.dispatch.equal_tokens:

@@ -30,8 +30,9 @@ def call_stats(kept: KeptRouting, traffic: TrafficMeter, experts: int, rows: int
     chosen_KE = None
     if routing.chosen_TK is not None:
         chosen_KE = expert_load(routing.chosen_TK, experts, per_choice=True)
-    losses = {name: value.detach() for name, value in routing.losses.items()}
+    losses = dict(zip(routing.losses, map(Tensor.detach, routing.losses.values()), strict=True))
+    bytes_sent, exchanges = traffic.sent()
     return LayerStats(load_KE, kept_KE, routing.entropy, routing.tokens, losses,
-                      bytes_sent=traffic.bytes, exchanges=traffic.exchanges, rows=rows,
+                      bytes_sent=bytes_sent, exchanges=exchanges, rows=rows,
                       capacity=kept.capacity, router=routing.router,
                       chosen_KE=chosen_KE, **layout)

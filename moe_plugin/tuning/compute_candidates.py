@@ -80,7 +80,7 @@ def candidates(load: Load, usable: Collection[str]) -> list[str]:
         names = ["kernels", "grouped"]
     else:
         names = ["kernels", "grouped", "loop"] if each < MANY_ROWS else ["kernels", "loop"]
-    return [name for name in names if name in usable] or ["loop"]
+    return list(filter(usable.__contains__, names)) or ["loop"]
 
 
 def why_unmeasured(load: Load, names: Sequence[str], setting: str) -> str | None:

@@ -13,8 +13,9 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.experts import Experts
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
+from moe_plugin.tuning.engine import Decision
 from moe_plugin.tuning.layout_tuner import LayoutTuner
-from moe_plugin.tuning.layouts import LayoutCall, Layouts
+from moe_plugin.tuning.layouts import Layout, Layouts
 from moe_plugin.tuning.predicted import PredictedLayout
 from moe_plugin.tuning.prefill import PrefillPieces
 
@@ -30,20 +31,21 @@ class LayoutSelector:
 
     Attributes:
         prefill: cuts the calls of evaluation by their load; None: nothing does.
-        available: what may be selected. tuner: of `parallel: auto` or `predicted`; None: the
-            layout is fixed.
+        available: what may be selected. fixed: the configured layout.
+        tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts,
                  host: HostContext) -> None:
         self.config, self.place, self.experts, self.host = config, place, experts, host
         self.available = Layouts(config, place, experts)
+        self.fixed = self.available.at(self.available.fixed)
         self.tuner = self._make_tuner(host)
         self.prefill = None
         if config.parallel.prefill and experts.anchor is not None:
             self.prefill = PrefillPieces(config, self.available, experts.anchor)
 
-    def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> LayoutCall:
+    def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> Layout:
         """The layout of this call, the same on all ranks.
 
         choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
@@ -51,20 +53,20 @@ class LayoutSelector:
         """
         timer = None
         if self.tuner is None or choice is not None or torch.compiler.is_compiling():
-            layout = self.available.at(choice or self.available.fixed)
+            layout = self.fixed if choice is None else self.available.at(choice)
         else:
             layout, timer = self.tuner.layout(kept.routing, training)
         if (self.prefill is not None and choice is None and not training
                 and not torch.compiler.is_compiling()):
             pieces = self.prefill.choice(layout.choice, kept.routing.ids_TK.shape[0])
             layout = self.available.at(pieces)
-        return LayoutCall(layout, self.experts, timer, self.config.experts.weights_first)
+        return layout if timer is None else layout.timed(timer)
 
     def start_sizes(self, routing: Routing, training: bool) -> Any:
         """See `Dispatcher.start_sizes`; of the layout that the next call probably has. One that
         then runs in another layout agrees again. None: nothing was begun.
         """
-        if self.config.experts.weights_first or (self.prefill is not None and not training):
+        if self.prefill is not None and not training:
             return None
         return self.available.at(self.current).dispatcher.start_sizes(routing)
 
@@ -84,7 +86,7 @@ class LayoutSelector:
         """The ranks whose loads differ: those that must agree on a capacity."""
         return LocalComm() if self.available.traits.shares_tokens else self.place.comm
 
-    def report(self, call: LayoutCall) -> dict[str, Any]:
+    def report(self, layout: Layout) -> dict[str, Any]:
         """Fields of `LayerStats`: layout, collectives, decisions since the last call, copies of the
         tokens.
         """
@@ -95,8 +97,8 @@ class LayoutSelector:
             copies = self.place.comm.size
         comm = self.place.comm
         collectives = comm.collectives.active(comm) if comm.size > 1 and not traced else None
-        return {"layout": call.layout.choice.label, "copies": copies, "collectives": collectives,
-                "decisions": tuple(decision.as_dict() for decision in decisions)}
+        return {"layout": layout.label, "copies": copies, "collectives": collectives,
+                "decisions": tuple(map(Decision.as_dict, decisions))}
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""

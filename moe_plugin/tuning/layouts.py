@@ -8,33 +8,31 @@ r = 0: all parameters are gathered, tokens stay. r >= 1: tokens go to r ranks ea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, algorithms
 from moe_plugin.comm.base import Comm, Exchange
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch import Dispatcher, PagedStash, dispatchers
+from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
+from moe_plugin.dispatch.base import SpillPlanner
 from moe_plugin.dispatch.local import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
-from moe_plugin.dispatch.spill import Planner, SpillingPlan
 from moe_plugin.dispatch.stash import may_keep
-from moe_plugin.dispatch.weights_first import WeighedChoices
+from moe_plugin.dispatch.weights_first import WeightsFirst
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
+from moe_plugin.experts.borrowed import BorrowingDispatcher
 from moe_plugin.experts.gathered import gather_parameters
-from moe_plugin.experts.lent import LentExperts, joined
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.kernels.grad_sums import GradSums
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
-from moe_plugin.planner.spill import SpillPlan, plan_spill
+from moe_plugin.planner.spill import plan_spill
 from moe_plugin.records import (
     DispatchPlan,
     ExpertRows,
@@ -45,146 +43,118 @@ from moe_plugin.records import (
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas
-from moe_plugin.tuning.timer import CallTimer
+from moe_plugin.tuning.timer import CallTimer, Timed
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One choice, made ready.
+    """One choice, made ready for calls of a layer.
 
     Attributes:
         choice: what it was made from.
-        dispatcher: moves rows. strategy: computes them.
+        dispatcher: moves rows.
+        experts: of the layer.
+        strategy: computes rows; None: as the experts are configured.
         gather: ranks whose parameters this one gathers before it computes; None: it has what it
             needs.
         gathered_shards: consecutive ranks of `gather` that hold shards of one expert.
         first_shard: the first shard that this rank has after gathering.
         stash: pages for what backward needs; None: autograd keeps it.
+        label: see `LayoutChoice`.
     """
 
     choice: LayoutChoice
     dispatcher: Dispatcher
-    strategy: Strategy
+    experts: Experts
+    strategy: Strategy | None = None
     gather: Comm | None = None
     gathered_shards: int = 1
     first_shard: int = 0
     stash: PagedStash | None = None
+    label: str = dataclasses.field(init=False)
 
-    def parameters(self, experts: Experts) -> FFNParameters | None:
-        """Gathered parameters to compute with; None: those that the experts store."""
-        if self.gather is None:
-            return None
-        whole = gather_parameters(experts.local_parameters(), self.gather, self.gathered_shards)
-        return experts.compute_parameters(whole, self.first_shard)
-
-
-@dataclass(frozen=True)
-class CallPlan:
-    """What one call needs in one layout.
-
-    Attributes:
-        dispatch: of the dispatcher.
-        weighed: where gate weights are multiplied with the experts' inputs; None: their outputs.
-    """
-
-    dispatch: DispatchPlan
-    weighed: WeighedChoices | None = None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self.choice.label)  # of every call's statistics
 
     @property
-    def rows(self) -> int | Tensor:
-        """Rows that this rank's experts compute, see `DispatchPlan`."""
-        return self.dispatch.rows
+    def compiles(self) -> bool:
+        """Whether `torch.compile` may trace plan, dispatch, experts and combine.
 
-    @property
-    def spill(self) -> SpillPlan | None:
-        """Which ranks compute other ranks' rows in this call; None: none does."""
-        return self.dispatch.spill if isinstance(self.dispatch, SpillingPlan) else None
-
-
-@dataclass(frozen=True)
-class LayoutCall:
-    """One call of a layer in one layout.
-
-    Attributes:
-        layout: see `Layout`. experts: of the layer.
-        timer: times the call; None: its time is not wanted.
-        weights_first: `experts.weights_first`.
-    """
-
-    layout: Layout
-    experts: Experts
-    timer: CallTimer | None = None
-    weights_first: bool = False
-
-    @property
-    def runner(self) -> Callable[..., Any]:
-        """What runs plan, dispatch, experts and combine: `runner(function, *args)`.
-
-        Where `plan` reads rows by expert on the host, or experts are fetched, that is outside
-        compiled graphs: every new load would be compiled again.
+        Where `plan` reads rows by expert on the host, or experts are fetched, every new load would
+        be compiled again.
         """
-        traits = self.layout.dispatcher.traits
-        traced = self.experts.traceable and (traits.fixed_slots or traits.bounded)
-        if torch.compiler.is_compiling() and not traced:
-            # imported here: it loads the compiler
-            from moe_plugin.tuning.uncompiled import uncompiled
+        traits = self.dispatcher.traits
+        return self.experts.traceable and (traits.fixed_slots or traits.bounded)
 
-            return uncompiled
-        return _directly
+    def timed(self, timer: CallTimer) -> Layout:
+        """The layout for a call that `timer` times."""
+        return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
 
-    def start(self, x_TD: Tensor) -> Tensor:
-        """x_TD [T, D] itself, from where its time counts."""
-        return x_TD if self.timer is None else self.timer.started(x_TD, self.experts.anchor)
-
-    def plan(self, kept: KeptRouting) -> CallPlan:
+    def plan(self, kept: KeptRouting) -> DispatchPlan:
         """Agree on all sizes; see `Dispatcher.plan`."""
-        weighed = None
-        if self.weights_first:
-            kept, weighed = WeighedChoices.split(kept)
-        return CallPlan(self.layout.dispatcher.plan(kept), weighed)
+        return self.dispatcher.plan(kept)
 
-    def dispatch(self, x_TD: Tensor, plan: CallPlan,
-                 meanwhile: Callable[[], None]) -> Iterator[ExpertRows]:
-        """Work for this rank's experts, and those it borrows, piece by piece as it arrives.
+    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module) -> Sent:
+        """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`.
 
-        x_TD: [T, D] tokens of this rank. meanwhile: called when the rows are on their way.
+        experts: of the layer, or what stands in their place.
         """
-        layout, experts = self.layout, self.experts
-        if plan.weighed is not None:
-            x_TD = plan.weighed.inputs(x_TD)
-        lent = None
-        if plan.spill is not None:
-            lent = LentExperts(experts, layout.dispatcher.placement, plan.spill)
-        parameters = self._parameters()
-        arriving = layout.dispatcher.dispatch(x_TD, plan.dispatch, experts.anchor)
-        meanwhile()
-        for work in arriving:
-            work = ExpertRows(work.x, work.rows, parameters, layout.strategy)
-            yield from (work,) if lent is None else lent.split(work)
+        anchor = self.experts.anchor
+        if experts is not self.experts:
+            anchor = self._anchor_of(experts)
+        parameters, strategy = self._parameters(experts), self.strategy  # before rows travel
+        sent = self.dispatcher.dispatch(x_TD, plan, anchor)
+        if parameters is not None or strategy is not None:
+            arriving = sent.arriving
+            sent.arriving = (_computed_with(work, parameters, strategy) for work in arriving)
+        return sent
 
-    def _parameters(self) -> FFNParameters | None:
-        """What all pieces compute with; where there are several, they share their gradients."""
-        parameters, more = self.layout.parameters(self.experts), {}
-        if self.layout.dispatcher.overlap.pieces > 1:
+    def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
+        """y_TD [T, D]: each token's rows weighted and summed; see `Dispatcher.combine`."""
+        return self.dispatcher.combine(sent, plan)
+
+    def _anchor_of(self, experts: nn.Module) -> Tensor | None:
+        """A parameter that is trained where one of an adapter's is.
+
+        Raises:
+            ValueError: what stands in the experts' place does not reach all that compute them.
+        """
+        if self.experts.stored or self.choice.spill != "never":
+            what = ("experts outside the device" if self.experts.stored else
+                    f"parallel.spill={self.choice.spill!r}")
+            raise ValueError(
+                f"{type(experts).__name__} in the place of a layer's experts does not fit {what}, "
+                "where others compute with their parameters: must be experts on the device and "
+                "parallel.spill='never'; merge the adapter first, or set them so")
+        return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
+
+    def _parameters(self, experts: nn.Module) -> FFNParameters | None:
+        """What all pieces compute with, and share their gradients; None: what is stored."""
+        parameters, more = None, {}
+        if self.gather is not None:
+            whole = gather_parameters(self._local(experts), self.gather, self.gathered_shards)
+            parameters = self.experts.compute_parameters(whole, self.first_shard)
+        if self.dispatcher.overlap.pieces > 1:
             more["sums"] = GradSums()
-        if self.layout.stash is not None and may_keep():
-            more["keep"] = self.layout.stash.keep
+        if self.stash is not None and may_keep():
+            more["keep"] = self.stash.keep
         if not more or not self.experts.supports_gather:
             return parameters
-        return dataclasses.replace(parameters or self.experts.compute_parameters(), **more)
+        if parameters is None:
+            own = None if experts is self.experts else self._local(experts)
+            parameters = self.experts.compute_parameters(own)
+        return dataclasses.replace(parameters, **more)
 
-    def combine(self, outputs: Iterable[Tensor], plan: CallPlan) -> Tensor:
-        """y_TD [T, D]: each token's rows weighted and summed. outputs: of the experts, in order."""
-        if plan.spill is not None and plan.spill.guests(self.layout.dispatcher.placement.comm.rank):
-            outputs = joined(outputs)
-        y_TD = self.layout.dispatcher.combine(outputs, plan.dispatch, self.experts.anchor)
-        if plan.weighed is not None:
-            y_TD = plan.weighed.sum(y_TD)
-        return y_TD if self.timer is None else self.timer.stopped(y_TD)
+    def _local(self, experts: nn.Module) -> dict[str, Tensor]:
+        """The experts' parameters; an adapter in their place changes them inside of its call."""
+        return self.experts.local_parameters() if experts is self.experts else experts(None)
 
 
-def _directly(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
+def _computed_with(work: ExpertRows, parameters: FFNParameters | None,
+                   strategy: Strategy | None) -> ExpertRows:
+    """The same rows; borrowed experts come with parameters of their own."""
+    own = parameters if work.parameters is None else work.parameters
+    return ExpertRows(work.x, work.rows, own, strategy, work.started)
 
 
 class Layouts:
@@ -258,29 +228,35 @@ class Layouts:
     def _make(self, choice: LayoutChoice) -> Layout:
         self._check(choice)
         place = dataclasses.replace(self.place, algorithm=self._algorithm(choice.algorithm))
-        strategy = strategies.get(choice.kernel)
+        gather, shards, first, stash = None, 1, 0, None
         if place.comm.size == 1 or choice.r == 0:
             alone = Placement(LocalComm(), place.experts, place.algorithm)
-            gather = place.comm if place.comm.size > 1 else None
-            dispatcher = LocalDispatcher(alone, self.traits, self.experts.supports_gather
-                                         and takes_counts_of_device(choice.kernel))
-            return Layout(choice, dispatcher, strategy, gather, place.shards)
-        if self.traits.single_layout:
-            return Layout(choice, self.dispatcher(place), strategy)
-        if choice.gather_tokens:
-            return Layout(choice, AllGatherDispatcher(place), strategy)
-        place = dataclasses.replace(place, copies=choice.r)
+            dispatcher: Dispatcher = LocalDispatcher(
+                alone, self.traits,
+                self.experts.supports_gather and takes_counts_of_device(choice.kernel))
+            gather, shards = place.comm if place.comm.size > 1 else None, place.shards
+        elif choice.gather_tokens:
+            dispatcher = AllGatherDispatcher(DispatchContext(place))
+        else:
+            place = dataclasses.replace(place, copies=choice.r)
+            dispatcher = self._exchanging(choice, place)
+            shards, stash = place.token_shards, self.stash
+            gather = place.comm.contiguous_subgroup(shards) if shards > 1 else None
+            first = place.shard // shards * shards
+        if self.config.experts.weights_first:
+            dispatcher = WeightsFirst(dispatcher)
+        strategy = None if choice.kernel == self.config.experts.compute else strategies.get(
+            choice.kernel)
+        return Layout(choice, dispatcher, self.experts, strategy, gather, shards, first, stash)
+
+    def _exchanging(self, choice: LayoutChoice, place: Placement) -> Dispatcher:
+        """The configured dispatcher; where rows spill, experts are borrowed."""
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.cut)
-        if choice.spill != "never":
-            return Layout(choice, self.dispatcher(place, overlap, self._planner(choice.spill)),
-                          strategy)
-        limits = () if self.limit is None else (self.limit,)
-        dispatcher = self.dispatcher(place, overlap, *limits)
-        size = place.token_shards
-        gather = place.comm.contiguous_subgroup(size) if size > 1 else None
-        return Layout(choice, dispatcher, strategy, gather, size, place.shard // size * size,
-                      self.stash)
+        if choice.spill == "never":
+            return self.dispatcher(DispatchContext(place, overlap, self.limit))
+        spilling = DispatchContext(place, overlap, self.limit, self._spill_planner(choice.spill))
+        return BorrowingDispatcher(self.dispatcher(spilling), self.experts)
 
     def _check_stash(self, choice: LayoutChoice) -> None:
         dropout = self.config.experts.dropout
@@ -336,7 +312,7 @@ class Layouts:
             raise ValueError(
                 f"parallel.spill={choice.spill!r} does not fit {why}, or parallel.spill='never'")
 
-    def _planner(self, policy: str) -> Planner:
+    def _spill_planner(self, policy: str) -> SpillPlanner:
         """Plans from the loads of a call, or of earlier steps; predicted times depend on nothing
         else.
         """

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
+from moe_plugin.records import DispatchPlan, KeptRouting
+
 
 class CallTimer:
     """From `start` to `stopped(y)`, and from the gradient of y to the gradient of `started(x)`;
@@ -19,11 +22,14 @@ class CallTimer:
         self.marks: dict[str, Any] = {}
         self.wants_backward = False
 
-    def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
-        """x itself, from where on time counts; anchor: a parameter, so that backward comes by here
-        whatever x is.
-        """
+    def start(self) -> None:
+        """From here on time counts."""
         self._mark("forward")
+
+    def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
+        """x itself, at whose gradient time ends; anchor: a parameter, so that backward comes by
+        here whatever x is.
+        """
         return _Mark.apply(x, anchor, self, "backward_end")
 
     def stopped(self, y: Tensor) -> Tensor:
@@ -71,3 +77,24 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ctx.watch._mark(ctx.name)
         return grad, None, None, None
+
+
+class Timed(WrappedDispatcher):
+    """A dispatcher, one call of which is timed: plan, dispatch, experts and combine."""
+
+    def __init__(self, inner: Dispatcher, timer: CallTimer) -> None:
+        super().__init__(inner)
+        self.timer = timer
+
+    def plan(self, kept: KeptRouting) -> DispatchPlan:
+        """See `Dispatcher`."""
+        self.timer.start()
+        return self.inner.plan(kept)
+
+    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
+        """See `Dispatcher`."""
+        return self.inner.dispatch(self.timer.started(x_TD, anchor), plan, anchor)
+
+    def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
+        """See `Dispatcher`."""
+        return self.timer.stopped(self.inner.combine(sent, plan))

@@ -4,7 +4,6 @@ and the traits give its cells of the matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_plugin.comm.functional import all_gather, reduce_scatter
-from moe_plugin.dispatch import Dispatcher, DispatchTraits, ExchangeDispatcher, dispatchers
+from moe_plugin.dispatch import Dispatcher, DispatchTraits, ExchangeDispatcher, Sent, dispatchers
 from moe_plugin.dispatch.base import expand
 from moe_plugin.dispatch.local import TokenPlan
 from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
@@ -48,13 +47,13 @@ class AllRowsDispatcher(Dispatcher):
                            RowCounts([len(one) for one in rows]))
         return AllRowsPlan(len(source_R), row_plan, len(ids_TK), longest)
 
-    def dispatch(self, x_TD: Tensor, plan: AllRowsPlan, anchor: Tensor | None) -> list[ExpertRows]:
+    def dispatch(self, x_TD: Tensor, plan: AllRowsPlan, anchor: Tensor | None) -> Sent:
         padded_TD = pad(x_TD, (0, 0, 0, plan.longest - plan.tokens))
-        return [ExpertRows(all_gather(padded_TD, self.placement.comm), plan.row_plan)]
+        x_AD = all_gather(padded_TD, self.placement.comm)
+        return Sent([ExpertRows(x_AD, plan.row_plan)], anchor)
 
-    def combine(self, outputs: Iterable[Tensor], plan: AllRowsPlan,
-                anchor: Tensor | None) -> Tensor:
-        (part_AD,) = outputs
+    def combine(self, sent: Sent, plan: AllRowsPlan) -> Tensor:
+        [part_AD] = sent.results
         return reduce_scatter(part_AD, self.placement.comm)[:plan.tokens]
 
 

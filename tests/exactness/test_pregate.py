@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from moe_plugin import pregate
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import ragged
@@ -20,7 +21,7 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, TokenInfo
-from moe_plugin.routing import pregate, routers
+from moe_plugin.routing import routers
 from moe_plugin.routing.replay import checkpoint, forget, record_routing, replay_routing
 from tests.exactness.harness import NAMES, config_of, load_experts, slice_of
 from tests.exactness.test_routers import give_parameters, token_ids
@@ -288,7 +289,7 @@ def test_a_copy_and_a_recorded_routing() -> None:
     with record_routing() as tape:
         y, _ = run(model, xs[0])
     other = copy.deepcopy(model)
-    assert other[0].moe.gating.following is other[1].moe
+    assert other[0].moe.link.following is other[1].moe
     with replay_routing(tape):
         assert torch.equal(run(other, xs[0])[0], y)
     assert all(isinstance(choice, Tensor) for choice in tape.ids)

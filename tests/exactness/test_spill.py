@@ -17,7 +17,7 @@ from moe_plugin.dispatch import DispatchTraits, RaggedDispatcher, dispatchers
 from moe_plugin.dispatch.cuts import CUTS
 from moe_plugin.dispatch.pieces import ExchangePlan
 from moe_plugin.experts import expert_kinds
-from moe_plugin.experts.lent import LentExperts
+from moe_plugin.experts.borrowed import BorrowedExperts
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import SpillCosts, SpillPlan, plan_spill
 from moe_plugin.records import ExpertRows, KeptRouting, RowCounts
@@ -202,7 +202,7 @@ def test_an_owner_sends_an_expert_once() -> None:
         for helpers in ((1,), (1, 2), (1, 2, 3)):
             plan = SpillPlan([[4, 0, 0, 0]] * 4, {0: [1, *(int(w in helpers) for w in (1, 2, 3))]})
             before = comm.bytes_sent
-            arrived = LentExperts(layer.experts, layer.placement, plan).travel.arrived()
+            arrived = BorrowedExperts(layer.experts, layer.placement, plan).travel.arrived()
             between = comm.bytes_sent
             arrived.sum().backward()
             sent.append((between - before, comm.bytes_sent - between))
@@ -221,10 +221,11 @@ def test_stored_experts_compute_while_borrowed_weights_travel() -> None:
 
     def rank(comm: Comm) -> list[bool]:
         layer = MoELayer(config_of(case), comm, dtype=torch.float64)
-        lent = LentExperts(layer.experts, layer.placement, SpillPlan([[4, 0]] * 2, {0: [4, 4]}))
-        rows = RowCounts([4] * (1 + len(lent.numbers)))
+        plan = SpillPlan([[4, 0]] * 2, {0: [4, 4]})
+        borrowed = BorrowedExperts(layer.experts, layer.placement, plan)
+        rows = RowCounts([4] * (1 + len(borrowed.numbers)))
         work = ExpertRows(torch.zeros(rows.total, 8, dtype=torch.float64), rows)
-        return [lent.travel is not None for _ in lent.split(work)]
+        return [borrowed.travel is not None for _ in borrowed.split(work)]
 
     assert run_simulated(2, rank) == [[False], [True, False]]
 

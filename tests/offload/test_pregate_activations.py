@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoELayer
+from moe_plugin import MoELayer, pregate
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.offload.activations import POLICIES
 from moe_plugin.offload.auto import MEASURING, manage
 from moe_plugin.output import weighted_loss
-from moe_plugin.routing import pregate
 from tests.distributed import run_gloo
 from tests.offload.test_activations import same
 

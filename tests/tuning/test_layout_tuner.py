@@ -39,8 +39,10 @@ class FakeWatch:
         self.over, self.auto, self.tell = True, auto, seconds
         self.choice = None
 
-    def started(self, x, anchor):
+    def start(self):
         self.choice = self.auto.current
+
+    def started(self, x, anchor):
         return x
 
     def stopped(self, y):

@@ -41,7 +41,7 @@ from moe_plugin.hosts.fairseq.translate import (
 )
 from moe_plugin.hosts.plain.gradients import exclude_experts
 from moe_plugin.messages import short
-from moe_plugin.routing.pregate import link
+from moe_plugin.pregate import link
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from moe_plugin.comm import TorchComm
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.hosts.plain.parts import Part, piece, publish
 from moe_plugin.hosts.plain.replicas import ReplicaReducer
-from moe_plugin.routing.pregate import PreGated
+from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
 
     from moe_plugin.hosts.plain.sharding import shard_routers
 
-    if any(layer.gating.asked for layer in model.modules() if isinstance(layer, PreGated)):
+    if any(layer.config.router.pre_gate for layer in model.modules()
+           if isinstance(layer, MoELayer)):
         raise ValueError(
             "--moe-pre-gate 1 does not fit --ddp-backend fully_sharded, which gathers a layer's "
             "parameters for that layer alone: must be 0; use --zero-sharding os")

@@ -31,10 +31,10 @@ from moe_plugin.hosts.plain.store_log import watch_store
 from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import LayerStats, MoEOutput
+from moe_plugin.pregate import chosen_together, has_own_gate
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.marks import keeps_init
-from moe_plugin.routing.pregate import joined
 from moe_plugin.routing.replay import inside_backward, replaying
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if self.plan.native_router:
             self.moe.router.batch_size = x_SBD.shape[1]
         # a pre-gate begins its layer's step in the block before
-        if (self.moe.gating.source is None and self.training and not inside_backward()
+        if (has_own_gate(self.moe) and self.training and not inside_backward()
                 and not self.continues and self._clock.new_step(core.microbatches_a_step())):
             self._finish_step()
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
@@ -269,7 +269,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return token_info(x_SBD, ids_SB, self.needs)
 
     def _finish_step(self) -> None:
-        for moe in joined(self.moe):
+        for moe in chosen_together(self.moe):
             finish_step(moe)
 
     def _observe(self, out: MoEOutput) -> None:

@@ -27,7 +27,7 @@ from moe_plugin.hosts.megatron.tokens import give_token_ids
 from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.offload.activations import Activations
-from moe_plugin.routing.pregate import link
+from moe_plugin.pregate import link
 
 
 @dataclass

@@ -72,7 +72,7 @@ class _Script:
         from moe_plugin.hosts.megatron.report import Observer
         from moe_plugin.hosts.megatron.rows import FittingSteps
         from moe_plugin.hosts.megatron.tokens import give_token_ids
-        from moe_plugin.routing.pregate import link
+        from moe_plugin.pregate import link
 
         for chunk in chunks:
             link(chunk)

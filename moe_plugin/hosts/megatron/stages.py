@@ -24,12 +24,13 @@ from typing import Any
 from torch import Tensor
 
 from moe_plugin.comm.meter import TrafficMeter
+from moe_plugin.dispatch import Sent
 from moe_plugin.dispatch.local import TokenPlan, with_weights
 from moe_plugin.hosts.megatron import parameters
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
 from moe_plugin.routing.statistics import call_stats
-from moe_plugin.tuning.layouts import CallPlan, LayoutCall
+from moe_plugin.tuning.layouts import Layout
 
 
 @dataclass
@@ -38,9 +39,10 @@ class _Call:
 
     tokens: Tokens
     kept: KeptRouting
-    layout: LayoutCall
+    layout: Layout
     traffic: TrafficMeter
-    plan: CallPlan | None = None
+    plan: DispatchPlan | None = None
+    sent: Sent | None = None
     work: ExpertRows | None = None
 
 
@@ -83,14 +85,15 @@ class Stages:
         x_TD = self._with_losses(call.tokens.x_TD.clone(), call.kept.before.losses,
                                  tokens if real_T is None else real_T.sum())
         call.traffic.hold()
-        return x_TD, _weights(call.plan.dispatch).clone()  # the router's backward reads its own
+        return x_TD, _weights(call.plan).clone()  # the router's backward reads its own
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """(rows [R, h] for this rank's experts, gate weights)."""
         call = self._call
         call.traffic.go_on()
         parameters.wait_for(self.experts)
-        [call.work] = call.layout.dispatch(hidden_states, call.plan, lambda: None)
+        call.sent = call.layout.dispatch(hidden_states, call.plan, self.experts)
+        [call.work] = call.sent
         call.traffic.hold()
         rows_RD = call.work.x
         call.work = dataclasses.replace(call.work, x=rows_RD[:0])
@@ -102,8 +105,7 @@ class Stages:
                                probs: Tensor) -> tuple[Tensor, None]:
         """(the experts' results for the rows [R, h], None: without a separate bias)."""
         call = self._call
-        call.plan = dataclasses.replace(call.plan,
-                                        dispatch=_with_weights(call.plan.dispatch, probs))
+        call.plan = _with_weights(call.plan, probs)
         rows = call.work.rows
         if isinstance(rows, RowPlan) and rows.weights_TK is not None:
             rows = with_weights(rows, probs)
@@ -114,7 +116,8 @@ class Stages:
         """Each token's results weighted and summed, [T, h]."""
         call = self._call
         call.traffic.go_on()
-        return call.layout.combine([output], call.plan)
+        call.sent.put_back(output)
+        return call.layout.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Outputs [s, b, h], with the shared expert's; ends the call."""

@@ -112,9 +112,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
     Returns: a float32 scalar, differentiable; 0 before a forward pass or where no loss is set.
     Raises:
-        ValueError: a block in training has losses without a gradient, and the call is not under
-            `torch.no_grad` itself.
+        ValueError: there is no block; a `MoELayer` with losses is in no block, so that its caller
+            alone gets them; a block in training has losses without a gradient, and the call is not
+            under `torch.no_grad` itself.
     """
+    _check_blocks(model)
     follow_passes(model)
     terms = []
     for name, block in blocks_in(model):
@@ -132,6 +134,22 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")
         terms.append(term)
     return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def _check_blocks(model: nn.Module) -> None:
+    """`ValueError` where the losses of some experts, or all, would be missing."""
+    inside = {id(block.moe) for _, block in blocks_in(model)}
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoELayer) and id(layer) not in inside:
+            if weights := {name: w for name, w in layer.config.losses.items() if w}:
+                raise ValueError(
+                    f"layer {name or type(layer).__name__!r} is a MoELayer in no MoEBlock, and its "
+                    f"losses={weights} are in what its call returns: add weighted_loss(out.losses, "
+                    "layer.config.losses) to the loss there, or wrap it, MoEBlock(layer)")
+            inside.add(id(layer))
+    if not inside:
+        raise ValueError(f"{type(model).__name__} has no MoEBlock, so that there is no loss: call "
+                         "replace_ffn(model) first, or give the model that has the experts")
 
 
 def _has_weight(block: MoEBlock) -> bool:

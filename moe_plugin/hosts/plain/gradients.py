@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.experts.marks import expert_parameters, is_expert
-from moe_plugin.hosts.plain.parted_gradients import part_gradient, part_gradients
+from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
+from moe_plugin.hosts.plain.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.hosts.plain.replicas import (
     BUCKET_BYTES,
     Bucket,
@@ -31,8 +30,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
 
     Shared parameters are averaged over `world`. An expert's gradient already is the sum over the
     ranks of its expert-parallel group; it is summed over `replicas` (the ranks that store the same
-    experts, where there are several such groups) and divided by the size of `world` once. Torch's
-    functions of norms then count those of all ranks, see `PartedGradient`.
+    experts, where there are several such groups) and divided by the size of `world` once.
 
     Args:
         model: after backward. Every parameter without a gradient must be without one on all ranks.
@@ -50,6 +48,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
             f"expert group of {ep.size} times {copies} replicas is not the world of {world.size} "
             "ranks; pass `replicas`, the ranks "
             "that store the same experts")
+    mark_adapters(model)
     reduced = [p for p in model.parameters() if p.grad is not None]
     experts = [p for p in reduced if is_expert(p)] if ep.size > 1 else []
     alone = {id(parameter) for parameter in experts}
@@ -58,7 +57,8 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
         _average(experts, replicas)
     for parameter in experts:
         parameter.grad.div_(ep.size)  # type: ignore[union-attr]
-        part_gradient(parameter, ep)
+        parameter.part_comm = ep  # type: ignore[attr-defined]
+        mark_gradient(parameter)
 
 
 def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
@@ -77,6 +77,7 @@ def exclude_experts(model: nn.Module) -> None:
     After backward, `sync_gradients` does what remains to be done for the experts; `reduce_experts`,
     called once before, does it behind backward.
     """
+    mark_adapters(model)
     # torch's own function for this overwrites the names that were left out before
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = [*ignored, *expert_parameters(model)]  # type: ignore[assignment]
@@ -85,7 +86,7 @@ def exclude_experts(model: nn.Module) -> None:
 def reduce_experts(model: nn.Module, world: Comm | None = None, *,
                    bucket_bytes: int = BUCKET_BYTES) -> list[ReplicaReducer]:
     """From now on, experts' gradients are those of the mean over ranks of the ranks' losses when
-    `backward` returns, and torch's functions of norms count those of all ranks (`PartedGradient`).
+    `backward` returns.
 
     Replicas start with the experts of their first rank. Experts on the meta device get memory here,
     and values when the model is loaded. `ddp_model` and `fully_shard_model` of
@@ -101,6 +102,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             hold the same tokens, or it was called for these experts before.
     """
     world = default_comm() if world is None else world
+    mark_adapters(model)
     _refuse_twice(model)
     _leave_meta(model, world.device)
     by_group: dict[str, list[MoELayer]] = {}
@@ -117,15 +119,24 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             _start_alike(experts, replicas)
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
-            reducers.append(ReplicaReducer(
-                experts, replicas, bucket_bytes=bucket_bytes,
-                given=functools.partial(part_gradient, comm=layers[0].comm)))
-        part_gradients(experts, layers[0].comm)
+            reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
+        if layers[0].comm.size > 1:  # last: what stands before sees plain gradients
+            keep_part_gradients(experts, layers[0].comm)
         for layer in layers:
-            layer.experts.reduced = replicas is not None or layer.comm.size > 1
+            layer.layouts.experts.reduced = replicas is not None or layer.comm.size > 1
             for parameter in layer.experts.parameters():
                 parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
     return reducers
+
+
+def mark_adapters(model: nn.Module) -> None:
+    """Mark parameters of what stands in the place of experts, or of their parameters: adapters of
+    a rank's experts are of that rank, as the experts are.
+    """
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            for parameter in layer.experts.parameters():
+                mark_expert(parameter)
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:

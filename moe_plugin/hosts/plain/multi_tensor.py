@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_plugin.dtensors import is_sharded
 from moe_plugin.hosts.plain import fused
-from moe_plugin.hosts.plain.parted_gradients import plain
+from moe_plugin.hosts.plain.part_gradients import plain
 
 # what apex has kernels for in every release
 APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
@@ -100,7 +100,7 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor or `PartedGradient`; any other tensor itself."""
+    """This rank's part of a DTensor or `PartGradient`; any other tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else plain(tensor)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.hosts.plain.part_gradients import mark_gradient
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -100,6 +101,7 @@ class Bucket:
             for parameter, part_N in zip(self.parameters, parts, strict=True):
                 if parameter.grad is None:
                     parameter.grad = part_N.view_as(parameter).clone()
+                    mark_gradient(parameter)
                 else:
                     parameter.grad.copy_(part_N.view_as(parameter))
         self._reset()
@@ -153,15 +155,13 @@ class ReplicaReducer:
         comm: those ranks; no other collective may use the group.
         bucket_bytes: of gradients in one all-reduce.
         at_end_of_backward: gradients are complete when `backward` returns; else when `finish` does.
-        given: called with each parameter whose gradient is complete.
 
     Attributes: `passes`: backward passes before an optimizer step. Buckets start in the last one.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], comm: Comm, *,
-                 bucket_bytes: int = BUCKET_BYTES, at_end_of_backward: bool = True,
-                 given: Callable[[nn.Parameter], object] = id) -> None:
-        self.comm, self.passes, self._given = comm, 1, given
+                 bucket_bytes: int = BUCKET_BYTES, at_end_of_backward: bool = True) -> None:
+        self.comm, self.passes = comm, 1
         # the last backward pass that is to call `finish`: one that failed has not, and never will
         self._at_end, self._queued = at_end_of_backward, -1
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
@@ -210,8 +210,6 @@ class ReplicaReducer:
                 bucket.start(self.comm)
         for bucket in self._touched():
             bucket.finish(self.comm)
-            for parameter in bucket.parameters:
-                self._given(parameter)
         self._next = 0
 
     def forget(self) -> None:

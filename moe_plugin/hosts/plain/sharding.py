@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.hosts.plain.gradients import exclude_experts, reduce_experts
+from moe_plugin.hosts.plain.part_gradients import keep_part_gradients
 from moe_plugin.layer import MoELayer
 
 
@@ -26,7 +27,8 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     Experts stay where expert parallelism put them; where several ranks store the same ones, their
     gradients are averaged in buckets behind backward. When `backward` returns, every gradient is
     that of the mean over ranks of the ranks' losses: no other call is needed. Clip with
-    `moe_plugin.hosts.plain.norm.clip_grad_norm_`. Collective.
+    `moe_plugin.hosts.plain.norm.clip_grad_norm_`, or with torch's own function (`part_gradients`).
+    Collective.
 
     Args:
         model: on its device. Shared parameters and buffers become those of rank 0.
@@ -46,6 +48,10 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
         mesh = init_device_mesh("cpu" if device == "meta" else device, (dist.get_world_size(),))
     world = _world_of(mesh)
     reduce_experts(model, world)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and layer.comm.size == 1:
+            # whole gradients, but torch mixes them with no DTensors
+            keep_part_gradients(layer.experts.parameters(), layer.comm)
     experts = expert_parameters(model)  # those on the meta device are new
     _start_alike(model, experts, world)
     left_out = set(experts.values())

@@ -209,13 +209,16 @@ class Router(KeepsBuffers, RouterModule):
         """Whether one kernel can do it all: losses need no score of a single token, and the class
         itself, not a base of it, declares that it changes none of the steps.
         """
-        active = {name for name in self.loss_names
-                  if self.noise_scale() or name not in self.only_noisy}
-        declared = vars(type(self)).get("one_pass", False)
+        if not vars(type(self)).get("one_pass", False):
+            return False
+        noisy = self.noise_scale()
+        for name in self.loss_names:
+            if name not in FUSED and (noisy or name not in self.only_noisy):
+                return False
         # torch.compile fuses single steps itself: topk with its losses becomes as many loops, give
         # or take one, as the pass does (torch 2.13 on CPU). And torch 2.6 cannot trace the pass,
         # whose autograd function calls `set_materialize_grads`
-        return declared and active <= FUSED and not torch.compiler.is_compiling()
+        return not torch.compiler.is_compiling()
 
     def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor | None, info: TokenInfo, *,
                     logits_TE: Tensor, probs_TE: Tensor, clean_probs_TE: Tensor | None = None,
@@ -280,10 +283,18 @@ class Router(KeepsBuffers, RouterModule):
     def losses_of(self, inputs: LossInputs) -> dict[str, Tensor]:
         """The configured losses of a call; those that a noise defines only if there is one."""
         noisy = inputs.noise or inputs.margin_TE is not None
-        return {
-            name: losses.get(name)(inputs) for name in self.loss_names
-            if noisy or name not in self.only_noisy
-        }
+        found = {}
+        for name in self.loss_names:
+            if noisy or name not in self.only_noisy:
+                found[name] = losses.get(name)(inputs)
+        return found
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing of it is trained: then what it moves by itself (biases, temperatures)
+        stays as well.
+        """
+        return not any([parameter.requires_grad for parameter in self.parameters()])
 
     def finish_step(self) -> None:
         """Restart the counts of `global_batch`; see `moe_plugin.routing.finish_step`."""

@@ -60,6 +60,7 @@ class DenseToSparseRouter(Router):
         return ids_TE.masked_fill(skipped_TE, -1)
 
     def finish_step(self) -> None:
-        """Count the step."""
+        """Count the step; the temperature of a frozen router stays."""
         super().finish_step()
-        self.step = self.step + 1
+        if not self.frozen:
+            self.step = self.step + 1

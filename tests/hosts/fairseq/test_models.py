@@ -17,6 +17,7 @@ from torch import nn
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
+from moe_plugin.pregate import has_own_gate
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens, translation_model
 
 DROPLESS = {
@@ -220,7 +221,7 @@ def test_pre_gates_join_a_stack_and_start_from_an_ordinary_checkpoint(
         again: bool, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"decoder_layers": 3, "moe_freq": 1, **DROPLESS}
     ordinary = language_model(**settings)
-    caplog.set_level("INFO", "moe_plugin.routing.pregate")
+    caplog.set_level("INFO", "moe_plugin.pregate")
     one = language_model(moe_pre_gate=1, **settings)
     assert "MoE layers 2 to 3 of 3" in caplog.text and "starts as the gate" in caplog.text
     two = language_model(moe_pre_gate=1, checkpoint_activations=again, **settings)
@@ -249,8 +250,8 @@ def test_pre_gates_generate_as_they_read() -> None:
 
 def test_pre_gates_of_encoder_and_decoder_are_apart() -> None:
     model = translation_model(moe_freq=1, moe_pre_gate=1)
-    gatings = [layer.moe_layer.moe.gating for layer in moe_layers(model)]
-    assert [gating.source is None for gating in gatings] == [True, False, True, False]
+    layers = [layer.moe_layer.moe for layer in moe_layers(model)]
+    assert [has_own_gate(layer) for layer in layers] == [True, False, True, False]
     with pytest.raises(ValueError, match="pre_gate=1 does not fit dispatch.name='bounded'"):
         language_model(moe_pre_gate=1, **{**DROPLESS, "moe_dispatch": "bounded"})
     from moe_plugin.hosts.fairseq.sharding import shard_model

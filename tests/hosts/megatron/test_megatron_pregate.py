@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from moe_plugin.pregate import has_own_gate
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, TP2, refusal
 
@@ -59,7 +60,7 @@ def _curves(argv: list[str]) -> tuple[dict[str, list[tuple[float, ...]]], list[l
         loop.run(checkpoint.Progress())
         found[name] = [(r["lm_loss"], r["grad_norm"], r["aux_losses"]["load_balancing_loss"][0])
                        for r in records]
-        own = [[layer.moe.gating.source is None for layer in chunk.modules()
+        own = [[has_own_gate(layer.moe) for layer in chunk.modules()
                 if type(layer).__name__ == "PluginMoELayer"] for chunk in training.bare()]
     return found, own
 

@@ -9,7 +9,7 @@ each part of the sum once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.comm import algorithms
+from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
 from moe_plugin.dispatch.overlap import PipelinedExchange
 from moe_plugin.dispatch.pieces import Piece
+from moe_plugin.dispatch.spill import SpillingPlan
 from moe_plugin.experts.base import Experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.planner.spill import Loan, SpillPlan
 from moe_plugin.records import ExpertRows, Overlap, Placement, RowCounts
 
 
-class LentExperts:
+class BorrowedExperts:
     """What a rank borrows in one call. Weights travel while rows do, and while the stored experts
     compute. Collective, in forward and backward.
 
@@ -43,7 +45,7 @@ class LentExperts:
         self.local = experts.local_parameters()
         # stored parameters that are trained: then the exchanges are in every rank's graph
         anchor = next((p for p in experts.parameters() if p.requires_grad), None)
-        self.travel: _Travel | None = _Travel(self.local, place, spill, anchor)
+        self.travel: _WeightTransfer | None = _WeightTransfer(self.local, place, spill, anchor)
         self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
@@ -76,11 +78,46 @@ class LentExperts:
         return self._parameters
 
 
-def joined(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Results of what `LentExperts.split` gave on a rank with guests, piece by piece."""
-    outputs = iter(outputs)
-    for own_RD in outputs:
-        yield torch.cat([own_RD, next(outputs)])
+class _SentWithGuests(Sent):
+    """Rows of which some are computed by borrowed experts.
+
+    sent: the rows of all experts of this rank, piece by piece.
+    """
+
+    def __init__(self, sent: Sent, borrowed: BorrowedExperts) -> None:
+        super().__init__((part for work in sent for part in borrowed.split(work)), sent.anchor)
+        self.sent, self.parts_of_a_piece = sent, 2 if borrowed.numbers else 1
+
+    def put_back(self, result: Tensor) -> None:
+        """See `Sent`."""
+        self.results.append(result)
+        if len(self.results) == self.parts_of_a_piece:
+            whole_RD = torch.cat(self.results) if len(self.results) > 1 else result
+            self.results.clear()
+            self.sent.put_back(whole_RD)
+
+
+class BorrowingDispatcher(WrappedDispatcher):
+    """Moves rows by another dispatcher, whose plans may say that weights move, too.
+
+    Args:
+        inner: makes `SpillingPlan`s. experts: of the layer.
+    """
+
+    def __init__(self, inner: Dispatcher, experts: Experts) -> None:
+        super().__init__(inner)
+        self.experts = experts
+
+    def dispatch(self, x_TD: Tensor, plan: SpillingPlan, anchor: Tensor | None) -> Sent:
+        """See `Dispatcher`. Weights start to travel before the rows do."""
+        if plan.spill is None:
+            return self.inner.dispatch(x_TD, plan, anchor)
+        borrowed = BorrowedExperts(self.experts, self.placement, plan.spill)
+        return _SentWithGuests(self.inner.dispatch(x_TD, plan, anchor), borrowed)
+
+    def combine(self, sent: Sent, plan: SpillingPlan) -> Tensor:
+        """See `Dispatcher`."""
+        return self.inner.combine(sent.sent if isinstance(sent, _SentWithGuests) else sent, plan)
 
 
 class _Tie(torch.autograd.Function):
@@ -94,7 +131,7 @@ class _Tie(torch.autograd.Function):
         return grad, torch.zeros_like(ctx.like)
 
 
-class _Travel:
+class _WeightTransfer:
     """Weights on their way from owners to borrowers, and among borrowers.
 
     Args:
@@ -107,16 +144,15 @@ class _Travel:
         self.size = sum(value[0].numel() for value in local.values())
         self.shared = any(len(loan.helpers) > 1 for loan in spill.loans)
         self.mine = [loan for loan in spill.loans if place.comm.rank in loan.helpers]
-        self._parts: Iterator[Tensor] = _posted(
-            place, anchor, *_from_owner(local, place, spill, self.size))
-        self._others: Iterator[Tensor] | None = None
+        self._parts = _post(place, anchor, *_from_owner(local, place, spill, self.size))
+        self._others: Callable[[], Tensor] | None = None
 
     def pass_on(self) -> None:
         """Send this rank's parts of its guests on to their other borrowers; once."""
         if not self.shared or self._others is not None:
             return
         rank, ranks = self.place.comm.rank, range(self.place.comm.size)
-        self.parts_N = next(self._parts)
+        self.parts_N = self._parts()
         split = _cut(self.parts_N, [_length(loan, rank, self.size) for loan in self.mine])
         self.own = {loan.expert: part for loan, part in zip(self.mine, split, strict=True)}
         self.by_peer = [[loan for loan in self.mine if peer in loan.helpers and peer != rank]
@@ -127,7 +163,7 @@ class _Travel:
         self.lengths = [[_length(loan, peer, self.size) for loan in self.by_peer[peer]]
                         for peer in ranks]
         rows_N = torch.cat(pieces) if pieces else self.parts_N[:0]
-        self._others = _posted(self.place, self.anchor, rows_N, send,
+        self._others = _post(self.place, self.anchor, rows_N, send,
                                [sum(n) for n in self.lengths])
 
     def arrived(self) -> Tensor:
@@ -138,8 +174,8 @@ class _Travel:
         """
         self.pass_on()
         if self._others is None:
-            return next(self._parts)
-        arrived_N = next(self._others)
+            return self._parts()
+        arrived_N = self._others()
         others = iter(_cut(arrived_N, [n for of_peer in self.lengths for n in of_peer]))
         by_peer = {(loan.expert, peer): next(others)
                    for peer, loans in enumerate(self.by_peer) for loan in loans}
@@ -150,15 +186,17 @@ class _Travel:
                           for loan in self.mine for peer in loan.helpers])
 
 
-def _posted(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
-            recv: list[int]) -> Iterator[Tensor]:
-    """Elements on their way by an exchange in the background; what arrives, when it is asked for.
+def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
+          recv: list[int]) -> Callable[[], Tensor]:
+    """Elements on their way by an exchange in the background; called once it gives what arrives.
 
     As they are in memory, whatever format rows travel in.
     """
     exact = dataclasses.replace(place, algorithm=algorithms.get("linear"))
     piece = Piece(send, recv, RowCounts([sum(recv)]))
-    return PipelinedExchange(exact, [piece], False, Overlap()).travel([rows_N], anchor)
+    exchange = PipelinedExchange(exact, [piece], False, Overlap())
+    token = exchange.post(0, rows_N, anchor)
+    return lambda: exchange.take(0, token)
 
 
 def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
