@@ -10,14 +10,18 @@ not finite on one rank is found on all (`torch.amp.GradScaler`). All other opera
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.dtensors import is_sharded
+
+_watched: list[object] = []  # the hook of all optimizers, once
 
 
 class PartGradient(Tensor):
@@ -59,10 +63,29 @@ class PartGradient(Tensor):
 
 
 def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
-    """From now on, the gradients of these parameters are `PartGradient`s over `comm`."""
+    """From now on, the gradients of these parameters are `PartGradient`s over `comm`, and
+    `torch.optim.LBFGS`, which takes products over all parameters, refuses to step them.
+    """
+    if not _watched:
+        _watched.append(register_optimizer_step_pre_hook(_refuse_products))
     for parameter in parameters:
         parameter.part_comm = comm  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(mark_gradient)
+
+
+def _refuse_products(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """`ValueError` for an optimizer that would step what all ranks hold differently on each."""
+    if not isinstance(optimizer, LBFGS):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            comm = getattr(parameter, "part_comm", None)
+            if comm is not None and comm.size > 1:
+                raise ValueError(
+                    f"torch.optim.LBFGS takes products over all parameters, and this rank has the "
+                    f"experts of one of {comm.size} ranks: must be an optimizer that steps each "
+                    "element, such as torch.optim.AdamW, or experts on every rank, "
+                    "MoELayer(..., comm=LocalComm())")
 
 
 def mark_gradient(parameter: Tensor) -> None:
@@ -102,18 +125,14 @@ def _norm(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     norm, x = function(*args, **kwargs), options["x"]
     if not isinstance(x, PartGradient) or options.get("dim") is not None:
         return norm
-    return PartNorm.of(norm_over_ranks([norm], options.get("ord", 2), x.comm)[0])
+    return PartNorm.of(norm, options.get("ord", 2), x.comm)
 
 
 def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch._foreach_norm`: one collective for all gradients of a group of ranks."""
-    tensors, order = args[0], kwargs.get("ord", args[1] if len(args) > 1 else 2)
-    norms = list(_apart(function, args, kwargs))
-    for comm, numbers in _by_comm(tensors):
-        found = norm_over_ranks([norms[number] for number in numbers], order, comm)
-        for number, norm in zip(numbers, found, strict=True):
-            norms[number] = PartNorm.of(norm)
-    return tuple(norms)
+    """`torch._foreach_norm`."""
+    order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
+    return tuple(PartNorm.of(norm, order, x.comm) if isinstance(x, PartGradient) else norm
+                 for norm, x in zip(_apart(function, args, kwargs), args[0], strict=True))
 
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -123,14 +142,9 @@ def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         some = [x for x in gradients if is_sharded(x) is kind]
         if some:
             function(some, found_inf, inverse_scale)
-    for comm, _ in _by_comm(gradients):
+    groups = {x.comm.name: x.comm for x in gradients if isinstance(x, PartGradient)}
+    for comm in groups.values():
         found_inf.copy_(comm.all_reduce(found_inf, "max"))
-
-
-def _stack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """`torch.stack` of norms, of which some are DTensors."""
-    whole = [x.full_tensor() if is_sharded(x) else x for x in args[0]]
-    return function(whole, *args[1:], **kwargs).as_subclass(Tensor)
 
 
 def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequence[Tensor]:
@@ -142,7 +156,8 @@ def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequen
     order = float(order)
     if math.isinf(order):
         sign = 1 if order > 0 else -1
-        whole = sign * comm.all_reduce(sign * mine, "max")
+        lost = comm.all_reduce(mine.isnan().double(), "max") > 0  # a maximum may leave a NaN out
+        whole = (sign * comm.all_reduce(sign * mine, "max")).masked_fill(lost, math.nan)
     elif order == 0:
         whole = comm.all_reduce(mine)
     else:
@@ -150,33 +165,46 @@ def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequen
     return [each.to(norm.dtype) for each, norm in zip(whole.unbind(), norms, strict=True)]
 
 
-def _by_comm(tensors: Sequence[Tensor]) -> Iterator[tuple[Comm, list[int]]]:
-    """Groups of ranks, and which of the tensors are parts over each; in one order on all ranks."""
-    found: dict[int, tuple[Comm, list[int]]] = {}
-    for number, x in enumerate(tensors):
-        if isinstance(x, PartGradient):
-            found.setdefault(id(x.comm), (x.comm, []))[1].append(number)
-    return iter(found.values())
-
-
 class PartNorm(Tensor):
-    """The norm of a `PartGradient`, over all ranks; it can be stacked with DTensors."""
+    """The norm of this rank's part of a gradient, until something is computed of it: then it is the
+    norm over all ranks. So those of all parameters, which torch stacks, take one collective.
+    """
+
+    comm: Comm
+    order: float
 
     @classmethod
-    def of(cls, norm: Tensor) -> PartNorm:
+    def of(cls, norm: Tensor, order: float, comm: Comm) -> PartNorm:
         """The same memory."""
-        return norm.as_subclass(cls)
+        made = norm.as_subclass(cls)
+        made.comm, made.order = comm, float(order)
+        return made
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Iterable[type],
                            args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function is torch.stack:
-                return _stack(function, args, kwargs or {})
-            result = function(*args, **(kwargs or {}))
-        # on its way to `stack`, torch moves it to a device
-        return cls.of(result) if function is Tensor.to and isinstance(result, Tensor) else result
+            if function is Tensor.to:  # on its way to `stack`, torch moves it to a device
+                return cls.of(function(*args, **(kwargs or {})), args[0].order, args[0].comm)
+            known = [_over_ranks(arg) if isinstance(arg, (list, tuple)) else _over_ranks([arg])[0]
+                     for arg in args]
+            return function(*known, **(kwargs or {}))
+
+
+def _over_ranks(values: Sequence[Any]) -> list[Any]:
+    """The same values, but norms over all ranks: one collective for all of a group and order."""
+    known = [value.full_tensor() if is_sharded(value) else value for value in values]
+    alike: dict[tuple[str, float], list[int]] = {}
+    for number, value in enumerate(values):
+        if isinstance(value, PartNorm):
+            alike.setdefault((value.comm.name, value.order), []).append(number)
+    for (_, order), numbers in alike.items():
+        norms = [known[number].as_subclass(Tensor) for number in numbers]
+        whole = norm_over_ranks(norms, order, values[numbers[0]].comm)
+        for number, norm in zip(numbers, whole, strict=True):
+            known[number] = norm
+    return known
 
 
 _OVER_RANKS: dict[Any, Callable[..., Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -29,13 +30,15 @@ from tests.hosts.plain.test_sharding import (
 
 pytestmark = pytest.mark.distributed
 Wrap = Callable[[nn.Module], nn.Module]
-ORDERS = [1.0, 2.0, 3.0, float("inf")]
+ORDERS = [1.0, 2.0, 3.0, math.inf, -math.inf]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),
     "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=0.05, foreach=True),
     "adam, fused": lambda p: torch.optim.Adam(p, lr=0.05, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, nesterov=True, weight_decay=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
 }
 
@@ -70,6 +73,57 @@ def test_norms_of_every_order(wrap: Wrap, foreach: bool | None) -> None:
     wanted = [float(torch.nn.utils.get_total_norm(gradients_of(model), order)) for order in ORDERS]
     for got in run_gloo(2, run_norms, wrap, foreach):
         assert got == pytest.approx(wanted, rel=1e-9)
+
+
+def run_not_finite() -> list[float]:
+    """Norms where one rank's part has a NaN."""
+    model = ddp_model(ours(2))
+    loss_of(model, 0, dist.get_rank()).backward()
+    gradients = gradients_of(model)
+    if dist.get_rank() == 0:
+        next(g for g in gradients if isinstance(g, PartGradient)).view(-1)[0] = math.nan
+    return [float(torch.nn.utils.get_total_norm(gradients, order)) for order in ORDERS]
+
+
+def test_a_nan_of_one_rank_reaches_the_norms_of_all() -> None:
+    for norms in run_gloo(2, run_not_finite):
+        assert all(map(math.isnan, norms)), norms
+
+
+def run_clipped_in_two_calls() -> tuple[float, int]:
+    """The norm, and the collectives over experts that it took."""
+    model = ours(2)
+    wrapped = ddp_model(model)
+    loss_of(wrapped, 0, dist.get_rank()).backward()
+    comm = model.blocks[0].moe.moe.comm
+    plain, calls = comm.all_reduce, []
+    comm.all_reduce = lambda *given: calls.append(given) or plain(*given)
+    norm = torch.nn.utils.get_total_norm(gradients_of(model))
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm)
+    again = torch.nn.utils.get_total_norm(gradients_of(model))
+    assert float(again) == pytest.approx(1e-3, rel=1e-3)
+    return float(norm), len(calls)
+
+
+def test_norms_of_all_experts_take_one_collective() -> None:
+    model = dense()
+    mean_loss(model, 0).backward()
+    wanted = float(torch.nn.utils.get_total_norm(gradients_of(model)))
+    for norm, calls in run_gloo(2, run_clipped_in_two_calls):
+        assert norm == pytest.approx(wanted, rel=1e-9) and calls == 2
+
+
+def run_lbfgs() -> str:
+    model = ddp_model(ours(2))
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError) as error:
+        optimizer.step(lambda: loss_of(model, 0, dist.get_rank()))
+    return str(error.value)
+
+
+def test_lbfgs_is_refused() -> None:
+    for said in run_gloo(2, run_lbfgs):
+        assert "torch.optim.LBFGS" in said and "one of 2 ranks" in said and "AdamW" in said
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer,
