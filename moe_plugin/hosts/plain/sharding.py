@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.torch_comm import TorchComm
-from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.hosts.plain.gradients import exclude_experts, reduce_experts
+from moe_plugin.experts.marks import expert_parameters, is_expert
+from moe_plugin.hosts.plain.gradients import exclude_experts, mark_adapters, reduce_experts
 from moe_plugin.hosts.plain.part_gradients import keep_part_gradients
 from moe_plugin.layer import MoELayer
 
@@ -97,9 +97,16 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
         model: on its device.
         options: of `DistributedDataParallel`; `process_group` has all data-parallel ranks.
     Raises:
-        ValueError: see `reduce_experts`.
+        ValueError: see `reduce_experts`; no parameter but experts' is trained.
     """
-    reduce_experts(model, TorchComm(options.get("process_group")))
+    world = TorchComm(options.get("process_group"))
+    mark_adapters(model)
+    if not any(p.requires_grad and not is_expert(p) for p in model.parameters()):
+        raise ValueError(
+            "ddp_model averages parameters that all ranks hold, and of this model only experts' "
+            "are trained: call moe_plugin.hosts.plain.gradients.reduce_experts(model) alone, which "
+            "is enough then")
+    reduce_experts(model, world)
     exclude_experts(model)
     return DistributedDataParallel(model, **options)
 

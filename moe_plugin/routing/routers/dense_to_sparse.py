@@ -42,6 +42,7 @@ class DenseToSparseRouter(Router):
         logits_TE = self.logits(x_TD)[1]
         noisy_TE = logits_TE
         if self.training:
+            self.note_adapter()
             # recorded with the choice, because the weights depend on it
             noisy_TE = logits_TE + self.replayed(
                 lambda: -torch.empty_like(logits_TE).exponential_().log(), "noise",

@@ -50,6 +50,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     def chosen(self, inputs: LossInputs) -> None:
         """Count the choices of a step."""
         if self.training and not inside_backward():
+            self.note_adapter()
             self.load_E = self.load_E + inputs.own_load_KE.sum(0)
 
     def finish_step(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from moe_plugin import MoEBlock, ddp_model
+from moe_plugin import MoEBlock, ddp_model, finish_step
+from moe_plugin.checkpoint import load, save
 from moe_plugin.experts.marks import is_expert
+from moe_plugin.hosts.plain.gradients import reduce_experts
 from tests.distributed import run_gloo
 
 WIDTH = 8
@@ -118,6 +121,55 @@ def test_what_others_compute_is_refused() -> None:
     with pytest.raises(AssertionError, match="ParamWrapper in the place of a layer's experts does "
                        "not fit parallel.spill='least_loaded'.*merge the adapter"):
         run_gloo(2, run_ranks, {"spill": "least_loaded"})
+
+
+def run_saved(folder: str) -> tuple[str, str]:
+    """What `save` and `ddp_model` say of a model of which adapters of experts alone train."""
+    model = with_lora(Model().double(), EXPERTS)
+    with pytest.raises(ValueError) as unsaved:
+        save(folder, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name and "experts" in name)
+    with pytest.raises(ValueError) as undivided:
+        ddp_model(model)
+    reduce_experts(model)
+    model(tokens(dist.get_rank())).square().mean().backward()
+    return str(unsaved.value), str(undivided.value)
+
+
+@pytest.mark.distributed
+def test_what_has_no_answer_on_two_ranks_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    for unsaved, undivided in run_gloo(2, run_saved, str(tmp_path / "saved")):
+        assert "ParamWrapper stands in the place of the experts of layer" in unsaved
+        assert "merge_and_unload" in unsaved and "spread over 2 ranks" in unsaved
+        assert "only experts' are trained" in undivided and "reduce_experts(model)" in undivided
+    assert not (tmp_path / "saved").exists()
+
+
+def test_our_checkpoints_hold_adapters_of_one_rank(tmp_path: Path) -> None:
+    model = with_lora(Model().double(), [*EXPERTS, *ROUTER])
+    trained(model)
+    save(tmp_path / "saved", model)
+    other = with_lora(Model().double(), [*EXPERTS, *ROUTER])
+    load(tmp_path / "saved", other)
+    assert torch.equal(other(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize(("targets", "moves"), [(EXPERTS, False), (ROUTER, True)])
+@pytest.mark.parametrize(("router", "state"), [("sigmoid_bias", "bias_E"),
+                                               ("dense_to_sparse", "step")])
+def test_state_of_a_router_moves_where_its_adapter_trains(targets: list[str], moves: bool,
+                                                          router: str, state: str) -> None:
+    """peft freezes all other parameters, so the router without an adapter is frozen."""
+    model = with_lora(Model(router=router).double(), targets)
+    before = model.state_dict()
+    trained(model, steps=1)
+    finish_step(model)
+    found = {n: v for n, v in model.state_dict().items() if n.endswith(state)}
+    assert len(found) == 1
+    for name, value in found.items():
+        assert torch.equal(value, before[name]) is not moves
 
 
 class Scaled(nn.Module):
