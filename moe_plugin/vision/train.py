@@ -37,7 +37,7 @@ from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.messages import short
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history.json_lines import step_record
-from moe_plugin.routing import finish_step
+from moe_plugin.routing import finish_step_of_any
 from moe_plugin.vision.arguments import (
     check_arguments,
     ensemble_of,
@@ -244,7 +244,7 @@ class Trainer:
         if not norm.isfinite():
             return None
         self.optimizer.step()
-        finish_step(self.model)
+        finish_step_of_any(self.model)
         return loss.detach(), norm
 
     def set_rate(self, epochs: float) -> None:

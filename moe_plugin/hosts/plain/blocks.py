@@ -25,6 +25,8 @@ class MoEBlock(nn.Module):
 
     Args:
         moe: the layer, or the arguments of one: `MoEBlock(64, num_experts=8, router="switch")`.
+    Raises:
+        ValueError: there are arguments of a layer beside a layer.
 
     Attributes:
         moe: the layer. last: what its last call returned, for losses and statistics; None before
@@ -34,6 +36,10 @@ class MoEBlock(nn.Module):
     def __init__(self, moe: MoELayer | Any, *args: Any, after: nn.Module | None = None,
                  **settings: Any) -> None:
         super().__init__()
+        if isinstance(moe, MoELayer) and (args or settings):
+            given = next(iter(settings), "comm")
+            raise ValueError(f"{given} beside a layer that is built: give it to the layer, "
+                             f"MoEBlock(MoELayer(..., {given}=...)), or leave it out")
         self.moe = moe if isinstance(moe, MoELayer) else MoELayer(moe, *args, **settings)
         self.after = nn.Identity() if after is None else after
         self.last: MoEOutput | None = None
@@ -168,6 +174,8 @@ def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
         lr: learning rate. expert_lr: that of experts; None: the same.
         weight_decay: of matrices.
     Returns: groups that have parameters, each with `name`, `params`, `lr`, `weight_decay`.
+    Raises:
+        ValueError: `expert_lr` for a model in which no experts are trained.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -181,4 +189,8 @@ def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
             "lr": expert_lr if expert and expert_lr is not None else lr,
             "weight_decay": weight_decay if decays else 0.0})
         group["params"].append(parameter)
+    if expert_lr is not None and not any(label.startswith("experts") for label in groups):
+        raise ValueError(f"expert_lr={expert_lr} has no effect: no experts are trained in "
+                         f"{type(model).__name__}; leave it out, give the model that has them, or "
+                         "unfreeze them with requires_grad_()")
     return list(groups.values())

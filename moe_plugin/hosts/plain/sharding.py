@@ -40,8 +40,14 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
             `param_dtype`.
     Returns: the model itself.
     Raises:
-        ValueError: see `reduce_experts`.
+        ValueError: see `reduce_experts`; `units` that are not in the model.
     """
+    units = list(blocks_of(model) if units is None else units)
+    inside = set(model.modules())
+    for unit in units:
+        if unit not in inside:
+            raise ValueError(f"units has a {type(unit).__name__} that is not in the model: must be "
+                             "modules of model.modules(), as they are now")
     device = next(model.parameters()).device.type
     if mesh is None:
         device = "cuda" if device == "meta" and torch.cuda.is_available() else device
@@ -56,7 +62,7 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     _start_alike(model, experts, world)
     left_out = set(experts.values())
     shard_routers(model, left_out, mesh=mesh, **options)
-    for unit in blocks_of(model) if units is None else units:
+    for unit in units:
         fully_shard(unit, mesh=mesh, ignored_params=left_out, **options)
     fully_shard(model, mesh=mesh, ignored_params=left_out, **options)
     return model

@@ -19,7 +19,8 @@ class SigmoidBiasRouter(GroupLimitedRouter):
 
     After each step b_e += bias_rate * sign(mean load - load_e), load_e: choices of expert e by all
     data-parallel ranks since the last step; not where the router is frozen. With `router.groups`
-    the choice is group-limited. Source: Wang et al. 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
+    the choice is group-limited. Source: Wang et al. 2024 (auxiliary-loss-free balancing);
+    DeepSeek-V3.
 
     The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
     A recomputation in backward does not count, a pass with replayed choices does; the one
