@@ -37,6 +37,6 @@ __all__ = [
     "GShardRouter", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
     "PrototypeRouter", "Router", "RouterModule", "RouterSelector", "SAMRouter", "SelectionCall",
     "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter", "TAMoERouter", "TopKRouter",
-    "TopologyQuotaRouter", "build_router", "finish_step", "finish_step_of_any", "layer_router", "losses",
-    "needs_of", "number_layers", "router_selections", "routers",
+    "TopologyQuotaRouter", "build_router", "finish_step", "finish_step_of_any", "layer_router",
+    "losses", "needs_of", "number_layers", "router_selections", "routers",
 ]
