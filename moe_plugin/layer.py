@@ -19,6 +19,7 @@ from moe_plugin.experts import (
     add_residual,
     distributed_state,
     is_expert,
+    mark_expert,
 )
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.messages import short
@@ -115,11 +116,12 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
             ValueError: shapes or dtypes that do not fit.
             CommError: a collective failed or timed out; it names rank, collective and sizes.
         """
-        self.ddp_check(self.experts)
+        built = self.layouts.experts  # another module may stand in their place (adapters)
+        self.ddp_check(built, self.experts)
         if self.tokens.sharing is not None and not torch.compiler.is_compiling():
             self._follow_parameters()  # some may be trainable since the last call
         traffic = TrafficMeter(self.comm)
-        tokens = self.tokens.enter(x, token_mask, info, self.experts.dtype)
+        tokens = self.tokens.enter(x, token_mask, info, built.dtype)
         routing = self.route(tokens, top_k)
         kept = self.capacity(routing, self.training)
         layout = self.layouts.select(kept, choice, self.training)
@@ -132,7 +134,7 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
             y_TD, rows = self._through_experts(layout, tokens.x_TD, kept, alongside)
         y_TD = add_residual(y_TD, tokens, routing, alongside.shared_TD())
         stats = call_stats(kept, traffic, self.config.num_experts, rows,
-                           {**self.layouts.report(layout), "store": self.experts.taken_counts()})
+                           {**self.layouts.report(layout), "store": built.taken_counts()})
         return MoEOutput(*self.tokens.leave(y_TD, routing.losses, tokens), stats)
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
@@ -143,7 +145,7 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
                          alongside: OverlappedWork) -> tuple[Tensor, int | Tensor]:
         """(tokens' results [T, D], rows that this rank's experts computed)."""
         plan = layout.plan(kept)
-        sent = layout.dispatch(x_TD, plan)
+        sent = layout.dispatch(x_TD, plan, self.experts)
         alongside()
         for rows in sent:
             sent.put_back(self.experts(rows))
@@ -161,7 +163,11 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
         self._follow_parameters()
 
     def _follow_parameters(self) -> None:
-        """Parameters may be new: copies, those that left the meta device, assigned ones."""
+        """Parameters may be new: copies, those that left the meta device, assigned ones, and those
+        of what stands in the experts' place.
+        """
+        for parameter in self.experts.parameters():
+            mark_expert(parameter)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
     def forget_recordings(self) -> None:

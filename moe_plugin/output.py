@@ -82,6 +82,15 @@ class MoEOutput:
 
 
 def weighted_loss(losses: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-    """Sum over names of weight * loss (a float32 scalar). Losses without a weight count 0."""
+    """Sum over names of weight * loss (a float32 scalar). Losses without a weight count 0.
+
+    Raises:
+        ValueError: there are losses and weights, and none has the name of another.
+    """
     terms = [weight * losses[name] for name, weight in weights.items() if weight and name in losses]
+    if losses and not terms and any(weights.values()):
+        raise ValueError(
+            f"weights of {', '.join(name for name in weights if weights[name])} fit none of the "
+            f"losses {', '.join(losses)}: must be of one at least; give weights of these, such as "
+            "layer.config.losses")
     return sum(terms, torch.zeros(()) if not losses else next(iter(losses.values())).new_zeros(()))

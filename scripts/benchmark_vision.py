@@ -85,7 +85,8 @@ def step_of(model: nn.Module, x_BCSS: torch.Tensor, y_B: torch.Tensor) -> Callab
     def run() -> None:
         model.train()
         model.zero_grad()
-        (F.cross_entropy(model(x_BCSS), y_B) + auxiliary_loss(model)).backward()
+        loss = F.cross_entropy(model(x_BCSS), y_B)
+        (loss + auxiliary_loss(model) if any(blocks_in(model)) else loss).backward()
 
     return run
 

@@ -59,9 +59,11 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
             this one is damaged later.
     Raises:
         CheckpointError: a rank could not write, or `extra` is not JSON; on every rank.
-        ValueError: layers of several groups without `comm`.
+        ValueError: layers of several groups without `comm`; adapters of experts that are spread
+            over ranks.
     """
     comm = comm or _group_of(model)
+    _refuse_adapters(model, comm)
     target = Path(directory)
     scratch = target.with_name(target.name + ".writing")
     with _together(comm, target):
@@ -103,6 +105,20 @@ def _group_of(model: nn.Module) -> Comm:
         raise ValueError(f"the model's layers have the groups {', '.join(sorted(groups))}: must be "
                          "one; pass `comm`, the ranks that write or read the checkpoint together")
     return next(iter(groups.values()), LocalComm())
+
+
+def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
+    """Their parameters join those of other ranks by no axis that they have in common."""
+    from moe_plugin.layer import MoELayer
+
+    for name, layer in model.named_modules():
+        if (comm.size > 1 and isinstance(layer, MoELayer)
+                and layer.experts is not layer.layouts.experts):
+            raise ValueError(
+                f"{type(layer.experts).__name__} stands in the place of the experts of layer "
+                f"{name!r}, which are spread over {comm.size} ranks: must be merged into them "
+                "(peft: merge_and_unload()), or saved by every rank in a folder of its own "
+                "(peft: save_pretrained)")
 
 
 def _check_group(state: Mapping[str, Any], comm: Comm) -> None:

@@ -12,13 +12,14 @@ from moe_plugin.config.flags import setting_specs
 from moe_plugin.config.tree import MoEConfig, flatten, to_dict
 from moe_plugin.messages import short
 
-# how their paths begin, and what acts on them outside of hosts. (`observe` is not one of them: a
-# layer holds it for `StatsRecorder`.)
+# how their paths begin, and what acts on them outside of hosts
 ELSEWHERE = {
     "offload.weights": "give it to moe_plugin.hosts.plain.streamed.streamed_trainer",
     "offload.": "call moe_plugin.offload.auto.manage in your training loop",
     "pipeline.": "use Megatron, which has pipeline stages",
     "guard.twins": "use moe_plugin.hosts.plain.twins.TwinCheck, or a host, fairseq or Megatron",
+    "observe.": "give an ObserveConfig to moe_plugin.observe.recorder.StatsRecorder in your loop, "
+                "or use a host, fairseq or Megatron",
     "guard.": "use moe_plugin.hosts.plain.vote.VotedGradients, or a host, fairseq or Megatron",
 }
 

@@ -41,8 +41,12 @@ class Experts(nn.Module):
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     @abstractmethod
-    def forward(self, work: ExpertRows) -> Tensor:
-        """Rows [R, D], or tokens [T, D] with a `RowPlan`, through their experts; the same shape."""
+    def forward(self, work: ExpertRows | None) -> Any:
+        """Rows [R, D], or tokens [T, D] with a `RowPlan`, through their experts; the same shape.
+
+        work: None: `local_parameters`, as they are inside of this call: an adapter that stands in
+        the experts' place changes them there alone.
+        """
 
     @property
     def dtype(self) -> torch.dtype | None:

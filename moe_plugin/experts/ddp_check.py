@@ -20,11 +20,14 @@ class DDPCheck:
     def __init__(self, ranks: int) -> None:
         self.passed = ranks == 1
 
-    def __call__(self, experts: Experts) -> None:
-        """Check; called in every forward pass."""
+    def __call__(self, built: Experts, experts: nn.Module) -> None:
+        """Check; called in every forward pass.
+
+        built: of the layer. experts: these, or what stands in their place and has them inside.
+        """
         if torch.compiler.is_compiling():
             return
-        if experts.reduced and experts.training and torch.is_grad_enabled():
+        if built.reduced and built.training and torch.is_grad_enabled():
             _refuse_new(experts)
         if self.passed:
             return
@@ -39,7 +42,7 @@ class DDPCheck:
             self.passed = True
 
 
-def _refuse_new(experts: Experts) -> None:
+def _refuse_new(experts: nn.Module) -> None:
     """Parameters without the hooks of `reduce_experts` would train by gradients of one rank."""
     for name, parameter in experts.named_parameters():
         if parameter.requires_grad and not getattr(parameter, "reduced", False):

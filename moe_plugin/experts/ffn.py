@@ -125,8 +125,10 @@ class FFNExperts(Experts):
         """See `Experts`."""
         return self.w_in_LDF.dtype
 
-    def forward(self, work: ExpertRows) -> Tensor:
+    def forward(self, work: ExpertRows | None) -> Any:
         """See `Experts`. A shard's part of the result where experts are split."""
+        if work is None:
+            return self.local_parameters()
         strategy = work.strategy or self.compute
         parameters = work.parameters or self.compute_parameters()
         if parameters.dropout and not drops_out(strategy):

@@ -35,7 +35,7 @@ from moe_plugin.offload.flat import give_back_free_memory
 from moe_plugin.offload.passes import BlockPasses
 from moe_plugin.offload.slots import Slots
 from moe_plugin.offload.tiers import DiskTier, HostTier, Tier, TierError
-from moe_plugin.routing import finish_step
+from moe_plugin.routing import finish_step_of_any
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -258,7 +258,7 @@ class StreamedTrainer:
         if self.skip_not_finite and not norm.isfinite():
             for block in self.blocks:
                 block.forget_gradients()
-                finish_step(block.module)
+                finish_step_of_any(block.module)
             return norm
         if isinstance(self.tier, HostTier):  # where the optimizers step
             turns: Iterator[Block] = iter(self.blocks)
@@ -291,7 +291,7 @@ class StreamedTrainer:
     def _step_block(self, block: Block, scale: Scale | None = None) -> None:
         with self._timed(block, "step_s"):
             new = block.step(self.copier, self._room, scale)
-        finish_step(block.module)
+        finish_step_of_any(block.module)
         block.forget_memory()
         if isinstance(self.tier, DiskTier):
             give_back_free_memory()

@@ -1,7 +1,13 @@
 """Routers, balance losses and capacity."""
 
 from moe_plugin.routing import registry
-from moe_plugin.routing.contract import EndsSteps, RouterModule, finish_step, needs_of
+from moe_plugin.routing.contract import (
+    EndsSteps,
+    RouterModule,
+    finish_step,
+    finish_step_of_any,
+    needs_of,
+)
 from moe_plugin.routing.losses import LossInputs, losses
 from moe_plugin.routing.registry import build_router, layer_router
 from moe_plugin.routing.router_selection import SelectionCall, router_selections
@@ -31,6 +37,6 @@ __all__ = [
     "GShardRouter", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
     "PrototypeRouter", "Router", "RouterModule", "RouterSelector", "SAMRouter", "SelectionCall",
     "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter", "TAMoERouter", "TopKRouter",
-    "TopologyQuotaRouter", "build_router", "finish_step", "layer_router", "losses", "needs_of",
-    "number_layers", "router_selections", "routers",
+    "TopologyQuotaRouter", "build_router", "finish_step", "finish_step_of_any", "layer_router",
+    "losses", "needs_of", "number_layers", "router_selections", "routers",
 ]

@@ -95,7 +95,18 @@ def finish_step(model: nn.Module) -> None:
     once after each optimizer step, not once per micro-batch. The hosts do so; a custom training
     loop must do so if it uses sigmoid_bias, dense_to_sparse, global_batch, `router.selection` or
     `parallel.spill: standing`.
+
+    Raises:
+        ValueError: the model has none of them.
     """
-    for module in model.modules():
-        if isinstance(module, EndsSteps):
-            module.finish_step()
+    if not finish_step_of_any(model):
+        raise ValueError(f"{type(model).__name__} has no MoE layer whose step ends: give the model "
+                         "that has the layers, or leave the call out")
+
+
+def finish_step_of_any(model: nn.Module) -> bool:
+    """`finish_step` for a part of a model that may have no MoE layer; whether it has one."""
+    found = [module for module in model.modules() if isinstance(module, EndsSteps)]
+    for module in found:
+        module.finish_step()
+    return bool(found)

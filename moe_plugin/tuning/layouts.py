@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, algorithms
 from moe_plugin.comm.base import Comm, Exchange
@@ -107,10 +107,16 @@ class Layout:
         """Agree on all sizes; see `Dispatcher.plan`."""
         return self.dispatcher.plan(kept)
 
-    def dispatch(self, x_TD: Tensor, plan: DispatchPlan) -> Sent:
-        """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`."""
-        parameters, strategy = self._parameters(), self.strategy  # gathered before rows travel
-        sent = self.dispatcher.dispatch(x_TD, plan, self.experts.anchor)
+    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module) -> Sent:
+        """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`.
+
+        experts: of the layer, or what stands in their place.
+        """
+        anchor = self.experts.anchor
+        if experts is not self.experts:
+            anchor = self._anchor_of(experts)
+        parameters, strategy = self._parameters(experts), self.strategy  # before rows travel
+        sent = self.dispatcher.dispatch(x_TD, plan, anchor)
         if parameters is not None or strategy is not None:
             arriving = sent.arriving
             sent.arriving = (_computed_with(work, parameters, strategy) for work in arriving)
@@ -120,12 +126,26 @@ class Layout:
         """y_TD [T, D]: each token's rows weighted and summed; see `Dispatcher.combine`."""
         return self.dispatcher.combine(sent, plan)
 
-    def _parameters(self) -> FFNParameters | None:
+    def _anchor_of(self, experts: nn.Module) -> Tensor | None:
+        """A parameter that is trained where one of an adapter's is.
+
+        Raises:
+            ValueError: what stands in the experts' place does not reach all that compute them.
+        """
+        if self.experts.stored or self.choice.spill != "never":
+            what = ("experts outside the device" if self.experts.stored else
+                    f"parallel.spill={self.choice.spill!r}")
+            raise ValueError(
+                f"{type(experts).__name__} in the place of a layer's experts does not fit {what}, "
+                "where others compute with their parameters: must be experts on the device and "
+                "parallel.spill='never'; merge the adapter first, or set them so")
+        return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
+
+    def _parameters(self, experts: nn.Module) -> FFNParameters | None:
         """What all pieces compute with, and share their gradients; None: what is stored."""
         parameters, more = None, {}
         if self.gather is not None:
-            whole = gather_parameters(self.experts.local_parameters(), self.gather,
-                                      self.gathered_shards)
+            whole = gather_parameters(self._local(experts), self.gather, self.gathered_shards)
             parameters = self.experts.compute_parameters(whole, self.first_shard)
         if self.dispatcher.overlap.pieces > 1:
             more["sums"] = GradSums()
@@ -133,7 +153,14 @@ class Layout:
             more["keep"] = self.stash.keep
         if not more or not self.experts.supports_gather:
             return parameters
-        return dataclasses.replace(parameters or self.experts.compute_parameters(), **more)
+        if parameters is None:
+            own = None if experts is self.experts else self._local(experts)
+            parameters = self.experts.compute_parameters(own)
+        return dataclasses.replace(parameters, **more)
+
+    def _local(self, experts: nn.Module) -> dict[str, Tensor]:
+        """The experts' parameters; an adapter in their place changes them inside of its call."""
+        return self.experts.local_parameters() if experts is self.experts else experts(None)
 
 
 def _computed_with(work: ExpertRows, parameters: FFNParameters | None,

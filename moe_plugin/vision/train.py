@@ -37,7 +37,7 @@ from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.messages import short
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history.json_lines import step_record
-from moe_plugin.routing import finish_step
+from moe_plugin.routing import finish_step_of_any
 from moe_plugin.vision.arguments import (
     check_arguments,
     ensemble_of,
@@ -107,7 +107,9 @@ class Trainer:
     def _model(self, size: SwinMoE, given: dict[str, Any]) -> nn.Module:
         args, ensemble = self.args, self.task.ensemble
         classes = len(self.train_set.classes)
-        common = {"dense": args.dense, "comm": self.comm, "settings": given}
+        of_layers = {path: value for path, value in given.items()
+                     if not path.startswith("observe.")}
+        common = {"dense": args.dense, "comm": self.comm, "settings": of_layers}
         if ensemble is None:
             return (build_ensemble(size, classes, 1, segments=True, **common)
                     if self.task.segments else build(size, classes, **common))
@@ -235,14 +237,14 @@ class Trainer:
         loss_B = self.task.losses(self.wrapped(x_BCSS), y, training=True)
         # gradients are means over ranks: each image of a short last step counts alike
         loss = (loss_B * real_B).sum() * self.comm.size / of_all
-        (loss + auxiliary_loss(self.model)).backward()
+        (loss + auxiliary_loss(self.model) if self.blocks else loss).backward()
         norm = clip_grad_norm_(self.model.parameters(), self.args.clip, world=self.comm)
         self.observe(self.step)
         self.step += 1
         if not norm.isfinite():
             return None
         self.optimizer.step()
-        finish_step(self.model)
+        finish_step_of_any(self.model)
         return loss.detach(), norm
 
     def set_rate(self, epochs: float) -> None:

@@ -47,6 +47,7 @@ def replaced(**settings: Any) -> list[str]:
     ({"votes": 3}, "guard.votes=3 .* must be 0; .*plain.vote.VotedGradients"),
     ({"guard": {"twins": 5}}, "guard.twins=5 .*TwinCheck"),
     ({"activations": "swap"}, "offload.activations='swap' .* must be keep; .*offload.auto.manage"),
+    ({"stats_jsonl": "stats.jsonl"}, "observe.jsonl='stats.jsonl' .*StatsRecorder"),
     ({"weights_on": "host"}, "offload.weights='host' .*streamed_trainer"),
     ({"pipeline": "terapipe"}, "pipeline.schedule='terapipe' .* must be 1f1b; .* use Megatron"),
 ])
@@ -62,7 +63,7 @@ def test_a_layer_warns_of_those_in_a_file_that_hosts_read_too() -> None:
     with pytest.warns(UnreadSetting) as found:
         MoELayer(config)
     assert [str(each.message).split(" ")[0] for each in found] == [
-        "guard.votes=3", "pipeline.schedule='terapipe'"]
+        "observe.jsonl='stats.jsonl'", "guard.votes=3", "pipeline.schedule='terapipe'"]
     assert {each.filename for each in found} == {__file__}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -75,7 +76,7 @@ def test_every_section_of_a_whole_model_is_known() -> None:
     values = {path: object() for path in flatten(to_dict(MoEConfig()))}
     sections = {path.split(".")[0] for path in of_whole_model(values)}
     assert sections == {start.split(".")[0] for start in ELSEWHERE} == {
-        "guard", "offload", "pipeline"}
+        "guard", "observe", "offload", "pipeline"}
     assert set(of_whole_model(values)) == {path for path in values
                                            if path.split(".")[0] in sections}
 

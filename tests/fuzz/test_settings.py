@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from moe_plugin import MoELayer
+from moe_plugin import MoEBlock, MoELayer, replace_ffn
 from moe_plugin.comm import Topology, TorchComm
 from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict, with_overrides
-from moe_plugin.config.flags import config_from_flags, flag_specs
+from moe_plugin.config.flags import config_from_flags, flag_specs, setting_specs
+from moe_plugin.config.named import named_config
+from moe_plugin.config.unread import ELSEWHERE
 from moe_plugin.tuning.exchange import read_topology
 from tests.distributed import run_gloo
 from tests.fuzz.hostile import VALUES, WORDS, bounded, is_named
@@ -102,6 +106,36 @@ CHANGES: list[dict[str, Any]] = [
     {"parallel": {"d": 2}}, {"parallel": "auto"}, {"experts": {"hidden_dim": 40}},
     {"parallel": {"shards": 2}}, {"parallel": {"guests": 1}}, {"deterministic": True},
 ]
+
+
+RUN_FLAGS = sorted(spec.dest.removeprefix("moe_") for spec in setting_specs()
+                   if spec.path.startswith(tuple(ELSEWHERE)))
+BUILDS: list[Callable[..., object]] = [
+    lambda **given: MoELayer(8, num_experts=2, **given),
+    lambda **given: MoEBlock(8, num_experts=2, **given),
+    lambda **given: replace_ffn(nn.Sequential(nn.Sequential(
+        nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))), num_experts=2, **given)]
+
+
+@given(st.dictionaries(st.sampled_from(RUN_FLAGS),
+                       st.one_of(VALUES, st.sampled_from(["run.jsonl", "swap", "host", 2, 0.5])),
+                       min_size=1, max_size=3), st.sampled_from(BUILDS))
+@bounded(150)
+def test_settings_that_only_a_run_reads(given: dict[str, Any],
+                                        build: Callable[..., object]) -> None:
+    """A layer by itself takes none but those that say what holds anyway."""
+    try:
+        config = named_config(8, num_experts=2, **given)
+    except ValueError as error:
+        config = None
+        assert is_named(error), error
+    if config is not None and to_dict(config) == to_dict(named_config(8, num_experts=2)):
+        build(**given)
+        return
+    with pytest.raises(ValueError) as found:
+        build(**given)
+    assert is_named(found.value)
+    assert config is None or any(path in str(found.value) for path in PATHS)
 
 
 def _pairs() -> list[tuple[int, int, str]]:

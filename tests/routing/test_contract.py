@@ -11,7 +11,7 @@ from torch import nn
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
 from moe_plugin.records import HostContext, Routing, TokenInfo
-from moe_plugin.routing import RouterModule, finish_step, needs_of
+from moe_plugin.routing import RouterModule, finish_step, needs_of, routers
 from moe_plugin.routing.replay import forget
 
 LAYER = {"model_dim": 6, "num_experts": 4, "losses": {}, "experts": {"hidden_dim": 8}}
@@ -162,3 +162,30 @@ def test_forgotten_recordings_are_not_taken_by_the_next_recomputation() -> None:
         late = step(ids[1]).sum()
         forget(layer)
         late.backward()
+
+
+@pytest.mark.parametrize("name", routers.names())
+def test_a_frozen_router_stays_as_it_is(name: str) -> None:
+    """Also what no gradient moves: biases, temperatures."""
+    settings = {"groups": 2, "group_top_k": 1} if name in ("sam", "group_limited") else {}
+    settings |= {"hash": {"vocabulary": 9}} if name == "hash" else {}
+    layer = MoELayer(from_dict({**LAYER, "router": {"name": name, **settings}}))
+    layer.router.requires_grad_(False)
+
+    def step() -> dict[str, torch.Tensor]:
+        x_TD = torch.randn(12, 6, requires_grad=True)
+        layer(x_TD, info=TokenInfo(token_ids_T=torch.arange(12) % 9)).output.sum().backward()
+        finish_step(layer)
+        return {key: value.clone() for key, value in layer.router.state_dict().items()
+                if isinstance(value, torch.Tensor)}
+
+    before = {key: value.clone() for key, value in layer.router.state_dict().items()
+              if isinstance(value, torch.Tensor)}
+    for _ in range(3):
+        after = step()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], before[key]) for key in after), name
+    if name in ("sigmoid_bias", "dense_to_sparse"):  # and moves once it is trained
+        layer.router.requires_grad_(True)
+        after = step()
+        assert not all(torch.equal(after[key], before[key]) for key in after)

@@ -20,7 +20,7 @@ from moe_plugin.config import GuardConfig
 from moe_plugin.hosts.megatron.guards import StepVotes, TwinSteps, losses_so_far
 from moe_plugin.hosts.megatron.passes import Passes
 from moe_plugin.hosts.plain.drops import DropWarning
-from moe_plugin.routing import finish_step
+from moe_plugin.routing import finish_step_of_any
 
 logger = logging.getLogger("moe_plugin.megatron")
 
@@ -153,7 +153,7 @@ class Loop(Passes):
             self.training.activations.after_step()
         # a lost step is made again; what routers counted in it is of this replica alone
         for chunk in () if self.elastic is not None and self.elastic.lost else self.training.chunks:
-            finish_step(chunk)
+            finish_step_of_any(chunk)
         if not stepped or (self.elastic is not None and self.elastic.replica.healed):
             # its losses (also those of older weights) and auxiliary losses are part of no mean
             core.set_logged_losses(kept)

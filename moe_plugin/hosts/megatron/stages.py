@@ -93,7 +93,7 @@ class Stages:
         call = self._call
         call.traffic.go_on()
         parameters.wait_for(self.experts)
-        call.sent = call.layout.dispatch(hidden_states, call.plan)
+        call.sent = call.layout.dispatch(hidden_states, call.plan, self.experts)
         [call.work] = call.sent
         call.traffic.hold()
         rows_RD = call.work.x

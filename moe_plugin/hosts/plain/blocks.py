@@ -25,6 +25,8 @@ class MoEBlock(nn.Module):
 
     Args:
         moe: the layer, or the arguments of one: `MoEBlock(64, num_experts=8, router="switch")`.
+    Raises:
+        ValueError: there are arguments of a layer beside a layer.
 
     Attributes:
         moe: the layer. last: what its last call returned, for losses and statistics; None before
@@ -34,6 +36,10 @@ class MoEBlock(nn.Module):
     def __init__(self, moe: MoELayer | Any, *args: Any, after: nn.Module | None = None,
                  **settings: Any) -> None:
         super().__init__()
+        if isinstance(moe, MoELayer) and (args or settings):
+            given = next(iter(settings), "comm")
+            raise ValueError(f"{given} beside a layer that is built: give it to the layer, "
+                             f"MoEBlock(MoELayer(..., {given}=...)), or leave it out")
         self.moe = moe if isinstance(moe, MoELayer) else MoELayer(moe, *args, **settings)
         self.after = nn.Identity() if after is None else after
         self.last: MoEOutput | None = None
@@ -112,9 +118,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
     Returns: a float32 scalar, differentiable; 0 before a forward pass or where no loss is set.
     Raises:
-        ValueError: a block in training has losses without a gradient, and the call is not under
-            `torch.no_grad` itself.
+        ValueError: there is no block; a `MoELayer` with losses is in no block, so that its caller
+            alone gets them; a block in training has losses without a gradient, and the call is not
+            under `torch.no_grad` itself.
     """
+    _check_blocks(model)
     follow_passes(model)
     terms = []
     for name, block in blocks_in(model):
@@ -134,6 +142,22 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
+def _check_blocks(model: nn.Module) -> None:
+    """`ValueError` where the losses of some experts, or all, would be missing."""
+    inside = {id(block.moe) for _, block in blocks_in(model)}
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoELayer) and id(layer) not in inside:
+            if weights := {name: w for name, w in layer.config.losses.items() if w}:
+                raise ValueError(
+                    f"layer {name or type(layer).__name__!r} is a MoELayer in no MoEBlock, and its "
+                    f"losses={weights} are in what its call returns: add weighted_loss(out.losses, "
+                    "layer.config.losses) to the loss there, or wrap it, MoEBlock(layer)")
+            inside.add(id(layer))
+    if not inside:
+        raise ValueError(f"{type(model).__name__} has no MoEBlock, so that there is no loss: call "
+                         "replace_ffn(model) first, or give the model that has the experts")
+
+
 def _has_weight(block: MoEBlock) -> bool:
     assert block.last is not None
     weights = block.moe.config.losses
@@ -150,6 +174,8 @@ def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
         lr: learning rate. expert_lr: that of experts; None: the same.
         weight_decay: of matrices.
     Returns: groups that have parameters, each with `name`, `params`, `lr`, `weight_decay`.
+    Raises:
+        ValueError: `expert_lr` for a model in which no experts are trained.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -163,4 +189,8 @@ def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
             "lr": expert_lr if expert and expert_lr is not None else lr,
             "weight_decay": weight_decay if decays else 0.0})
         group["params"].append(parameter)
+    if expert_lr is not None and not any(label.startswith("experts") for label in groups):
+        raise ValueError(f"expert_lr={expert_lr} has no effect: no experts are trained in "
+                         f"{type(model).__name__}; leave it out, give the model that has them, or "
+                         "unfreeze them with requires_grad_()")
     return list(groups.values())

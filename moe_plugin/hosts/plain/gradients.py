@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.experts.marks import expert_parameters, is_expert
+from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
+from moe_plugin.hosts.plain.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.hosts.plain.replicas import (
     BUCKET_BYTES,
     Bucket,
@@ -47,6 +48,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
             f"expert group of {ep.size} times {copies} replicas is not the world of {world.size} "
             "ranks; pass `replicas`, the ranks "
             "that store the same experts")
+    mark_adapters(model)
     reduced = [p for p in model.parameters() if p.grad is not None]
     experts = [p for p in reduced if is_expert(p)] if ep.size > 1 else []
     alone = {id(parameter) for parameter in experts}
@@ -55,6 +57,8 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
         _average(experts, replicas)
     for parameter in experts:
         parameter.grad.div_(ep.size)  # type: ignore[union-attr]
+        parameter.part_comm = ep  # type: ignore[attr-defined]
+        mark_gradient(parameter)
 
 
 def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
@@ -73,6 +77,7 @@ def exclude_experts(model: nn.Module) -> None:
     After backward, `sync_gradients` does what remains to be done for the experts; `reduce_experts`,
     called once before, does it behind backward.
     """
+    mark_adapters(model)
     # torch's own function for this overwrites the names that were left out before
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = [*ignored, *expert_parameters(model)]  # type: ignore[assignment]
@@ -97,6 +102,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             hold the same tokens, or it was called for these experts before.
     """
     world = default_comm() if world is None else world
+    mark_adapters(model)
     _refuse_twice(model)
     _leave_meta(model, world.device)
     by_group: dict[str, list[MoELayer]] = {}
@@ -114,12 +120,24 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
+        if layers[0].comm.size > 1:  # last: what stands before sees plain gradients
+            keep_part_gradients(experts, layers[0].comm)
         for layer in layers:
-            layer.experts.seed_comm = world
-            layer.experts.reduced = replicas is not None or layer.comm.size > 1
+            layer.layouts.experts.seed_comm = world
+            layer.layouts.experts.reduced = replicas is not None or layer.comm.size > 1
             for parameter in layer.experts.parameters():
                 parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
     return reducers
+
+
+def mark_adapters(model: nn.Module) -> None:
+    """Mark parameters of what stands in the place of experts, or of their parameters: adapters of
+    a rank's experts are of that rank, as the experts are.
+    """
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            for parameter in layer.experts.parameters():
+                mark_expert(parameter)
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_plugin.dtensors import is_sharded
 from moe_plugin.hosts.plain import fused
+from moe_plugin.hosts.plain.part_gradients import plain
 
 # what apex has kernels for in every release
 APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
@@ -99,8 +100,8 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    """This rank's part of a DTensor or `PartGradient`; any other tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else plain(tensor)
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -16,7 +16,7 @@ from moe_plugin.hosts.plain import multi_tensor
 from moe_plugin.hosts.plain.replicas import replicas_of
 
 
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, *,
+def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,
                     world: Comm | None = None) -> Tensor:
     """Scale gradients so that their L2 norm, over all parameters of all ranks, is at most
     `max_norm`.
@@ -31,7 +31,14 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, *,
         world: all data-parallel ranks; None: those of the default group.
     Returns: the norm before clipping, float32 (float64 for float64 gradients), equal on all ranks;
         not finite where a gradient of any rank is not.
+    Raises:
+        ValueError: there are no parameters, as of an iterator that was read before.
     """
+    parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    if not parameters or not all(isinstance(p, Tensor) for p in parameters):
+        raise ValueError("clip_grad_norm_ takes a model's parameters, and got "
+                         f"{parameters[0].__class__.__name__ if parameters else 'none'}: must be "
+                         "tensors; call it with model.parameters(), anew each time")
     owners = [p for p in parameters if p.grad is not None]
     clip = PartedClip(max_norm, world)
     clip.add(0, owners)

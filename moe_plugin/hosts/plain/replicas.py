@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.hosts.plain.part_gradients import mark_gradient
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -100,6 +101,7 @@ class Bucket:
             for parameter, part_N in zip(self.parameters, parts, strict=True):
                 if parameter.grad is None:
                     parameter.grad = part_N.view_as(parameter).clone()
+                    mark_gradient(parameter)
                 else:
                     parameter.grad.copy_(part_N.view_as(parameter))
         self._reset()

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.torch_comm import TorchComm
-from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.hosts.plain.gradients import exclude_experts, reduce_experts
+from moe_plugin.experts.marks import expert_parameters, is_expert
+from moe_plugin.hosts.plain.gradients import exclude_experts, mark_adapters, reduce_experts
+from moe_plugin.hosts.plain.part_gradients import keep_part_gradients
 from moe_plugin.layer import MoELayer
 
 
@@ -26,7 +27,8 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     Experts stay where expert parallelism put them; where several ranks store the same ones, their
     gradients are averaged in buckets behind backward. When `backward` returns, every gradient is
     that of the mean over ranks of the ranks' losses: no other call is needed. Clip with
-    `moe_plugin.hosts.plain.norm.clip_grad_norm_`. Collective.
+    `moe_plugin.hosts.plain.norm.clip_grad_norm_`, or with torch's own function (`part_gradients`).
+    Collective.
 
     Args:
         model: on its device. Shared parameters and buffers become those of rank 0.
@@ -38,19 +40,29 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
             `param_dtype`.
     Returns: the model itself.
     Raises:
-        ValueError: see `reduce_experts`.
+        ValueError: see `reduce_experts`; `units` that are not in the model.
     """
+    units = list(blocks_of(model) if units is None else units)
+    inside = set(model.modules())
+    for unit in units:
+        if unit not in inside:
+            raise ValueError(f"units has a {type(unit).__name__} that is not in the model: must be "
+                             "modules of model.modules(), as they are now")
     device = next(model.parameters()).device.type
     if mesh is None:
         device = "cuda" if device == "meta" and torch.cuda.is_available() else device
         mesh = init_device_mesh("cpu" if device == "meta" else device, (dist.get_world_size(),))
     world = _world_of(mesh)
     reduce_experts(model, world)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and layer.comm.size == 1:
+            # whole gradients, but torch mixes them with no DTensors
+            keep_part_gradients(layer.experts.parameters(), layer.comm)
     experts = expert_parameters(model)  # those on the meta device are new
     _start_alike(model, experts, world)
     left_out = set(experts.values())
     shard_routers(model, left_out, mesh=mesh, **options)
-    for unit in blocks_of(model) if units is None else units:
+    for unit in units:
         fully_shard(unit, mesh=mesh, ignored_params=left_out, **options)
     fully_shard(model, mesh=mesh, ignored_params=left_out, **options)
     return model
@@ -91,9 +103,16 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
         model: on its device.
         options: of `DistributedDataParallel`; `process_group` has all data-parallel ranks.
     Raises:
-        ValueError: see `reduce_experts`.
+        ValueError: see `reduce_experts`; no parameter but experts' is trained.
     """
-    reduce_experts(model, TorchComm(options.get("process_group")))
+    world = TorchComm(options.get("process_group"))
+    mark_adapters(model)
+    if not any(p.requires_grad and not is_expert(p) for p in model.parameters()):
+        raise ValueError(
+            "ddp_model averages parameters that all ranks hold, and of this model only experts' "
+            "are trained: call moe_plugin.hosts.plain.gradients.reduce_experts(model) alone, which "
+            "is enough then")
+    reduce_experts(model, world)
     exclude_experts(model)
     return DistributedDataParallel(model, **options)
 

@@ -47,6 +47,7 @@ class Router(KeepsBuffers, RouterModule):
         config: their section `router`.
         comm: ranks that hold the experts.
         weight_ED: the linear map from tokens to scores; None: the router has another one, or none.
+        adapted: an adapter trains it, see `note_adapter`.
     """
 
     fixed_k: int | None = None
@@ -54,6 +55,7 @@ class Router(KeepsBuffers, RouterModule):
     only_noisy: frozenset[str] = own_losses | {"noisy_load"}
     needs_mask: bool = True
     one_pass: bool = False
+    adapted: bool = False
 
     def __init__(self, config: MoEConfig, *, comm: Comm | None = None,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,
@@ -290,6 +292,20 @@ class Router(KeepsBuffers, RouterModule):
             if noisy or name not in self.only_noisy:
                 found[name] = losses.get(name)(inputs)
         return found
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing of it is trained: then what it moves by itself (biases, temperatures)
+        stays as well.
+        """
+        return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
+
+    def note_adapter(self) -> None:
+        """Look whether an adapter trains `weight_ED`, which some (peft's) change inside of a call
+        alone.
+        """
+        if torch.is_grad_enabled():
+            self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 
     def finish_step(self) -> None:
         """Restart the counts of `global_batch`; see `moe_plugin.routing.finish_step`."""

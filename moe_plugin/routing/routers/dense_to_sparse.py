@@ -42,6 +42,7 @@ class DenseToSparseRouter(Router):
         logits_TE = self.logits(x_TD)[1]
         noisy_TE = logits_TE
         if self.training:
+            self.note_adapter()
             # recorded with the choice, because the weights depend on it
             noisy_TE = logits_TE + self.replayed(
                 lambda: -torch.empty_like(logits_TE).exponential_().log(), "noise",
@@ -60,6 +61,7 @@ class DenseToSparseRouter(Router):
         return ids_TE.masked_fill(skipped_TE, -1)
 
     def finish_step(self) -> None:
-        """Count the step."""
+        """Count the step; the temperature of a frozen router stays."""
         super().finish_step()
-        self.step = self.step + 1
+        if not self.frozen:
+            self.step = self.step + 1

@@ -18,8 +18,9 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     """The k largest s + b, s sigmoid scores; s alone is the weight; b moves against the load.
 
     After each step b_e += bias_rate * sign(mean load - load_e), load_e: choices of expert e by all
-    data-parallel ranks since the last step. With `router.groups` the choice is group-limited.
-    Source: Wang et al. 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
+    data-parallel ranks since the last step; not where the router is frozen. With `router.groups`
+    the choice is group-limited. Source: Wang et al. 2024 (auxiliary-loss-free balancing);
+    DeepSeek-V3.
 
     The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
     A recomputation in backward does not count, a pass with replayed choices does; the one
@@ -50,12 +51,14 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     def chosen(self, inputs: LossInputs) -> None:
         """Count the choices of a step."""
         if self.training and not inside_backward():
+            self.note_adapter()
             self.load_E = self.load_E + inputs.own_load_KE.sum(0)
 
     def finish_step(self) -> None:
         """Move the biases by the load of all ranks and restart the counts. Collective."""
         super().finish_step()
         load_E = self.batch_comm.all_reduce(self.load_E).double()
-        self.bias_E = self.bias_E + self.config.bias_rate * torch.sign(load_E.mean() - load_E).to(
-            self.bias_E.dtype)
+        if not self.frozen:
+            step_E = self.config.bias_rate * torch.sign(load_E.mean() - load_E)
+            self.bias_E = self.bias_E + step_E.to(self.bias_E.dtype)
         self.load_E = torch.zeros_like(self.load_E)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_plugin import MoEBlock, auxiliary_loss, replace_ffn
+from moe_plugin import MoEBlock, MoELayer, auxiliary_loss, replace_ffn
 from moe_plugin.hosts.plain.blocks import blocks_in, follow_passes
 from tests.hosts.plain.small import stack
 
@@ -177,3 +177,14 @@ def test_a_part_that_is_followed_counts_all_its_calls_in_a_pass() -> None:
         model(torch.randn(6, 15))
     part(x)
     assert len(block.losses()) == 1
+
+
+def test_losses_that_would_be_missing_are_named() -> None:
+    layer = MoELayer(16, num_experts=4)
+    with pytest.raises(ValueError, match="layer '1' is a MoELayer in no MoEBlock.*or wrap it"):
+        auxiliary_loss(nn.Sequential(MoEBlock(16, num_experts=4), layer))
+    with pytest.raises(ValueError, match="layer 'MoELayer' is a MoELayer in no MoEBlock"):
+        auxiliary_loss(layer)
+    with pytest.raises(ValueError, match="Linear has no MoEBlock.*replace_ffn"):
+        auxiliary_loss(nn.Linear(4, 4))
+    assert auxiliary_loss(MoELayer(16, num_experts=4, losses={})) == 0  # there are none to miss

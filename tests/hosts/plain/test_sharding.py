@@ -153,25 +153,26 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def run_rank(ep: int) -> dict[str, Any]:
+def run_rank(ep: int, norm: Norm) -> dict[str, Any]:
     """For each wrapper: curve, parameters by name, and elements stored here."""
     found, rank = {}, dist.get_rank()
     for name, wrap in WRAPPERS.items():
         model = ours(ep)
         wrapped = wrap(model)
         curve = train(wrapped, lambda step: loss_of(wrapped, step, rank),  # noqa: B023
-                      clip_grad_norm_)
+                      norm)
         stored = sum(p.to_local().numel() if isinstance(p, DTensor) else 0
                      for p in model.parameters())
         found[name] = curve, {n: whole(p) for n, p in model.named_parameters()}, stored
     return found
 
 
+@pytest.mark.parametrize("norm", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), (2, 1), (4, 2), (4, 4)])
-def test_wrapped_models_train_as_one_dense_process(world: int, ep: int) -> None:
+def test_wrapped_models_train_as_one_dense_process(world: int, ep: int, norm: Norm) -> None:
     reference, wanted = one_process(world, ep)
     dense = {n: p for n, p in reference.named_parameters() if ".whole." not in n}
-    by_rank = run_gloo(world, run_rank, ep)
+    by_rank = run_gloo(world, run_rank, ep, norm)
     for name in WRAPPERS:
         curves = torch.tensor([results[name][0] for results in by_rank], dtype=torch.float64)
         losses, norms = torch.tensor(wanted, dtype=torch.float64).T
