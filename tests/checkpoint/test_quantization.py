@@ -235,7 +235,8 @@ def test_a_model_with_float8_blocks_is_not_swapped() -> None:
 @pytest.mark.parametrize(("quantization", "message"), [
     ({"expert_dtype": "fp4"}, "expert_dtype='fp4'"), ({"load_in_4bit": True}, "'bitsandbytes'"),
     ({"weight_block_size": [8, 8]}, r"in blocks of \[8, 8\] \(weight_block_size"),
-    ({"weight_block_size": None}, "blocks of None"), ({"weight_block_size": "no"}, "blocks of"),
+    ({"weight_block_size": None}, "blocks of None"),
+    ({"weight_block_size": "no"}, r"weight_block_size='no' must be \["),
     ({"quant_method": None}, "quant_method='None'")])
 def test_settings_that_do_not_fit_are_named(quantization: dict[str, Any], message: str,
                                             tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a `config.json` says of its quantization; None: the weights are plain.
 
     Raises:
-        CheckpointError: it is no mapping, or names a method other than `FLOAT8`.
+        CheckpointError: it is no mapping, names a method other than `FLOAT8`, or has other blocks.
     """
     found = next((config[key] for key in _KEYS if config.get(key) is not None), None)
     if found is None:
@@ -73,6 +73,10 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         raise CheckpointError(
             f"config.json: quant_method={short(method)}: read are plain weights and those of "
             f"{' and '.join(FLOAT8)}; {tool}, or take the model before it was quantized")
+    block = found.get("weight_block_size")
+    if block is not None and not _is_pair(block):
+        raise CheckpointError(f"config.json: weight_block_size={short(block)} must be [rows, "
+                              "columns] of a block, or null; get the file again")
     if found.get("expert_dtype") == "fp4":
         raise CheckpointError("config.json: expert_dtype='fp4': packed experts, two numbers in a "
                               f"byte, are not read; {PLAIN_IN_TRANSFORMERS} in transformers "
@@ -205,7 +209,7 @@ def _block(codes: Derived, scales: Derived,
     if scales.entry.numel == 1:
         return None
     if len(grid) == len(shape) >= 2 and grid[:-2] == shape[:-2] and 0 not in grid:
-        if _is_pair(given) and grid[-2:] == tuple(-(-size // each) for size, each in zip(
+        if given and grid[-2:] == tuple(-(-size // each) for size, each in zip(
                 shape[-2:], given, strict=True)):
             return given[0], given[1]
         even = not any(size % each for size, each in zip(shape[-2:], grid[-2:], strict=True))
