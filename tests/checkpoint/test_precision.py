@@ -147,21 +147,29 @@ def biased_neutral(path: Path) -> Source:
                 values={"model": model.to_dict(), "step": 0})
 
 
+@pytest.mark.parametrize("fp32", [False, True])
 @pytest.mark.parametrize("to", ["megatron", "megatron_native"])
-def test_megatron(to: str, tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
+def test_megatron(to: str, fp32: bool, tmp_path: Path) -> None:
+    """Its settings have ours, as a run with `--moe-router-fp32` writes them."""
     form = formats.get(to)()
     first = form.from_neutral(biased_neutral(tmp_path / "hf"))
+    ours = {"moe_plugin": {"router.fp32": True}} if fp32 else {}
+    first = View(first, map(first.tensor, first.entries), values={
+        **first.values, "settings": {**first.values["settings"], **ours}})
     (tmp_path / "in").mkdir()
     form.write(first, tmp_path / "in", Layout())
     with open_source(tmp_path / "in", to) as source:
-        assert not source.entries[MODEL, "decoder.layers.1.mlp.router.weight"].keeps_float32
+        router = source.read((MODEL, "decoder.layers.1.mlp.router.weight"))
         found = converted(source, tmp_path / "out", to, torch.bfloat16)
         other = converted(source, tmp_path / "plain", "plain", torch.bfloat16)
-    name = "decoder.layers.1.mlp.router.expert_bias"
-    assert torch.equal(found[name], 1 + STEP * torch.arange(6.0))
-    assert found["decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
-    assert torch.equal(other["layers.1.moe.router.expert_bias"], found[name])
+    name = "decoder.layers.1.mlp.router."
+    assert torch.equal(found[name + "expert_bias"], 1 + STEP * torch.arange(6.0))
+    want = router if fp32 else router.bfloat16()
+    for values, names in ((found, name), (other, "layers.1.moe.router.")):
+        assert torch.equal(values[names + "expert_bias"], found[name + "expert_bias"])
+        assert torch.equal(values[names + "weight"], want)
+        assert values[names + "weight"].dtype == want.dtype
+    assert other["layers.1.moe.experts.w_in_LDF"].dtype == torch.bfloat16
 
 
 def test_a_layer_of_fairseq(tmp_path: Path) -> None:

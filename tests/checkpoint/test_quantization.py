@@ -256,11 +256,28 @@ def test_codes_without_a_description_are_no_numbers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="quant_method='modelopt'"):
         open_source(tmp_path / "in")
     folder(tmp_path / "other", scale="weight_scale")  # of vLLM's compressors
-    with pytest.raises(CheckpointError, match="float8 weights with scales beside them"):
+    with pytest.raises(CheckpointError, match="float8 weights with scales by the names"):
         open_source(tmp_path / "other")
     folder(tmp_path / "packed", quantize=lambda value: (value.to(torch.int8), torch.tensor(1.0)))
     with pytest.raises(CheckpointError, match="weight_scale_inv"):
         open_source(tmp_path / "packed")
+
+
+def test_a_trained_model_whose_configuration_still_says_it(tmp_path: Path) -> None:
+    """`extra` of a training checkpoint may have the configuration of the folder it came from."""
+    from moe_plugin.checkpoint import save
+
+    model = tiny("mixtral")
+    for method in ("fp8", "gptq"):
+        config = {**model.config.to_dict(), "quantization_config": {"quant_method": method}}
+        save(tmp_path / method, model, extra={"hf_config": config})
+    with open_source(tmp_path / "fp8") as source:
+        view = convert(source, "hf")
+        assert "quantization_config" not in view.values["config"]
+        assert torch.equal(view.read((MODEL, "lm_head.weight")), model.lm_head.weight)
+    with open_source(tmp_path / "gptq") as source, pytest.raises(
+            CheckpointError, match="quant_method='gptq'"):
+        convert(source, "hf")
 
 
 def test_codes_of_another_format_are_not_cast(tmp_path: Path) -> None:

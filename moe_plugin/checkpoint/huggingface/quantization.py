@@ -57,7 +57,8 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a `config.json` says of its quantization; None: the weights are plain.
 
     Raises:
-        CheckpointError: it is no mapping, names a method other than `FLOAT8`, or has other blocks.
+        CheckpointError: it is not a mapping, names another method than `FLOAT8`, or its blocks are
+            not two sizes.
     """
     found = next((config[key] for key in _KEYS if config.get(key) is not None), None)
     if found is None:
@@ -150,7 +151,7 @@ def _plain(source: Source, quantization: Mapping[str, Any],
     scales = {of: name for of, entry in names.items() if is_code(entry.dtype)
               for name in _scale_names(of) if name in names}
     unread = {*scales.values(),
-              *(name for of in scales for name in _names_beside(of, _ACTIVATIONS))}
+              *(name for of in scales for name in _names_in_module(of, _ACTIVATIONS))}
     for key, entry in source.entries.items():
         field, name = key
         if field != MODEL or name not in unread:
@@ -159,21 +160,21 @@ def _plain(source: Source, quantization: Mapping[str, Any],
                                quantization, dtype)
             elif is_code(entry.dtype) or _is_scale(name, scales):
                 raise CheckpointError(
-                    f"tensor {name!r} ({entry.dtype}): read are float8 weights with scales beside "
-                    f"them that transformers knows ({', '.join(_SCALES)}), of which it is not; "
+                    f"tensor {name!r} ({entry.dtype}): read are float8 weights with scales by the "
+                    f"names that transformers knows ({', '.join(_SCALES)}), which it has not; "
                     "write the weights dequantized with the tool that quantized them")
             else:
                 yield source.tensor(key)
 
 
 def _scale_names(name: str) -> list[str]:
-    # experts in one tensor are no module's `weight`
-    return _names_beside(name, _SCALES) if name.endswith(".weight") else [f"{name}_scale_inv"]
+    # a tensor of all experts is not called `weight`
+    return _names_in_module(name, _SCALES) if name.endswith(".weight") else [f"{name}_scale_inv"]
 
 
-def _names_beside(name: str, others: tuple[str, ...]) -> list[str]:
-    beside = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
-    return [beside + other for other in others]
+def _names_in_module(name: str, others: tuple[str, ...]) -> list[str]:
+    prefix = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+    return [prefix + other for other in others]
 
 
 def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
