@@ -29,6 +29,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import EndsSteps, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
+from moe_plugin.routing.contract import FLOAT32, float32_state
 from moe_plugin.routing.replay import Replaying
 from moe_plugin.routing.statistics import call_stats
 from moe_plugin.routing.unlinked import Unlinked
@@ -186,8 +187,10 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
         self.layouts.finish_step()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Where the local experts come from, checked when loaded; what the tuner has learned."""
-        return self.layouts.state()
+        """Where the local experts come from, checked when loaded; what the tuner has learned; what
+        stays in float32 when a checkpoint is cast.
+        """
+        return {**self.layouts.state(), FLOAT32: float32_state(self)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""

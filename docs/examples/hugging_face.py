@@ -1,7 +1,7 @@
 """Our layer in a Mixture-of-Experts model of Hugging Face's transformers: the same output, and a
 checkpoint that transformers reads.
 
-    pip install ".[hf]" "transformers>=5,<6"
+    pip install ".[hf]"
     python hugging_face.py
 
 Your own model: `AutoModelForCausalLM.from_pretrained(...)` in place of the small random one.

@@ -111,8 +111,9 @@ class Conversion:
         return False
 
     def _view(self) -> Source:
-        view = convert(without_optimizer(self.source) if self.model_only else self.source, self.to)
         dtype = self.layout.dtype
+        source = self.source if dtype is None else self.source.decoded(dtype)
+        view = convert(without_optimizer(source) if self.model_only else source, self.to)
         if dtype is None:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.reshard import merge, moe_layers, split
 from moe_plugin.checkpoint.source import MODEL, Derived, DerivedSource, Source
 from moe_plugin.tuning.layout_selector import STATE_VERSION
@@ -41,10 +42,11 @@ class RankedSource(DerivedSource):
                  for field in ranks[0]}
         rest = {field: {name: value for name, value in column.items()
                         if not isinstance(value, Derived)} for field, column in whole.items()}
-        super().__init__(
+        layers = moe_layers(whole[MODEL])
+        super().__init__(marked(
             (replace(value, key=(field, name)) for field, column in whole.items()
-             for name, value in column.items() if isinstance(value, Derived)),
-            format, {**values, COLUMNS: rest}, moe_layers(whole[MODEL]))
+             for name, value in column.items() if isinstance(value, Derived)), layers),
+            format, {**values, COLUMNS: rest}, layers)
         self._description, self._paths = description, paths
 
     def describe(self) -> Mapping[str, Any]:

@@ -48,10 +48,12 @@ class Entry:
     Attributes:
         shape: of the whole tensor; experts have all E on axis 0, whatever the files hold.
         dtype: as stored.
+        keeps_float32: `cast` leaves it in float32 at least, see `checkpoint.precision`.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    keeps_float32: bool = False
 
     @property
     def numel(self) -> int:
@@ -62,6 +64,13 @@ class Entry:
     def nbytes(self) -> int:
         """Size of the values."""
         return self.numel * self.dtype.itemsize
+
+
+def is_code(dtype: torch.dtype) -> bool:
+    """Whether a data type holds codes of a quantization, which are numbers only together with their
+    scales: floating point in a byte.
+    """
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def full_window(shape: Sequence[int]) -> Window:
@@ -162,6 +171,12 @@ class Source(ABC):
     def tensor(self, key: Key) -> Derived:
         """A tensor that is not read yet."""
         return Derived(key, self.entries[key], lambda window: self.read(key, window))
+
+    def decoded(self, dtype: torch.dtype) -> Source:
+        """This source with weights that are computed as they are read (of quantized files) in
+        another data type, without a rounding in between; everything else as it is.
+        """
+        return self
 
     def describe(self) -> Mapping[str, Any]:
         """For `moe-plugin inspect`: layout of the files (ranks, EP, TP, shards), step, settings."""
@@ -271,7 +286,7 @@ def transposed(one: Derived, order: Sequence[int]) -> Derived:
     def read(window: Window) -> Tensor:
         return one.read(tuple(window[axis] for axis in inverse)).permute(*order)
 
-    return Derived(one.key, Entry(shape, one.entry.dtype), read)
+    return Derived(one.key, replace(one.entry, shape=shape), read)
 
 
 def part_of(one: Derived, window: Window) -> Derived:
@@ -282,7 +297,7 @@ def part_of(one: Derived, window: Window) -> Derived:
         return one.read(tuple(slice(at.start + part.start, at.start + part.stop)
                               for at, part in zip(outer, inner, strict=True)))
 
-    return Derived(one.key, Entry(window_shape(outer), one.entry.dtype), read)
+    return Derived(one.key, replace(one.entry, shape=window_shape(outer)), read)
 
 
 def joined(parts: Sequence[Derived], axis: int) -> Derived:
@@ -313,7 +328,8 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
             return torch.empty(window_shape(window), dtype=first.entry.dtype)
         return found[0] if len(found) == 1 else torch.cat(found, axis)
 
-    return Derived(first.key, Entry(shape, first.entry.dtype), read)
+    kept = any(one.entry.keeps_float32 for one in parts)
+    return Derived(first.key, Entry(shape, first.entry.dtype, kept), read)
 
 
 def stacked(parts: Sequence[Derived]) -> Derived:
@@ -322,7 +338,7 @@ def stacked(parts: Sequence[Derived]) -> Derived:
 
 
 def _with_axis(one: Derived) -> Derived:
-    entry = Entry((1, *one.entry.shape), one.entry.dtype)
+    entry = replace(one.entry, shape=(1, *one.entry.shape))
 
     def read(window: Window) -> Tensor:
         value = one.read(window[1:])
@@ -334,11 +350,21 @@ def _with_axis(one: Derived) -> Derived:
 def item_of(one: Derived, index: int) -> Derived:
     """Element `index` of axis 0 as a tensor without that axis."""
     shape = one.entry.shape[1:]
-    return Derived(one.key, Entry(shape, one.entry.dtype),
+    return Derived(one.key, replace(one.entry, shape=shape),
                    lambda window: one.read((slice(index, index + 1), *window))[0])
 
 
 def cast(one: Derived, dtype: torch.dtype) -> Derived:
-    """The tensor in another data type."""
-    entry = Entry(one.entry.shape, dtype)
-    return Derived(one.key, entry, lambda window: one.read(window).to(dtype))
+    """The tensor in another data type; in float32 at least where it stays there.
+
+    Raises:
+        CheckpointError: it has codes of a quantization, which no cast makes numbers of.
+    """
+    if is_code(one.entry.dtype):
+        raise CheckpointError(
+            f"tensor {one.key[1]!r} is {one.entry.dtype}: codes, which are numbers only together "
+            f"with their scales, and do not become {dtype} by themselves; leave --dtype out, or "
+            "write the checkpoint dequantized")
+    kept = torch.promote_types(dtype, torch.float32) if one.entry.keeps_float32 else dtype
+    return Derived(one.key, replace(one.entry, dtype=kept),
+                   lambda window: one.read(window).to(kept))

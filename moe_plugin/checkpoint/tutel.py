@@ -29,6 +29,7 @@ import torch
 
 from moe_plugin.checkpoint import torch_files, trust
 from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.ranks import COLUMNS
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -154,8 +155,9 @@ class TutelSource(DerivedSource):
                 if prefix is not None:
                     value = self._joined(name, states, prefixes[prefix])
                 whole.append(Derived((MODEL, name), value.entry, value.read))
-        super().__init__(whole, "tutel", {"step": None, COLUMNS: {MODEL: rest}},
-                         {prefix: {"num_experts": count} for prefix, count in prefixes.items()})
+        layers = {prefix: {"num_experts": count} for prefix, count in prefixes.items()}
+        super().__init__(marked(whole, layers), "tutel",
+                         {"step": None, COLUMNS: {MODEL: rest}}, layers)
 
     def _joined(self, name: str, states: Sequence[Mapping[str, Any]], experts: int) -> Derived:
         """A tensor of all experts from the ranks' parts."""

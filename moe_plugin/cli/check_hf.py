@@ -28,8 +28,10 @@ def run(args: argparse.Namespace) -> int:
     """Compare; print the difference and both times. 0: within the tolerance."""
     import torch
     import torch.distributed as dist
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+    from moe_plugin.checkpoint.huggingface.files import CONFIG, read_json
+    from moe_plugin.checkpoint.huggingface.quantization import quantization_of
     from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
     from moe_plugin.planner.units import show_time
 
@@ -41,8 +43,11 @@ def run(args: argparse.Namespace) -> int:
     if spread:
         dist.init_process_group("gloo")
     dtype = getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype,
-                                                 local_files_only=True).eval()
+    quantized = quantization_of(read_json(args.model / CONFIG)) is not None
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=dtype, local_files_only=True,
+        **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if quantized else {})
+    ).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # its grouped products have no float64
     generator = torch.Generator().manual_seed(args.seed)

@@ -24,6 +24,8 @@ DTYPES = {
     "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 class UnknownDtype(ValueError):

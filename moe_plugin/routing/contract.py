@@ -11,6 +11,7 @@ from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.replay import Replaying, ReplayLog
 
 T = TypeVar("T")
+FLOAT32 = "float32"  # of a layer's extra state: what `float32_state` returns
 
 
 class EndsSteps:
@@ -24,7 +25,12 @@ class KeepsBuffers(nn.Module):
     """Base of modules whose buffers keep their values and dtypes whatever lowers (`half()`) or
     empties (`to_empty()`) the module: nothing fills them again, and a bias that moves by 0.001
     stands still in 16 bits. They follow the module's device; none is made on the meta device.
+
+    Attributes:
+        keeps_parameters: parameters of fewer bits than float32 become float32, too.
     """
+
+    keeps_parameters: bool = False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         buffers = dict(self.named_buffers(recurse=False))
@@ -34,6 +40,19 @@ class KeepsBuffers(nn.Module):
             if after is not None and not before.is_meta:
                 self._buffers[name] = before.to(after.device)
         return self
+
+
+def float32_state(module: nn.Module) -> list[str]:
+    """Names in a module's state dict of what stays in float32 when the module is cast."""
+    found = []
+    for name, part in module.named_modules():
+        if isinstance(part, KeepsBuffers):
+            kept = [own for own, value in part.named_buffers(recurse=False)
+                    if own not in part._non_persistent_buffers_set and value.is_floating_point()]
+            if part.keeps_parameters:
+                kept += [own for own, _ in part.named_parameters(recurse=False)]
+            found += [f"{name}.{own}" if name else own for own in kept]
+    return found
 
 
 class RouterModule(Replaying, EndsSteps, nn.Module):

@@ -20,12 +20,14 @@ from moe_plugin.checkpoint.formats import Layout, convert, formats, open_source
 from moe_plugin.checkpoint.huggingface.files import write_folder
 from moe_plugin.checkpoint.huggingface.format import StateSource
 from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
-from tests.checkpoint import test_tutel
+from tests.checkpoint import quantized, test_tutel
 from tests.fuzz.hostile import VALUES, replaced
 
 EXPERTS, WIDTH, INNER, WORDS, HEADS = 2, 8, 12, 11, 2
-# what each is converted to
-TARGETS = {"hf": ("plain", "megatron", "megatron_native"), "tutel": ("plain",),
+BLOCK = (5, 4)  # of float8 weights
+# what each is converted to; an ending tells samples of one format apart
+TARGETS = {"hf": ("plain", "megatron", "megatron_native"),
+           "hf-float8": ("plain", "megatron_native"), "tutel": ("plain",),
            "fairseq_branch": ("fairseq",), "megatron": ("hf", "megatron_native"),
            "megatron_native": ("megatron", "hf"), "fairseq": ("fairseq_branch",),
            "plain": ("hf",)}
@@ -42,13 +44,22 @@ CONFIG = {
     "tie_word_embeddings": False, "sliding_window": None, "torch_dtype": "float32"}
 
 
+def format_of(name: str) -> str:
+    """Format of a sample."""
+    return name.partition("-")[0]
+
+
 @functools.cache
-def sample(format: str) -> Path:
-    """A folder with a whole checkpoint; made once in a process."""
-    folder = Path(tempfile.mkdtemp())
+def sample(name: str) -> Path:
+    """A folder with a whole checkpoint of `TARGETS`; made once in a process."""
+    format, folder = format_of(name), Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if format == "hf":
-        write_folder(folder, CONFIG, StateSource(_mixtral(), CONFIG), most=2000)
+        state, config = _mixtral(), CONFIG
+        if name != format:
+            state, config = _with_codes(state), {**CONFIG, "quantization_config": {
+                "quant_method": "fp8", "weight_block_size": list(BLOCK)}}
+        write_folder(folder, config, StateSource(state, config), most=2000)
     elif format == "tutel":
         test_tutel.saved(folder, test_tutel.whole_state(), 2, "{rank}-of-{size}.pt")
     elif format == "fairseq_branch":
@@ -70,6 +81,14 @@ def _mixtral() -> dict[str, Tensor]:
         shapes |= {f"{block}experts.{expert}.{part}.weight": (
             (WIDTH, INNER) if part == "w2" else (INNER, WIDTH)) for part in ("w1", "w2", "w3")}
     return _drawn(shapes)
+
+
+def _with_codes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts' and the attention's weights as float8 codes with scales."""
+    for name in [name for name in state if quantized.is_quantized(name)]:
+        state[name], state[f"{name}_scale_inv"] = quantized.quantized(state[name],
+                                                                              BLOCK)
+    return state
 
 
 def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ from moe_plugin.checkpoint import CheckpointError, checksums
 from moe_plugin.checkpoint.formats import convert, detect, open_source
 from moe_plugin.checkpoint.source import Key, Source, full_window
 from moe_plugin.emulate.damage import WAYS, damage, files_of
-from tests.fuzz.hostile import bounded, is_named
-from tests.fuzz.samples import TARGETS, damage_content, sample
+from tests.fuzz.hostile import bounded, is_named, replaced
+from tests.fuzz.samples import TARGETS, damage_content, format_of, sample
 
 LARGE = 1 << 24  # bytes of a tensor that is not read
 
@@ -36,7 +36,7 @@ def _all_tensors(source: Source) -> dict[Key, Tensor]:
     return found
 
 
-def _read(path: Path, format: str) -> dict[Key, Tensor] | None:
+def _read(path: Path, name: str) -> dict[Key, Tensor] | None:
     """All that a checkpoint holds, also by the names of other formats; None: refused."""
     try:
         detect(path)
@@ -44,12 +44,12 @@ def _read(path: Path, format: str) -> dict[Key, Tensor] | None:
         assert is_named(error), error
     found = None
     try:
-        with open_source(path, format) as source:
+        with open_source(path, format_of(name)) as source:
             for file in source.files():
                 checksums.verify(file)
             source.describe()
             found = _all_tensors(source)
-            for to in TARGETS[format]:
+            for to in TARGETS[name]:
                 _all_tensors(convert(source, to))
     except ValueError as error:
         assert is_named(error), error
@@ -64,7 +64,7 @@ def _copy(format: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("format", TARGETS)
 def test_samples_are_whole(format: str, tmp_path: Path) -> None:
-    assert detect(sample(format)) == format
+    assert detect(sample(format)) == format_of(format)
     with open_source(_copy(format, tmp_path / "ckpt")) as source:
         assert _all_tensors(source)
         for to in TARGETS[format]:
@@ -116,6 +116,31 @@ def test_settings_of_other_types_are_named(tmp_path: Path, setting: str, value: 
             _all_tensors(convert(source, "megatron"))
         except CheckpointError as error:
             assert is_named(error), error
+
+
+@pytest.mark.parametrize(("setting", "value"), [
+    ("quant_method", None), ("quant_method", ["fp8"]), ("quant_method", "9" * 1000),
+    ("weight_block_size", [0, 12]), ("weight_block_size", [16]), ("weight_block_size", {}),
+    ("weight_block_size", [True, 12]), ("weight_block_size", [1 << 70, 1 << 70])])
+def test_quantizations_of_other_types_are_named(tmp_path: Path, setting: str, value: Any) -> None:
+    config = _copy("hf-float8", tmp_path / "ckpt") / "config.json"
+    read = json.loads(config.read_text())
+    read["quantization_config"][setting] = value
+    config.write_text(json.dumps(read))
+    with pytest.raises(CheckpointError) as found:
+        open_source(tmp_path / "ckpt")
+    assert is_named(found.value)
+
+
+@given(st.data())
+@bounded(200)
+def test_quantizations(tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever `config.json` says of it: the numbers of the sample, or refused by name."""
+    path = _copy("hf-float8", tmp_path / "ckpt") / "config.json"
+    read = json.loads(path.read_text())
+    path.write_text(json.dumps({**read, "quantization_config": replaced(
+        read["quantization_config"], data.draw)}, default=str))
+    _read(path.parent, "hf-float8")
 
 
 def test_a_long_setting_is_shortened_for_each_family(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from moe_plugin.checkpoint.huggingface.families import (
 )
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
-from moe_plugin.messages import cut
+from moe_plugin.messages import cut, short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,9 @@ def family_for(model: Model, preferred: str | None = None) -> Family:
     """The family that holds a model; `preferred` where it does.
 
     Raises:
-        CheckpointError: none does; with the first reason of each.
+        CheckpointError: none does; what differs from all of them, or from the nearest.
     """
+    _refuse_other_kinds(model)
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != preferred)
     reasons = {}
     for family in order:
@@ -109,18 +110,36 @@ def family_for(model: Model, preferred: str | None = None) -> Family:
             reasons[family.model_type] = list(refusals(family, model))
             if not reasons[family.model_type]:
                 return family
-    first = "; ".join(f"{name}: {why[0]}" for name, why in reasons.items())
-    raise CheckpointError(f"no Hugging Face family holds this model ({first}); use another --to")
+    nearest = min(reasons, key=lambda name: len(reasons[name]))
+    raise CheckpointError(f"no Hugging Face family holds this model; the nearest is {nearest}: "
+                          f"{'; '.join(reasons[nearest][:3])}; use another --to")
+
+
+def _refuse_other_kinds(model: Model) -> None:
+    """`CheckpointError` for what no family has, with the flags of a model that one has."""
+    s = model.settings
+    wrong = {"--normalization RMSNorm": s.norm != "rmsnorm" and f"norm is {short(s.norm)}",
+             "--swiglu": not s.gated and "MLP has no gate",
+             "--position-embedding-type rope": s.positions != "rotary" and
+             f"positions are {short(s.positions)}"}
+    found = [what for what in wrong.values() if what]
+    if not s.pre_norm:
+        found.append("norms come behind attention and MLP")
+    if not found:
+        return
+    flags = [flag for flag, what in wrong.items() if what]
+    flags += ["--disable-bias-linear"] if model.biases == "all" else []
+    raise CheckpointError(
+        f"no Hugging Face family holds this model, whose {' and '.join(found)}; train it in "
+        f"Megatron{' with ' * bool(flags)}{' '.join(flags)} (fairseq's transformer_lm has no such "
+        "form), or use another --to")
 
 
 def refusals(family: Family, model: Model) -> Iterator[str]:
     """What of a model a family cannot hold, by name."""
     s = model.settings
     rest = len(model.dense) and set(model.dense) != set(range(len(model.dense)))
-    known = ("rmsnorm", True, True, "rotary")
-    held = s.norm, s.pre_norm, s.gated, s.positions
     checks = [
-        (f"norm, pre_norm, gated, positions = {held}", held == known, f"has {known}"),
         (f"activation={s.activation}", s.activation in ACTIVATIONS.values(), "does not know it"),
         (f"biases of attention={model.biases}", model.biases in family.biases,
          f"has {' or '.join(family.biases)}"),

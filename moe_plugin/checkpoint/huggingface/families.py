@@ -33,6 +33,7 @@ class Family:
         biases: of attention: "none", "qkv" or "all", which of them; mlp_bias: of dense layers.
         qk_norm: "none", "head" or "all". latent: attention has latents. window: may look back
             a number of tokens.
+        float32: beginnings of names in the MoE block that `transformers` keeps in float32.
         defaults: settings that `config.json` may leave out. extras: more settings that it holds.
     """
 
@@ -56,6 +57,7 @@ class Family:
     qk_norm: str = "none"
     latent: bool = False
     window: bool = False
+    float32: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
 
@@ -82,7 +84,7 @@ FAMILIES = {family.model_type: family for family in (
            group_scores=1, mlp_bias=True, defaults={**_LATENT, "routed_scaling_factor": 1.0},
            **_DEEPSEEK),
     Family(model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM", scores="sigmoid",
-           expert_bias=True, group_scores=2,
+           expert_bias=True, group_scores=2, float32=("gate.",),
            defaults={**_LATENT, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8,
                      "topk_group": 4, "num_experts_per_tok": 8, "rope_interleave": True},
            **_DEEPSEEK),

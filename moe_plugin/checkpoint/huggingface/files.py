@@ -17,6 +17,8 @@ from torch import Tensor
 
 from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.formats import Progress
+from moe_plugin.checkpoint.huggingface.families import FAMILIES
+from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -31,8 +33,10 @@ from moe_plugin.checkpoint.windows import read_strided
 from moe_plugin.messages import short
 from moe_plugin.offload.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.regular_files import check_input
+from moe_plugin.routing.contract import FLOAT32
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODELOPT = "hf_quant_config.json"  # in which older ModelOpt describes a quantization
 SHARD_BYTES = 5 << 30
 BLOCK_BYTES = 32 << 20  # most that a writer holds at a time
 _EXPERT = re.compile(r"(.+\.)experts\.(?:(\d+)\.|gate_up_proj$|down_proj$)")
@@ -54,15 +58,22 @@ class HuggingFaceSource(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.values: Mapping[str, Any] = {"config": read_json(path / CONFIG)}
+        config = read_json(path / CONFIG)
+        if (path / MODELOPT).is_file():
+            config.setdefault("quantization_config", {"quant_method": "modelopt"})
+        self.values: Mapping[str, Any] = {"config": config}
         self._files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[Key, str] = {}
         try:
-            self.entries: Mapping[Key, Entry] = self._find()
+            entries = self._find()
         except BaseException:
             self.close()
             raise
-        self.layers: Mapping[str, Mapping[str, int]] = _layers_of(self.entries)
+        self.layers: Mapping[str, Mapping[str, Any]] = _layers_of(entries)
+        if family := FAMILIES.get(str(self.values["config"].get("model_type"))):
+            self.layers = {name: {**layer, FLOAT32: family.float32}
+                           for name, layer in self.layers.items()}
+        self.entries: Mapping[Key, Entry] = mark_float32(entries, self.layers)
 
     def _find(self) -> dict[Key, Entry]:
         weights, entries = weight_map(self.path), {}

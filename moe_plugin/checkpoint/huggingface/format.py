@@ -20,6 +20,8 @@ from moe_plugin.checkpoint.huggingface.files import (
     write_folder,
 )
 from moe_plugin.checkpoint.huggingface.names import family_tensors, neutral_tensors
+from moe_plugin.checkpoint.huggingface.quantization import check_plain, dequantized
+from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -43,7 +45,12 @@ class HuggingFaceFormat(Format):
 
     def open(self, path: Path, trust: bool = False) -> Source:
         """See `Format.open`; nothing is ever unpickled."""
-        return HuggingFaceSource(path)
+        source = HuggingFaceSource(path)
+        try:
+            return dequantized(source)
+        except CheckpointError:
+            source.close()
+            raise
 
     def write(self, source: Source, path: Path, layout: Layout,
               progress: Progress = Progress()) -> None:
@@ -52,6 +59,7 @@ class HuggingFaceFormat(Format):
         if others := sorted({field for field, _ in source.entries if field != MODEL}):
             raise CheckpointError(f"format 'hf' holds no optimizer state, the checkpoint has "
                                   f"{', '.join(others)}; convert the model alone (--model-only)")
+        check_plain(source)
         dtype = max((entry.dtype for entry in source.entries.values()), key=lambda dtype: sum(
             entry.nbytes for entry in source.entries.values() if entry.dtype == dtype))
         config = {**source.values["config"], "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -77,6 +85,7 @@ def to_neutral(source: Source) -> View:
     Raises:
         CheckpointError: the model has a part without a neutral name.
     """
+    source = dequantized(source)
     settings = decoder_settings(source.values["config"])
     view = View(source, neutral_tensors(source, settings.tied), format="neutral",
                 values={**source.values, "model": settings.to_dict()})
@@ -98,8 +107,8 @@ class StateSource(Source):
     def __init__(self, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         self._state = {name: value for name, value in state.items()
                        if isinstance(value, torch.Tensor)}
-        self.entries = {(MODEL, name): Entry(tuple(value.shape), value.dtype)
-                        for name, value in self._state.items()}
+        self.entries = mark_float32({(MODEL, name): Entry(tuple(value.shape), value.dtype)
+                                     for name, value in self._state.items()}, {})
         self.values, self.layers = {"config": dict(config)}, {}
 
     def _read(self, key: tuple[str, str], window: Window) -> Tensor:

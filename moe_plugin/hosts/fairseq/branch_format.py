@@ -20,6 +20,7 @@ from typing import Any
 
 from moe_plugin.checkpoint import torch_files, trust
 from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.ranks import COLUMNS, GROUPS
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -111,9 +112,9 @@ class BranchSource(DerivedSource):
                   for name in shared[MODEL] if name.endswith(_GATE)}
         rest = {field: {name: value for name, value in column.items()
                         if not isinstance(value, Derived)} for field, column in columns.items()}
-        super().__init__(
+        super().__init__(marked(
             (replace(value, key=(field, name)) for field, column in columns.items()
-             for name, value in column.items() if isinstance(value, Derived)),
+             for name, value in column.items() if isinstance(value, Derived)), layers),
             "fairseq_branch", {**_values(shared, bool(self._unread)), COLUMNS: rest}, layers)
 
     def describe(self) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moe_plugin.checkpoint.huggingface import StateSource, to_neutral
 from moe_plugin.checkpoint.huggingface.families import FAMILIES, family_of
 from moe_plugin.checkpoint.huggingface.names import family_tensors
+from moe_plugin.checkpoint.huggingface.quantization import PLAIN_IN_TRANSFORMERS, quantization_of
 from moe_plugin.checkpoint.layers import (
     NEUTRAL_NAMES,
     full_state,
@@ -63,8 +64,9 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                     settings: Mapping[str, Any] | None = None) -> list[str]:
     """Put our layer, with the same weights, in place of every MoE block of a model.
 
-    What the model computes stays the same up to rounding, and what is frozen stays frozen. Each
-    rank of `comm` keeps its share of the experts. Collective. Until `restore_moe_blocks`,
+    What the model computes stays the same up to rounding, what is frozen stays frozen, and routers
+    that `transformers` keeps in float32 stay there (`router.fp32`). Each rank of `comm` keeps its
+    share of the experts. Collective. Until `restore_moe_blocks`,
     `save_pretrained` and calls with `output_router_logits=True` are a `ValueError`.
 
     Args:
@@ -75,8 +77,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
             losses, dispatch, parallel.
     Returns: names of the new modules.
     Raises:
-        ValueError: the model is of another kind, is swapped already, or has a setting that our
-            layer cannot have; it names it.
+        ValueError: the model is of another kind, is swapped already, has quantized weights, or has
+            a setting that our layer cannot have; it names it.
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
@@ -91,8 +93,10 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         if prefix not in source.layers:
             continue
         name, block = names[id(layer.mlp)], layer.mlp
-        weight = next(block.parameters())
-        chosen = with_overrides(from_dict(layer_settings(source, prefix)), settings or {})
+        weight = _narrowest(block)
+        wide = source.entries[MODEL, f"{prefix}router.weight"].dtype != weight.dtype
+        chosen = with_overrides(from_dict(layer_settings(source, prefix)),
+                                {**({"router.fp32": True} if wide else {}), **(settings or {})})
         unread.refuse(flatten(to_dict(chosen)), "layers by themselves")
         moe = MoELayer(chosen, comm, host=HostContext(training=block.training),
                        dtype=weight.dtype, device=weight.device)
@@ -107,6 +111,11 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     if hasattr(model, "save_pretrained"):
         cast(Any, model).save_pretrained = _refuse_saving
     return swapped
+
+
+def _narrowest(block: nn.Module) -> nn.Parameter:
+    """A parameter in the model's data type; some may be kept in float32."""
+    return min(block.parameters(), key=lambda parameter: parameter.dtype.itemsize)
 
 
 def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -160,6 +169,10 @@ def _checked(model: nn.Module) -> dict[str, Any]:
     except AttributeError as error:  # a foreign object: nothing declares what it is
         raise ValueError(f"{type(model).__name__} is not a decoder of transformers; its blocks "
                          f"known here are those of {', '.join(_kinds())}") from error
+    if quantization_of(config) is not None:
+        raise ValueError(f"{type(model).__name__} has float8 weights, which are not trained; "
+                         f"{PLAIN_IN_TRANSFORMERS} (or, where its weights are plain, delete "
+                         "model.config.quantization_config)")
     family = family_of(config)
     if not family.moe:
         raise ValueError(f"model_type={family.model_type!r} has no MoE blocks; known: "
@@ -196,14 +209,30 @@ def restore_moe_blocks(model: nn.Module) -> None:
         state = full_state(swapped.moe)
         # not the router's, which `router.fp32` keeps in another dtype
         block, weight = swapped.original[0], next(swapped.moe.experts.parameters())
-        if weight.dtype != next(block.parameters()).dtype:  # the model was cast in between
-            block.to(weight.dtype)
-        block.to_empty(device=weight.device)
-        _load(block, _theirs(state, config))
+        view = _theirs(state, config)
+        _allocate(block, view, weight)
+        _load(block, view)
         _carry_back(swapped.moe, block, state, config)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, block.train(swapped.training))
     _allow_again(model)
+
+
+def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
+    """Memory for a block without any, in the dtype and on the device of `like`. In float32 is what
+    `transformers` keeps there, and what `view` says.
+    """
+    usual = _narrowest(block).dtype
+    kept = {_in_block(name) for (_, name), entry in view.entries.items() if entry.keeps_float32}
+    wide = {id(value) for name, value in (*block.named_parameters(), *block.named_buffers())
+            if name in kept or value.dtype.itemsize > usual.itemsize}
+
+    def made(value: Tensor) -> Tensor:
+        dtype = torch.promote_types(like.dtype, torch.float32) if id(value) in wide else like.dtype
+        return torch.empty_like(value, dtype=dtype if value.is_floating_point() else value.dtype,
+                                device=like.device)
+
+    block._apply(made)
 
 
 def _allow_again(model: nn.Module) -> None:

@@ -97,8 +97,13 @@ class Router(KeepsBuffers, RouterModule):
                     "be 0; noisy_load belongs to router noisy_topk, load_importance and "
                     "tutel_load_importance to routers that add router.noise")
 
+    @property
+    def keeps_parameters(self) -> bool:  # type: ignore[override]
+        """See `KeepsBuffers`."""
+        return self.config.fp32
+
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        return super()._apply(_not_lowering(fn) if self.config.fp32 else fn, recurse)
+        return super()._apply(_not_lowering(fn) if self.keeps_parameters else fn, recurse)
 
     def _build(self, dtype: torch.dtype | None, device: Any) -> None:
         penalty_E = link_penalties(self.layer_config, self.comm) \

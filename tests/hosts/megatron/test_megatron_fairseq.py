@@ -195,8 +195,9 @@ REFUSED = {
     "sinusoidal": ({"decoder_learned_pos": False}, "megatron", "positions='sinusoidal'"),
     "capacity": ({**MOE, "moe_capacity_factor": "1.0"}, "megatron",
                  "dispatch.capacity_factor=1.0"),
-    "Mixtral": (MOE, "hf", r"mixtral: norm, pre_norm, gated, positions = \('layernorm', True, "
-                           r"False, 'learned'\)"),
+    "Mixtral": (MOE, "hf", r"norm is 'layernorm' and MLP has no gate and positions are 'learned'; "
+                           r"train it in Megatron with --normalization RMSNorm --swiglu "
+                           r"--position-embedding-type rope --disable-bias-linear \(fairseq's"),
     "groups by logits": ({**MOE, "moe_router": "group_limited", "moe_router_groups": "2",
                           "moe_router_group_top_k": "1", "moe_second_expert_policy": "all"},
                          "megatron", r"group_scores=2 \(must be 1 with softmax scores whose"),

@@ -283,8 +283,32 @@ def empty_validation_batches() -> None:
     FairseqTask.valid_step = valid_step
 
 
+def averages_of_floating_point() -> None:
+    """Let `--store-ema` average models whose state has more than floating-point tensors.
+
+    fairseq <= 0.12.3 multiplies integers (a router's number of steps) by the decay, which torch
+    refuses, and with `--ema-fp32` dies of state that is not a tensor. Integers are copied.
+    """
+    from fairseq.models.ema.ema import EMA
+
+    original_init, original_build = EMA.__init__, EMA.build_fp32_params
+
+    def __init__(self: Any, model: torch.nn.Module, config: Any, device: Any = None,
+                 skip_keys: Any = None) -> None:
+        integers = {name for name, value in model.state_dict().items()
+                    if isinstance(value, torch.Tensor) and not value.is_floating_point()}
+        original_init(self, model, config, device, {*(skip_keys or ()), *integers})
+
+    def build_fp32_params(self: Any, state_dict: Any = None) -> None:
+        found = self.model.state_dict() if state_dict is None else state_dict
+        original_build(self, {name: value for name, value in found.items()
+                              if isinstance(value, torch.Tensor)})
+
+    EMA.__init__, EMA.build_fp32_params = __init__, build_fp32_params
+
+
 SHIMS: tuple[Callable[[], None],
              ...] = (numpy_names, full_checkpoints, hydra_of_its_time, gather_lists_without_cuda,
                      ddp_wrapping, bf16_without_tpu, skipped_steps_without_cuda,
                      separate_fp32_copies, gradients_in_their_own_dtype, empty_validation_batches,
-                     )
+                     averages_of_floating_point)

@@ -57,7 +57,8 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
     extra = {name: settings[name] for name, plain in NEUTRAL_VALUES.items()
              if settings.get(name, plain[0]) not in plain}
     extra.update({name: value for name, value in (settings.get("moe_plugin") or {}).items()
-                  if name.startswith(("router.", "experts.", "dispatch.capacity"))})
+                  if name.startswith(("router.", "experts.", "dispatch.capacity"))
+                  and name != "router.fp32"})  # which tensors say themselves
     norm = str(settings.get("normalization", "LayerNorm"))
     if norm not in _NORMS:
         raise CheckpointError(f"normalization={short(norm)} has no neutral form: must be one of "

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint import checksums, trust
+from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL_ONLY,
     CheckpointError,
@@ -40,6 +41,7 @@ from moe_plugin.hosts.megatron.offline.folders import (
 from moe_plugin.hosts.megatron.offline.torch_dist import DistributedFiles, Objects
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
+from moe_plugin.routing.contract import FLOAT32
 
 BY_PARAMETER = "fully_reshardable"
 _MAPPINGS = ("files", "checksums", "layout", "model", "settings")  # in `META`
@@ -74,9 +76,13 @@ class MegatronSource(Source):
             tensors = {name: one for name, one in tensors.items()
                        if "optimizer." not in name.partition("decoder.")[0]}
         _refuse_single_experts(str(self.folder), tensors)
-        self.entries, self._places = names.by_layer(tensors)
-        self.layers = names.moe_layers(self.entries)
+        entries, self._places = names.by_layer(tensors)
         self.values = self._values(common, tensors)
+        ours = self.values["settings"].get("moe_plugin") or {}
+        kept = {FLOAT32: ["router."]} if ours.get("router.fp32") else {}
+        self.layers = {name: {**layer, **kept}
+                       for name, layer in names.moe_layers(entries).items()}
+        self.entries = mark_float32(entries, self.layers)
 
     def _read(self, key: Key, window: Window) -> Tensor:
         place = self._places[key]

@@ -1,0 +1,245 @@
+"""Quantized weights of a Hugging Face model: float8 codes with scales are read as the numbers that
+they stand for, other methods are refused by name.
+
+    weight = code * scale of its block           in float32, then in the model's data type
+
+`NAME.weight` has float8 codes [R, C], `NAME.weight_scale_inv` the scales [ceil(R / rows), ceil(C /
+columns)] of blocks of `weight_block_size` = [rows, columns]; without blocks one scale of the tensor
+or one of each row. Experts in one tensor have their axis in front of both. Source: DeepSeek-V3's
+`inference/fp8_cast_bf16.py`; `FineGrainedFP8Config` of transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    CheckpointError,
+    Derived,
+    Entry,
+    Source,
+    View,
+    Window,
+    full_window,
+    is_code,
+)
+from moe_plugin.messages import short
+
+_KEYS = ("quantization_config", "compression_config")  # the second of older compressed-tensors
+FLOAT8 = ("fp8", "mxfp8")  # methods of `FineGrainedFP8Config`
+_BLOCK = (128, 128)  # where the configuration does not say it
+# below a module: scales of its weight by the names that transformers reads, and what only its
+# kernels read
+_SCALES = ("weight_scale_inv", "scale", "qscale_weight")
+_ACTIVATIONS = ("activation_scale", "qscale_act")
+_DENSE = "with quantization_config={}(dequantize=True)"
+_GPTQ = "write what dequantize_weight() of GPTQModel's layers returns"
+_CONVERT = "write it dense with compressed_tensors.entrypoints.convert.convert_checkpoint"
+# what makes plain weights of those of another method
+_TOOLS = {
+    "auto-round": _GPTQ, "awq": _CONVERT, "gptq": _GPTQ, "modelopt": _CONVERT, "nvfp4": _CONVERT,
+    "bitsandbytes": "load it in transformers, call model.dequantize() and save_pretrained",
+    "compressed-tensors": f"load it in transformers {_DENSE.format('CompressedTensorsConfig')} and "
+                          "call save_pretrained",
+    "mxfp4": f"load it in transformers {_DENSE.format('Mxfp4Config')} and call save_pretrained",
+    "quanto": "load it with optimum-quanto and write what dequantize() of its tensors returns",
+    "torchao": "load it with torchao and write what dequantize() of its tensors returns",
+}
+PLAIN_IN_TRANSFORMERS = f"load it {_DENSE.format('FineGrainedFP8Config')}"
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a `config.json` says of its quantization; None: the weights are plain.
+
+    Raises:
+        CheckpointError: it is not a mapping, names another method than `FLOAT8`, or its blocks are
+            not two sizes.
+    """
+    found = next((config[key] for key in _KEYS if config.get(key) is not None), None)
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: {_KEYS[0]}={short(found)} must be a mapping; get the "
+                              "file again")
+    method = str(found.get("quant_method") or found.get("quant_algo"))
+    if found.get("load_in_4bit") or found.get("load_in_8bit"):  # of older bitsandbytes
+        method = "bitsandbytes"
+    if method not in FLOAT8:
+        tool = _TOOLS.get(method, "unpack it with the tool that quantized it")
+        raise CheckpointError(
+            f"config.json: quant_method={short(method)}: read are plain weights and those of "
+            f"{' and '.join(FLOAT8)}; {tool}, or take the model before it was quantized")
+    block = found.get("weight_block_size")
+    if block is not None and not _is_pair(block):
+        raise CheckpointError(f"config.json: weight_block_size={short(block)} must be [rows, "
+                              "columns] of a block, or null; get the file again")
+    if found.get("expert_dtype") == "fp4":
+        raise CheckpointError("config.json: expert_dtype='fp4': packed experts, two numbers in a "
+                              f"byte, are not read; {PLAIN_IN_TRANSFORMERS} in transformers "
+                              "and call save_pretrained")
+    return found
+
+
+def dequantized(source: Source) -> Source:
+    """A source with Hugging Face's names whose weights are plain numbers: itself, or a view that
+    multiplies codes by their scales as they are read, without scales and `quantization_config`.
+
+    Raises:
+        CheckpointError: see `quantization_of`; codes have no scales, or scales of another shape.
+    """
+    quantization = quantization_of(source.values["config"])
+    if quantization is None:
+        check_plain(source)
+        return source
+    return Dequantized(source, quantization)
+
+
+def check_plain(source: Source) -> None:
+    """`CheckpointError` where a tensor has codes whose scales nothing names."""
+    for (_, name), entry in source.entries.items():
+        if is_code(entry.dtype):
+            raise CheckpointError(
+                f"tensor {name!r} is {entry.dtype}: codes, which are numbers only together with "
+                "their scales, and config.json has no quantization_config that says where these "
+                "are; get the model's own config.json, or write the weights dequantized")
+
+
+class Dequantized(View):
+    """See `dequantized`.
+
+    Args:
+        origin: with the codes. quantization: see `quantization_of`.
+        dtype: of the weights; None: that of the configuration, or bfloat16.
+    """
+
+    def __init__(self, origin: Source, quantization: Mapping[str, Any],
+                 dtype: torch.dtype | None = None) -> None:
+        self._quantization = quantization
+        config = {key: value for key, value in origin.values["config"].items() if key not in _KEYS}
+        self._dtype = dtype_of(config) if dtype is None else dtype
+        super().__init__(origin, _plain(origin, quantization, self._dtype),
+                         values={**origin.values, "config": config})
+
+    def describe(self) -> Mapping[str, Any]:
+        """Also how weights are stored."""
+        block = self._quantization.get("weight_block_size", _BLOCK)
+        return {**self.origin.describe(), "quantization": (
+            f"{self._quantization.get('quant_method')}, "
+            + (f"blocks of {' x '.join(map(str, block))}" if block else "without blocks")
+            + f", read as {str(self._dtype).removeprefix('torch.')}")}
+
+    def decoded(self, dtype: torch.dtype) -> Source:
+        """See `Source`."""
+        return Dequantized(self.origin, self._quantization, dtype)
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """Data type of a model by its `config.json`; bfloat16 where it says none."""
+    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    plain = isinstance(found, torch.dtype) and found.is_floating_point and not is_code(found)
+    return found if plain else torch.bfloat16
+
+
+def _plain(source: Source, quantization: Mapping[str, Any],
+           dtype: torch.dtype) -> Iterator[Derived]:
+    names = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
+    scales = {of: name for of, entry in names.items() if is_code(entry.dtype)
+              for name in _scale_names(of) if name in names}
+    unread = {*scales.values(),
+              *(name for of in scales for name in _names_in_module(of, _ACTIVATIONS))}
+    for key, entry in source.entries.items():
+        field, name = key
+        if field != MODEL or name not in unread:
+            if field == MODEL and name in scales:
+                yield _product(source.tensor(key), source.tensor((MODEL, scales[name])),
+                               quantization, dtype)
+            elif is_code(entry.dtype) or _is_scale(name, scales):
+                raise CheckpointError(
+                    f"tensor {name!r} ({entry.dtype}): read are float8 weights with scales by the "
+                    f"names that transformers knows ({', '.join(_SCALES)}), which it has not; "
+                    "write the weights dequantized with the tool that quantized them")
+            else:
+                yield source.tensor(key)
+
+
+def _scale_names(name: str) -> list[str]:
+    # a tensor of all experts is not called `weight`
+    return _names_in_module(name, _SCALES) if name.endswith(".weight") else [f"{name}_scale_inv"]
+
+
+def _names_in_module(name: str, others: tuple[str, ...]) -> list[str]:
+    prefix = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+    return [prefix + other for other in others]
+
+
+def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
+    """Whether it scales something in a way that is not known."""
+    module, _, own = name.rpartition(".")
+    return own.endswith("scale_inv") or "scale" in own and f"{module}.weight" in weights
+
+
+def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
+             dtype: torch.dtype) -> Derived:
+    """Codes times scales, window by window."""
+    block, wide = _block(codes, scales, quantization), torch.promote_types(dtype, torch.float32)
+
+    def read(window: Window) -> Tensor:
+        *outer, down, across = window
+        grid = scales.read((*outer, _blocks_of(down, block[0]), _blocks_of(across, block[1])))
+        scale = _numbers(grid, wide).index_select(-2, _block_of_each(down, block[0]))
+        scale = scale.index_select(-1, _block_of_each(across, block[1]))
+        return (codes.read(window).to(wide) * scale).to(dtype)
+
+    def read_single(window: Window) -> Tensor:
+        return (codes.read(window).to(wide) * _numbers(scales.read(full_window(
+            scales.entry.shape)), wide).reshape(())).to(dtype)
+
+    return Derived(codes.key, Entry(codes.entry.shape, dtype), read if block else read_single)
+
+
+def _block(codes: Derived, scales: Derived,
+           quantization: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None: all."""
+    shape, grid = codes.entry.shape, scales.entry.shape
+    given = quantization.get("weight_block_size", _BLOCK)
+    if scales.entry.numel == 1:
+        return None
+    if len(grid) == len(shape) >= 2 and grid[:-2] == shape[:-2] and 0 not in grid:
+        if given and grid[-2:] == tuple(-(-size // each) for size, each in zip(
+                shape[-2:], given, strict=True)):
+            return given[0], given[1]
+        even = not any(size % each for size, each in zip(shape[-2:], grid[-2:], strict=True))
+        # of whole rows, or of a method whose configuration leaves the size to the scales' shape
+        if even and (grid[-1] == 1 or not given or quantization.get("quant_method") == FLOAT8[1]):
+            return shape[-2] // grid[-2], shape[-1] // grid[-1]
+    raise CheckpointError(
+        f"tensor {scales.key[1]!r} has shape {grid}, which does not fit weights of shape {shape} "
+        f"in blocks of {short(given)} (weight_block_size of config.json); get the model's files "
+        "again")
+
+
+def _is_pair(block: Any) -> bool:
+    return isinstance(block, list | tuple) and len(block) == 2 and all(
+        type(size) is int and size > 0 for size in block)
+
+
+def _blocks_of(part: slice, size: int) -> slice:
+    first = part.start // size
+    return slice(first, max(first, -(-part.stop // size)))
+
+
+def _block_of_each(part: slice, size: int) -> Tensor:
+    """Of each row or column, its block among those of `_blocks_of`."""
+    return torch.arange(part.start, part.stop) // size - part.start // size
+
+
+def _numbers(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as numbers; bytes are exponents, as in float8_e8m0fnu."""
+    if scales.dtype == torch.uint8:
+        return (scales.to(dtype) - 127).exp2()
+    return scales.to(dtype)
