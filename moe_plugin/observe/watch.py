@@ -61,8 +61,9 @@ def _title(run: Run, age_s: float | None) -> Text:
 
 def _findings(run: Run, width: int) -> list[RenderableType]:
     """What is wrong and what to change, a line each, or more where the console is narrow."""
-    parts = [(text, style, indent) for found in findings(run) for text, style, indent in (
-        (f"! {found.title}", "bold red", "  "), (f"  try: {found.remedy}", "red", "       "))]
+    found = findings(run, past=False)
+    parts = [(text, style, indent) for one in found for text, style, indent in (
+        (f"! {one.title}", "bold red", "  "), (f"  try: {one.remedy}", "red", "       "))]
     return [_text(line, style) for text, style, indent in parts for line in textwrap.wrap(
         _clean(text), max(width, 20), subsequent_indent=indent, break_on_hyphens=False)]
 
