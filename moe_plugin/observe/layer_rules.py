@@ -189,8 +189,8 @@ def _uneven_title(found: Found, past: bool) -> str:
     against = _against(worst.worst)
     bound = f"{_bound(worst.worst[-1]):.2g} is uneven"
     has = "had" if past else "has"
-    return (f"the busiest expert {has} {_peak(worst.worst):.1f} times the mean load in {where} "
-            f"({bound}{against and f', {against}'}){others}")
+    return (f"the busiest expert {has} {_peak(worst.worst):.1f} times the mean load "
+            f"({bound}{against and f', {against}'}) in {where}{others}")
 
 
 # -- other measures

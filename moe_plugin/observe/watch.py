@@ -24,7 +24,7 @@ from rich.text import Text
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, Run, read_run
 from moe_plugin.observe.history.reader import candidates
-from moe_plugin.observe.report.text import HOSTS, number
+from moe_plugin.observe.report.text import HOSTS, number, shortened
 from moe_plugin.planner.units import show_time
 
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
@@ -61,9 +61,8 @@ def _title(run: Run, age_s: float | None) -> Text:
 
 def _findings(run: Run, width: int) -> list[RenderableType]:
     """What is wrong and what to change, a line each, or more where the console is narrow."""
-    found = findings(run, past=False)
-    parts = [(text, style, indent) for one in found for text, style, indent in (
-        (f"! {one.title}", "bold red", "  "), (f"  try: {one.remedy}", "red", "       "))]
+    parts = [(text, style, indent) for found in findings(run) for text, style, indent in (
+        (f"! {found.title}", "bold red", "  "), (f"  try: {found.remedy}", "red", "       "))]
     return [_text(line, style) for text, style, indent in parts for line in textwrap.wrap(
         _clean(text), max(width, 20), subsequent_indent=indent, break_on_hyphens=False)]
 
@@ -154,7 +153,7 @@ def _layers(run: Run, width: int, room: int, bars: str) -> list[RenderableType]:
     table.add_column("load by expert", no_wrap=True)
     for name, r in shown.items():
         table.add_row(
-            _text(name if len(name) <= names else f"…{name[1 - names:]}"),
+            _text(shortened(name, names)),
             Text(number(r.max_over_mean), _warning(r.max_over_mean, 1.5, 2.0)),
             Text(number(r.drop_fraction, "%"), _warning(r.drop_fraction, 1e-9, 0.05)),
             number(r.entropy),

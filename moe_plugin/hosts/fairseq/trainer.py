@@ -82,7 +82,8 @@ class MoETrainer(Trainer):
             sharding.check(cfg, criterion)
         super().__init__(cfg, task, model, criterion, quantizer)
         if self.is_data_parallel_master:
-            logger.info(changed_line(cfg))
+            # fairseq's --log-file has the lines of this logger alone
+            logging.getLogger("fairseq_cli.train").info(changed_line(cfg))
         self._observer = observer(model, self._group)
         several = self.data_parallel_world_size > 1
         self._activations = activations_of(cfg, self._model,

@@ -84,7 +84,7 @@ class Observer:
         stage = ps.get_pipeline_model_parallel_rank()
         if stage:  # one writer a file: later stages write their own
             config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}")
-        self.recorder = StatsRecorder(config, comm_of(group), skip)
+        self.recorder = StatsRecorder(config, comm_of(group), skip, host="megatron")
         if activations is not None:
             self.recorder.watch("activations", activations.swapper.copier,
                                 activations.on_device)

@@ -174,6 +174,16 @@ class Run:
         return self.step_range[1]
 
     @property
+    def steps_covered(self) -> tuple[int, int]:
+        """The first and the last step that the records are about. A record is about the steps after
+        the one before; (0, -1) without records.
+        """
+        known = sorted({r.step for r in (*self.steps, *self.layer_records)})
+        if not known:
+            return 0, -1
+        return (known[0] - (known[1] - known[0]) + 1 if len(known) > 1 else 0), known[-1]
+
+    @property
     def total_steps(self) -> int | None:
         """Steps that the settings ask for; None if unknown."""
         text = self.settings.get("max-update") or self.settings.get("train-iters")

@@ -344,11 +344,8 @@ def summary(run: Run) -> list[tuple[str, str]]:
     """The table at the top: name and value."""
     losses = [r for r in run.steps if r.loss is not None]
     valid = [r for r in run.steps if r.valid_loss is not None]
-    total = run.total_steps
-    done = number(run.last_step, "count")
-    if total and total != run.last_step:
-        done += f" of {number(total, 'count')}"
-    rows = [("Host", HOSTS.get(run.host, "unknown (layer statistics only)")), ("Steps", done)]
+    rows = [("Host", HOSTS.get(run.host, "unknown (layer statistics only)")),
+            ("Steps", _steps(run))]
     if losses:
         first, last = (f"{number(r.loss)} (step {r.step:,})" for r in (losses[0], losses[-1]))
         rows.append(("Loss, first and last", f"{first} → {last}"))
@@ -361,6 +358,15 @@ def summary(run: Run) -> list[tuple[str, str]]:
     if run.seconds is not None:
         rows.append(("Duration", number(run.seconds, "s")))
     return [*rows, *_layer_summary(run)]
+
+
+def _steps(run: Run) -> str:
+    if run.host == "pytorch":  # counts as its loop does; hosts count from 1
+        first, last = run.steps_covered
+        return f"{last - first + 1:,} ({first:,} to {last:,})" if last >= 0 else "0"
+    total = run.total_steps
+    done = number(run.last_step, "count")
+    return f"{done} of {number(total, 'count')}" if total and total != run.last_step else done
 
 
 def _layer_summary(run: Run) -> list[tuple[str, str]]:
