@@ -55,6 +55,7 @@ FAIRSEQ = (
     Known("hydra.compose", "The strict flag in the compose API is deprecated"),
     Known("hydra._internal.hydra", "Future Hydra versions will no longer change working directory"),
     Known("hydra.main", _SCHEMA),
+    Known("__main__", _SCHEMA),  # of fairseq-generate
     Known("sys", _SCHEMA),
     Known("fairseq.tasks.fairseq_task", r"`torch.cuda.amp.autocast\(args...\)` is deprecated"),
     Known("torch.nn.functional", "Support for mismatched key_padding_mask and attn_mask is depr"),

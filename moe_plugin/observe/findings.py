@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_plugin.observe.history.records import Run, Span
-from moe_plugin.observe.layer_rules import LAYER_RULES, LayerRule, named
+from moe_plugin.observe.history.records import LayerRecord, Run, Span
+from moe_plugin.observe.layer_rules import DROPPED, LAYER_RULES, LayerRule, named
 
 MEMORY = 20  # steps before one against which a loss is compared
 SPIKE, SPIKE_NATS, SLOWER = 1.3, 0.3, 0.7
@@ -48,15 +48,39 @@ def findings(run: Run, skip: Iterable[str] = (), *, past: bool = True) -> list[F
     left_out = set(skip)
     found = [one for name, rule in RULES.items() if name not in left_out
              for one in (_of_layers(rule, run, past) if isinstance(rule, LayerRule) else rule(run))]
-    return sorted(found, key=lambda one: one.past)
+    if "drops" not in left_out:
+        found += _dropped_in_validation(run)
+    order = list(RULES)
+    return sorted(found, key=lambda one: (one.past, order.index(one.rule)))
 
 
 def _of_layers(rule: LayerRule, run: Run, past: bool) -> Iterator[Finding]:
-    now, over = rule.look(run.layers, past)
+    now, over = rule.look(run.layers or _of_the_log(run), past)
     for found, is_past in ((now, False), (over, True)):
         if found:
             yield Finding(rule.name, rule.title(found, is_past), rule.meaning, rule.remedy,
                           tuple(found), is_past)
+
+
+def _of_the_log(run: Run) -> dict[str, list[LayerRecord]]:
+    """What fairseq's log says of all layers together, for a run without layer statistics."""
+    name = "the mean of all layers"
+    records = [LayerRecord(step=r.step, layer=name, drop_fraction=share) for r in run.steps
+               if (share := r.dropped()) is not None]
+    return {name: records} if records else {}
+
+
+def _dropped_in_validation(run: Run) -> Iterator[Finding]:
+    """The last validation dropped many choices: it has a bound of its own."""
+    known = [(r.step, share) for r in run.steps if (share := r.dropped("valid ")) is not None]
+    if known and known[-1][1] > DROPPED:
+        step, share = known[-1]
+        yield Finding(
+            "drops", f"{100 * share:.0f} % of the choices are dropped in validation, at step "
+            f"{step:,}", "The validation loss is that of a model with fewer experts a token than "
+            "in training, or none.", "--moe-capacity-factor none drops nothing; or raise "
+            "--moe-eval-token-fraction (fairseq's --moe-eval-capacity-token-fraction), "
+            "--moe-eval-capacity-factor")
 
 
 def not_finite(run: Run) -> Iterator[Finding]:

@@ -184,6 +184,11 @@ class MoETrainer(Trainer):
             self._check_rows()  # before anything of this batch is part of a mean
         return super()._reduce_and_log_stats(*args, **kwargs)
 
+    def validated(self, numbers: Mapping[str, Any]) -> None:
+        """Called with the numbers of fairseq's log after each validation."""
+        if self.is_data_parallel_master:
+            self._warn_of_drops.validation(self.get_num_updates(), _dropped(numbers))
+
     def _forget_rows(self) -> StepStart | None:
         for limit in self._limits:
             limit.forget()
@@ -388,8 +393,8 @@ class MoETrainer(Trainer):
 
 
 def _dropped(logged: Mapping[str, Any]) -> float:
-    """The share of first and second choices that a step dropped, from fairseq's log line."""
-    lost = [logged[key] for key in ("overflow_expert1", "overflow_expert2") if key in logged]
+    """The share of first and second choices that were dropped, from fairseq's log line."""
+    lost = [float(logged[key]) for key in ("overflow_expert1", "overflow_expert2") if key in logged]
     return sum(lost) / len(lost) / 100 if lost else 0.0
 
 

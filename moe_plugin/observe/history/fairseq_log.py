@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.observe.history.json_lines import ERRORS, LARGEST, step_number
-from moe_plugin.observe.history.records import StepRecord
+from moe_plugin.observe.history.records import DROPS, StepRecord
 
 LN2 = math.log(2)  # fairseq logs losses in bits
 _LINE = re.compile(r"(?:\| |\]\[)(train_inner|train|valid\w*)(?: \||\]\[INFO\] -) (.*)")
@@ -94,7 +94,7 @@ def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
                  for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
     if kind == "valid":
         return StepRecord(step=step, valid_loss=loss, extra={
-            f"valid {name}": numbers[name] for name in ERRORS if name in numbers},
+            f"valid {name}": numbers[name] for name in (*ERRORS, *DROPS) if name in numbers},
             confidence=_confidence(values))
     return StepRecord(step=step, loss=loss, tokens_per_s=numbers.get("wps"),
                       learning_rate=numbers.get("lr"), grad_norm=numbers.get("gnorm"),

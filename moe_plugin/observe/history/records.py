@@ -8,6 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 
 RECENT = 20  # records from which the remaining time is estimated
+# in fairseq's log: percent of the first and of the second choices that found no slot
+DROPS = "overflow_expert1", "overflow_expert2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,15 @@ class StepRecord:
     not_finite: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+    def dropped(self, kind: str = "") -> float | None:
+        """The share of the choices that found no slot, by the training log of fairseq; None:
+        unknown. kind: `valid ` of a validation.
+        """
+        shares = [self.extra[f"{kind}{name}"] / 100 for name in DROPS
+                  if f"{kind}{name}" in self.extra]
+        return sum(shares) / len(shares) if shares else None
 
 
 @dataclass(frozen=True, kw_only=True)
