@@ -84,6 +84,11 @@ TORCHFT_LINES = (
     KnownLine("torchft.manager", r".*Unable to reset NCCL flight recorder"),
     *(KnownLine(f"torchft_{name}", r"\Z") for name in ("commits", "quorums", "errors")),  # empty
 )
+# the first node, which has the store of the rendezvous, may end before the others
+TORCHRUN_LINES = (
+    KnownLine("torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+              r"The node '.*' has failed to shutdown the rendezvous"),
+)
 
 
 def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
