@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from moe_plugin.observe.report.figures import Bands, Figure, HeatMap, Line, LineChart, Table
-from moe_plugin.observe.report.text import number, shortened, ticks
+from moe_plugin.observe.report.text import number, ticks
 
 WIDTH, HEIGHT = 1000, 300  # of the drawings' own coordinates
 NARROWEST = 0.8  # stretch of a row
@@ -25,8 +25,8 @@ LEVELS = 32  # of a heat map's colour, on each side of an even load
 TABLE_ROWS = 40
 
 _Span = tuple[float, float]
-NAME = 18  # characters of a row's name: the width that page.css gives it
-_Mark = tuple[float, str, str]  # a label at a share of an axis, and what it stands for, if less
+TAIL = 12  # characters at the end of a row's name that are shown on any screen
+_Mark = tuple[float, str, str]  # a label at a share of an axis, and an end of it that stays whole
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def _plain(value: float, digits: int | None = None) -> float | None:
 
 def _row_names(names: Sequence[str], shown: Iterable[int]) -> list[_Mark]:
     short = short_names(names)
-    return [((i + 0.5) / len(names), shortened(short[i], NAME),
-             names[i] if len(short[i]) > NAME else "") for i in shown]
+    return [((i + 0.5) / len(names), short[i][:-TAIL] or short[i], short[i][-TAIL:]
+             if len(short[i]) > TAIL else "") for i in shown]
 
 
 def short_names(names: Sequence[str]) -> list[str]:
