@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
+import logging
 import os
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -45,6 +47,17 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
 def did_you_mean(near: Iterable[str]) -> str:
     """The beginning of a remedy, or nothing."""
     return f"did you mean {' or '.join(near)}? If not, " if near else ""
+
+
+@functools.cache
+def warn_once(where: str, text: str) -> None:
+    """Log a warning, each text once in a process. where: the logger's name, that of a module."""
+    logging.getLogger(where).warning("moe-plugin: %s", text)
+
+
+def first_process() -> bool:
+    """Whether this is the first process of those that a launcher started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Parser(argparse.ArgumentParser):

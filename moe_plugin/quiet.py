@@ -55,6 +55,7 @@ FAIRSEQ = (
     Known("hydra.compose", "The strict flag in the compose API is deprecated"),
     Known("hydra._internal.hydra", "Future Hydra versions will no longer change working directory"),
     Known("hydra.main", _SCHEMA),
+    Known("__main__", _SCHEMA),  # of fairseq-generate
     Known("sys", _SCHEMA),
     Known("fairseq.tasks.fairseq_task", r"`torch.cuda.amp.autocast\(args...\)` is deprecated"),
     Known("torch.nn.functional", "Support for mismatched key_padding_mask and attn_mask is depr"),
@@ -82,6 +83,11 @@ TORCHFT = (Known("torch.distributed._serialization", "The given buffer is not wr
 TORCHFT_LINES = (
     KnownLine("torchft.manager", r".*Unable to reset NCCL flight recorder"),
     *(KnownLine(f"torchft_{name}", r"\Z") for name in ("commits", "quorums", "errors")),  # empty
+)
+# the first node, which has the store of the rendezvous, may end before the others
+TORCHRUN_LINES = (
+    KnownLine("torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+              r"The node '.*' has failed to shutdown the rendezvous"),
 )
 
 

@@ -33,7 +33,7 @@ class Command:
 
 COMMANDS = {
     "doctor": Command(
-        "check this installation: versions, devices, what is active and why, what is missing",
+        "check this installation: whether the layer works, what is wrong or missing",
         "doctor"),
     "corpus": Command(
         "write a text corpus made of the Python standard library's sources (no download)",

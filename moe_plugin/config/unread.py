@@ -4,13 +4,12 @@ for loops of one's own; and those of routers and experts in whose place a layer 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.config.flags import setting_specs
 from moe_plugin.config.tree import MoEConfig, flatten, to_dict
-from moe_plugin.messages import short
+from moe_plugin.messages import first_process, short, warn_once
 
 # how their paths begin, and what acts on them outside of hosts
 ELSEWHERE = {
@@ -32,10 +31,6 @@ _READ_BESIDE = frozenset({
 # and what its shared expert does, where it has one
 _READ_BY_SHARED = frozenset({"experts.kind", "experts.activation", "experts.bias",
                              "experts.dropout"})
-
-
-class UnreadSetting(UserWarning):
-    """A setting that nothing in this program may act on."""
 
 
 def of_whole_model(settings: Mapping[str, Any], elsewhere: Mapping[str, str] = ELSEWHERE
@@ -71,18 +66,18 @@ def check(config: MoEConfig, speaks: bool, *, router: bool, experts: bool) -> No
     `refuse_beside`.
     """
     refuse_beside(config, router=router, experts=experts)
-    if speaks:
+    if speaks and first_process():
         warn(config)
 
 
 def warn(config: MoEConfig) -> None:
     """Warn of what a layer does not act on that is built from all settings, such as those of a file
-    which hosts read, too. Python shows a warning of one text and place once in a process.
+    which hosts read, too; each text once.
     """
     settings = flatten(to_dict(config))
     for path, (_, remedy) in of_whole_model(settings).items():
-        warnings.warn(f"{path}={short(settings[path])} has no effect in a layer by itself: leave "
-                      f"it out, or {remedy}", UnreadSetting, stacklevel=4)
+        warn_once(__name__, f"{path}={short(settings[path])} has no effect in a layer by itself: "
+                  f"leave it out, or {remedy}")
 
 
 def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:

@@ -38,7 +38,7 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
             "--rdzv-conf", f"is_host={int(node.index == 0)}", "--local-addr", node.address
         ]
         argv = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes",
+            sys.executable, "-m", "moe_plugin.emulate.torchrun", "--nnodes",
             str(len(cluster.nodes)), "--nproc-per-node",
             str(cluster.ranks_per_node), "--max-restarts",
             str(max_restarts), *rendezvous, *program
@@ -54,7 +54,7 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
     MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and NPROC_PER_NODE are in its environment.
     """
     env = {
-        "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
+        **_quiet(), "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
         "NNODES": str(len(cluster.nodes)), "NPROC_PER_NODE": str(cluster.ranks_per_node)
     }
     return [
@@ -83,10 +83,15 @@ def _environment() -> dict[str, str]:
     # torchrun's c10d rendezvous keeps one store for all restarts, in which new ranks find the
     # addresses of dead ones and fail to connect (torch 2.13, gloo; pytorch/pytorch 135712). With
     # this variable each start has its own store.
-    return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
-    }
+    return {**_quiet(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def _quiet() -> dict[str, str]:
+    # torch's C++ warns on every rank that emulated hosts have no DNS entries, and with a stack that
+    # the first node's torchrun ends before another's. Its errors are shown; errors of a program are
+    # Python's.
+    return {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
 
 
 def _python_or_command(program: Sequence[str]) -> list[str]:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_plugin.observe.findings import DECIDED, MEMORY, RECENT, findings
+from moe_plugin.observe.episodes import RECENT
+from moe_plugin.observe.findings import DECIDED, MEMORY, findings
 from moe_plugin.observe.history.json_lines import layer_record, timeline
 from moe_plugin.observe.history.records import Decision, LayerRecord, Run, StepRecord
 
@@ -62,7 +63,7 @@ class HealthLog:
         self._look(step)
 
     def _look(self, step: int) -> None:
-        found = {one.rule: one for one in findings(self._run, self._skip)}
+        found = {one.rule: one for one in findings(self._run, self._skip, past=False)}
         for rule, said in list(self._said.items()):
             said.absent = 0 if rule in found else said.absent + 1
             if said.absent > REST:

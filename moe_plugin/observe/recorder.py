@@ -176,14 +176,16 @@ class StatsRecorder:
             same layers and make the same calls of `step` (with pipeline stages: the ranks of one
             stage).
         skip: findings that the host warns of itself.
+        host: what trains, for the report: `pytorch`, `fairseq`, `megatron`.
     Raises:
         ValueError: a file that cannot be written; TensorBoard or Weights & Biases is wanted and not
             installed.
     """
 
     def __init__(self, config: ObserveConfig, comm: Comm | None = None,
-                 skip: Iterable[str] = ()) -> None:
+                 skip: Iterable[str] = (), host: str = "pytorch") -> None:
         self.config, self.comm = config, comm if comm is not None else LocalComm()
+        self.host = host
         self._layers: dict[str, _Collected] = {}
         self._copiers: dict[str, _Copies] = {}
         self._copied: dict[str, dict[str, Any]] = {}  # records that are not written yet
@@ -268,7 +270,8 @@ class StatsRecorder:
         self._copied = {}
         for layer, record in records.items():
             for sink in self.sinks:
-                sink.write({"step": step, "time": now, "layer": layer, **record})
+                sink.write({"step": step, "time": now, "host": self.host, "layer": layer,
+                            **record})
 
     def reduce(self) -> dict[str, dict[str, Any]]:
         """Records by layer, over all ranks and all calls since the last one; `write` adds those of

@@ -24,7 +24,7 @@ from rich.text import Text
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, Run, read_run
 from moe_plugin.observe.history.reader import candidates
-from moe_plugin.observe.report.text import HOSTS, number
+from moe_plugin.observe.report.text import HOSTS, number, shortened
 from moe_plugin.planner.units import show_time
 
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
@@ -153,7 +153,7 @@ def _layers(run: Run, width: int, room: int, bars: str) -> list[RenderableType]:
     table.add_column("load by expert", no_wrap=True)
     for name, r in shown.items():
         table.add_row(
-            _text(name if len(name) <= names else f"…{name[1 - names:]}"),
+            _text(shortened(name, names)),
             Text(number(r.max_over_mean), _warning(r.max_over_mean, 1.5, 2.0)),
             Text(number(r.drop_fraction, "%"), _warning(r.drop_fraction, 1e-9, 0.05)),
             number(r.entropy),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 from torch import nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.messages import first_process, warn_once
 from moe_plugin.records import HostContext
 from moe_plugin.routing.contract import RouterModule
 
@@ -19,17 +19,9 @@ _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gsh
            "that needs none, e.g. router.name=sigmoid_bias (--moe-router sigmoid_bias)")
 
 
-class UnbalancedTraining(UserWarning):
-    """Nothing keeps the experts of a model balanced in training."""
-
-
 def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
-    """Warn that nothing keeps the experts balanced.
-
-    Python shows a warning of one text and place once in a process.
-    """
-    warnings.warn(f"{why}: nothing keeps the experts balanced in training, and {remedy}",
-                  UnbalancedTraining, stacklevel=2)
+    """Warn, once for each text, that nothing keeps the experts balanced."""
+    warn_once(__name__, f"{why}: nothing keeps the experts balanced in training, and {remedy}")
 
 
 def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostContext) -> None:
@@ -39,7 +31,7 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
     of another kind than `RouterModule` is believed to balance.
     """
     speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
-        host.batch_comm is None or host.batch_comm.rank == 0)
+        first_process() if host.batch_comm is None else host.batch_comm.rank == 0)
     if not speaks or config.router.top_k >= config.num_experts or balances_by_itself(router):
         return
     if not has_balance_loss(config.losses):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,7 +69,7 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("moe_plugin.comm")
     logger.setLevel(logging.NOTSET)
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--all"]) == 0
     assert logger.level == logging.NOTSET  # quiet for its self check alone
     text = capsys.readouterr().out
     for word in ("Devices", "torch.distributed", "Packages", "dispatcher", "ragged", "take_rows",
@@ -77,13 +80,55 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
     assert max(map(len, text.splitlines())) < 200
 
 
+def test_the_verdict_comes_first_and_nothing_else_is_printed(tmp_path: Path) -> None:
+    """As a user starts it: lists are behind `--all`."""
+    done = subprocess.run([sys.executable, "-m", "moe_plugin.cli.main", "doctor"], cwd=tmp_path,
+                          capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and done.stderr == ""
+    assert lines[0].startswith("Verdict: the layer works here (")
+    assert lines[2] == "Problems: none" and len(lines) < 40
+    assert "Registered names" not in done.stdout and "doctor --all" in lines[-1]
+
+
+def test_the_verdict_does_not_wait_for_the_hosts(monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+
+    def slow() -> list:
+        while not (text := capsys.readouterr().out):
+            time.sleep(0.01)
+        printed.append(text)
+        return []
+
+    monkeypatch.setattr(hosts, "host_rows", slow)
+    assert main(["doctor"]) == 0
+    assert printed[0].startswith("Verdict: the layer works here") and "Problems" not in printed[0]
+
+
+def test_problems_are_named(monkeypatch: pytest.MonkeyPatch, no_hosts: None,
+                            capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    broken = {"name": "fairseq", "version": "0.12.2", "state": "not available",
+              "reason": "does not import: no module named x"}
+    absent = {**broken, "name": "megatron", "version": None, "reason": "is not installed"}
+    monkeypatch.setattr(hosts, "host_rows", lambda: [broken, absent])
+    monkeypatch.setattr(hardware.passes, "why_not", lambda name: "no C compiler is found")
+    monkeypatch.setattr(hardware, "DRIVER", str(tmp_path))  # is there
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor"]) == 0  # the layer works
+    problems = capsys.readouterr().out.split("Problems:\n")[1].split("\n\n")[0].splitlines()
+    assert problems[0] == "  fairseq 0.12.2: does not import: no module named x"
+    assert problems[1].startswith("  a GPU's driver is loaded, and ")
+    assert "  experts' silu: by torch: no C compiler is found, which is slower" in problems
+
+
 def test_strategies_that_dropout_inside_experts_switches_off_are_named(
         no_hosts: None, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["name"]: row for row in registries.dropout_rows()}
     assert set(rows) == set(KINDS["expert_compute"].names())
     assert rows["loop"]["state"] == "on"
     assert {rows[name]["state"] for name in ("auto", "fused", "kernels")} == {"off"}
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--all"]) == 0
     lines = capsys.readouterr().out.split("experts.dropout > 0")[1].splitlines()
     assert any(line.split()[:3] == ["fused", "off", "has"] for line in lines)
 
@@ -92,7 +137,12 @@ def test_a_wrong_layer_is_found_and_the_exit_status_says_so(
         no_hosts: None, wrong_dispatcher: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert "does NOT work" in text
+    assert text.startswith("Verdict: the layer does NOT work here (")
+    problem = text.split("Problems:\n")[1].splitlines()[0]
+    assert problem == ("  self check, cpu float32, dispatch.name=wrong, 2 ranks: differs from "
+                       "the dense computation by more than 0.0001")
+    assert main(["doctor", "--all"]) == 1
+    text = capsys.readouterr().out
     assert any("wrong" in line and "FAILED" in line for line in text.splitlines())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict
 from moe_plugin.config.experts import MULTIPLY_BY_TORCH
 from moe_plugin.config.flags import config_from_flags, file_settings
 from moe_plugin.config.router import BUILT_IN, READ_BY
-from moe_plugin.config.unread import ELSEWHERE, UnreadSetting, of_whole_model
+from moe_plugin.config.unread import ELSEWHERE, of_whole_model
 from moe_plugin.kernels import strategies
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import routers
+from tests.logs import warned
 
 Build = Callable[..., Any]
 
@@ -57,18 +57,22 @@ def test_a_layer_refuses_settings_of_a_whole_model(build: Build, settings: dict[
         build(**settings)
 
 
-def test_a_layer_warns_of_those_in_a_file_that_hosts_read_too() -> None:
+def test_a_layer_warns_of_those_in_a_file_that_hosts_read_too(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     config = from_dict({"model_dim": 16, "guard": {"votes": 3}, "pipeline": "terapipe",
                         "observe": {"jsonl": "stats.jsonl"}})
-    with pytest.warns(UnreadSetting) as found:
+    with warned("moe_plugin.config.unread") as found:
         MoELayer(config)
-    assert [str(each.message).split(" ")[0] for each in found] == [
-        "observe.jsonl='stats.jsonl'", "guard.votes=3", "pipeline.schedule='terapipe'"]
-    assert {each.filename for each in found} == {__file__}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        MoELayer(config)
+    assert [line.split(" has no effect")[0] for line in found] == [
+        "moe-plugin: observe.jsonl='stats.jsonl'", "moe-plugin: guard.votes=3",
+        "moe-plugin: pipeline.schedule='terapipe'"]
+    with warned("moe_plugin.config.unread") as found:
         MoELayer(config, host=HostContext(acts_on_model=True))
         MoELayer(from_dict({"model_dim": 16}))
+        monkeypatch.setenv("RANK", "1")
+        MoELayer(config)  # the first process speaks
+    assert found == []
 
 
 def test_every_section_of_a_whole_model_is_known() -> None:

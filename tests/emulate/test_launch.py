@@ -56,6 +56,16 @@ def test_a_plain_command_on_each_node_and_its_exit_status() -> None:
     assert done.returncode == 3, done.stderr
 
 
+def test_a_good_end_prints_what_the_program_prints_alone(tmp_path: Path) -> None:
+    # the last rank's node ends after the first node, which has the store of the rendezvous
+    (tmp_path / "rank.py").write_text(
+        "import time, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+        "rank = dist.get_rank()\ndist.destroy_process_group()\ntime.sleep(3 * rank)\nprint(rank)\n")
+    done = run("2x1", "--", str(tmp_path / "rank.py"))
+    assert sorted(done.stdout.split()) == ["0", "1"]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_script_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     done = run("2x1", "--", str(tmp_path / "rank.py"), str(tmp_path), "-1")

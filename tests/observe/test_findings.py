@@ -20,7 +20,8 @@ from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
 from moe_plugin.config import ObserveConfig, from_dict
 from moe_plugin.observe import StatsRecorder
-from moe_plugin.observe.findings import RECENT, RULES, findings
+from moe_plugin.observe.episodes import RECENT
+from moe_plugin.observe.findings import RULES, findings
 from moe_plugin.observe.health import KEPT, HealthLog
 from moe_plugin.observe.history import Decision, LayerRecord, Run, Span, StepRecord, read_run
 from moe_plugin.observe.report import render
@@ -122,6 +123,23 @@ def test_no_numbers_break_the_rules(layer: list, losses: list) -> None:
                      for s, loss in enumerate(losses)])
     for found in findings(run):
         assert found.title and "nan" not in found.title
+
+
+def test_drops_are_found_in_the_log_alone_and_in_validation() -> None:
+    training = [StepRecord(step=s, extra={"overflow_expert1": 10.0, "overflow_expert2": 30.0})
+                for s in range(1, 7)]
+    (found,) = findings(Run(name="r", host="fairseq", steps=training))
+    assert found.rule == "drops" and found.title.startswith("20 % of the choices are dropped")
+    assert findings(Run(name="r", host="fairseq", steps=training), skip=["drops"]) == []
+
+    def validated(*percent: float) -> Run:
+        return run_of(steps=[StepRecord(step=10 * i, extra={"valid overflow_expert1": value})
+                             for i, value in enumerate(percent, start=1)])
+
+    (found,) = findings(validated(5.0, 56.0))
+    assert found.title == "56 % of the choices are dropped in validation, at step 20"
+    assert "--moe-capacity-factor none" in found.remedy
+    assert findings(validated(56.0, 10.0)) == [] and "drops-valid" in render(validated(5.0, 56.0))
 
 
 def test_the_report_begins_with_findings() -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from moe_plugin.observe.history import read_run
+from moe_plugin.observe.history import Run, StepRecord, read_run
 from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
 
 DATA = Path(__file__).parent / "data"
@@ -90,6 +92,50 @@ def test_fairseq_text_lines_say_the_same_as_json_lines() -> None:
         8.354 * math.log(2))
     assert run.steps[-1].valid_loss == pytest.approx(
         6.462 * math.log(2)) and run.steps[0].extra["entropy_gating"] == 0.998
+
+
+@pytest.mark.parametrize("host", ["fairseq", "fairseq_simple"])
+def test_the_log_file_of_fairseq_is_read_as_its_output_is(host: str, tmp_path: Path) -> None:
+    """`--log-file` has the messages of fairseq's own loggers, without time and name."""
+    lines = [re.sub(r"^.*? \| INFO \| (fairseq_cli\.train|train|train_inner|valid) \| ", "", line)
+             for line in (DATA / host / "train.log").read_text().splitlines()]
+    kept = [line for line in lines if " | INFO | " not in line and " | WARNING | " not in line]
+    assert any(line.startswith(('{"epoch', "epoch 001:")) for line in kept)
+    write(tmp_path, run_log="\n".join(kept) + "\n")
+    run, same = read_run(tmp_path), read_run(DATA / host)
+    assert run.host == "fairseq" and run.steps == same.steps and len(run.steps) >= 3
+    assert any(r.valid_loss is not None for r in run.steps)
+    assert run.settings == same.settings and run.finished == same.finished
+    # once more, as a run that goes on appends to it
+    write(tmp_path, run_log="\n".join(2 * kept) + "\n")
+    assert read_run(tmp_path).steps == same.steps
+
+
+def test_settings_of_a_model_with_arguments_are_read() -> None:
+    found = parse_settings(
+        "{'_name': None, 'common': {'seed': 7}, 'model': Namespace(moe_freq=2, arch='transformer', "
+        "adam_betas='(0.9, 0.98)', seed=1, lr=[0.1], none=None, moe_capacity_factor='none')}")
+    assert found == {"seed": "7", "moe-freq": "2", "arch": "transformer", "lr": "[0.1]",
+                     "adam-betas": "(0.9, 0.98)", "moe-capacity-factor": "none"}
+
+
+def test_statistics_say_which_host_wrote_them(tmp_path: Path) -> None:
+    write(tmp_path / "a", stats_jsonl=layer_row(1, host="fairseq"))
+    write(tmp_path / "b", stats_jsonl=layer_row(1, host="pytorch"))
+    write(tmp_path / "c", stats_jsonl=layer_row(1, host=["odd"]))
+    write(tmp_path / "d", stats_jsonl='{"step": 1, "training": {"loss": 2.0}}\n')
+    found = [read_run(tmp_path / name).host for name in "abcd"]
+    assert found == ["fairseq", "pytorch", "unknown", "pytorch"]
+    write(tmp_path / "a" / "logs", train_log='| train_inner | {"loss": "2", "num_updates": "7"}\n')
+    assert read_run(tmp_path / "a").last_step == 7  # one run, whose log is in another folder
+
+
+@pytest.mark.parametrize(("steps", "covered"), [
+    (range(60), (0, 59)), (range(1, 61), (1, 60)), ((19, 39, 59), (0, 59)), ((59,), (0, 59)),
+    (range(1000, 1060), (1000, 1059)), ((), (0, -1))])
+def test_the_steps_that_records_are_about(steps: Iterable[int], covered: tuple[int, int]) -> None:
+    run = Run(name="r", host="pytorch", steps=[StepRecord(step=step) for step in steps])
+    assert run.steps_covered == covered
 
 
 @pytest.mark.parametrize("line", [

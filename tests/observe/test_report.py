@@ -12,14 +12,19 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+import torch
 
+from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
+from moe_plugin.config import ObserveConfig
+from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history import Decision, LayerRecord, Run, Span, StepRecord, read_run
 from moe_plugin.observe.report import render, render_comparison, write_report
+from moe_plugin.observe.report.compare import comparison
 from moe_plugin.observe.report.content import sections, summary
 from moe_plugin.observe.report.draw import LEVELS, level, short_names, top_of
 from moe_plugin.observe.report.figures import Bands, HeatMap, LineChart, line, thinned
-from moe_plugin.observe.report.text import number, ticks
+from moe_plugin.observe.report.text import number, shortened, ticks
 
 DATA = Path(__file__).parent / "data"
 HOSTILE = "</script><img src=x onerror=\"alert(1)\">&amp;\u2028'`${a}\x1b[31m"
@@ -437,3 +442,37 @@ def test_runs_of_one_name_are_told_apart_and_their_number_is_bounded(
     path = tmp_path / "fairseq" / "comparison.html"
     assert capsys.readouterr().out.splitlines()[-1] == str(path)
     assert set(curves(path.read_text(), "loss")) == {"fairseq", "megatron"}
+
+
+def test_long_names_of_rows_are_shortened_in_the_middle() -> None:
+    names = ["encoder_of_speech.layers.1", "decoder_of_words.layers.1",
+             "decoder_of_words.layers.11"]
+    run = Run(name="r", host="pytorch", layers={name: [LayerRecord(
+        step=step, layer=name, load=(1, 3), max_over_mean=1.5) for step in (1, 2)]
+        for name in names})
+    page = render(run)
+    # what page.css shortens, and the end that it leaves whole
+    labels = re.findall(r'title="([^"]*)"><i>([^<]*)</i>([^<]*)</span>', page)
+    assert [(whole, end) for whole, _, end in labels] == [
+        (names[0], "ech.layers.1"), (names[1], "rds.layers.1"), (names[2], "ds.layers.11")]
+    assert all(begin + end == whole for whole, begin, end in labels)
+    assert shortened("a" * 18, 18) == "a" * 18 and len(shortened("a" * 90, 18)) == 18
+
+
+def test_plain_training_has_its_name_and_its_steps(tmp_path: Path) -> None:
+    layer = MoELayer(MoEConfig(model_dim=8, num_experts=4))
+    recorder = StatsRecorder(ObserveConfig(interval=20, jsonl=str(tmp_path / "stats.jsonl")))
+    for step in range(60):
+        recorder.add("layer0", layer(torch.randn(16, 8)).stats)
+        recorder.step(step)
+    facts = dict(summary(read_run(tmp_path)))
+    assert facts["Host"] == "plain PyTorch" and facts["Steps"] == "60 (0 to 59)"
+
+
+def test_settings_that_mean_the_same_do_not_differ() -> None:
+    runs = [Run(name=name, host="fairseq", settings=settings) for name, settings in (
+        ("a", {"lr": "0.10", "adam-betas": "(0.9, 0.98)", "block-lr": "-1.0", "arch": "x"}),
+        ("b", {"lr": "0.1", "adam-betas": "[0.9, 0.98]", "block-lr": "-1", "arch": "y"}))]
+    table = next(f for section in comparison(runs) for f in section.figures
+                 if f.id == "differences")
+    assert [row[0] for row in table.rows] == ["arch"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,22 +10,22 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.records import HostContext
-from moe_plugin.routing.balance import UnbalancedTraining
+from tests.logs import warned
 
 
 def _said(numbers: tuple[int | None, ...] = (None,), **config: Any) -> list[str]:
-    """Warnings shown where a model of several layers is made."""
+    """Warnings where a model of several layers is made."""
     settings = from_dict({"model_dim": 8, "num_experts": 4, "losses": {}, **config})
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("default")  # as in a fresh interpreter
+    with warned("moe_plugin.routing.balance") as lines:
         for number in numbers:
             MoELayer(settings, LocalComm(), host=HostContext(layer_number=number))
-    return [str(each.message) for each in shown if each.category is UnbalancedTraining]
+    return lines
 
 
 @pytest.mark.parametrize("numbers", [(None, None, None), (0, 1, 2)], ids=["unknown", "numbered"])
 def test_a_model_without_a_balance_loss_is_warned_of_once(numbers: tuple[int | None, ...]) -> None:
     [text] = _said(numbers)
+    assert text.startswith("moe-plugin: ")
     for part in ("router.name='topk' with losses={}", "--moe-losses gshard=0.01",
                  "--moe-aux-loss-coeff 0.01", "--moe-router sigmoid_bias"):
         assert part in text
@@ -50,3 +49,10 @@ def test_what_balances(config: dict[str, Any]) -> None:
 
 def test_later_layers_say_nothing() -> None:
     assert _said((3,)) == []
+
+
+def test_the_first_of_several_processes_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert _said() == []
+    monkeypatch.setenv("RANK", "0")
+    assert len(_said()) == 1

@@ -15,6 +15,8 @@ from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.machine import cpu_name
 from moe_plugin.planner.units import show_size
 
+DRIVER = "/dev/nvidiactl"  # is there where NVIDIA's driver is loaded
+
 
 def devices() -> list[dict[str, str]]:
     """One row for the CPU and for every GPU that torch finds."""
@@ -74,6 +76,13 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     return f"torch is built for CUDA {torch.version.cuda}, but finds no GPU"
+
+
+def unused_gpu() -> str | None:
+    """Why torch uses no GPU although a driver is loaded; None: it does, or there is none."""
+    if torch.cuda.is_available() or not os.path.exists(DRIVER):
+        return None
+    return f"a GPU's driver is loaded, and {_why_no_cuda()}"
 
 
 def environment() -> dict[str, Any]:

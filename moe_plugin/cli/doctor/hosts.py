@@ -27,9 +27,10 @@ def _start(name: str) -> subprocess.Popen | None:
     distribution, module = _ADAPTER[name]
     if installed_version(_PACKAGE[distribution]) is None:
         return None
-    # a separate process: a host may crash, or patch other modules
-    return subprocess.Popen([sys.executable, "-c", f"import {module}"], stdout=subprocess.DEVNULL,
-                            stderr=subprocess.PIPE, text=True)
+    # a separate process: a host may crash, or patch other modules; it yields to what the user waits
+    # for meanwhile
+    return subprocess.Popen([sys.executable, "-c", f"import os; os.nice(10); import {module}"],
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:

@@ -10,35 +10,83 @@ from moe_plugin import __version__
 from moe_plugin.cli.doctor import hardware, hosts, packages, registries, selfcheck
 
 
-def collect() -> dict[str, Any]:
-    """All facts, ready for JSON. `works`: whether the self check passed."""
+def first() -> dict[str, Any]:
+    """What says whether the layer works, ready for JSON. `works`: whether the self check passed."""
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
-    failed_imports = registries.import_everything()
-    checks = selfcheck.check_rows([torch.device("cpu"), *([device] if gpu else [])])
+    checks = selfcheck.check_rows([torch.device("cpu"),
+                                   *([torch.device("cuda")] if gpu else [])])
     return {
         "moe_plugin": __version__, **hardware.environment(),
         "works": bool(checks) and all(row["ok"] for row in checks), "self_check": checks,
-        "devices": hardware.devices(), "compiled": hardware.compiled(),
-        "backends": hardware.backends(), "hosts": hosts.host_rows(),
-        "fused": hosts.fused_rows(), "packages": packages.package_rows(gpu),
-        "registries": registries.registry_rows(device), "failed_imports": failed_imports,
+        "devices": hardware.devices(), "unused_gpu": hardware.unused_gpu(),
+        "compiled": hardware.compiled(), "packages": packages.package_rows(gpu),
+    }
+
+
+def rest(everything: bool) -> dict[str, Any]:
+    """What a verdict does not need: what is installed, registered and active, and why.
+
+    everything: False: nothing of it.
+    """
+    if not everything:
+        return {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "failed_imports": registries.import_everything(), "backends": hardware.backends(),
+        "fused": hosts.fused_rows(), "registries": registries.registry_rows(device),
         "expert_compute_choices": registries.choice_rows(),
         "expert_dropout": registries.dropout_rows(),
         "decided_by_group": registries.open_rows(), "guard": registries.guard_rows(),
     }
 
 
+def verdict(report: dict[str, Any]) -> str:
+    """The first lines: what was checked, and whether the layer works."""
+    checks = report["self_check"]
+    differences = [d for row in checks for d in (row["output_error"], row["gradient_error"])
+                   if d is not None]
+    worst = f", largest relative difference {max(differences):.0e}" if differences else ""
+    what = (f"{sum(row['ok'] for row in checks)} of {len(checks)} checks agree with a dense "
+            f"computation{worst}")
+    return "\n".join([
+        f"Verdict: the layer {'works' if report['works'] else 'does NOT work'} here ({what}).",
+        f"moe-plugin {report['moe_plugin']}, Python {report['python']}, {report['platform']}"])
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    """What is wrong, a line each."""
+    return [
+        *(f"self check, {row['device']} {row['dtype']}, dispatch.name={row['dispatcher']}, "
+          f"{_ranks(row)}: {row['reason']}" for row in report["self_check"] if not row["ok"]),
+        *(f"{row['module']} does not import: {row['reason']}"
+          for row in report.get("failed_imports", [])),
+        *(f"{row['name']} {row['version']}: {row['reason']}" for row in report["hosts"]
+          if row["version"] and row["state"] != "available"),
+        *([report["unused_gpu"]] if report.get("unused_gpu") else []),
+        *(f"{row['name']}: {row['what']}, which is slower" for row in report["compiled"]
+          if row["state"] != "active"),
+    ]
+
+
 def render(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """What follows the verdict, as text: problems first."""
+    found = problems(report)
     parts = [
-        f"moe-plugin {report['moe_plugin']}, Python {report['python']}, {report['platform']}",
+        "\n".join(["Problems:", *(f"  {line}" for line in found)]) if found else "Problems: none",
         _table("Devices", report["devices"], "name", "state", "what"),
+        _table("Hosts", report["hosts"], "name", "version", "state", "reason"),
+        _missing(report), *(_everything(report) if "registries" in report else [
+            "What is installed, registered and active, and why: moe-plugin doctor --all"])
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _everything(report: dict[str, Any]) -> list[str]:
+    return [
         _table("Compiled for this CPU (docs/kernels.md)", report["compiled"], "name", "state",
                "what"),
         _table("torch.distributed", report["backends"], "name", "state", "what"),
         _table("Packages", report["packages"], "name", "version", "state", "use"),
-        _table("Hosts", report["hosts"], "name", "version", "state", "reason"),
         _table("What the hosts use for optimizers, norms and gradients, and why",
                report["fused"], "name", "state", "reason"),
         "Registered names (active: used by the default settings on this machine)",
@@ -57,11 +105,7 @@ def render(report: dict[str, Any]) -> str:
         _table("Self check: largest relative difference from a dense computation",
                [_check(r) for r in report["self_check"]],
                "device", "dtype", "dispatcher", "ranks", "verdict", "what"),
-        _missing(report),
-        "Verdict: the layer works here." if report["works"] else
-        "Verdict: the layer does NOT work here; see the self check above."
     ]
-    return "\n\n".join(part for part in parts if part)
 
 
 def _table(title: str, rows: list[dict[str, Any]], *keys: str) -> str:
@@ -92,16 +136,18 @@ def _implementation(row: dict[str, Any]) -> str:
 
 
 def _check(row: dict[str, Any]) -> dict[str, Any]:
-    ranks = f"{row['ranks']} rank" + "s" * (row["ranks"] > 1)
     what = row["reason"] if row["output_error"] is None else (
         f"output {row['output_error']:.0e}, gradients {row['gradient_error']:.0e}")
-    return {**row, "ranks": ranks, "verdict": "good" if row["ok"] else "FAILED", "what": what}
+    return {**row, "ranks": _ranks(row), "verdict": "good" if row["ok"] else "FAILED", "what": what}
+
+
+def _ranks(row: dict[str, Any]) -> str:
+    return f"{row['ranks']} rank" + "s" * (row["ranks"] > 1)
 
 
 def _missing(report: dict[str, Any]) -> str:
     lines = [f"  {r['name']} ({r['use']}):\n    {r['install']}"
              for r in report["packages"] if r["install"]]
-    lines += [f"  {r['module']} does not import: {r['reason']}" for r in report["failed_imports"]]
     return "\n".join(["Missing, and the command that installs it", *lines]) if lines else ""
 
 

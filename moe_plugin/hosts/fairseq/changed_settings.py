@@ -5,17 +5,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from fairseq.dataclass.configs import FairseqConfig
-from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
+from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_NAME_REGISTRY,
+    ARCH_MODEL_REGISTRY,
+    MODEL_DATACLASS_REGISTRY,
+)
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
 
+from moe_plugin.hosts.fairseq.models import MoETransformerModel
+from moe_plugin.hosts.fairseq.options import MoETransformerFlags
+from moe_plugin.hosts.fairseq.translate import plain_value
 from moe_plugin.observe.history.fairseq_log import CHANGED
+from moe_plugin.observe.history.settings import comparable
+
+_UNSTATED = object()
 
 
 def changed_line(cfg: Any) -> str:
@@ -40,8 +51,9 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
         values = vars(values) if isinstance(values, Namespace) else values
         for name, default in _defaults(group, kind, values).items():
             default = _resolved(default, cfg)
-            if name in values and str(values[name]) != str(default):
-                found.setdefault(name.replace("_", "-"), (str(values[name]), str(default)))
+            value = plain_value(values.get(name, default))
+            if comparable(value) != comparable(default):
+                found.setdefault(name.replace("_", "-"), (str(value), str(default)))
     return found
 
 
@@ -54,10 +66,37 @@ def _defaults(group: str, kind: dataclasses.Field[Any], values: Mapping[str, Any
         "task": TASK_DATACLASS_REGISTRY.get(name)
     }.get(group) or REGISTRIES.get(group, {}).get("dataclass_registry", {}).get(name)
     record = declared() if declared else kind.default
-    if not dataclasses.is_dataclass(record):
-        return {}
-    return {one.name: getattr(record, one.name) for one in dataclasses.fields(record)
+    if dataclasses.is_dataclass(record):
+        return _fields(record)
+    return _of_arguments(name, values) if group == "model" else {}
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {one.name: plain_value(getattr(record, one.name)) for one in dataclasses.fields(record)
             if not one.name.startswith("_")}
+
+
+def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of a model that declares its settings as arguments: the arguments' own, else those
+    of the architecture that has the model's name. (fairseq's transformers state none with the
+    arguments.)
+    """
+    model = ARCH_MODEL_REGISTRY.get(arch)
+    if model is None:
+        return {}
+    parser = ArgumentParser(argument_default=_UNSTATED)
+    model.add_args(parser)
+    defaults = {name: parser.get_default(name) for name in values}
+    ours = issubclass(model, MoETransformerModel)
+    base = Namespace()
+    try:
+        ARCH_CONFIG_REGISTRY["transformer" if ours else ARCH_MODEL_NAME_REGISTRY[arch]](base)
+    except (KeyError, AttributeError):  # there is none, or it needs what a user gives
+        pass
+    stated = {**vars(base), **(_fields(MoETransformerFlags()) if ours else {})}
+    found = {name: stated.get(name, default) if default is _UNSTATED else default
+             for name, default in defaults.items() if default is not None}
+    return {name: default for name, default in found.items() if default is not _UNSTATED}
 
 
 def _resolved(default: Any, cfg: Any) -> Any:

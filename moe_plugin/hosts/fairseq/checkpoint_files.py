@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,10 +139,9 @@ def read(path: str) -> dict[str, Any]:
         CheckpointError: it is truncated, damaged or not a checkpoint.
     """
     try:
-        if not checksums.verify(path):
-            warnings.warn(
-                f"checkpoint {without_rank(path)!r} was written without checksums: damage may go "
-                "unnoticed; the next save adds them", stacklevel=2)
+        if not checksums.verify(path) and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning("checkpoint %r was written without checksums: damage may go unnoticed; "
+                           "the next save adds them", without_rank(path))
         return _load(path)
     except (FileNotFoundError, trust.UntrustedFile):
         raise

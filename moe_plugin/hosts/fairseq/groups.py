@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -18,6 +18,7 @@ from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.base import Messages, piece_lengths
 from moe_plugin.hosts.fairseq.compat.timeouts import shorten_timeouts
 from moe_plugin.hosts.fairseq.turns import Turns
+from moe_plugin.hosts.plain.drops import DropCount
 
 _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_evaluation",
                                                         default=None)
@@ -108,11 +109,13 @@ class Evaluation:
         ranks: processes that evaluate together, each a part of the batches.
         asked: ranks that share one copy of the experts; 0: as many as fit.
         turns: of these processes, made with the first model whose experts are spread over them.
+        drops: of this process's batches.
     """
 
     ranks: int = 1
     asked: int = 0
     turns: Turns | None = None
+    drops: DropCount = field(default_factory=DropCount)
 
     def expert_ranks(self, experts: int) -> int:
         """Ranks that share one copy of a model's experts: the most that divide both numbers.

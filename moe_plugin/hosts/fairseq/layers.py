@@ -109,6 +109,7 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         self.observer: Callable[[LayerStats], None] | None = None
         self._evaluates = settings.evaluation is not None
         self._turns = None if settings.evaluation is None else settings.evaluation.turns
+        self._drops = None if settings.evaluation is None else settings.evaluation.drops
         if self._turns is not None:
             self._number = self._turns.add_layer(self._without_tokens)
         for parameter in self.moe.parameters():
@@ -138,6 +139,8 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         self.stats = out.stats
         if self.training and self.observer is not None and out.stats is not None:
             self.observer(out.stats)
+        if self._drops is not None:
+            self._drops.add(out.stats)
         loss = weighted_loss(out.losses, self.moe.config.losses).to(x_TBD.device)
         return out.output.transpose(0, 1), loss
 

@@ -42,7 +42,7 @@ class Observer:
         self.config = layers[0].moe_layer.moe.config.observe
         self.recorder = StatsRecorder(self.config,
                                       LocalComm() if group is None else comm_of(group),
-                                      skip=[RULE])
+                                      skip=[RULE], host="fairseq")
         names = {id(module): name for name, module in model.named_modules()}
         self.timeline = Timeline(self.config,
                                  {names[id(layer)]: layer.moe_layer for layer in layers},

@@ -45,4 +45,5 @@ register_criterion("moe_label_smoothed_cross_entropy",
 registries.stand_for("transformer_lm", MoETransformerLanguageModel, MoELanguageModelConfig)
 registries.stand_for("transformer", MoETransformerModel, None)
 registries.use_trainer(MoETrainer)
+registries.tell_of_validations()
 registries.sharding_without_fairscale()

@@ -82,7 +82,8 @@ class MoETrainer(Trainer):
             sharding.check(cfg, criterion)
         super().__init__(cfg, task, model, criterion, quantizer)
         if self.is_data_parallel_master:
-            logger.info(changed_line(cfg))
+            # fairseq's --log-file has the lines of this logger alone
+            logging.getLogger("fairseq_cli.train").info(changed_line(cfg))
         self._observer = observer(model, self._group)
         several = self.data_parallel_world_size > 1
         self._activations = activations_of(cfg, self._model,
@@ -182,6 +183,11 @@ class MoETrainer(Trainer):
         if self._validating:
             self._check_rows()  # before anything of this batch is part of a mean
         return super()._reduce_and_log_stats(*args, **kwargs)
+
+    def validated(self, numbers: Mapping[str, Any]) -> None:
+        """Called with the numbers of fairseq's log after each validation."""
+        if self.is_data_parallel_master:
+            self._warn_of_drops.validation(self.get_num_updates(), _dropped(numbers))
 
     def _forget_rows(self) -> StepStart | None:
         for limit in self._limits:
@@ -387,8 +393,8 @@ class MoETrainer(Trainer):
 
 
 def _dropped(logged: Mapping[str, Any]) -> float:
-    """The share of first and second choices that a step dropped, from fairseq's log line."""
-    lost = [logged[key] for key in ("overflow_expert1", "overflow_expert2") if key in logged]
+    """The share of first and second choices that were dropped, from fairseq's log line."""
+    lost = [float(logged[key]) for key in ("overflow_expert1", "overflow_expert2") if key in logged]
     return sum(lost) / len(lost) / 100 if lost else 0.0
 
 

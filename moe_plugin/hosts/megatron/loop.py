@@ -89,6 +89,8 @@ class Loop(Passes):
                     sums, since = self._nothing(), time.perf_counter()
                 if args.eval_interval and done % args.eval_interval == 0:
                     self.evaluate(done)
+                    if here:
+                        self.warn_of_drops.validation(done, self.observer.validation.take())
                 if args.save and args.save_interval and done % args.save_interval == 0:
                     self.save(progress)
                     saved = done

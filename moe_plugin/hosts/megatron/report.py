@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.plain.drops import DropCount
 from moe_plugin.hosts.plain.named_errors import comm_of, gather_objects
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history.json_lines import step_record
@@ -84,19 +85,22 @@ class Observer:
         stage = ps.get_pipeline_model_parallel_rank()
         if stage:  # one writer a file: later stages write their own
             config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}")
-        self.recorder = StatsRecorder(config, comm_of(group), skip)
+        self.recorder = StatsRecorder(config, comm_of(group), skip, host="megatron")
         if activations is not None:
             self.recorder.watch("activations", activations.swapper.copier,
                                 activations.on_device)
         self.timeline = Timeline(config,
                                  {f"layer{layer.layer_number}": layer for layer in self.layers},
                                  self.recorder.comm, dist.get_rank(), self.recorder.health)
+        self.validation = DropCount()  # of this rank and stage
         for layer in self.layers:
             layer.observer = functools.partial(self._add, layer)
 
     def _add(self, layer: PluginMoELayer, stats: LayerStats) -> None:
         if layer.training:  # the records are of training
             self.recorder.add(f"layer{layer.layer_number}", stats)
+        else:
+            self.validation.add(stats)
 
     def after_step(self, step: int) -> None:
         """Write a record of each layer at the end of an interval; a collective call of the stage.

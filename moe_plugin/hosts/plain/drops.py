@@ -1,29 +1,71 @@
-"""A warning where capacity drops many choices."""
+"""A warning where capacity drops many choices: in training, and in validation, where fewer slots
+may be left (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
+"""
 
 from __future__ import annotations
 
 import logging
 
+import torch
+
+from moe_plugin.output import LayerStats
+
 logger = logging.getLogger(__name__)
 
 WARN_ABOVE = 0.10
 RULE = "drops"  # the finding of the same, which is left out where this warns
+_NONE = "--moe-capacity-factor none to drop nothing"
+_TRAINING = f"{_NONE}, a larger --moe-capacity-factor, or more balance (--moe-losses)"
+_VALIDATION = (f"{_NONE} (without flags --moe-eval-...), or a larger "
+               "--moe-eval-token-fraction or --moe-eval-capacity-factor")
+_EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop nothing"
 
 
 class DropWarning:
-    """Says once in a run that more than `WARN_ABOVE` of the choices find no slot."""
+    """Says once in a run, of training and of validation, that more than `WARN_ABOVE` of the choices
+    find no slot.
+    """
 
     def __init__(self) -> None:
-        self._said = False
+        self._said: set[str] = set()
 
     def __call__(self, step: int, fraction: float) -> None:
         """step: the optimizer step. fraction: of its choices that were dropped, 0 to 1."""
-        if self._said or not fraction > WARN_ABOVE:
+        self._warn(f"step {step}", fraction, "training", _TRAINING)
+
+    def validation(self, step: int, fraction: float) -> None:
+        """step: after which it was. fraction: of all choices of the validation, 0 to 1."""
+        self._warn(f"validation at step {step}", fraction, "validation", _VALIDATION)
+
+    def evaluation(self, fraction: float) -> None:
+        """fraction: of all choices of a command of fairseq that evaluates a checkpoint, 0 to 1."""
+        self._warn("evaluation", fraction, "evaluation", _EVALUATION)
+
+    def _warn(self, when: str, fraction: float, kind: str, remedy: str) -> None:
+        if kind in self._said or not fraction > WARN_ABOVE:
             return
-        self._said = True
+        self._said.add(kind)
         logger.warning(
-            "step %d: %.0f %% of the choices found no slot at their expert and were dropped "
-            "(warned "
-            "of above %.0f %%, once); use --moe-capacity-factor none to drop nothing, a larger "
-            "--moe-capacity-factor, or more balance (--moe-losses)", step, 100 * fraction,
-            100 * WARN_ABOVE)
+            "%s: %.0f %% of the choices found no slot at their expert and were dropped (warned of "
+            "above %.0f %%, once); use %s", when, 100 * fraction, 100 * WARN_ABOVE, remedy)
+
+
+class DropCount:
+    """Choices of several calls, counted on their device until the share is asked for."""
+
+    def __init__(self) -> None:
+        self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
+
+    def add(self, stats: LayerStats | None) -> None:
+        """Count a call; nothing is copied to the host."""
+        if stats is None or stats.capacity is None:  # dropless
+            return
+        chosen = stats.load_KE.sum()
+        counts_2 = torch.stack([chosen, chosen - stats.kept_KE.sum()])
+        self._counts_2 = counts_2 if self._counts_2 is None else self._counts_2 + counts_2
+
+    def take(self) -> float:
+        """The share of the choices that were dropped since the last time."""
+        counts_2, self._counts_2 = self._counts_2, None
+        chosen, dropped = (0, 0) if counts_2 is None else counts_2.tolist()
+        return dropped / chosen if chosen else 0.0

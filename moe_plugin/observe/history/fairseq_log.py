@@ -1,25 +1,34 @@
-"""Lines of fairseq's training log (`--log-format json`, `simple` or `none`), also under Hydra."""
+"""Lines of fairseq's training log (`--log-format json` or `simple`), also under Hydra, and of its
+`--log-file`, where they begin without a time and without the name of what they are about.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.observe.history.json_lines import ERRORS, LARGEST, step_number
-from moe_plugin.observe.history.records import StepRecord
+from moe_plugin.observe.history.records import DROPS, StepRecord
 
 LN2 = math.log(2)  # fairseq logs losses in bits
 _LINE = re.compile(r"(?:\| |\]\[)(train_inner|train|valid\w*)(?: \||\]\[INFO\] -) (.*)")
+_FILE_INNER = re.compile(r"epoch \d+: +\d+ / \d+ (\S.*=.*)")  # of --log-file, `simple`
+_FILE_END = re.compile(r"epoch \d+ \| (valid on '.*?' subset \| )?(.*)")
+_FILE_JSON = re.compile(r"(?:(train|valid\w*)_)?num_updates")
 _EQUALS = re.compile(r"([A-Za-z_]\w*)=([^,\s]+)")  # `loss=4.5, wps=1234`: within an epoch
 _SPACED = re.compile(r"\| ([A-Za-z_]\w*) (\S+)")  # `| loss 4.5 | ppl 22`: its end
 _SETTING = re.compile(
     r"'([a-z]\w*)': (?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,}]))")
-_CONFIG = re.compile(r"(?:\| fairseq_cli\.\w+ \||\]\[INFO\] -) (\{'_name'.*|Namespace\(.*)")
+_NAMED = re.compile(  # of a Namespace, which is how some models keep theirs
+    r"\b([a-z]\w*)=(?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,)]))")
+_CONFIG = re.compile(
+    r"(?:^|\| fairseq_cli\.\w+ \| |\]\[INFO\] - )(\{'_name'.*|Namespace\(.*)")
 CHANGED = "settings that differ from the defaults (value, default):"
 _SKIPPED = re.compile(r"gradient norm is \S+: step (\d{1,15}) skipped on all ranks")
-_DONE = re.compile(r"(?:\| fairseq_cli\.train \||\]\[INFO\] -) done training in ")
+_DONE = re.compile(r"(?:^|\| fairseq_cli\.train \| |\]\[INFO\] - )done training in ")
 _KNOWN = {"loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
           "update", "ppl"}
 _CONFIDENCE = "confidence_"
@@ -34,15 +43,30 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
         ValueError: a line of numbers that cannot be read, e.g. because it ends too early.
     """
     found = _LINE.search(line)
-    if not found:
+    if found:
+        kind, text = found[1], found[2].strip()
+        if text.startswith("{"):
+            return _record(kind, json.loads(text))
+    elif inner := _FILE_INNER.match(line):
+        kind, text = "train_inner", inner[1]
+    elif end := _FILE_END.match(line):
+        kind, text = "valid" if end[1] else "train", end[2].strip()
+    else:
         skipped = _SKIPPED.search(line)
         return skipped and ("train_inner", skipped_step(int(skipped[1])))
-    kind, text = ("valid" if found[1].startswith("valid") else found[1]), found[2].strip()
-    if text.startswith("{"):
-        values = json.loads(text)
-    else:
-        values = dict(_EQUALS.findall(text) or _SPACED.findall(f"| {text}"))
-    prefix = "" if kind == "train_inner" else f"{found[1]}_"
+    return _record(kind, dict(_EQUALS.findall(text) or _SPACED.findall(f"| {text}")))
+
+
+def parse_json(row: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
+    """The same of an object that is a whole line of `--log-file` under `--log-format json`."""
+    named = [found for key in row if (found := _FILE_JSON.fullmatch(key))]
+    return _record(named[0][1] or "train_inner", row) if named and "epoch" in row else None
+
+
+def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
+    """kind: as fairseq names it, `valid1` of a second subset. values: by name, as text."""
+    prefix = "" if kind == "train_inner" else f"{kind}_"
+    kind = "valid" if kind.startswith("valid") else kind
     record = step_record({key.removeprefix(prefix): value for key, value in values.items()}, kind)
     return None if record is None else (kind, record)
 
@@ -70,7 +94,7 @@ def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
                  for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
     if kind == "valid":
         return StepRecord(step=step, valid_loss=loss, extra={
-            f"valid {name}": numbers[name] for name in ERRORS if name in numbers},
+            f"valid {name}": numbers[name] for name in (*ERRORS, *DROPS) if name in numbers},
             confidence=_confidence(values))
     return StepRecord(step=step, loss=loss, tokens_per_s=numbers.get("wps"),
                       learning_rate=numbers.get("lr"), grad_norm=numbers.get("gnorm"),
@@ -105,7 +129,7 @@ def parse_settings(line: str) -> dict[str, str]:
     if not found:
         return {}
     return {key.replace("_", "-"): quoted or plain
-            for key, quoted, plain in _SETTING.findall(found[1])}
+            for key, quoted, plain in (*_NAMED.findall(found[1]), *_SETTING.findall(found[1]))}
 
 
 def parse_changed(line: str) -> dict[str, tuple[str, str]] | None:

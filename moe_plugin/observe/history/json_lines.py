@@ -61,6 +61,12 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
         decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
 
 
+def host(row: Mapping[str, Any]) -> str | None:
+    """The host that a record of a layer names."""
+    name = row.get("host")
+    return name if isinstance(name, str) else None
+
+
 def copy_record(row: Mapping[str, Any]) -> CopyRecord:
     """A record of one copier."""
     counts = {name: _maybe(row, name) or 0.0 for name in COPIES}

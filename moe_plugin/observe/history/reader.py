@@ -44,8 +44,8 @@ class _BadLine:
 class _Source:
     """What one file contains.
 
-    brief: layers in the training log. cut: the last line is unfinished. done: fairseq's last line
-    says that training is done.
+    brief: layers in the training log. writer: the host that the statistics name. cut: the last line
+    is unfinished. done: fairseq's last line says that training is done.
     """
 
     path: Path
@@ -57,6 +57,7 @@ class _Source:
     settings: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] | None = None
     bad: list[_BadLine] = field(default_factory=list)
+    writer: str | None = None
     cut: bool = False
     done: bool = False
 
@@ -138,7 +139,7 @@ def _read(path: Path) -> _Source:
 def _line(source: _Source, text: str, number: int) -> _BadLine | None:
     """Add one line to the source."""
     try:
-        if text.startswith("{"):
+        if text.startswith("{") and not text.startswith("{'"):  # that is Python's
             _json_line(source, text)
         elif (found := fairseq_log.parse_step(text)) is not None:
             source.steps.append(found)
@@ -161,6 +162,7 @@ def _json_line(source: _Source, text: str) -> None:
     row = json.loads(text)
     if json_lines.is_layer(row):
         source.layers.append(json_lines.layer_record(row))
+        source.writer = json_lines.host(row) or source.writer
     elif json_lines.is_copies(row):
         copied = json_lines.copy_record(row)
         source.copies[copied.copier, copied.step] = copied
@@ -168,10 +170,14 @@ def _json_line(source: _Source, text: str) -> None:
         source.timelines.append(json_lines.timeline(row))
     elif json_lines.is_training(row):
         source.steps.append(("training", json_lines.training_record(row)))
+        source.writer = "pytorch"  # hosts have logs of their own
     elif json_lines.is_step(row):
         record, brief = json_lines.step_record(row)
         source.steps.append(("iteration", record))
         source.brief += brief
+    elif (found := fairseq_log.parse_json(row)) is not None:
+        source.steps.append(found)
+        source.done = False  # resumed
     elif "settings" in row and "host" in row:
         source.settings = json_lines.settings(row)
         source.defaults = json_lines.defaults(row)
@@ -191,7 +197,8 @@ def _check_one_run(folder: Path, sources: list[_Source]) -> None:
 
 def _run(folder: Path, sources: list[_Source]) -> Run:
     run = Run(name=folder.resolve().name, folder=folder,
-              host=next((s.host for s in sources if s.host), "unknown"))
+              host=next((host for host in (*(s.host for s in sources),
+                                           *(s.writer for s in sources)) if host), "unknown"))
     run.files = [str(s.path.relative_to(folder)) for s in sources]
     run.notes = [note for s in sources for note in _notes(s)]
     steps = [item for s in sources for item in s.steps]

@@ -8,6 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 
 RECENT = 20  # records from which the remaining time is estimated
+# in fairseq's log: percent of the first and of the second choices that found no slot
+DROPS = "overflow_expert1", "overflow_expert2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,15 @@ class StepRecord:
     not_finite: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+    def dropped(self, kind: str = "") -> float | None:
+        """The share of the choices that found no slot, by the training log of fairseq; None:
+        unknown. kind: `valid ` of a validation.
+        """
+        shares = [self.extra[f"{kind}{name}"] / 100 for name in DROPS
+                  if f"{kind}{name}" in self.extra]
+        return sum(shares) / len(shares) if shares else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +183,16 @@ class Run:
     def last_step(self) -> int:
         """The last step of any record; 0 without records."""
         return self.step_range[1]
+
+    @property
+    def steps_covered(self) -> tuple[int, int]:
+        """The first and the last step that the records are about. A record is about the steps after
+        the one before; (0, -1) without records.
+        """
+        known = sorted({r.step for r in (*self.steps, *self.layer_records)})
+        if not known:
+            return 0, -1
+        return (known[0] - (known[1] - known[0]) + 1 if len(known) > 1 else 0), known[-1]
 
     @property
     def total_steps(self) -> int | None:

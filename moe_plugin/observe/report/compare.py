@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, Run, StepRecord
+from moe_plugin.observe.history.settings import comparable
 from moe_plugin.observe.report.content import summary
 from moe_plugin.observe.report.figures import (
     Figure,
@@ -63,7 +64,7 @@ def _settings(runs: Sequence[Run]) -> list[Figure]:
     names = [name for name in dict.fromkeys(name for run in runs for name in run.settings)
              if name in chosen]
     rows = tuple((name, *(run.settings.get(name, "–") for run in runs)) for name in names
-                 if len({run.settings.get(name) for run in runs}) > 1)
+                 if len({comparable(run.settings.get(name)) for run in runs}) > 1)
     return [Table("differences", "Settings that differ", "As the runs wrote them; –: not given.",
                   ("setting", *(run.name for run in runs)), rows)] if rows else []
 

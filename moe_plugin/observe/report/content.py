@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 
 from moe_plugin.observe.history import CopyRecord, LayerRecord, Run, Span, StepRecord
+from moe_plugin.observe.history.records import DROPS
 from moe_plugin.observe.report.ensembles import ensemble
 from moe_plugin.observe.report.figures import (
     Band,
@@ -90,7 +91,8 @@ def balance(run: Run) -> list[Figure]:
     """Load imbalance and drops by layer."""
     drops = by_layer(run, lambda r: r.drop_fraction)
     if not any(drops):
-        drops = [_extra(run, f"choice {i}", f"overflow_expert{i}", 0.01) for i in (1, 2)]
+        drops = [_extra(run, f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 1)]
+    valid = [(r.step, v) for r in run.steps if (v := r.dropped("valid ")) is not None]
     return [
         *chart("max-mean", "Busiest expert over mean load",
                "The largest load over the mean load of each record; 1 is perfect balance.",
@@ -98,6 +100,8 @@ def balance(run: Run) -> list[Figure]:
                 _reference(run, "perfect balance", 1.0)], floor=1.0),
         *chart("drops", "Dropped choices", "Share of the routed choices beyond the capacity.",
                drops, unit="%"),
+        *chart("drops-valid", "Dropped choices in validation", "Mean over layers, from the "
+               "training log.", [line("validation", valid, marks=True)], unit="%"),
         *chart("unused", "Unused experts", "Experts without any token in the whole record.",
                by_layer(run, lambda r: r.unused_experts), unit="count"),
     ]
@@ -344,11 +348,8 @@ def summary(run: Run) -> list[tuple[str, str]]:
     """The table at the top: name and value."""
     losses = [r for r in run.steps if r.loss is not None]
     valid = [r for r in run.steps if r.valid_loss is not None]
-    total = run.total_steps
-    done = number(run.last_step, "count")
-    if total and total != run.last_step:
-        done += f" of {number(total, 'count')}"
-    rows = [("Host", HOSTS.get(run.host, "unknown (layer statistics only)")), ("Steps", done)]
+    rows = [("Host", HOSTS.get(run.host, "unknown (layer statistics only)")),
+            ("Steps", _steps(run))]
     if losses:
         first, last = (f"{number(r.loss)} (step {r.step:,})" for r in (losses[0], losses[-1]))
         rows.append(("Loss, first and last", f"{first} → {last}"))
@@ -361,6 +362,15 @@ def summary(run: Run) -> list[tuple[str, str]]:
     if run.seconds is not None:
         rows.append(("Duration", number(run.seconds, "s")))
     return [*rows, *_layer_summary(run)]
+
+
+def _steps(run: Run) -> str:
+    if run.host == "pytorch":  # counts as its loop does; hosts count from 1
+        first, last = run.steps_covered
+        return f"{last - first + 1:,} ({first:,} to {last:,})" if last >= 0 else "0"
+    total = run.total_steps
+    done = number(run.last_step, "count")
+    return f"{done} of {number(total, 'count')}" if total and total != run.last_step else done
 
 
 def _layer_summary(run: Run) -> list[tuple[str, str]]:

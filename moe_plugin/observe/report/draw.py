@@ -25,7 +25,8 @@ LEVELS = 32  # of a heat map's colour, on each side of an even load
 TABLE_ROWS = 40
 
 _Span = tuple[float, float]
-_Mark = tuple[float, str]  # a label at a share of an axis
+TAIL = 12  # characters at the end of a row's name that are shown on any screen
+_Mark = tuple[float, str, str]  # a label at a share of an axis, and an end of it that stays whole
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def _plain(value: float, digits: int | None = None) -> float | None:
 
 def _row_names(names: Sequence[str], shown: Iterable[int]) -> list[_Mark]:
     short = short_names(names)
-    return [((i + 0.5) / len(names), short[i]) for i in shown]
+    return [((i + 0.5) / len(names), short[i][:-TAIL] or short[i], short[i][-TAIL:]
+             if len(short[i]) > TAIL else "") for i in shown]
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -126,7 +128,8 @@ def short_names(names: Sequence[str]) -> list[str]:
 def _axis(span: _Span, unit: str) -> list[_Mark]:
     values = ticks(*span, 6, 0.0 if unit == "s" else 1.0)
     size = (span[1] - span[0]) or 1.0
-    return [((v - span[0]) / size, number(v, "s" if unit == "s" else "count")) for v in values]
+    return [((v - span[0]) / size, number(v, "s" if unit == "s" else "count"), "")
+            for v in values]
 
 
 # -- line charts
@@ -149,7 +152,7 @@ def _line_chart(f: LineChart, span: _Span) -> Drawing:
     measured = [one for one in f.lines if not one.dashed]
     return Drawing(
         f, _line_words(f), unseen=len(measured) > 1, shapes=Markup(grid + curves),
-        side=[(y_of(v) / HEIGHT, number(v, f.unit)) for v in rows], below=_axis(span, "step"),
+        side=[(y_of(v) / HEIGHT, number(v, f.unit), "") for v in rows], below=_axis(span, "step"),
         begin=span[0], end=span[1], table=_values(f, measured),
         legend=[(one.name, style) for one, style in zip(f.lines, styles, strict=True)]
         if len(f.lines) > 1 else [])
@@ -222,7 +225,7 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
         f, _heat_words(f), wide=f.row == "layer", style="heat names" if f.row == "layer" else
         "heat", shapes=_cells(f, top), width=columns, height=rows,
         pixels=min(320, max(96, 14 * rows)), side=_row_names(f.rows, shown),
-        below=[((i + 0.5) / columns, f"{f.steps[i]:,}") for i in at])
+        below=[((i + 0.5) / columns, f"{f.steps[i]:,}", "") for i in at])
 
 
 def _cells(f: HeatMap, top: float) -> Markup:

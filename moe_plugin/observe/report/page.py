@@ -28,7 +28,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 # what shows each finding; the first that the page has
 PLOTS = {
     "not_finite": ("loss",), "collapse": ("max-mean",), "dead_experts": ("unused",),
-    "drops": ("drops",), "no_balance": ("max-mean",), "uneven": ("max-mean",),
+    "drops": ("drops", "drops-valid"), "no_balance": ("max-mean",), "uneven": ("max-mean",),
     "sure_router": ("entropy",), "spikes": ("loss",), "exchange_dominates": ("timeline-0",),
     "waits_for_experts": ("store-stalls",), "undecided": ("decisions", "layouts"),
     "slower": ("speed",)

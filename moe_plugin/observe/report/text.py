@@ -6,7 +6,7 @@ import math
 
 from moe_plugin.planner.units import show_size, show_time
 
-HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core"}
+HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core", "pytorch": "plain PyTorch"}
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -30,6 +30,16 @@ def number(value: float | None, unit: str = "") -> str:
     if unit == "count":
         return f"{value:,.0f}"
     return _short(value)
+
+
+def shortened(name: str, limit: int) -> str:
+    """A name of at most `limit` characters, shortened in the middle: its end tells layers apart,
+    its beginning the parts of a model.
+    """
+    if len(name) <= limit:
+        return name
+    head = (limit - 1) // 3
+    return f"{name[:head]}…{name[len(name) - (limit - 1 - head):]}"
 
 
 def _short(value: float) -> str:

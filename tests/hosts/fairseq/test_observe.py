@@ -16,6 +16,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from moe_plugin.hosts.fairseq.changed_settings import changed
 from moe_plugin.hosts.fairseq.observe import FirstStep, observer
+from moe_plugin.observe.history import read_run
 from tests.hosts import ill
 from tests.hosts.fairseq.commands import run_command
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run, run_alone
@@ -75,6 +76,36 @@ def test_settings_that_differ_from_the_defaults_are_named(corpus: Corpus, arch: 
     assert not {"seed", "clip-norm", "adam-eps", "moe-capacity-factor", "device-id"} & set(found)
     assert ("moe-expert-count" in found) == (arch == "moe_lm_small")
     assert len(found) < 30
+    assert not {"block-lr", "lenpen", "adam-betas", "stop-time-hours", "max-len-a"} & set(found)
+
+
+@pytest.mark.parametrize("arch", ["transformer", "transformer_iwslt_de_en", "moe_transformer_tiny"])
+def test_settings_of_translation_models_are_named(corpus: Corpus, arch: str) -> None:
+    given = ["--task", "translation", "--criterion", "moe_label_smoothed_cross_entropy",
+             "--optimizer", "adam", "--encoder-layers", "3", "--decoder-layers", "6", "--moe-freq",
+             "2", "--moe-expert-count", "4", "--moe-capacity-factor", "2.0", "--lr", "0.5"]
+    args = options.parse_args_and_arch(options.get_training_parser(),
+                                       [str(corpus.mt), "--arch", arch, *given])
+    found = changed(convert_namespace_to_omegaconf(args))
+    wanted = {"moe-freq": ("2", "0"), "moe-expert-count": ("4", "0"), "lr": ("[0.5]", "[0.25]"),
+              "moe-capacity-factor": ("2.0", "None"), "encoder-layers": ("3", "6")}
+    assert {name: found[name] for name in wanted} == wanted
+    # of what is not given only what the architecture sets
+    sizes = {name for name in found if name.startswith(("encoder-", "decoder-"))}
+    others = {"data", "user-dir", "label-smoothing"}
+    assert set(found) - sizes - others == set(wanted) - {"encoder-layers"}
+    assert "decoder-layers" not in found
+    assert (sizes == {"encoder-layers"}) == (arch == "transformer")
+
+
+def test_the_log_file_of_fairseq_has_a_report(corpus: Corpus, tmp_path: Path) -> None:
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 4 --no-save "
+             f"--log-format json --log-interval 1 --log-file {tmp_path / 'run.log'}")
+    run_alone("fairseq-train", flags).ok()
+    found = read_run(tmp_path)
+    assert found.host == "fairseq" and found.finished and found.total_steps == 4
+    assert [r.step for r in found.steps] == [1, 2, 3, 4] and all(r.loss for r in found.steps)
+    assert found.steps[-1].valid_loss and (found.defaults or {})["moe-freq"] == "0"
 
 
 def _train_ill(arguments: str) -> None:

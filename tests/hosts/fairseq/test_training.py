@@ -295,6 +295,29 @@ def test_a_launch_script_of_the_branch(corpus: Corpus, tmp_path: Path) -> None:
     assert len(result.losses) == 3 and "--num-workers-valid has no effect" in result.log
 
 
+@pytest.mark.distributed
+def test_drops_in_validation_are_said_as_those_in_training_are(corpus: Corpus,
+                                                               tmp_path: Path) -> None:
+    few = f"{LANGUAGE_MODEL} {MOE} --moe-expert-count 8"
+    result = run("fairseq-train", f"{corpus.lm} {few} --max-update 4 --save-dir {tmp_path} "
+                 "--validate-interval-updates 2 --no-epoch-checkpoints", ranks=2).ok()
+    warned = re.findall(r"\| ([a-z 0-9:]*) % of the choices found no slot.*use (.*)", result.log)
+    validation = [(said, remedy) for said, remedy in warned if said.startswith("validation")]
+    valid = re.findall(r'"valid_overflow_expert(\d)": "([\d.]+)"', result.log)
+    (said, remedy), first = validation[0], dict(valid[:2])
+    assert len(validation) == 1 and "--moe-eval-token-fraction" in remedy
+    # as fairseq logs it: the mean of the first and of the second choices
+    mean = (float(first["1"]) + float(first["2"])) / 2
+    assert said == f"validation at step 2: {mean:.0f}" and mean > 10
+    checked = run("fairseq-validate", f"{corpus.lm} --user-dir moe_plugin --cpu --task "
+                  f"language_modeling --batch-size 4 --path {tmp_path}/checkpoint_last.pt").ok()
+    assert re.findall(r"evaluation: \d\d % of the choices found no slot", checked.log)
+    whole = run("fairseq-validate", f"{corpus.lm} --user-dir moe_plugin --cpu --task "
+                f"language_modeling --batch-size 4 --path {tmp_path}/checkpoint_last.pt "
+                "--model-overrides {'moe_capacity_factor':'none'}").ok()
+    assert "found no slot" not in whole.log
+
+
 def test_a_criterion_that_leaves_the_gate_loss_out_is_told(corpus: Corpus, tmp_path: Path) -> None:
     flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --max-update 1 --no-save --disable-validation "
              f"--save-dir {tmp_path}")

@@ -167,6 +167,18 @@ def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
     assert rows[0]["layer"] == "layer1" and rows[0]["capacity"] > 0
 
 
+def test_drops_in_validation_are_said_once(data: str) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "2", "--eval-interval", "1",
+            "--eval-iters", "1", "--split", "80,20,0", "--moe-capacity-factor", "8.0",
+            "--moe-eval-capacity-factor", "0.25", "--moe-dispatch", "padded"]
+    [(_, warnings)] = on_ranks(1, _train_with_warnings, argv)
+    # a quarter of the slots of an even load: three quarters of the choices, or more
+    [warning] = [text for text in warnings if "found no slot at their expert" in text]
+    words = warning.split(" % of the choices")[0]
+    assert words.startswith("validation at step 1: ") and int(words.split()[-1]) >= 70
+    assert "--moe-eval-capacity-factor" in warning
+
+
 def _balance_warnings(argv: list[str]) -> list[str]:
     import warnings
 

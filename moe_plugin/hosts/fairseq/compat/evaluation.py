@@ -27,6 +27,7 @@ from moe_plugin.hosts.fairseq.compat.launch import started_by_torchrun
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.scores import SharedScorer, counting, over_ranks, stopwatch
 from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
+from moe_plugin.hosts.plain.drops import DropWarning
 from moe_plugin.regular_files import make_folder, write_regular
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,10 @@ class _Command:
         """Evaluate; returns what `main` returns."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         with evaluating(ranks) as evaluation:
-            return self.run(cfg, evaluation, kwargs)
+            found = self.run(cfg, evaluation, kwargs)
+        if evaluation.rank == 0:
+            DropWarning().evaluation(evaluation.drops.take())
+        return found
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
         """`main` with some names of its module replaced."""

@@ -47,6 +47,23 @@ def use_trainer(trainer: type) -> None:
         train.Trainer = trainer
 
 
+def tell_of_validations() -> None:
+    """fairseq 0.12.2 gives a trainer batches to validate, but not what a validation found: the
+    trainer of `use_trainer` gets it, once for each.
+    """
+    train = sys.modules.get("fairseq_cli.train")
+    stats_of = getattr(train, "get_valid_stats", None)
+    if train is None or stats_of is None:
+        return
+
+    def get_valid_stats(cfg: Any, trainer: Any, stats: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(trainer, "validated"):  # --model-parallel-size > 1 takes another one
+            trainer.validated(stats)
+        return stats_of(cfg, trainer, stats, *args, **kwargs)
+
+    train.get_valid_stats = get_valid_stats
+
+
 def sharding_without_fairscale() -> None:
     """fairseq 0.12.2 asks for fairscale before it builds a model under `--ddp-backend
     fully_sharded`, and when it builds an optimizer under `--zero-sharding os`. The trainer of

@@ -1,0 +1,303 @@
+"""Rules about the layers of a run: what is measured of a record, when that is worth a finding, and
+what to say of it.
+
+An even load is 1 over the mean load; a router that sends all tokens to the same k of E experts
+gives E / k. Balance is judged by how far a load is on the way between the two, since E / k may be
+less than 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_plugin.observe.episodes import RECENT, Episode, Judge, Measure, episodes
+from moe_plugin.observe.history.records import LayerRecord
+
+DROPPED = 0.10
+UNEVEN_WAY, COLLAPSED_WAY = 0.5, 0.75
+UNEVEN = 2.0  # over the mean load, where half the way is further
+FEW = 2  # choices by expert: a record with fewer says nothing of collapse
+PART = 0.05  # experts per token: less is rounding
+SURE = 0.02  # of the entropy of an even choice
+WAITS = 0.5  # of the calls
+LASTED = 0.25  # of a layer's records: what was over earlier belongs to the beginning of any run
+NAMED = 3  # layers and steps that a title names
+
+Found = Mapping[str, Sequence[Episode]]  # by layer
+
+
+def named(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """A rule about layers.
+
+    measure, judge: see `moe_plugin.observe.episodes`. title: of what was found, in the past tense
+    or not. lasted: share of a layer's records that something must have lasted to be named when it
+    is over. meaning, remedy: as of a finding.
+    """
+
+    name: str
+    measure: Measure
+    judge: Judge
+    title: Callable[[Found, bool], str]
+    meaning: str
+    remedy: str
+    lasted: float = LASTED
+
+    def look(self, layers: Mapping[str, Sequence[LayerRecord]], past: bool) -> tuple[Found, Found]:
+        """(what lasts, what is over) by layer. past: False: the latter is not looked for."""
+        now: dict[str, Sequence[Episode]] = {}
+        over: dict[str, Sequence[Episode]] = {}
+        for name, records in layers.items():
+            found = episodes(records, self.measure, self.judge, past=past)
+            if found and found[-1].ends:
+                now[name] = found[-1:]
+            elif kept := [e for e in found if e.records >= self.lasted * len(records)]:
+                over[name] = kept
+        return now, over
+
+
+def _where(found: Found, past: bool) -> str:
+    """Layers, with steps where not all of the run is meant."""
+    return named([_steps(name, stretches, past) for name, stretches in found.items()])
+
+
+def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
+    if past:
+        steps = named([f"{e.first:,} to {e.last:,}" for e in stretches])
+        return f"{name} (steps {steps}, recovered)"
+    (last,) = stretches
+    return name if last.begins else f"{name} since step {last.first:,}"
+
+
+def _worst(found: Found) -> tuple[str, Episode]:
+    return max(((name, e) for name, stretches in found.items() for e in stretches),
+               key=lambda item: item[1].value)
+
+
+def _at(found: Found, past: bool) -> tuple[str, Episode]:
+    """(the layer where it is worst, with steps; the worst episode)."""
+    name, worst = _worst(found)
+    return _steps(name, [worst], past), worst
+
+
+def _known(values: Iterable[Any]) -> list[float]:
+    return [v for v in values if v is not None and math.isfinite(v)]
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    known = _known(values)
+    return sum(known) / len(known) if known else None
+
+
+def _mean_from(bound: float) -> Judge:
+    """Holds where the mean is at least the bound."""
+
+    def judge(values: Sequence[Any]) -> float | None:
+        mean = _mean(values)
+        return mean if mean is not None and mean >= bound else None
+
+    return judge
+
+
+# -- how even a load is
+
+
+def _per_token(record: LayerRecord) -> float | None:
+    """Experts per token; None: unknown."""
+    k = sum(record.load) / record.tokens if record.tokens else 0.0
+    return k if k > 0 and math.isfinite(k) else None
+
+
+def _top(record: LayerRecord) -> float | None:
+    """Of max_over_mean: what it would be if every token chose the same experts, E / k."""
+    k = _per_token(record)
+    return None if k is None else len(record.load) / k
+
+
+def _concentration(record: LayerRecord) -> float | None:
+    """Where the share of the k busiest experts is between that of an even load, k / E (0), and that
+    of tokens which all choose the same experts (1). None: unknown, or all experts are chosen.
+    """
+    k, experts, total = _per_token(record), len(record.load), sum(record.load)
+    if k is None or total < FEW * experts:
+        return None
+    busiest = max(1, math.ceil(k - PART))
+    even = busiest / experts
+    if even >= 1:
+        return None
+    return (sum(sorted(record.load)[-busiest:]) / total - even) / (1 - even)
+
+
+def _bound(record: LayerRecord) -> float:
+    """max_over_mean from which a load is uneven; infinite where every token has every expert."""
+    top = _top(record)
+    if top is None:
+        return UNEVEN
+    return min(UNEVEN, 1 + UNEVEN_WAY * (top - 1)) if top > 1 + PART else math.inf
+
+
+def _over_bound(record: LayerRecord) -> float | None:
+    """max_over_mean over the bound from which a load is uneven."""
+    return None if record.max_over_mean is None else record.max_over_mean / _bound(record)
+
+
+def _without_loss(record: LayerRecord) -> float | None:
+    """`_over_bound` of a layer that has no loss; of another 0."""
+    return _over_bound(record) if record.load and not record.losses else 0.0
+
+
+def _with_loss(record: LayerRecord) -> float | None:
+    """`_over_bound` of a layer that has a loss; where it has collapsed, which says more, 0."""
+    collapsed = (_concentration(record) or 0.0) >= COLLAPSED_WAY
+    return 0.0 if collapsed or record.load and not record.losses else _over_bound(record)
+
+
+def _peak(records: Sequence[LayerRecord]) -> float:
+    return _mean(r.max_over_mean for r in records) or 0.0
+
+
+def _against(records: Sequence[LayerRecord]) -> str:
+    """The load if all tokens chose the same experts, for a title; empty where it is unknown."""
+    top = _mean(_top(r) for r in records)
+    return "" if top is None else f"{top:.1f} is all tokens on the same experts"
+
+
+def _collapse_title(found: Found, past: bool) -> str:
+    worst = next(iter(found.values()))[-1].worst
+    return (f"routing {'had' if past else 'has'} collapsed in {_where(found, past)}: the busiest "
+            f"expert {'had' if past else 'has'} {_peak(worst):.1f} times the mean load, where "
+            f"{_against(worst)}")
+
+
+def _no_balance_title(found: Found, past: bool) -> str:
+    return (f"the load {'was' if past else 'is'} uneven in {_where(found, past)}, and no balance "
+            "loss is set")
+
+
+def _uneven_title(found: Found, past: bool) -> str:
+    where, worst = _at(found, past)
+    others = f", uneven in {len(found)} layers" if len(found) > 1 else ""
+    against = _against(worst.worst)
+    bound = f"{_bound(worst.worst[-1]):.2g} is uneven"
+    has = "had" if past else "has"
+    return (f"the busiest expert {has} {_peak(worst.worst):.1f} times the mean load "
+            f"({bound}{against and f', {against}'}) in {where}{others}")
+
+
+# -- other measures
+
+
+def _unchosen(record: LayerRecord) -> tuple[int, int] | None:
+    """(experts, bits of those without a token)."""
+    if not record.load:
+        return None
+    return len(record.load), sum(1 << i for i, n in enumerate(record.load) if not n)
+
+
+def _dead(values: Sequence[tuple[int, int] | None]) -> float | None:
+    """Experts without a token in all of the records; where no token was routed nothing holds."""
+    if None in values or len({v[0] for v in values if v}) > 1:
+        return None
+    (experts, bits), *others = (v for v in values if v)
+    for _, more in others:
+        bits &= more
+    count = bits.bit_count()
+    return count if 0 < count < experts else None
+
+
+def _dead_title(found: Found, past: bool) -> str:
+    count = sum(int(stretches[-1].value) for stretches in found.values())
+    parts = [f"{e.value:.0f} in {_steps(name, stretches, past)}"
+             for name, stretches in found.items() for e in stretches[-1:]]
+    when = "for some time" if past else f"in the last {RECENT} records"
+    return f"no token {'had' if past else 'has'} chosen {count} experts {when}: {named(parts)}"
+
+
+def _dropped(values: Sequence[Any]) -> float | None:
+    mean = _mean(values)
+    return mean if mean is not None and mean > DROPPED else None
+
+
+def _drops_title(found: Found, past: bool) -> str:
+    where, worst = _at(found, past)
+    others = f", more than {100 * DROPPED:.0f} % in {len(found)} layers" if len(found) > 1 else ""
+    return (f"{100 * worst.value:.0f} % of the choices {'were' if past else 'are'} dropped in "
+            f"{where}{others}")
+
+
+def _sureness(record: LayerRecord) -> float | None:
+    """The entropy over that of an even choice, where several experts are chosen."""
+    k, experts = _per_token(record) or 0.0, len(record.load)
+    known = record.entropy is not None and experts > 1 and k > 1 + PART
+    return (record.entropy or 0.0) / math.log(experts) if known else None
+
+
+def _sure(values: Sequence[Any]) -> float | None:
+    mean = _mean(values)
+    return mean if mean is not None and 0 <= mean < SURE else None
+
+
+def _sure_title(found: Found, past: bool) -> str:
+    return f"the router's entropy {'was' if past else 'is'} nearly 0 in {_where(found, past)}"
+
+
+def _stalled(values: Sequence[tuple[float, float]]) -> float | None:
+    calls, stalls = (sum(column) for column in zip(*values, strict=True))
+    return stalls / calls if calls and stalls > WAITS * calls else None
+
+
+def _waits_title(found: Found, past: bool) -> str:
+    where, worst = _at(found, past)
+    return (f"{100 * worst.value:.0f} % of the calls of {where} {'waited' if past else 'wait'} for "
+            "experts that are not on the device")
+
+
+LAYER_RULES = (
+    LayerRule(
+        "collapse", _concentration, _mean_from(COLLAPSED_WAY), _collapse_title,
+        "The other experts learn nothing, and ranks wait for the one with the busy experts.",
+        "set or raise a balance loss (--moe-losses switch=0.01), or use --moe-router sigmoid_bias; "
+        "a collapsed router seldom recovers: go back to an earlier checkpoint", lasted=0.0),
+    LayerRule(
+        "dead_experts", _unchosen, _dead, _dead_title,
+        "Their weights get no gradient: memory without use.",
+        "raise the balance loss (--moe-losses), add --moe-router-noise 1.0 or "
+        "--moe-router-jitter 0.01 while training begins, or use fewer experts"),
+    LayerRule(
+        "drops", lambda r: r.drop_fraction, _dropped, _drops_title,
+        "A dropped choice gives zeros for that expert: tokens at the end of a batch learn less "
+        "than others.",
+        "--moe-capacity-factor none drops nothing; or raise --moe-capacity-factor, or balance more "
+        "(--moe-losses)"),
+    LayerRule(
+        "no_balance", _without_loss, _mean_from(1.0), _no_balance_title,
+        "Nothing keeps tokens from choosing the same experts.",
+        "--moe-losses switch=0.01 (in Megatron also --moe-aux-loss-coeff 0.01), or a router that "
+        "balances by itself, --moe-router sigmoid_bias"),
+    LayerRule(
+        "uneven", _with_loss, _mean_from(1.0), _uneven_title,
+        "With experts on several ranks the others wait for it; with a capacity its tokens are "
+        "dropped.",
+        "raise the balance loss (--moe-losses), or let other ranks compute its rows: "
+        "--moe-spill least_loaded"),
+    LayerRule(
+        "sure_router", _sureness, _sure, _sure_title,
+        "Its scores are 1 for one expert and 0 for the others: the other chosen experts get no "
+        "weight and no gradient.",
+        "add a z-loss (--moe-losses switch=0.01,z=0.001), a lower learning rate, or "
+        "--moe-router-fp32 true in a 16-bit model"),
+    LayerRule(
+        "waits_for_experts", lambda r: (r.calls or 0.0, r.store.get("stalls", 0.0)), _stalled,
+        _waits_title, "They are copied while nothing else runs.",
+        "raise --moe-experts-cache, or let the next block's experts be fetched while this one "
+        "computes: --moe-predict-experts true, or a model trained with --moe-pre-gate 1"),
+)
