@@ -64,6 +64,11 @@ class IntegerTokenizer(ByteTokenizer):
         return OrderedDict(class_="moe_plugin.IntegerTokenizer", vocab_size=str(self.vocab_size))
 
 
+def tokenizer_of(args: Any) -> ByteTokenizer:
+    """The tokenizer that the training script's arguments name."""
+    return IntegerTokenizer(args.vocab_size) if args.vocab_size else ByteTokenizer()
+
+
 def documents(path: str) -> Iterator[bytes]:
     """The documents of a text file: runs of lines between blank lines, each with its line breaks.
 

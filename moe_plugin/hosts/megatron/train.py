@@ -23,13 +23,16 @@ import torch.distributed as dist
 
 from moe_plugin.comm.gave_up import first_to_say
 from moe_plugin.config import MoEConfig, with_overrides
+from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.overflow import RowsOverflow
 from moe_plugin.hosts.megatron import arguments
+from moe_plugin.hosts.megatron.data import build_dataset, check_prefix, tokenizer_of
 from moe_plugin.hosts.megatron.guards import guard_of
 from moe_plugin.hosts.megatron.loop import Loop
 from moe_plugin.hosts.megatron.passes import Passes
 from moe_plugin.hosts.megatron.stage_layouts import Stages, unequal_passes
 from moe_plugin.hosts.megatron.start import start
+from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.hosts.plain.drops import RULE
 from moe_plugin.hosts.plain.twins import WrongResultError
 from moe_plugin.offload.tiers import TierError
@@ -54,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         if first_to_say(str(error)) if dist.is_initialized() else rank == "0":
             where = "" if rank == "0" else f" (rank {rank})"
-            sys.stderr.write(f"{parser.prog}: error: {error}{where}\n")
+            text = as_given(str(error), vars(args), NATIVE_ARGUMENTS)
+            sys.stderr.write(f"{parser.prog}: error: {text}{where}\n")
         return 2 if isinstance(error, ValueError) else 1
     finally:
         if dist.is_initialized():
@@ -82,10 +86,12 @@ def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any
     config = arguments.transformer_config(args, cpu=args.cpu or not torch.cuda.is_available())
     settings = arguments.our_settings(args)
     guard = guard_of(args, settings)
-    tokenizer, train_set, valid_set = _datasets(args)
-    _check_validation(args, valid_set)
+    check_prefix(args.data_path)
     build, passes, loop, load = _kind(args)
-    training = build(args, config, settings, tokenizer.vocab_size)
+    # before the data are read: settings that do not fit are found here
+    training = build(args, config, settings, tokenizer_of(args).vocab_size)
+    _, train_set, valid_set = _datasets(args)
+    _check_validation(args, valid_set)
     if stages is not None:
         training.passes = unequal_passes(stages, args, training)
         training.stage_layouts = [str(layout) for layout in stages.layouts]
@@ -145,9 +151,7 @@ def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Passes], t
 
 
 def _datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    from moe_plugin.hosts.megatron.data import ByteTokenizer, IntegerTokenizer, build_dataset
-
-    tokenizer = IntegerTokenizer(args.vocab_size) if args.vocab_size else ByteTokenizer()
+    tokenizer = tokenizer_of(args)
     train_set, valid_set = build_dataset(args.data_path, sequence_length=args.seq_length,
                                          samples=args.train_iters * args.global_batch_size,
                                          seed=args.seed, tokenizer=tokenizer, split=args.split,

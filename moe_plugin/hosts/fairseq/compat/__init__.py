@@ -28,6 +28,7 @@ def install() -> None:
         fields,
         launch,
         optimizers,
+        parsing,
         runtime,
         saving,
         userdir,
@@ -37,6 +38,6 @@ def install() -> None:
     hide(FAIRSEQ, FAIRSEQ_LINES)
     for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, saving.SHIMS, checkpoints.SHIMS,
                   evaluation.SHIMS, expert_store.SHIMS, branch_flags.SHIMS, optimizers.SHIMS,
-                  fields.SHIMS):
+                  fields.SHIMS, parsing.SHIMS):
         for shim in shims:
             shim()

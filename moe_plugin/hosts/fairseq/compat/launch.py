@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.config.flags import as_given
+
 logger = logging.getLogger(__name__)
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
@@ -66,7 +68,7 @@ def close_groups_at_the_end() -> None:
     @functools.wraps(original)  # under its name it pickles for spawned processes
     def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str,
                                                                                       Any]) -> None:
-        with _errors_of_use_in_one_line():
+        with errors_of_use_in_one_line(cfg):
             original(index, main, cfg, kwargs)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -74,7 +76,7 @@ def close_groups_at_the_end() -> None:
     utils.distributed_main = distributed_main
 
 
-def errors_of_use_in_one_line() -> None:
+def end_errors_of_use() -> None:
     """End a command whose settings do not fit with our message and status 2, without a traceback.
 
     fairseq <= 0.12.3 lets every error of `main` through. With `LOGLEVEL=DEBUG`, which fairseq
@@ -85,7 +87,7 @@ def errors_of_use_in_one_line() -> None:
     original = utils.call_main
 
     def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        with _errors_of_use_in_one_line():
+        with errors_of_use_in_one_line(cfg):
             try:
                 return original(cfg, main, **kwargs)
             except torch.multiprocessing.ProcessExitedException as error:
@@ -100,23 +102,29 @@ STATUS_OF_USE = 2
 
 
 @contextmanager
-def _errors_of_use_in_one_line() -> Iterator[None]:
+def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
+    """See `end_errors_of_use`. cfg: all settings of fairseq; None: not yet known."""
     try:
         yield
     except ValueError as error:
-        if not _is_ours(error):
+        if not is_ours(error):
             raise
         logger.debug("where it comes from", exc_info=True)
         many = dist.is_initialized() and dist.get_world_size() > 1
         where = f"rank {dist.get_rank()}: " if many else ""
         if dist.is_initialized():
             dist.destroy_process_group()
-        sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {where}{error}\n")
+        from moe_plugin.hosts.fairseq.translate import flag_values
+
+        text = as_given(str(error), flag_values(cfg and cfg.model))
+        sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {where}{text}\n")
         raise SystemExit(STATUS_OF_USE) from error
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether this package raised it."""
+def is_ours(error: BaseException | None) -> bool:
+    """Whether it is a `ValueError` that this package raised."""
+    if not isinstance(error, ValueError):
+        return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).split(".")[0] == "moe_plugin"
 
@@ -148,4 +156,4 @@ def _free_port() -> int:
 
 
 SHIMS: tuple[Callable[[], None], ...] = (call_main_without_cuda, close_groups_at_the_end,
-                                         errors_of_use_in_one_line)
+                                         end_errors_of_use)

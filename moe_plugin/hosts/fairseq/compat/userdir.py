@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.fields import add_field
+from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
 NAME = "moe_plugin"
@@ -32,7 +33,11 @@ def own_user_dir() -> None:
     def import_user_module(args: Any) -> None:
         given = getattr(args, "user_dir", None)
         if given is None or os.path.basename(os.path.abspath(given)) != NAME:
-            return original(args)
+            try:
+                return original(args)
+            except FileNotFoundError as error:
+                raise ValueError(f"--user-dir {short(given)} is not there; use --user-dir {NAME}, "
+                                 "or the path of a folder") from error
         home = _checked_home(given)
         original(argparse.Namespace(user_dir=home))
         import_models(os.path.join(home, "models"), "moe_plugin.models")
