@@ -93,7 +93,7 @@ class SwappedStorage:
         """
         try:
             self._out.wait()
-        except BaseException as error:
+        except Exception as error:
             raise self._error("out to", error) from error
         self._left.wait()
 
@@ -120,7 +120,7 @@ class SwappedStorage:
             return self._source
         try:
             self._in.wait()
-        except BaseException as error:
+        except Exception as error:
             raise self._error("back from", error) from error
         return self._target
 

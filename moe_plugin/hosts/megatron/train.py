@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm.gave_up import first_to_say
+from moe_plugin.comm.gave_up import first_to_say, is_of_another_rank, says_why
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.overflow import RowsOverflow
@@ -43,16 +43,18 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Errors of use end with a message and status 2, numbers that stay not
-    finite or are wrong on a rank, and a full disk, with status 1, on every rank. The first rank
-    that has a message says it: others may have none.
+    finite or are wrong on a rank, a full disk and the end of another rank, with status 1, on every
+    rank. The first rank that has a message says it: others may have none.
     """
     parser = arguments.parser()
     args = parser.parse_args(argv)
     _log_from_rank_zero()
     try:
-        with hidden(MEGATRON):
+        with hidden(MEGATRON), says_why():
             run(args, start(args))
-    except (ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError) as error:
+    except Exception as error:
+        if not isinstance(error, _SAY_ALL) and not is_of_another_rank(error):
+            raise
         logging.getLogger().setLevel(logging.ERROR)
         rank = os.environ.get("RANK", "0")
         if first_to_say(str(error)) if dist.is_initialized() else rank == "0":
@@ -64,6 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+# errors whose message says all
+_SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError
 
 
 def _log_from_rank_zero() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.comm.gave_up import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def close_groups_at_the_end() -> None:
     @functools.wraps(original)  # under its name it pickles for spawned processes
     def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str,
                                                                                       Any]) -> None:
-        with errors_of_use_in_one_line(cfg):
+        with errors_of_use_in_one_line(cfg), says_why():
             original(index, main, cfg, kwargs)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -106,19 +107,19 @@ def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
     """See `end_errors_of_use`. cfg: all settings of fairseq; None: not yet known."""
     try:
         yield
-    except ValueError as error:
-        if not is_ours(error):
+    except Exception as error:
+        if not is_ours(error) and not is_of_another_rank(error):
             raise
         logger.debug("where it comes from", exc_info=True)
         many = dist.is_initialized() and dist.get_world_size() > 1
-        where = f"rank {dist.get_rank()}: " if many else ""
+        where = f"rank {dist.get_rank()}: " if many and is_ours(error) else ""
         if dist.is_initialized():
             dist.destroy_process_group()
         from moe_plugin.hosts.fairseq.translate import flag_values
 
         text = as_given(str(error), flag_values(cfg and cfg.model))
         sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {where}{text}\n")
-        raise SystemExit(STATUS_OF_USE) from error
+        raise SystemExit(STATUS_OF_USE if is_ours(error) else 1) from error
 
 
 def is_ours(error: BaseException | None) -> bool:
