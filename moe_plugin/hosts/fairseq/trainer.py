@@ -49,6 +49,7 @@ from moe_plugin.hosts.plain.replicas import (
     replica_comm,
     replicas_of,
 )
+from moe_plugin.hosts.plain.stopping import RUN
 from moe_plugin.hosts.plain.twins import TwinCheck
 from moe_plugin.hosts.plain.vote import Ballots
 from moe_plugin.routing import finish_step
@@ -112,6 +113,7 @@ class MoETrainer(Trainer):
         if self._elastic is None and self._has_replicas:
             self._elastic = ElasticUpdates(self)
         before, begun = self.get_num_updates(), time.perf_counter()
+        RUN.go_on()
         self._check_twins(before + 1, samples)
         with nullcontext() if self._observer is None else self._observer.around_step(before + 1):
             logged = self._until_rows_fit(samples, raise_oom)

@@ -34,6 +34,7 @@ from moe_plugin.hosts.megatron.stage_layouts import Stages, unequal_passes
 from moe_plugin.hosts.megatron.start import start
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.hosts.plain.drops import RULE
+from moe_plugin.hosts.plain.stopping import stops_in_one_line
 from moe_plugin.hosts.plain.twins import WrongResultError
 from moe_plugin.offload.tiers import TierError
 from moe_plugin.quiet import MEGATRON, hidden
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     _log_from_rank_zero()
     try:
-        with hidden(MEGATRON), says_why():
+        with stops_in_one_line(), hidden(MEGATRON), says_why():
             run(args, start(args))
     except Exception as error:
         if not isinstance(error, _SAY_ALL) and not is_of_another_rank(error):
@@ -102,8 +103,6 @@ def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any
         training.passes = unequal_passes(stages, args, training)
         training.stage_layouts = [str(layout) for layout in stages.layouts]
     progress = load(args.load, training) if args.load else checkpoint.Progress()
-    if progress.iteration and not args.skip_train:
-        logger.info("goes on from iteration %d, of %s", progress.iteration, args.load)
     log = RunLog(args.log_file or (args.save and os.path.join(args.save, "log.jsonl")), vars(args),
                  arguments.changed_defaults(args))
     if args.skip_train:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from moe_plugin.comm.gave_up import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
+from moe_plugin.hosts.plain.stopping import STATUS as STATUS_OF_STOP
+from moe_plugin.hosts.plain.stopping import stops_in_one_line
 
 logger = logging.getLogger(__name__)
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -69,7 +72,7 @@ def close_groups_at_the_end() -> None:
     @functools.wraps(original)  # under its name it pickles for spawned processes
     def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str,
                                                                                       Any]) -> None:
-        with errors_of_use_in_one_line(cfg), says_why():
+        with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
             original(index, main, cfg, kwargs)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -88,12 +91,12 @@ def end_errors_of_use() -> None:
     original = utils.call_main
 
     def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        with errors_of_use_in_one_line(cfg):
+        with stops_in_one_line(), errors_of_use_in_one_line(cfg):
             try:
                 return original(cfg, main, **kwargs)
             except torch.multiprocessing.ProcessExitedException as error:
-                if error.exit_code == STATUS_OF_USE:
-                    raise SystemExit(STATUS_OF_USE) from None
+                if error.exit_code in (STATUS_OF_USE, STATUS_OF_STOP):
+                    raise SystemExit(error.exit_code) from None
                 raise
 
     utils.call_main = call_main
@@ -138,7 +141,11 @@ def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         processes = settings.distributed_num_procs = settings.distributed_world_size
     kwargs["start_rank"] = settings.distributed_rank
     settings.distributed_rank = None  # each process takes start_rank + its index
-    torch.multiprocessing.spawn(spawned, args=(main, cfg, kwargs), nprocs=processes, join=True)
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # the processes get it, too, and end
+    try:
+        torch.multiprocessing.spawn(spawned, args=(main, cfg, kwargs), nprocs=processes, join=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def spawned(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
