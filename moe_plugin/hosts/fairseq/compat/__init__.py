@@ -26,6 +26,7 @@ def install() -> None:
         evaluation,
         expert_store,
         fields,
+        hydra_train,
         launch,
         optimizers,
         parsing,
@@ -38,6 +39,6 @@ def install() -> None:
     hide(FAIRSEQ, FAIRSEQ_LINES)
     for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, saving.SHIMS, checkpoints.SHIMS,
                   evaluation.SHIMS, expert_store.SHIMS, branch_flags.SHIMS, optimizers.SHIMS,
-                  fields.SHIMS, parsing.SHIMS):
+                  fields.SHIMS, parsing.SHIMS, hydra_train.SHIMS):
         for shim in shims:
             shim()
