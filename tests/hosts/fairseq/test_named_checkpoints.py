@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.hosts.fairseq.average import main
 from tests.hosts.fairseq.conftest import (
     DROPLESS,
     LANGUAGE_MODEL,
@@ -94,3 +97,44 @@ def test_evaluation_of_a_name_that_is_not_there(corpus: Corpus, tmp_path: Path, 
                  "--user-dir moe_plugin --batch-size 4")
     assert result.code == 2 and "Traceback" not in result.log, result.log[-2000:]
     assert f"error: --path '{tmp_path}/x.pt' does not exist, nor does {tmp_path}/x-ra" in result.log
+
+
+def test_averages_of_several_ranks(corpus: Corpus, ep2: tuple[Path, Result],
+                                   tmp_path: Path) -> None:
+    """Means in float64; they evaluate and train on as any checkpoint does."""
+    home, inputs = ep2[0], ("checkpoint_1_4", "checkpoint_1_8", "checkpoint_last")
+    argv = [*(str(home / f"{name}.pt") for name in inputs[:2]),
+            str(home / f"{inputs[2]}-rank-1.pt"), "--output", str(tmp_path / "run" / "average.pt")]
+    assert main(["--inputs", *argv]) == 0
+    for rank in (0, 1):
+        found, *given = (files.read(str(path)) for path in (
+            tmp_path / "run" / f"average-rank-{rank}.pt",
+            *(home / f"{name}-rank-{rank}.pt" for name in inputs)))
+        weights = [name for name, value in found["model"].items()
+                   if isinstance(value, torch.Tensor)]
+        assert any("experts" in name for name in weights) and "last_optimizer_state" not in found
+        for name in weights:
+            mean = sum(one["model"][name].double() for one in given) / 3
+            assert torch.equal(found["model"][name], mean.to(found["model"][name].dtype)), name
+    evaluate = f"{corpus.lm} --tokens-per-sample 32 --cpu --user-dir moe_plugin --batch-size 4"
+    losses = {re.search(r"Loss \(base 2\): ([\d.]+)", run(
+        "fairseq-eval-lm", f"{evaluate} --path {tmp_path}/run/average.pt", ranks).ok().log)[1]
+        for ranks in (1, 2)}
+    assert len(losses) == 1
+    assert len(_train(corpus, f"--finetune-from-model {tmp_path}/run/average.pt --no-save "
+                      f"--save-dir {tmp_path} --max-update 1", 2).ok().losses) == 1
+
+
+def test_what_cannot_be_averaged_is_refused(ep2: tuple[Path, Result], mt2: tuple[Path, Result],
+                                            tmp_path: Path,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    home, out = ep2[0], tmp_path / "average.pt"
+    one = tmp_path / "one-rank-0.pt"
+    one.write_bytes((home / "checkpoint_last-rank-0.pt").read_bytes())
+    for other, said in ((tmp_path / "x.pt", "x.pt does not exist"),
+                        (tmp_path / "one.pt", "1 files"),
+                        (mt2[0] / "checkpoint_last.pt", "give checkpoints of one run")):
+        with pytest.raises(SystemExit) as ended:
+            main(["--inputs", str(home / "checkpoint_last.pt"), str(other), "--output", str(out)])
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert not list(tmp_path.glob("average*"))
