@@ -81,7 +81,7 @@ def reason() -> str:
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Whether the error says by which error another rank ended: then it is no cause itself."""
+    """Whether the error says by which error another rank ended, which is the cause."""
     return _GAVE_UP in str(error)
 
 

@@ -63,7 +63,7 @@ def test_a_name_that_is_not_there_is_refused(corpus: Corpus, tmp_path: Path, fla
 
 
 def test_a_file_to_restore_that_is_not_there_is_warned_of(corpus: Corpus, tmp_path: Path) -> None:
-    """fairseq begins anew, as launch scripts expect of a first start."""
+    """fairseq begins at step 0, as launch scripts expect of a first start."""
     flags = f"--no-save --save-dir {tmp_path} --max-update 1"
     log = _train(corpus, f"{flags} --restore-file {tmp_path}/x.pt", ranks=2).ok().log
     assert log.count("x.pt is not there: training begins at step 0") == 1

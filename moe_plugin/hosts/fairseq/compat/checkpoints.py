@@ -89,7 +89,7 @@ def _names(cfg: Any) -> dict[str, str | None]:
         folder, name = os.path.split(files.without_rank(cfg.restore_file))
         names["restore_file"] = os.path.join(folder or ".", name)
     resets = (cfg.reset_optimizer or cfg.reset_lr_scheduler or cfg.reset_meters
-              or cfg.reset_dataloader)  # fairseq refuses them beside --finetune-from-model
+              or cfg.reset_dataloader)  # fairseq refuses them with --finetune-from-model
     begun = (cfg.restore_file == _LAST and not resets
              and _existing(os.path.join(cfg.save_dir, _LAST)) is not None)
     for flag in ("finetune_from_model", "continue_once"):
