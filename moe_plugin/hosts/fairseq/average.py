@@ -102,8 +102,8 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+def options() -> Parser:
+    """The command line's."""
     parser = Parser(prog="python -m moe_plugin.hosts.fairseq.average",
                     description="Average the weights of checkpoints of a fairseq run.")
     parser.add_argument("--inputs", required=True, nargs="+", metavar="FILE",
@@ -112,6 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="checkpoint to write, with a file for each rank of the inputs")
     parser.add_argument("--trust-checkpoint", action="store_true",
                         help="unpickle classes that are not listed, which can run code")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = options()
     args = parser.parse_args(argv)
     own_log()
     try:
