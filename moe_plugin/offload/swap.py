@@ -93,7 +93,9 @@ class SwappedStorage:
         """
         try:
             self._out.wait()
-        except Exception as error:
+        except KeyboardInterrupt:  # of the user
+            raise
+        except BaseException as error:
             raise self._error("out to", error) from error
         self._left.wait()
 
@@ -120,7 +122,9 @@ class SwappedStorage:
             return self._source
         try:
             self._in.wait()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise self._error("back from", error) from error
         return self._target
 
