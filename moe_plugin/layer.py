@@ -81,7 +81,8 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
             unread.check(config, self.comm.rank == 0, router=router is not None,
                          experts=experts is not None)
         where = {"dtype": dtype, "device": device}
-        config, place, sharing = place_experts(config, self.comm, router, experts, **where)
+        config, place, sharing = place_experts(config, self.comm, router, experts,
+                                               training=host.training, **where)
         self.config, self.placement = config, place
         self.tokens = TokenEntry(config.model_dim, sharing)
         self.router = layer_router(config, place.comm, router, host.when_split(sharing), **where)

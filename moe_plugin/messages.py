@@ -7,12 +7,19 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Iterable
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 LIMIT = 200  # characters of a value
 _USAGE_LINES = 20  # more of them hide the message
 _ARGUMENT_LIMIT = 600  # of argparse's message about an argument, which lists the choices
+_UNKNOWN = 6  # unknown flags in a message
+_WAIT_S = 10.0  # for the rank that writes the message
+_CLEARLY = 0.05  # more alike by so much: the other name was not meant
+_CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", re.S)
 
 
 def short(value: Any, limit: int = LIMIT) -> str:
@@ -39,9 +46,15 @@ def cut(text: str, limit: int = LIMIT) -> str:
 def alike(name: str, known: Iterable[str]) -> list[str]:
     """Known names that a wrong one was perhaps meant to be: of similar letters, or longer."""
     known = list(known)
-    near = [*difflib.get_close_matches(name, known, 2, 0.8),
-            *(each for each in known if each.startswith(f"{name}_"))]
-    return list(dict.fromkeys(near))[:3]
+    near = difflib.get_close_matches(name, known, 2, 0.8)
+    if len(near) == 2 and _likeness(name, near[0]) - _likeness(name, near[1]) > _CLEARLY:
+        del near[1]
+    longer = (each for each in known if each.startswith(f"{name}_"))
+    return list(dict.fromkeys([*near, *longer]))[:3]
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def did_you_mean(near: Iterable[str]) -> str:
@@ -60,17 +73,66 @@ def first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def flag_names(words: Iterable[str]) -> list[str]:
+    """The flags among the words of a command line, without values, each once."""
+    return list(dict.fromkeys(text.split("=")[0] for text in words if text.startswith("--")))
+
+
 class Parser(argparse.ArgumentParser):
-    """`ArgumentParser` whose errors are short, whatever the arguments are."""
+    """`ArgumentParser` whose errors are short, whatever the arguments are, and say which flag a
+    misspelled one was perhaps meant to be.
+    """
+
+    given: Sequence[str] = ()
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As `ArgumentParser`'s."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {cut(' '.join(flag_names(unknown) or unknown))}")
+        return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As `ArgumentParser`'s."""
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def flags(self) -> set[str]:
+        """Every flag, also those of the commands below this one."""
+        found = set(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    found.update(command.flags())
+        return found
+
+    def unknown(self) -> list[str]:
+        """The flags given that are not known, and that nothing else is said of."""
+        known = self.flags()
+        return [name for name in flag_names(self.given) if name not in known]
+
+    def remedies(self, message: str) -> list[str]:
+        """What to add to an error: which known flags or choices the unknown ones are near to."""
+        known = self.flags()
+        wrong = {name: alike(name, known) for name in self.unknown()}
+        if found := _CHOICE.match(message):
+            wrong[found[2]] = alike(found[2], re.findall(r"[\w.-]+", found[3]))
+        near = {name: meant for name, meant in wrong.items() if meant}
+        if len(wrong) == 1 and all(name in message for name in wrong):
+            return [f"did you mean {' or '.join(meant)}?" for meant in near.values()]
+        return [f"did you mean {' or '.join(meant)} instead of {name}?"
+                for name, meant in list(near.items())[:_UNKNOWN]]
 
     def error(self, message: str) -> NoReturn:
         """Write the usage, if it is short, and the message; end with status 2. Of the ranks that a
         launcher starts on one node with the same arguments the first writes; other nodes may have
-        other arguments.
+        other arguments. The others wait until they are ended: a launcher ends all ranks when the
+        first of them has.
         """
         if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_WAIT_S)
             self.exit(2)
+        text = "; ".join([cut(message, _ARGUMENT_LIMIT), *self.remedies(message)])
         if self.format_usage().count("\n") > _USAGE_LINES:
-            self.exit(2, f"{self.prog}: error: {cut(message, _ARGUMENT_LIMIT)}\n"
-                      f"All arguments: {self.prog} --help\n")
-        super().error(cut(message, _ARGUMENT_LIMIT))
+            self.exit(2, f"{self.prog}: error: {text} (all arguments: {self.prog} --help)\n")
+        super().error(text)

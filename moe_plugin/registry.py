@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from moe_plugin.messages import short
+from moe_plugin.messages import alike, did_you_mean, short
 
 T = TypeVar("T")
 KINDS: dict[str, "Registry"] = {}
@@ -91,7 +91,8 @@ class Registry(Generic[T]):
         """The whole entry called `name`."""
         if name not in self._entries:
             raise ValueError(
-                f"unknown {self.kind} {short(name)}; known: {', '.join(self.names()) or 'none'}")
+                f"unknown {self.kind} {short(name)}; {did_you_mean(alike(str(name), self.names()))}"
+                f"known: {', '.join(self.names()) or 'none'}")
         return self._entries[name]
 
     def names(self) -> list[str]:

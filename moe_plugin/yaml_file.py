@@ -21,15 +21,15 @@ _NAMES = {dict: "mapping", list: "list"}
 
 
 def bundled(path: str | Path) -> str | Path:
-    """`path`, or, where it begins with `configs/` and nothing is there, the example file of this
-    name that is installed with the package.
+    """`path`, or, where it begins with `configs/` and nothing is there, the example file (or folder
+    of them) of this name that is installed with the package.
     """
     wanted = Path(path)
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():
         return path
     [folder] = importlib.import_module("moe_plugin.configs").__path__
     place = Path(folder, *wanted.parts[1:])
-    return place if place.is_file() else path
+    return place if place.exists() else path
 
 
 def read_yaml(path: str | Path, what: str = "config file",

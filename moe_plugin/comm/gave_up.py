@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 log = logging.getLogger(__name__)
-_KEY = "moe_plugin/gave_up"
+_KEY, _GAVE_UP = "moe_plugin/gave_up", "of the job gave up"
 _TAG = (1 << 31) - 1  # of a message that is never sent
 _ANSWER_S = 3.0  # for the store, which may be in a rank that is gone
+_TOGETHER_S = 1.0  # between ranks that end by the same error
 
 
 @contextmanager
@@ -31,6 +32,20 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
         yield
     except kind as error:
         give_up(error)
+        raise
+
+
+@contextmanager
+def says_why() -> Iterator[None]:
+    """For a whole run: an error that ends this rank alone ends the others by its words, too, not by
+    a broken connection. Ranks that all end by themselves, as of settings that do not fit, are left
+    alone.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _several() and not _bounded(_all_end):
+            give_up(error)
         raise
 
 
@@ -65,6 +80,11 @@ def reason() -> str:
     return f"; {said}"
 
 
+def is_of_another_rank(error: BaseException) -> bool:
+    """Whether the error says by which error another rank ended, which is the cause."""
+    return _GAVE_UP in str(error)
+
+
 def first_to_say(text: str) -> bool:
     """Whether no other rank of the job has said the same before; True, too, where no rank can be
     asked. For messages that any rank may have, alone or as all do.
@@ -75,7 +95,7 @@ def first_to_say(text: str) -> bool:
 
 
 def _why(error: BaseException) -> str:
-    return f"rank {dist.get_rank()} of the job gave up: {type(error).__name__}: {error}"
+    return f"rank {dist.get_rank()} {_GAVE_UP}: {type(error).__name__}: {error}"
 
 
 def _several() -> bool:
@@ -96,9 +116,22 @@ def _hear(store: Any) -> str:
 
 
 def _all_know(store: Any) -> None:
-    until = time.monotonic() + _ANSWER_S
-    while store.add(f"{_KEY}/known", 0) < dist.get_world_size() and time.monotonic() < until:
+    _come(store, "known", _ANSWER_S)
+
+
+def _all_end(store: Any) -> bool:
+    store.add(f"{_KEY}/ends", 1)
+    return _come(store, "ends", _TOGETHER_S)
+
+
+def _come(store: Any, counter: str, timeout_s: float) -> bool:
+    """Whether all ranks counted themselves in time."""
+    until = time.monotonic() + timeout_s
+    while store.add(f"{_KEY}/{counter}", 0) < dist.get_world_size():
+        if time.monotonic() > until:
+            return False
         time.sleep(0.02)
+    return True
 
 
 def _break_connections() -> None:

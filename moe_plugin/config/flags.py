@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import logging
+import re
 import types
 import typing
 from collections.abc import Container, Iterator, Mapping
@@ -17,7 +20,6 @@ from typing import Any
 from moe_plugin.config import (
     MoEConfig,
     from_dict,
-    from_yaml,
     settings_from_yaml,
     with_overrides,
 )
@@ -27,9 +29,12 @@ from moe_plugin.config.options import (
     canonical,
     hints_of,
     is_section,
-    unread_allowed,
 )
 from moe_plugin.messages import short
+
+logger = logging.getLogger(__name__)
+_OF_CAPACITY = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
+                "dispatch.eval_token_fraction")
 
 
 @dataclass(frozen=True)
@@ -94,15 +99,61 @@ def setting_specs() -> list[FlagSpec]:
 
 
 def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the file of `--moe-config`, as dotted paths; {} without one.
+    """The settings in the file of `--moe-config` that flags leave in force, as dotted paths; {}
+    without one.
+
+    `--moe-capacity-factor none` drops no token: what the file says of capacity is left out, and
+    the log says so once.
 
     Args:
         values: parsed flags by `dest`.
     Raises:
         ValueError: see `settings_from_yaml`.
     """
-    return settings_from_yaml(values[CONFIG_FLAG.dest], trust_imports=_trusted(values)) \
-        if values.get(CONFIG_FLAG.dest) else {}
+    path = values.get(CONFIG_FLAG.dest)
+    if not path:
+        return {}
+    found = settings_from_yaml(path, trust_imports=_trusted(values))
+    given = settings_from_flags(values)
+    if given.get("dispatch.capacity_factor", 0) is not None:
+        return found
+    apart = {name: value for name, value in found.items() if name not in given and (
+        name in _OF_CAPACITY or (name, value) == ("dispatch.name", "padded"))}
+    if apart:
+        _say_once(f"--moe-capacity-factor none: left out of {short(str(path))}: " + ", ".join(
+            f"{name}={short(value)}" for name, value in apart.items()))
+    return {name: value for name, value in found.items() if name not in apart}
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.info(text)
+
+
+def as_given(text: str, values: Mapping[str, Any],
+             other_flags: Mapping[str, str] = types.MappingProxyType({})) -> str:
+    """An error's text with the names by which the user gave the settings in it: flag, or file.
+
+    Args:
+        values: parsed flags by `dest`.
+        other_flags: a host's own flags by the path that they set.
+    """
+    names = {path: f"in {values[CONFIG_FLAG.dest]}" for path in _in_file(values)}
+    names |= {path: flag for path, flag in other_flags.items()}
+    second = aliases(MoEConfig)
+    names |= {second.get(spec.path, spec.path): f"{spec.flag} {short(values[spec.dest])}"
+              for spec in setting_specs() if values.get(spec.dest) is not None}
+    found = [f"{path}: {name}" for path, name in names.items()
+             if re.search(rf"(?<![\w.-]){re.escape(path)}" + ("" if "." in path else "[=.]"), text)
+             and name not in text]
+    return f"{text} ({'; '.join(found)})" if found else text
+
+
+def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return file_settings(values)
+    except ValueError:  # it is the error, and names the file
+        return {}
 
 
 def _trusted(values: Mapping[str, Any]) -> bool:
@@ -170,11 +221,8 @@ def config_from_flags(values: Mapping[str, Any],
     Raises:
         ValueError: naming the flag or path, its value, the bound and the remedy.
     """
-    config_file = values.get(CONFIG_FLAG.dest)
-    with unread_allowed():  # by flags
-        config = from_yaml(config_file, trust_imports=_trusted(values)) if config_file else (
-            from_dict({}))
-    return with_overrides(config, {**(base or {}), **settings_from_flags(values)})
+    return with_overrides(from_dict({}), {**file_settings(values), **(base or {}),
+                                          **settings_from_flags(values)})
 
 
 def settings_from_flags(values: Mapping[str, Any],

@@ -10,7 +10,8 @@ own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +158,17 @@ def from_yaml(path: str, *, trust_imports: bool = False,
             or has `imports` without `trust_imports`.
     """
     values = _read(path, trust_imports)
-    return from_dict(values if model_dim is None else {**values, "model_dim": model_dim})
+    with _of_file(path):
+        return from_dict(values if model_dim is None else {**values, "model_dim": model_dim})
+
+
+@contextmanager
+def _of_file(path: str) -> Iterator[None]:
+    """Errors inside name the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"config file {short(str(path))}: {error}") from error
 
 
 def _read(path: str, trust_imports: bool) -> dict[str, Any]:
@@ -175,7 +186,7 @@ def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, A
     """The settings that a YAML file names, as dotted paths; arguments and errors as of `from_yaml`.
     """
     values = _read(path, trust_imports)
-    with unread_allowed():  # what is given beside the file may read it
+    with _of_file(path), unread_allowed():  # what is given beside the file may read it
         from_dict(values)  # its errors name keys, types and bounds
     return canonical(flatten(values), aliases(MoEConfig))
 

@@ -191,29 +191,31 @@ dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher
                                                    check=_check_traits)
 
 
-def check_settings(config: DispatchConfig) -> None:
+def check_settings(config: DispatchConfig, training: bool = True) -> None:
     """`ValueError` where the configured dispatcher has fixed slots and nothing says how many, or
     where rows are bounded that it does not bound.
+
+    training: whether the layer may train: what holds in evaluation alone is then not enough.
     """
     default = DispatchConfig()
+    traits = dispatchers.get(config.name).traits
     for name in ("max_rows_factor", "max_tokens", "on_overflow", "stash_mib"):
         value = getattr(config, name)
-        if value != getattr(default, name) and not dispatchers.get(config.name).traits.bounded:
+        if value != getattr(default, name) and not traits.bounded:
             raise ValueError(f"dispatch.{name}={value!r} does not fit dispatch.name="
                              f"{config.name!r}, which bounds no rows; use 'bounded', or leave it "
                              "out")
-    limited = (config.capacity_factor is not None or config.eval_capacity_factor is not None
-               or config.eval_token_fraction > 0)
-    if not limited and dispatchers.get(config.name).traits.fixed_slots:
+    outside = config.eval_capacity_factor is not None or config.eval_token_fraction > 0
+    if traits.fixed_slots and config.capacity_factor is None and (training or not outside):
         raise ValueError(
-            f"dispatch.capacity_factor=None does not fit dispatch.name={config.name!r}:"
+            f"dispatch.capacity_factor=none does not fit dispatch.name={config.name!r}:"
             f" {_CAPACITY}")
 
 
 def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
     """(slots_TK int64 [T, K], capacity); `ValueError` where this call has none."""
     if kept.slots_TK is None or kept.capacity is None:
-        raise ValueError(f"dispatch.capacity_factor=None does not fit this call: {_CAPACITY}")
+        raise ValueError(f"dispatch.capacity_factor=none does not fit this call: {_CAPACITY}")
     return kept.slots_TK, kept.capacity
 
 

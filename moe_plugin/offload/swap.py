@@ -93,6 +93,8 @@ class SwappedStorage:
         """
         try:
             self._out.wait()
+        except KeyboardInterrupt:  # of the user
+            raise
         except BaseException as error:
             raise self._error("out to", error) from error
         self._left.wait()
@@ -120,6 +122,8 @@ class SwappedStorage:
             return self._source
         try:
             self._in.wait()
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             raise self._error("back from", error) from error
         return self._target

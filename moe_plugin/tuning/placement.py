@@ -63,15 +63,15 @@ def _digest(name: str | None) -> str | None:
 
 def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None,
                   experts: Callable[[int], nn.Module] | None = None, *,
-                  dtype: torch.dtype | None = None,
-                  device: Any = None) -> tuple[MoEConfig, Placement, Comm | None]:
+                  dtype: torch.dtype | None = None, device: Any = None,
+                  training: bool = True) -> tuple[MoEConfig, Placement, Comm | None]:
     """(settings, placement, ranks that share tokens) of a layer. Collective.
 
     The third value is None where no tokens are shared before routing, see `with_schedule`. All
     ranks' settings are compared first (`agree_on_settings`); last, that the weights fit the memory.
 
     Args:
-        router, experts, dtype, device: of the layer, see `MoELayer`.
+        router, experts, dtype, device: of the layer, see `MoELayer`. training: it may train.
     Raises:
         ValueError: settings, ranks, group and memory do not fit together.
     """
@@ -83,7 +83,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
     place.check()
     config, place, sharing = with_schedule(config, place)
-    check_settings(config.dispatch)
+    check_settings(config.dispatch, training)
     check_memory(config, place, experts, dtype, device)
     return decided(config, comm), place, sharing
 

@@ -12,6 +12,7 @@ from moe_plugin.config.flags import add_arguments
 from moe_plugin.config.options import MOST_SECONDS, check
 from moe_plugin.config.unread import refuse
 from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
+from moe_plugin.messages import Parser
 from moe_plugin.vision.data import EXAMPLES
 from moe_plugin.vision.ensemble import HEAD
 from moe_plugin.vision.model import PRESETS
@@ -28,8 +29,8 @@ ENSEMBLE = (
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
     """The options; those of the layers are the flags of the hosts."""
-    p = argparse.ArgumentParser(prog="python -m moe_plugin.vision.train", description=description,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(prog="python -m moe_plugin.vision.train", description=description,
+               formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--data", type=Path, required=True,
                    help="folder with train/CLASS/* and val/CLASS/*; to segment: images/*, masks/*")
     p.add_argument("--out", type=Path, required=True, help="folder of the run")

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.files import Leave
 from moe_plugin.comm import TorchComm
+from moe_plugin.comm.gave_up import first_to_say, is_of_another_rank, says_why
 from moe_plugin.config import ObserveConfig
 from moe_plugin.config.flags import file_settings, settings_from_flags
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in, optimizer_groups
@@ -321,11 +322,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **gloo)
     try:
-        Trainer(args).run()
-        dist.barrier()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        with says_why():
+            Trainer(args).run()
+            dist.barrier()
+    except Exception as error:
+        if not isinstance(error, ValueError) and not is_of_another_rank(error):
+            raise
+        if first_to_say(str(error)):
+            print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
     finally:
         dist.destroy_process_group()
     return 0

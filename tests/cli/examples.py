@@ -195,6 +195,13 @@ class Shell:
         """`python -m moe_plugin.hosts.megatron.data`."""
         self._megatron("data", words, "")
 
+    def fairseq_average(self, words: list[str]) -> None:
+        """`python -m moe_plugin.hosts.fairseq.average`."""
+        from moe_plugin.hosts.fairseq import average
+
+        assert not self.runs, "tests/hosts/fairseq/test_named_checkpoints.py runs it"
+        average.options().parse_args(words)
+
     def megatron_train(self, words: list[str]) -> None:
         """`python -m moe_plugin.hosts.megatron.train`, on two ranks."""
         if not self.runs:
@@ -295,6 +302,7 @@ PROGRAMS: dict[str, Callable[[Shell, list[str]], None]] = {
 MODULES: dict[str, Callable[[Shell, list[str]], None]] = {
     "torch.distributed.run": Shell.torchrun,
     "moe_plugin.cli.main": Shell.moe_plugin,
+    "moe_plugin.hosts.fairseq.average": Shell.fairseq_average,
     "moe_plugin.hosts.megatron.data": Shell.megatron_data,
     "moe_plugin.hosts.megatron.train": Shell.megatron_train,
     "moe_plugin.hosts.megatron.launch": Shell.megatron_launch,

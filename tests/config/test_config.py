@@ -23,7 +23,7 @@ from moe_plugin.config import (
     to_dict,
     with_overrides,
 )
-from moe_plugin.config.flags import add_arguments, config_from_flags, setting_specs
+from moe_plugin.config.flags import add_arguments, as_given, config_from_flags, setting_specs
 from moe_plugin.planner.forest.source import find_network
 
 
@@ -166,6 +166,53 @@ def test_flags_override_file_and_host(tmp_path) -> None:
             config.router.noise) == (1, 16, 32, 0.25)
     assert config.losses == {"gshard": 0.1, "z": 1e-3} and config.dispatch.capacity_factor == 1.25
     assert config.router.batch_prioritized and not config.experts.bias
+
+
+_CAPACITIES = ("dispatch: {name: padded, capacity_factor: 1.25, eval_capacity_factor: 2.0, "
+               "eval_token_fraction: 0.5}\nnum_experts: 4\n")
+
+
+@pytest.mark.parametrize(("flags", "left"), [
+    ({}, {}),
+    ({"moe_eval_capacity_factor": "3"}, {"eval_capacity_factor": 3.0}),
+    ({"moe_dispatch": "padded"}, {"name": "padded"}),
+    ({"moe_eval_token_fraction": "0.1"}, {"eval_token_fraction": 0.1})])
+def test_no_capacity_as_a_flag_drops_nothing_whatever_the_file_says(
+        tmp_path, flags: dict[str, str], left: dict[str, object],
+        caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / f"{len(left)}{'_'.join(left)}.yaml"
+    path.write_text(_CAPACITIES)
+    given = {"moe_config": str(path), **flags}
+    assert config_from_flags(given).dispatch.capacity_factor == 1.25
+    with caplog.at_level("INFO", "moe_plugin"):
+        config = config_from_flags({**given, "moe_capacity_factor": "none"})
+        config_from_flags({**given, "moe_capacity_factor": "none"})
+    assert config == from_dict({"num_experts": 4, "dispatch": left})
+    [said] = caplog.messages  # once, though hosts read the flags several times
+    assert said.startswith(f"--moe-capacity-factor none: left out of '{path}': ")
+    assert ("dispatch.name='padded'" in said) is ("name" not in left)
+
+
+def test_an_error_says_where_each_setting_in_it_was_given(tmp_path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("num_experts: 4\nlosses: {z: 0.1}\n")
+    given = {"moe_config": str(path), "moe_top_k": "5"}
+    with pytest.raises(ValueError) as error:
+        config_from_flags(given)
+    said = as_given(str(error.value), given)
+    assert said == f"{error.value} (num_experts: in {path}; router.top_k: --moe-top-k '5')"
+    assert as_given("losses.z=-1 is", given) == f"losses.z=-1 is (losses: in {path})"
+    assert as_given("losses of sight", given) == "losses of sight"
+    own = {"num_experts": "--num-experts"}
+    assert as_given("num_experts=4 is", {}, own) == "num_experts=4 is (num_experts: --num-experts)"
+
+
+def test_an_error_in_a_file_names_the_file(tmp_path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("router: {top_kk: 5}\n")
+    for read in (from_yaml, settings_from_yaml, lambda p: config_from_flags({"moe_config": p})):
+        with pytest.raises(ValueError, match="^config file '.*moe.yaml': unknown key 'router.top_"):
+            read(str(path))
 
 
 def test_every_flag_reads_back_its_default() -> None:

@@ -146,3 +146,8 @@ class ConfidentOracleConfig(GateLossFlags, CrossEntropyCriterionConfig):
         "exact", "that pull: its exact gradient, or cross entropy to random labels")
     oracle_unit: ChoiceEnum(["sentence", "token"]) = _option(
         "sentence", "what has responsible heads of its own")
+
+
+# what the user dir adds to the flags of fairseq
+KINDS = (MoELanguageModelConfig, MoETransformerFlags, MoEEnsembleConfig, MoELabelSmoothedConfig,
+         ConfidentOracleConfig)

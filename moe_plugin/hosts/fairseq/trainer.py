@@ -7,6 +7,7 @@ For a model without experts it is fairseq's trainer.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from moe_plugin.hosts.fairseq import sharding
 from moe_plugin.hosts.fairseq.activations import activations_of
 from moe_plugin.hosts.fairseq.changed_settings import changed_line
 from moe_plugin.hosts.fairseq.compat.checkpoints import giving
+from moe_plugin.hosts.fairseq.compat.launch import is_ours
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
@@ -47,6 +49,7 @@ from moe_plugin.hosts.plain.replicas import (
     replica_comm,
     replicas_of,
 )
+from moe_plugin.hosts.plain.stopping import RUN
 from moe_plugin.hosts.plain.twins import TwinCheck
 from moe_plugin.hosts.plain.vote import Ballots
 from moe_plugin.routing import finish_step
@@ -111,6 +114,7 @@ class MoETrainer(Trainer):
         if self._elastic is None and self._has_replicas:
             self._elastic = ElasticUpdates(self)
         before, begun = self.get_num_updates(), time.perf_counter()
+        RUN.go_on()
         self._check_twins(before + 1, samples)
         with nullcontext() if self._observer is None else self._observer.around_step(before + 1):
             logged = self._until_rows_fit(samples, raise_oom)
@@ -355,6 +359,8 @@ class MoETrainer(Trainer):
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
         """Write this rank's file; it takes its final name when every rank has written its own."""
+        if files.is_crash_dump(filename) and is_ours(sys.exc_info()[1]):
+            return None  # settings or data that do not fit: the message says all
         if self.is_sharded and files.is_crash_dump(filename):
             logger.warning("no %s is written: it would need the parts of all ranks", filename)
             return None

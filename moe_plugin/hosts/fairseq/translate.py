@@ -22,6 +22,7 @@ from moe_plugin.config.flags import (
     setting_specs,
 )
 from moe_plugin.config.options import check
+from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
 from moe_plugin.messages import short
 
@@ -63,7 +64,30 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
     Raises:
         ValueError: naming the flags, their values and the remedy.
     """
-    flags = {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
+    config = _settings(args, model_dim, ffn_dim, activation)
+    _warn(args, config)
+    return config
+
+
+def check_flags(args: Any) -> None:
+    """`ValueError` for settings that do not fit, as far as they are known before a model is built.
+
+    args: parsed flags of a model that may have experts.
+    """
+    freqs = [freq for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
+             if (freq := setting(args, name, 0))]
+    for freq in freqs:
+        check_experts_given(args, freq)
+    if not freqs:
+        return
+    config = _settings(args, 1, setting(args, "decoder_ffn_embed_dim") or 1,
+                       str(setting(args, "activation_fn", "relu")))
+    if config.dispatch.name in dispatchers:  # a module of `imports` may bring it
+        check_settings(config.dispatch)
+
+
+def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoEConfig:
+    flags = flag_values(args)
     own_dispatch = bool(flags[CONFIG_FLAG.dest]) or any(flags[name] is not None
                                                         for name in DISPATCH_FLAGS)
     in_file = file_settings(flags)
@@ -79,8 +103,12 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
           "'1f1b' in fairseq, which has no pipeline stages",
           "leave it out, or train with moe_plugin.hosts.megatron.train")
     refuse_streamed_weights(config.offload, "fairseq")
-    _warn(args, config)
     return config
+
+
+def flag_values(args: Any) -> dict[str, Any]:
+    """The generated flags of a namespace or config by `dest`; None: not given."""
+    return {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
 
 
 def _activation(name: str) -> str:

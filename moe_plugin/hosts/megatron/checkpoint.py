@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.trust import UntrustedFile
+from moe_plugin.comm import CommError
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron import checkpoint_trust
 from moe_plugin.hosts.megatron.compat import core, writers
@@ -36,7 +37,7 @@ from moe_plugin.hosts.megatron.offline.source import (
     MegatronSource,
     refuse_other_optimizers,
 )
-from moe_plugin.hosts.plain.named_errors import comm_of
+from moe_plugin.hosts.plain.named_errors import collectives_named, comm_of
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 
@@ -218,15 +219,18 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         if with_optimizer and not (with_optimizer := _has_optimizer(path, trust)):
             del state["optimizer"]
         # of layers that the checkpoint has as one tensor unequal stages ask for unequal parts
-        found = dist_checkpointing.load(
-            state, path, validate_access_integrity=apart or not training.stage_layouts)
-    except (UntrustedFile, CheckpointError):
+        with collectives_named(f"a collective of reading checkpoint {path!r}"):
+            found = dist_checkpointing.load(
+                state, path, validate_access_integrity=apart or not training.stage_layouts)
+    except (UntrustedFile, CheckpointError, CommError):
         raise
     # Megatron, torch and pickle raise many kinds for a damaged file
     except (Exception, CheckpointException) as error:
+        rank, cause = files.cause(error)
+        where = f" on rank {rank}" if rank != dist.get_rank() else ""
         raise ValueError(
-            f"checkpoint {path!r} cannot be loaded: {short(error, 300)}; to use an earlier one "
-            f"write its number into "
+            f"checkpoint {path!r} cannot be loaded{where}: {short(cause, 300)}; to use an earlier "
+            "one write its number into "
             f"{os.path.join(root, LATEST)}") from error
     for index, model in enumerate(training.bare()):
         model.load_state_dict(found[f"model{index}"])

@@ -40,10 +40,16 @@ def together(folder: str, work: Callable[[], None]) -> None:
         raise CheckpointError(failed[0]) from error
 
 
-def _not_written(folder: str, error: BaseException) -> str:
-    rank = dist.get_rank()
-    if isinstance(error, CheckpointException) and error.failures:  # of all ranks, on each of them
+def cause(error: BaseException) -> tuple[int, BaseException]:
+    """The rank that failed, and its error: torch's own is raised on all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
+        return rank, error
+    return dist.get_rank(), error
+
+
+def _not_written(folder: str, error: BaseException) -> str:
+    rank, error = cause(error)
     return (f"checkpoint {folder!r} cannot be written on rank {rank}: {type(error).__name__}: "
             f"{short(error)}; older ones are untouched; "
             f"{write_remedy(error, os.path.dirname(folder))} (--save)")

@@ -7,11 +7,9 @@ from __future__ import annotations
 import argparse
 import ast
 import logging
-import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from moe_plugin.messages import Parser, cut, short
+from moe_plugin.messages import Parser, alike, flag_names, short
 
 logger = logging.getLogger("moe_plugin.megatron")
 
@@ -49,45 +47,30 @@ _INSTEAD = {
     "--fp8-format": "use --bf16, and --moe-expert-precision fp8 for the experts' products",
     "--use-checkpoint-args": "give the arguments of the run that saved it",
 }
+_OTHER_SCRIPT = ("if {} is meant for Megatron's own script, which has more arguments than this "
+                 "one, leave it out, or start that script by python -m "
+                 "moe_plugin.hosts.megatron.launch (docs/megatron.md)")
 
 
 class CopiedParser(Parser):
     """A parser whose errors say what replaces Megatron's flags that it does not have."""
 
-    _given: Sequence[str] = ()
+    def unknown(self) -> list[str]:
+        """As `Parser`'s, without what something replaces."""
+        return [name for name in super().unknown() if name not in _INSTEAD]
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `ArgumentParser`'s."""
-        self._given = sys.argv[1:] if args is None else list(args)
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self._refuse(unknown)
-        return parsed
-
-    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
-        names = _names(unknown)
-        message = f"unrecognized arguments: {cut(' '.join(names or unknown))}"
-        if set(names) - set(_INSTEAD):
-            message += ("; Megatron's own script has more arguments than this one: leave them out, "
-                        "or start it by python -m moe_plugin.hosts.megatron.launch "
-                        "(docs/megatron.md)")
-        self.error(message)
-
-    def error(self, message: str) -> NoReturn:
-        """As `Parser`'s, with what replaces the flags given: `argparse` names a required flag that
-        is missing before the one of Megatron's given in its place.
+    def remedies(self, message: str) -> list[str]:
+        """As `Parser`'s, with what replaces flags of Megatron's script: `argparse` names a required
+        flag that is missing before the one of Megatron's given in its place.
         """
-        replaced: dict[str, list[str]] = {}
-        for name in _names(self._given):
+        known, replaced = self.flags(), dict[str, list[str]]()
+        for name in flag_names(self.given):
             if name in _INSTEAD:
                 replaced.setdefault(_INSTEAD[name], []).append(name)
-        super().error("; ".join([message, *(f"in place of {', '.join(names)}: {hint}"
-                                            for hint, names in replaced.items())]))
-
-
-def _names(words: Sequence[str]) -> list[str]:
-    # of the flags among them, each once
-    return list(dict.fromkeys(text.split("=")[0] for text in words if text.startswith("--")))
+        other = [name for name in self.unknown() if not alike(name, known)][:3]
+        return [*super().remedies(message),
+                *([_OTHER_SCRIPT.format(", ".join(other))] if other else []),
+                *(f"in place of {', '.join(names)}: {hint}" for hint, names in replaced.items())]
 
 
 class OneOrMore(argparse.Action):

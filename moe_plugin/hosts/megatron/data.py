@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.comm import CommError
+from moe_plugin.hosts.plain.named_errors import collectives_named
 from moe_plugin.messages import Parser, short
 from moe_plugin.quiet import MEGATRON, hidden, own_log
 from moe_plugin.regular_files import check_input, check_output, make_folder, write_remedy
@@ -62,6 +64,11 @@ class IntegerTokenizer(ByteTokenizer):
     def unique_identifiers(self) -> OrderedDict[str, str]:
         """Goes into the key of the dataset's index cache."""
         return OrderedDict(class_="moe_plugin.IntegerTokenizer", vocab_size=str(self.vocab_size))
+
+
+def tokenizer_of(args: Any) -> ByteTokenizer:
+    """The tokenizer that the training script's arguments name."""
+    return IntegerTokenizer(args.vocab_size) if args.vocab_size else ByteTokenizer()
 
 
 def documents(path: str) -> Iterator[bytes]:
@@ -164,6 +171,7 @@ def build_dataset(prefix: str, *, sequence_length: int, samples: int, seed: int,
 
     Raises:
         ValueError: missing or empty files, or fewer tokens than one sequence needs.
+        CommError: another rank failed.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -177,8 +185,11 @@ def build_dataset(prefix: str, *, sequence_length: int, samples: int, seed: int,
         reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
     )
     try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, [samples, None, None],
-                                                        lambda: True, config).build()
+        with collectives_named("a collective of Megatron's dataset builder"):
+            train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, [samples, None, None],
+                                                            lambda: True, config).build()
+    except CommError:
+        raise
     except (AssertionError, IndexError, RuntimeError, ZeroDivisionError) as error:
         raise ValueError(
             f"dataset {short(prefix)} gives no training samples of {sequence_length} tokens "

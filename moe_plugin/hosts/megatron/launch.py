@@ -28,7 +28,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
-from moe_plugin.messages import short
+from moe_plugin.messages import Parser, short
 from moe_plugin.quiet import MEGATRON, hidden
 
 
@@ -45,8 +45,15 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def chained(first: Provider | None) -> Provider:
-    """Our provider after the script's own."""
-    return lambda parser: extra_args_provider(first(parser) if first is not None else parser)
+    """Our provider after the script's own; errors of the script's parser become short."""
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = extra_args_provider(first(parser) if first is not None else parser)
+        if type(parser) is argparse.ArgumentParser:
+            parser.__class__ = Parser  # which has no state of its own when it is made
+        return parser
+
+    return provide
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from moe_plugin.config import GuardConfig
 from moe_plugin.hosts.megatron.guards import StepVotes, TwinSteps, losses_so_far
 from moe_plugin.hosts.megatron.passes import Passes
 from moe_plugin.hosts.plain.drops import DropWarning
+from moe_plugin.hosts.plain.stopping import RUN
 from moe_plugin.routing import finish_step_of_any
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -62,6 +63,7 @@ class Loop(Passes):
         from moe_plugin.observe import progress as progress_bar
 
         args, record, saved = self.args, {}, progress.iteration
+        self._begin(progress.iteration, lambda: progress.iteration)
         batches = self._training_batches(progress)
         sums, since = self._nothing(), time.perf_counter()
         here = dist.get_rank() == 0
@@ -69,6 +71,7 @@ class Loop(Passes):
         with shown as stream, progress_bar(args.train_iters, "training", stream=stream) as bar:
             bar.update(progress.iteration)
             while progress.iteration < args.train_iters:
+                RUN.go_on()
                 before, begun = progress, time.perf_counter()
                 if self.twins is not None:
                     batches = [self.twins(before.iteration + 1, batches[0])]
@@ -92,14 +95,29 @@ class Loop(Passes):
                     if here:
                         self.warn_of_drops.validation(done, self.observer.validation.take())
                 if args.save and args.save_interval and done % args.save_interval == 0:
-                    self.save(progress)
+                    self._save(progress)
                     saved = done
                 bar.update(done - before.iteration)
                 if args.exit_interval and done % args.exit_interval == 0:
                     break
         if args.save and saved != progress.iteration:
-            logger.info("checkpoint: %s", self.save(progress))
+            self._save(progress)
         return record
+
+    def _begin(self, done: int, step: Callable[[], int]) -> None:
+        args = self.args
+        same = args.load is not None and args.load == args.save
+        RUN.begin(step, done if same and done else None, args.save,
+                  "the same command" if same else f"the command with --load {args.save}")
+        if done >= args.train_iters:
+            logger.info("the run of %s is finished: it has %d of --train-iters %d; a larger number "
+                        "goes on", args.load, done, args.train_iters)
+        elif done:
+            logger.info("goes on from iteration %d, of %s", done, args.load)
+
+    def _save(self, progress: Any) -> None:
+        logger.info("checkpoint: %s", self.save(progress))
+        RUN.saved = progress.iteration
 
     def save(self, progress: Any) -> str:
         """Write a checkpoint and return its folder; a collective call."""

@@ -24,7 +24,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from moe_plugin.config import settings_from_yaml
+from moe_plugin.config import from_dict, settings_from_yaml, with_overrides
+from moe_plugin.config.options import MOST_EXPERTS, unread_allowed
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
@@ -47,7 +48,7 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
     Raises:
         ValueError: no MoE layer in the spec, or bad settings.
     """
-    settings = settings_from_yaml(settings) if isinstance(settings, str) else settings
+    settings = _checked(settings)
     swapped, count = core.swap_spec(spec, PluginMoELayer, {"settings": settings})
     if not count and not allow_none:
         raise ValueError(
@@ -55,6 +56,18 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
             "num_experts set, and pass the "
             "transformer layer's spec or a TransformerBlockSubmodules")
     return swapped
+
+
+def _checked(settings: Mapping[str, Any] | str | None) -> Mapping[str, Any] | None:
+    """Settings by dotted path, whose names, types and bounds are those of the tree. What Megatron's
+    own settings decide, such as the number of experts, is compared when a layer is built.
+    """
+    if isinstance(settings, str):
+        return settings_from_yaml(settings)
+    if settings:
+        with unread_allowed():
+            with_overrides(from_dict({"losses": {}, "num_experts": MOST_EXPERTS}), settings)
+    return settings
 
 
 def swap_attention(spec: Any) -> Any:
@@ -76,7 +89,7 @@ def moe_layer_spec(settings: Mapping[str, Any] | str | None = None, *,
 
     transformer_engine: None takes it where it is installed.
     """
-    settings = settings_from_yaml(settings) if isinstance(settings, str) else settings
+    settings = _checked(settings)
     swapped, _ = core.swap_spec(core.gpt_moe_layer_spec(transformer_engine), PluginMoELayer,
                                 {"settings": settings, "plain_layers": True})
     return swapped
@@ -134,7 +147,7 @@ def _later_block(settings: Mapping[str, Any] | str | None, transformer_engine: b
 
 
 def _swapped(block: Any, settings: Mapping[str, Any] | str | None) -> Any:
-    settings = settings_from_yaml(settings) if isinstance(settings, str) else settings
+    settings = _checked(settings)
     given = settings_from_flags(script_arguments()) if settings is None else settings
     if pipeline_settings(given).cuts:
         block = swap_attention(block)

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin import determinism
+from moe_plugin.comm import CommError
 from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.hosts.megatron import arguments, copied_flags
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.stage_layouts import Stages, initialize, stages_of
+from moe_plugin.hosts.plain.named_errors import collectives_named
 
 
 def start(args: argparse.Namespace) -> Stages | None:
@@ -65,10 +67,13 @@ def start(args: argparse.Namespace) -> Stages | None:
             expert_tensor_parallel_size=sizes.expert_tensor_parallel_size)
 
     try:
-        if stages is None:
-            groups(args)
-        else:
-            initialize(stages, args, groups)
+        with collectives_named("the making of Megatron's process groups"):
+            if stages is None:
+                groups(args)
+            else:
+                initialize(stages, args, groups)
+    except CommError:
+        raise
     except (AssertionError, RuntimeError) as error:
         raise ValueError(
             f"Megatron refuses these parallel sizes for {dist.get_world_size()} processes: {error}"

@@ -21,16 +21,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm.gave_up import first_to_say
+from moe_plugin.comm.gave_up import first_to_say, is_of_another_rank, says_why
 from moe_plugin.config import MoEConfig, with_overrides
+from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.overflow import RowsOverflow
 from moe_plugin.hosts.megatron import arguments
+from moe_plugin.hosts.megatron.data import build_dataset, check_prefix, tokenizer_of
 from moe_plugin.hosts.megatron.guards import guard_of
 from moe_plugin.hosts.megatron.loop import Loop
 from moe_plugin.hosts.megatron.passes import Passes
 from moe_plugin.hosts.megatron.stage_layouts import Stages, unequal_passes
 from moe_plugin.hosts.megatron.start import start
+from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.hosts.plain.drops import RULE
+from moe_plugin.hosts.plain.stopping import stops_in_one_line
 from moe_plugin.hosts.plain.twins import WrongResultError
 from moe_plugin.offload.tiers import TierError
 from moe_plugin.quiet import MEGATRON, hidden
@@ -40,26 +44,33 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Errors of use end with a message and status 2, numbers that stay not
-    finite or are wrong on a rank, and a full disk, with status 1, on every rank. The first rank
-    that has a message says it: others may have none.
+    finite or are wrong on a rank, a full disk and the end of another rank, with status 1, on every
+    rank. The first rank that has a message says it: others may have none.
     """
     parser = arguments.parser()
     args = parser.parse_args(argv)
     _log_from_rank_zero()
     try:
-        with hidden(MEGATRON):
+        with stops_in_one_line(), hidden(MEGATRON), says_why():
             run(args, start(args))
-    except (ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError) as error:
+    except Exception as error:
+        if not isinstance(error, _SAY_ALL) and not is_of_another_rank(error):
+            raise
         logging.getLogger().setLevel(logging.ERROR)
         rank = os.environ.get("RANK", "0")
         if first_to_say(str(error)) if dist.is_initialized() else rank == "0":
             where = "" if rank == "0" else f" (rank {rank})"
-            sys.stderr.write(f"{parser.prog}: error: {error}{where}\n")
+            text = as_given(str(error), vars(args), NATIVE_ARGUMENTS)
+            sys.stderr.write(f"{parser.prog}: error: {text}{where}\n")
         return 2 if isinstance(error, ValueError) else 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+# errors whose message says all
+_SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError
 
 
 def _log_from_rank_zero() -> None:
@@ -82,16 +93,16 @@ def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any
     config = arguments.transformer_config(args, cpu=args.cpu or not torch.cuda.is_available())
     settings = arguments.our_settings(args)
     guard = guard_of(args, settings)
-    tokenizer, train_set, valid_set = _datasets(args)
-    _check_validation(args, valid_set)
+    check_prefix(args.data_path)
     build, passes, loop, load = _kind(args)
-    training = build(args, config, settings, tokenizer.vocab_size)
+    # before the data are read: settings that do not fit are found here
+    training = build(args, config, settings, tokenizer_of(args).vocab_size)
+    _, train_set, valid_set = _datasets(args)
+    _check_validation(args, valid_set)
     if stages is not None:
         training.passes = unequal_passes(stages, args, training)
         training.stage_layouts = [str(layout) for layout in stages.layouts]
     progress = load(args.load, training) if args.load else checkpoint.Progress()
-    if progress.iteration and not args.skip_train:
-        logger.info("goes on from iteration %d, of %s", progress.iteration, args.load)
     log = RunLog(args.log_file or (args.save and os.path.join(args.save, "log.jsonl")), vars(args),
                  arguments.changed_defaults(args))
     if args.skip_train:
@@ -145,9 +156,7 @@ def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Passes], t
 
 
 def _datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    from moe_plugin.hosts.megatron.data import ByteTokenizer, IntegerTokenizer, build_dataset
-
-    tokenizer = IntegerTokenizer(args.vocab_size) if args.vocab_size else ByteTokenizer()
+    tokenizer = tokenizer_of(args)
     train_set, valid_set = build_dataset(args.data_path, sequence_length=args.seq_length,
                                          samples=args.train_iters * args.global_batch_size,
                                          seed=args.seed, tokenizer=tokenizer, split=args.split,

@@ -342,9 +342,9 @@ def test_bad_input_is_named(corpus: Corpus, tmp_path: Path, arguments: str,
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_setting_that_does_not_fit_ends_with_the_message_alone(corpus: Corpus, tmp_path: Path,
                                                                  ranks: int) -> None:
-    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-top-k 9 "
+    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-router swich "
                  f"--max-update 1 --save-dir {tmp_path}", ranks=ranks)
-    result.failed_with("fairseq-train: error: ", "router.top_k=9", "num_experts=4")
+    result.failed_with("fairseq-train: error: ", "unknown router 'swich'; did you mean switch?")
     assert result.code == 2 and "Traceback" not in result.log
     assert result.log.count("fairseq-train: error: ") == ranks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,24 @@ def test_shared_expert_runs_while_rows_travel(case: Case) -> None:
     for difference, log in on_ranks(2, _shared, case, True):
         assert difference < 1e-5
         assert log == ["started", "shared", "waited"] * 2  # forward, backward
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"comm.alltoall": "leader"}, "unknown key 'comm.alltoall'; did you mean comm.all_to_all?"),
+    ({"router.top_k": "2"}, "router.top_k='2' is a str; must be int"),
+    ({"dispatch.capacity_factor": 1e9}, "dispatch.capacity_factor=1000000000.0 is out of bounds")])
+def test_settings_that_are_none_are_refused_when_they_are_given(settings: dict[str, object],
+                                                                said: str) -> None:
+    """Not when a layer is built; what Megatron's own settings decide is compared there."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from moe_plugin.hosts.megatron.spec import moe_layer_spec, script_spec, swap_moe
+
+    for call in (lambda given: swap_moe(get_gpt_layer_local_spec(num_experts=8), given),
+                 moe_layer_spec, script_spec):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            call(settings)
+        call({"router.top_k": 64, "comm.all_to_all": "leader", "guard.aggregate": "median"})
 
 
 def test_swap_moe_needs_an_moe_layer() -> None:

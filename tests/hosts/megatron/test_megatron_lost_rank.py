@@ -69,3 +69,61 @@ def test_a_rank_that_dies_between_layers_is_named_too(data: str, tmp_path: Path,
         on_ranks(2, _train_and_die, place, argv)
     said = str(error.value)
     assert WHO in said and waited in said and " failed: " in said
+
+
+# where the last rank fails, not the host: module, function
+FAILS = {"data": ("moe_plugin.hosts.megatron.train", "build_dataset"),
+         "loading": ("megatron.core.dist_checkpointing", "load")}
+
+
+def _main_and_fail(place: str, argv: list[str]) -> None:
+    from moe_plugin.hosts.megatron import train
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError("No module named 'nothing_of_this_name'")
+
+    module, name = FAILS[place]
+    if is_last():
+        setattr(importlib.import_module(module), name, fail)
+    raise SystemExit(train.main(argv))
+
+
+@pytest.mark.parametrize("place", FAILS)
+def test_an_error_of_one_rank_is_not_blamed_on_settings_or_data(data: str, tmp_path: Path,
+                                                               place: str) -> None:
+    """The other rank says the error of the rank that failed, in one line."""
+    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "1", "--save", str(tmp_path),
+            "--data-cache-path", str(tmp_path / "cache")]
+    if place == "loading":
+        on_ranks(2, trained, argv)
+        argv += ["--load", str(tmp_path)]
+    with pytest.raises(AssertionError) as error:
+        on_ranks(2, _main_and_fail, place, argv)
+    said = [line for line in str(error.value).splitlines()
+            if line.startswith("python -m moe_plugin.hosts.megatron.train: error: ")]
+    of_other = next(line for line in said if "error: rank 0 of 2 in group" in line)
+    assert "; rank 1 of the job gave up: " in of_other and "no training samples" not in of_other
+    assert all("No module named 'nothing_of_this_name'" in line for line in said), said
+    # the rank that cannot read a checkpoint says that itself
+    assert len(said) == (2 if place == "loading" else 1), said
+
+
+def _groups_of_a_lost_rank(argv: list[str]) -> str:
+    from moe_plugin.comm import CommError
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
+
+    parallel = importlib.import_module("megatron.core.parallel_state")
+    parallel.initialize_model_parallel = lost
+    try:
+        trained(argv)
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+def test_a_lost_connection_is_not_blamed_on_parallel_sizes(data: str) -> None:
+    [said] = on_ranks(1, _groups_of_a_lost_rank, [*MODEL, "--data-path", data, "--train-iters",
+                                                  "1"])
+    assert "the making of Megatron's process groups failed: " in said

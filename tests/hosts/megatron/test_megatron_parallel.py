@@ -303,7 +303,7 @@ MISFITS = {
     "replicas and sequence parallel": (2, replace(
         TP2, sequence_parallel=True), PARM[0], ("parallel.replicas=2", "sequence_parallel=True")),
     "no slots to share": (2, TP2, {"parallel.replicas": 2, "parallel.schedule": "s2"},
-                          ("parallel.schedule='s2'", "capacity_factor=None", "padded")),
+                          ("parallel.schedule='s2'", "capacity_factor=none", "padded")),
 }
 
 

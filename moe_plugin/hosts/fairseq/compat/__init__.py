@@ -26,8 +26,10 @@ def install() -> None:
         evaluation,
         expert_store,
         fields,
+        hydra_train,
         launch,
         optimizers,
+        parsing,
         runtime,
         saving,
         userdir,
@@ -37,6 +39,6 @@ def install() -> None:
     hide(FAIRSEQ, FAIRSEQ_LINES)
     for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, saving.SHIMS, checkpoints.SHIMS,
                   evaluation.SHIMS, expert_store.SHIMS, branch_flags.SHIMS, optimizers.SHIMS,
-                  fields.SHIMS):
+                  fields.SHIMS, parsing.SHIMS, hydra_train.SHIMS):
         for shim in shims:
             shim()

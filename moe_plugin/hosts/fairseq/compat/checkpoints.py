@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.messages import short
+
+logger = logging.getLogger(__name__)
+_LAST = "checkpoint_last.pt"  # fairseq's default, in the run's folder
 
 
 def checksums() -> None:
@@ -49,6 +54,71 @@ def trust_flag() -> None:
     options.get_parser = get_parser
 
 
+def training_from_rank_files() -> None:
+    """Let every flag of training that names a checkpoint take `X.pt` for `X-rank-0.pt`, ..., and
+    one of these for all of them.
+
+    fairseq <= 0.12.3 adds the rank to `--restore-file` alone, and looks for this rank's
+    `checkpoint_last` to tell whether a run begins: ranks would differ where others wrote it.
+    """
+    from fairseq import checkpoint_utils
+
+    original = checkpoint_utils.load_checkpoint
+
+    def load_checkpoint(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+        names = _names(cfg)
+        wanted = names.get("restore_file", cfg.restore_file)
+        if wanted != _LAST and _existing(wanted) is None and trainer.data_parallel_rank == 0:
+            logger.warning("--restore-file %s is not there: training begins at step 0", wanted)
+        before = {name: cfg[name] for name in names}
+        cfg.update(names)
+        try:
+            return original(cfg, trainer, **kwargs)
+        finally:
+            cfg.update(before)
+
+    checkpoint_utils.load_checkpoint = load_checkpoint
+
+
+def _names(cfg: Any) -> dict[str, str | None]:
+    """What settings that name checkpoints are for fairseq. `ValueError`: there is none."""
+    from moe_plugin.hosts.fairseq import checkpoint_files as files
+
+    names: dict[str, str | None] = {}
+    if files.has_rank(cfg.restore_file):
+        folder, name = os.path.split(files.without_rank(cfg.restore_file))
+        names["restore_file"] = os.path.join(folder or ".", name)
+    resets = (cfg.reset_optimizer or cfg.reset_lr_scheduler or cfg.reset_meters
+              or cfg.reset_dataloader)  # fairseq refuses them with --finetune-from-model
+    begun = (cfg.restore_file == _LAST and not resets
+             and _existing(os.path.join(cfg.save_dir, _LAST)) is not None)
+    for flag in ("finetune_from_model", "continue_once"):
+        given = cfg.get(flag)
+        if given is not None:
+            names[flag] = None if begun else _existing(given)
+            if not begun and names[flag] is None:
+                raise _missing(f"--{flag.replace('_', '-')}", given)
+    return names
+
+
+def _existing(path: str) -> str | None:
+    """The file, or its first rank's; remote files are taken to be there."""
+    from fairseq.file_io import PathManager
+
+    from moe_plugin.hosts.fairseq import checkpoint_files as files
+
+    if PathManager.path_requires_pathmanager(path):
+        return path
+    return next((name for name in (path, files.with_rank(path, 0)) if os.path.exists(name)), None)
+
+
+def _missing(flag: str, path: str) -> ValueError:
+    from moe_plugin.hosts.fairseq import checkpoint_files as files
+
+    return ValueError(f"{flag} {short(path)} does not exist, nor does {files.with_rank(path, 0)}; "
+                      "give the path of a checkpoint, with or without the number of a rank")
+
+
 def evaluation_from_rank_files() -> None:
     """Let `--path X.pt` also stand for `X-rank-0.pt`, `X-rank-1.pt`, ... in evaluation.
 
@@ -74,8 +144,10 @@ def evaluation_from_rank_files() -> None:
 
     def get_maybe_sharded_checkpoint_filename(filename: str, *args: Any, **kwargs: Any) -> str:
         name = name_of(filename, *args, **kwargs)
-        first = files.with_rank(name, 0)
-        return first if not os.path.exists(name) and os.path.exists(first) else name
+        found = _existing(name)
+        if found is None:
+            raise _missing("--path", name)
+        return found
 
     def load_checkpoint_to_cpu(path: str, *args: Any, **kwargs: Any) -> Any:
         if os.path.exists(path):
@@ -127,5 +199,5 @@ def _value(settings: Any, name: str) -> Any:
     return getattr(settings, name, None)  # a namespace of fairseq's, of any release
 
 
-SHIMS: tuple[Callable[[], None], ...] = (checksums, trust_flag,
+SHIMS: tuple[Callable[[], None], ...] = (checksums, trust_flag, training_from_rank_files,
                                           evaluation_from_rank_files)

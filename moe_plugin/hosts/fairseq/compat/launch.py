@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -14,6 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from moe_plugin.comm.gave_up import is_of_another_rank, says_why
+from moe_plugin.config.flags import as_given
+from moe_plugin.hosts.plain.stopping import STATUS as STATUS_OF_STOP
+from moe_plugin.hosts.plain.stopping import stops_in_one_line
 
 logger = logging.getLogger(__name__)
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -66,7 +72,7 @@ def close_groups_at_the_end() -> None:
     @functools.wraps(original)  # under its name it pickles for spawned processes
     def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str,
                                                                                       Any]) -> None:
-        with _errors_of_use_in_one_line():
+        with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
             original(index, main, cfg, kwargs)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -74,7 +80,7 @@ def close_groups_at_the_end() -> None:
     utils.distributed_main = distributed_main
 
 
-def errors_of_use_in_one_line() -> None:
+def end_errors_of_use() -> None:
     """End a command whose settings do not fit with our message and status 2, without a traceback.
 
     fairseq <= 0.12.3 lets every error of `main` through. With `LOGLEVEL=DEBUG`, which fairseq
@@ -85,12 +91,12 @@ def errors_of_use_in_one_line() -> None:
     original = utils.call_main
 
     def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        with _errors_of_use_in_one_line():
+        with stops_in_one_line(), errors_of_use_in_one_line(cfg):
             try:
                 return original(cfg, main, **kwargs)
             except torch.multiprocessing.ProcessExitedException as error:
-                if error.exit_code == STATUS_OF_USE:
-                    raise SystemExit(STATUS_OF_USE) from None
+                if error.exit_code in (STATUS_OF_USE, STATUS_OF_STOP):
+                    raise SystemExit(error.exit_code) from None
                 raise
 
     utils.call_main = call_main
@@ -100,23 +106,29 @@ STATUS_OF_USE = 2
 
 
 @contextmanager
-def _errors_of_use_in_one_line() -> Iterator[None]:
+def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
+    """See `end_errors_of_use`. cfg: all settings of fairseq; None: not yet known."""
     try:
         yield
-    except ValueError as error:
-        if not _is_ours(error):
+    except Exception as error:
+        if not is_ours(error) and not is_of_another_rank(error):
             raise
         logger.debug("where it comes from", exc_info=True)
         many = dist.is_initialized() and dist.get_world_size() > 1
-        where = f"rank {dist.get_rank()}: " if many else ""
+        where = f"rank {dist.get_rank()}: " if many and is_ours(error) else ""
         if dist.is_initialized():
             dist.destroy_process_group()
-        sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {where}{error}\n")
-        raise SystemExit(STATUS_OF_USE) from error
+        from moe_plugin.hosts.fairseq.translate import flag_values
+
+        text = as_given(str(error), flag_values(cfg and cfg.model))
+        sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {where}{text}\n")
+        raise SystemExit(STATUS_OF_USE if is_ours(error) else 1) from error
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether this package raised it."""
+def is_ours(error: BaseException | None) -> bool:
+    """Whether it is a `ValueError` that this package raised."""
+    if not isinstance(error, ValueError):
+        return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).split(".")[0] == "moe_plugin"
 
@@ -129,7 +141,11 @@ def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         processes = settings.distributed_num_procs = settings.distributed_world_size
     kwargs["start_rank"] = settings.distributed_rank
     settings.distributed_rank = None  # each process takes start_rank + its index
-    torch.multiprocessing.spawn(spawned, args=(main, cfg, kwargs), nprocs=processes, join=True)
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # the processes get it, too, and end
+    try:
+        torch.multiprocessing.spawn(spawned, args=(main, cfg, kwargs), nprocs=processes, join=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def spawned(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
@@ -148,4 +164,4 @@ def _free_port() -> int:
 
 
 SHIMS: tuple[Callable[[], None], ...] = (call_main_without_cuda, close_groups_at_the_end,
-                                         errors_of_use_in_one_line)
+                                         end_errors_of_use)

@@ -4,6 +4,7 @@ flags of fairseq's `moe` branch.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.fields import add_field
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.hosts.plain.stopping import RUN
+
+logger = logging.getLogger(__name__)
 
 FLAGS = {
     "no_best_checkpoints": "don't store best checkpoints (fairseq moe)",
@@ -61,6 +65,8 @@ def saving_flags() -> None:
             trainer, epoch_itr)
         with _without_optimizer_state(trainer.cfg.checkpoint, bare):
             save(cfg, trainer, epoch_itr, val_loss)
+        if not cfg.no_save:
+            RUN.saved = trainer.get_num_updates()
 
     checkpoint_utils.PathManager = Overlay(paths, copy=copy)
     checkpoint_utils.save_checkpoint = save_checkpoint
@@ -86,4 +92,31 @@ def _without_optimizer_state(cfg: Any, bare: bool) -> Iterator[None]:
         cfg.no_save_optimizer_state = before
 
 
-SHIMS: tuple[Callable[[], None], ...] = (saving_flags,)
+def runs_say_where_they_are() -> None:
+    """fairseq <= 0.12.3 trains a step beyond the last when a finished run is started again; when
+    it is stopped, every rank ends in a traceback.
+    """
+    from fairseq import checkpoint_utils
+
+    original = checkpoint_utils.load_checkpoint
+
+    def load_checkpoint(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+        extra_state, epoch_itr = original(cfg, trainer, **kwargs)
+        done, limits = trainer.get_num_updates(), trainer.cfg.optimization
+        newest = cfg.restore_file == "checkpoint_last.pt" and not cfg.no_last_checkpoints
+        RUN.begin(trainer.get_num_updates, done if newest and done else None,
+                  None if cfg.no_save else cfg.save_dir,
+                  "the same command" if newest else "the command with --restore-file FILE")
+        for flag, so_far, limit in (("--max-update", done, limits.max_update),
+                                    ("--max-epoch", epoch_itr.next_epoch_idx - 1,
+                                     limits.max_epoch)):
+            if done and 0 < limit <= so_far:
+                logger.info("the run of %s is finished: it has %d of %s %d; a larger number goes "
+                            "on", cfg.save_dir, so_far, flag, limit)
+                limits.max_epoch = -1  # no epoch follows; 0 stands for any number of them
+        return extra_state, epoch_itr
+
+    checkpoint_utils.load_checkpoint = load_checkpoint
+
+
+SHIMS: tuple[Callable[[], None], ...] = (saving_flags, runs_say_where_they_are)

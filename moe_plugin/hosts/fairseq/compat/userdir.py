@@ -9,7 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from moe_plugin.hosts.fairseq.compat.fields import add_field
+from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
+from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
 NAME = "moe_plugin"
@@ -32,7 +36,11 @@ def own_user_dir() -> None:
     def import_user_module(args: Any) -> None:
         given = getattr(args, "user_dir", None)
         if given is None or os.path.basename(os.path.abspath(given)) != NAME:
-            return original(args)
+            try:
+                return original(args)
+            except FileNotFoundError as error:
+                raise ValueError(f"--user-dir {short(given)} is not there; use --user-dir {NAME}, "
+                                 "or the path of a folder") from error
         home = _checked_home(given)
         original(argparse.Namespace(user_dir=home))
         import_models(os.path.join(home, "models"), "moe_plugin.models")
@@ -63,8 +71,6 @@ def take_moe_group(cfg: Any) -> None:
     Raises:
         ValueError: unknown keys, wrong types, bad values; a model without experts.
     """
-    from omegaconf import OmegaConf
-
     from moe_plugin.config import flatten, from_dict
     from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
 
@@ -83,6 +89,13 @@ def take_moe_group(cfg: Any) -> None:
     for name, text in flag_texts(settings).items():
         if cfg.model.get(name) is None:
             cfg.model[name] = text
+
+
+def _check_data(cfg: Any) -> None:
+    task = cfg.get("task")
+    if isinstance(task, DictConfig) and "data" in task and task.data is None:
+        raise ValueError("task.data is not given; add task.data=FOLDER, what fairseq-preprocess "
+                         "wrote")
 
 
 def group_in_hydra() -> None:
@@ -111,7 +124,9 @@ def user_dir_before_defaults() -> None:
         if common is not None and common.get("user_dir"):
             utils.import_user_module(argparse.Namespace(user_dir=common.user_dir))
         original(cfg)
-        take_moe_group(cfg)
+        with errors_of_use_in_one_line(cfg):  # hydra would add lines of its own
+            _check_data(cfg)
+            take_moe_group(cfg)
 
     initialize.add_defaults = add_defaults
     train = sys.modules.get("fairseq_cli.train")

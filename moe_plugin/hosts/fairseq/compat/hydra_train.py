@@ -1,0 +1,142 @@
+"""`fairseq-hydra-train`: example settings from any folder, and errors as the other commands have
+them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from moe_plugin.hosts.fairseq.compat.launch import STATUS_OF_USE, is_ours
+from moe_plugin.messages import alike, did_you_mean, short
+from moe_plugin.yaml_file import bundled
+
+_FOLDER = ("--config-dir", "-cd")
+_FULL = "HYDRA_FULL_ERROR"
+
+
+def settings_by_hydra() -> None:
+    """fairseq <= 0.12.3 ends with status 1 and hydra's lines or a traceback where settings do not
+    fit; `--config-dir configs/fairseq` is in the current folder alone.
+    """
+    from fairseq.dataclass import initialize
+
+    original = initialize.hydra_init
+
+    def hydra_init(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        caller = sys._getframe(1).f_globals
+        if "hydra_main" in caller:  # the command, which calls that next
+            sys.argv[1:] = _with_bundled(sys.argv[1:])
+            name = str(args[0] if args else "config")
+            caller["hydra_main"] = _short(caller["hydra_main"], name)
+
+    initialize.hydra_init = hydra_init
+
+
+def _with_bundled(words: list[str]) -> list[str]:
+    """A command line whose folder of settings is the installed one, where it is not here."""
+    found = list(words)
+    for i, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag in _FOLDER and value:
+            found[i] = f"{flag}={bundled(value)}"
+        elif flag in _FOLDER and i + 1 < len(words):
+            found[i + 1] = str(bundled(words[i + 1]))
+    return found
+
+
+def _check_name(name: str) -> None:
+    """`ValueError` where no file has these settings: fairseq would train with its defaults."""
+    import fairseq
+    from hydra._internal.utils import get_args
+
+    here = [get_args().config_dir, os.path.join(os.path.dirname(fairseq.__file__), "config")]
+    files = [(folder, file.removesuffix(".yaml")) for folder in here
+             if folder and os.path.isdir(folder) for file in sorted(os.listdir(folder))]
+    if not any(os.path.exists(os.path.join(folder, f"{name.removesuffix('.yaml')}.yaml"))
+               for folder in here if folder):
+        known = [file for _, file in files]
+        raise ValueError(f"--config-name {short(name)} is not in {', '.join(filter(None, here))}; "
+                         f"{did_you_mean(alike(name, known))}give the name of a file there")
+
+
+def _short(main: Callable[..., Any], name: str) -> Callable[..., Any]:
+    from hydra._internal.utils import run_and_report
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    @functools.wraps(main)
+    def hydra_main(*args: Any, **kwargs: Any) -> Any:
+        whole = os.environ.get(_FULL) == "1"
+        try:
+            with _raised():
+                _check_name(name)
+                return main(*args, **kwargs)
+        except Exception as error:
+            if whole:
+                raise
+            caught = error
+        if isinstance(caught, (HydraException, OmegaConfBaseException)) or is_ours(caught):
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {_text(caught)}\n")
+            raise SystemExit(STATUS_OF_USE) from None
+        # as without us: hydra leaves out its own frames, which it looks for among the first ones
+        return run_and_report(functools.partial(_raise, caught.with_traceback(_of_job(caught))))
+
+    return hydra_main
+
+
+@contextmanager
+def _raised() -> Iterator[None]:
+    """hydra raises errors instead of writing them."""
+    before = os.environ.get(_FULL)
+    os.environ[_FULL] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_FULL)
+        if before is not None:
+            os.environ[_FULL] = before
+
+
+def _of_job(error: BaseException) -> TracebackType | None:
+    at = error.__traceback__
+    while at is not None and at.tb_frame.f_code.co_name != "run_job":
+        at = at.tb_next
+    return at or error.__traceback__
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _text(error: BaseException) -> str:
+    text = short(error, 600)
+    if error.__cause__ is not None and not is_ours(error):
+        text += f": {short(error.__cause__, 600)}"
+    return text + _near(text)
+
+
+def _near(text: str) -> str:
+    """What the tree of MoE settings says of a key that hydra does not find."""
+    from moe_plugin.config import from_dict
+
+    found = re.search(r"full_key: moe\.([\w.]+)", text)
+    nested: Any = None
+    for name in reversed(found[1].split(".") if found else []):
+        nested = {name: nested}
+    try:
+        from_dict(nested or {})
+    except ValueError as error:
+        return f"; {error}" if "unknown key" in str(error) else ""
+    return ""
+
+
+SHIMS: tuple[Callable[[], None], ...] = (settings_by_hydra,)
