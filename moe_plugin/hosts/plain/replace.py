@@ -113,7 +113,7 @@ def _refuse_tied(places: list[_Place]) -> None:
     seen: dict[tuple[int, int], str] = {}
     for place in places:
         for weight in place.ffn.weights.values():
-            where = weight.untyped_storage().data_ptr(), weight.storage_offset()
+            where = weight.untyped_storage().data_ptr(), int(weight.storage_offset())
             other = seen.setdefault(where, place.name)
             if other != place.name:
                 raise ValueError(
