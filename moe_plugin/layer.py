@@ -201,7 +201,7 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
         """One line of sizes, for `print(model)`."""
         c, place = self.config, self.placement
         return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
-                f"({place.local} here, {place.shards} shards), top_k={c.router.top_k}, "
+                f"({place.local} here, {place.shards} shards), top_k={c.router.experts_per_token}, "
                 f"dispatch={c.dispatch.name}, ranks={self.comm.size}")
 
 

@@ -112,9 +112,10 @@ def slots_limit(case: Case, loads: list[list[int]], real: list[int]) -> int | No
         return None
     s = math.ceil(max(real) / case.experts)
     largest = max(max(load) for load in loads)
+    fixed = max(1, case.top_k * int(abs(case.factor) * s))
     if case.factor > 0:
-        return case.top_k * int(case.factor * s)
-    return largest if case.factor == 0 else min(largest, case.top_k * int(-case.factor * s))
+        return fixed
+    return largest if case.factor == 0 else min(largest, fixed)
 
 
 def drop(case: Case, chosen: list[list[int]], weights: list[list[Tensor]], scores: Tensor,

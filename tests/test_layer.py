@@ -14,6 +14,7 @@ from moe_plugin import MoELayer, weighted_loss
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.routing.routers.topk import TopKRouter
 
 
 def config(**tree) -> MoEConfig:
@@ -314,10 +315,17 @@ def test_a_used_layer_is_pickled_copied_and_saved(settings: dict) -> None:
 
 
 def test_a_router_of_two_choices_refuses_one_expert() -> None:
-    with pytest.raises(ValueError, match="num_experts=1 is out of bounds: must be >= 2 with "
-                       "GShardRouter; raise num_experts"):
-        MoELayer(from_dict({"model_dim": 8, "num_experts": 1, "router": {"name": "gshard",
-                                                                         "top_k": 1}}))
+    for top_k, words in ((1, "router.top_k=1 .* must be 2 where router.name='gshard'"),
+                         (2, "router.top_k=2 .* must be <= num_experts=1")):
+        with pytest.raises(ValueError, match=words):
+            from_dict({"model_dim": 8, "num_experts": 1,
+                       "router": {"name": "gshard", "top_k": top_k}})
+
+    class Two(TopKRouter):
+        fixed_k = 2
+
+    with pytest.raises(ValueError, match="num_experts=1 is out of bounds: must be >= 2 with Two"):
+        Two(from_dict({"model_dim": 8, "num_experts": 1, "router": {"top_k": 1}}))
 
 
 class Returns(torch.nn.Module):

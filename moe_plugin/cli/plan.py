@@ -40,7 +40,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--plot", type=Path, default=None, metavar="FILE",
         help="write the plans' times by part, and an MoE layer's timeline, as PNG or SVG")
     p.add_argument("--write", type=Path, default=None, metavar="DIR",
-                   help="write the best plan's flags and YAML for the host")
+                   help="write the best plan's launch line and YAML for the host")
+    p.add_argument("--data", default=None, metavar="PATH",
+                   help="with --write: data of the launch line, a folder (fairseq) or a prefix "
+                        "(Megatron)")
+    p.add_argument("--script", default=None, metavar="FILE",
+                   help="with --write: Megatron-LM's pretrain_gpt.py, for the launch line; "
+                        "default: our own training script")
     p.add_argument(
         "--auto", action="store_true",
         help="with --write: let the layers move on from the planned layout while training runs")
@@ -70,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.model_search import Space, search
 
+    for name in ("data", "script", "auto"):
+        if getattr(args, name) and not args.write:
+            raise ValueError(f"--{name} says what --write DIR writes: give that, too, or leave "
+                             f"--{name} out")
     if args.plot:
         from moe_plugin.bench.report import check_figure
 
@@ -97,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _plot(args.plot, found.plans)
     if args.write:
-        _write(args, model, found.plans[0])
+        _write(args, model, found.plans[0], cluster)
     return 0
 
 
@@ -118,17 +128,28 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> i
     return 0
 
 
-def _write(args: argparse.Namespace, model: Any, best: Any) -> None:
+def _write(args: argparse.Namespace, model: Any, best: Any, cluster: Any) -> None:
+    from moe_plugin.planner.launch import (
+        CONFIG,
+        LINE,
+        Start,
+        launch_script,
+        launch_text,
+        launch_words,
+    )
     from moe_plugin.planner.units import show_time
-    from moe_plugin.planner.write import write_plan
+    from moe_plugin.planner.write import plan_yaml
 
     note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted "
             f"{show_time(best.seconds)} per step.")
+    start = Start(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
+                  data=args.data or Start.data, config=args.write / CONFIG, script=args.script)
+    text = launch_text(launch_words(model, best.plan, args.host, start))
     make_folder(args.write)
-    for name, text in write_plan(model, best.plan, args.host, args.auto, note).items():
-        write_regular(args.write / name, text)
-        if not args.json:
-            print(f"wrote {args.write / name}")
+    write_regular(args.write / CONFIG, plan_yaml(model, best.plan, args.host, args.auto, note))
+    write_regular(args.write / LINE, launch_script(text, note))
+    if not args.json:
+        print(f"wrote {args.write / CONFIG}\nwrote {args.write / LINE}, which trains it:\n{text}")
 
 
 def _plot(path: Path, plans: list[Any]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_plugin.messages import short
+from moe_plugin.planner.launch import CONFIG, LINE
 from moe_plugin.planner.write import HOSTS
 from moe_plugin.regular_files import output_folder, write_regular
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from moe_plugin.planner.model_cost import PlanCost
     from moe_plugin.planner.trust import Estimate
 
-NETWORK, PROCESSOR, CONFIG, LINE = FILES = (
-    "network.json", "processor.json", "moe.yaml", "launch.sh")
+NETWORK, PROCESSOR = "network.json", "processor.json"
+FILES = (NETWORK, PROCESSOR, CONFIG, LINE)
 KEPT = 64  # plans that are ranked again after correction
 
 
@@ -268,9 +269,9 @@ def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster:
     """Write moe.yaml and launch.sh; returns the launch line."""
     import torch
 
-    from moe_plugin.planner.launch import Start, launch_text, launch_words
+    from moe_plugin.planner.launch import Start, launch_script, launch_text, launch_words
     from moe_plugin.planner.units import show_time
-    from moe_plugin.planner.write import write_plan
+    from moe_plugin.planner.write import plan_yaml
 
     note = (f"Written by `moe-plugin recommend`: {best.cost.plan.label}, predicted "
             f"{show_time(best.seconds)} per step.")
@@ -279,7 +280,7 @@ def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster:
                   threads=torch.get_num_threads(), data=args.data, config=args.out / CONFIG,
                   script=args.script)
     text = launch_text(launch_words(model, best.cost.plan, args.host, start))
-    files = write_plan(model, best.cost.plan, args.host, args.auto, note, best.cost.activations)
-    write_regular(args.out / CONFIG, files[CONFIG])
-    write_regular(args.out / LINE, f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n')
+    write_regular(args.out / CONFIG, plan_yaml(model, best.cost.plan, args.host, args.auto, note,
+                                               best.cost.activations))
+    write_regular(args.out / LINE, launch_script(text, note))
     return text

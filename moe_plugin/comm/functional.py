@@ -99,11 +99,3 @@ def reduce_scatter(x: Tensor, comm: Comm) -> Tensor:
     The gradient is an all-gather.
     """
     return with_backward(x, comm, "reduce_scatter", "all_gather")
-
-
-def all_reduce_sum(x: Tensor, comm: Comm) -> Tensor:
-    """Sum over ranks, any shape.
-
-    The gradient is the sum of the ranks' gradients, because each rank's loss depends on the sum.
-    """
-    return with_backward(x, comm, "all_reduce", "all_reduce")

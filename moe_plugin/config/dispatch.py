@@ -20,8 +20,8 @@ class DispatchConfig(Section):
         flag="dispatch")
     capacity_factor: float | None = option(
         None,
-        "none: dropless. f > 0: k*int(f*ceil(T/E)) slots per expert and source rank; 0: the "
-        "largest load (never drops); f < 0: the largest load, at most k*int(-f*ceil(T/E))",
+        "none: dropless. f > 0: k*int(f*ceil(T/E)) slots per expert and source rank, at least 1; "
+        "0: the largest load (never drops); f < 0: the largest load, at most the slots of -f",
         flag="capacity-factor")
     eval_capacity_factor: float | None = option(
         None, "capacity factor outside training; none: the training one",

@@ -61,6 +61,11 @@ def unread_allowed() -> Iterator[None]:
         _READ_CHECKED.reset(token)
 
 
+def unread_is_refused() -> bool:
+    """Whether settings that nothing reads are errors here; see `unread_allowed`."""
+    return _READ_CHECKED.get()
+
+
 @dataclass
 class Section:
     """Base of all sections of the tree, which are dataclasses.
@@ -93,7 +98,7 @@ class Section:
 
         where: when nothing reads them, e.g. "where guard.votes=0". names: none: all leaves.
         """
-        for f in dataclasses.fields(self) if _READ_CHECKED.get() else ():
+        for f in dataclasses.fields(self) if unread_is_refused() else ():
             given = not ok and getattr(self, f.name) != f.default
             if given and (not names or f.name in names):
                 default = "none" if f.default is None else f.default

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from moe_plugin.config.options import MOST_EXPERTS, MOST_WIDTH, Section, option
+from moe_plugin.config.options import (
+    MOST_EXPERTS,
+    MOST_WIDTH,
+    Section,
+    option,
+    unread_is_refused,
+)
 from moe_plugin.messages import short
 
 
@@ -126,11 +133,13 @@ class SelectionConfig(Section):
 
 
 # the routers of this package, and those that read a setting which others do not; users' own routers
-# may read any. (The branch of fairseq sets second_expert_policy for all routers.)
+# may read any
 BUILT_IN = frozenset({
     "base", "cosine", "dense_to_sparse", "expert_choice", "group_limited", "gshard", "hash",
     "ktop1", "noisy_topk", "sam", "sigmoid_bias", "sinkhorn", "switch", "ta_moe", "topk",
     "topology_quota"})
+FIXED_TOP_K = {"base": 1, "gshard": 2, "hash": 1, "switch": 1}
+ANY_NUMBER = ("dense_to_sparse", "expert_choice")  # a token may have up to num_experts experts
 READ_BY = {
     "groups": ("sam", "group_limited", "sigmoid_bias"),
     "group_top_k": ("group_limited", "sigmoid_bias"),
@@ -142,12 +151,51 @@ READ_BY = {
                                       "noisy_topk", "sinkhorn"})),
     "noise": tuple(sorted(BUILT_IN - {"hash", "noisy_topk"})),  # noisy_topk learns its own
     "input_jitter": tuple(sorted(BUILT_IN - {"hash"})),
+    "second_expert_policy": ("topk", "cosine", "ta_moe"),
+    "batch_prioritized": tuple(sorted(BUILT_IN - {"hash"})),  # its scores are all the same
+    # the layer divides what is left after a drop, where there is more than one choice
+    "normalize=after_drop": tuple(sorted(name for name in BUILT_IN
+                                         if FIXED_TOP_K.get(name) != 1)),
+    "normalize=before_drop": ("topk", "cosine", "group_limited", "gshard", "sam", "sigmoid_bias",
+                              "ta_moe", "topology_quota"),
+    # what this router does in any case
+    "second_expert_policy=random": ("topk", "cosine", "gshard", "ta_moe"),
 }
 
 
-def _nearest(readers: Collection[str]) -> str:
-    """A router to propose of those that read a setting: the usual one, or the last of few."""
-    return "topk" if "topk" in readers else list(readers)[-1]
+def router_names(text: str) -> list[str]:
+    """The routers that `router.name` lists."""
+    return [name.strip() for name in text.split(",")]
+
+
+def readers_of(setting: str, value: Any) -> Collection[str]:
+    """The routers of this package that read a setting of `router` where it has this value."""
+    return READ_BY.get(f"{setting}={value}", READ_BY.get(setting, BUILT_IN))
+
+
+def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
+    """Whether one of these routers is one of the readers, or a user's own."""
+    return any(name in readers or name not in BUILT_IN for name in names)
+
+
+def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
+    """Settings by dotted path without those of `router` that these routers do not read: for a host
+    whose own settings are of any router.
+    """
+    def is_read(name: str, value: Any) -> bool:
+        return may_be_read(names, readers_of(name, value)) and (
+            name != "normalize" or value == "none" or top_k > 1)
+
+    return {path: value for path, value in settings.items()
+            if not path.startswith("router.") or is_read(path.removeprefix("router."), value)}
+
+
+def _use(readers: Collection[str]) -> str:
+    """What to use instead: a router that reads a setting, first the usual one or the last of few.
+    """
+    first = "topk" if "topk" in readers else list(readers)[-1]
+    others = ", ".join(name for name in readers if name != first)
+    return f"use router.name={first}" + (f" (or {others})" if others else "")
 
 
 @dataclass(kw_only=True)
@@ -162,16 +210,16 @@ class RouterConfig(Section):
         flag="router")
     top_k: int = option(
         2,
-        "experts per token (routers whose number is fixed do not read it; expert_choice: on "
-        "average)",
+        "experts per token (expert_choice: on average; base, gshard, hash, switch: theirs is "
+        "fixed; dense_to_sparse does not read it)",
         flag="top-k")
     score: str = option("softmax", "score function over experts", choices=("softmax", "sigmoid"),
                         flag="router-score")
     normalize: str = option(
-        "before_drop",
-        "divide the chosen scores by their sum (top_k > 1): before or after tokens are dropped, or "
-        "none (routers whose rule sets the weights do not read it)",
-        choices=("none", "before_drop", "after_drop"), flag="router-normalize",
+        "auto",
+        "divide the chosen scores by their sum: before_drop, after_drop (of tokens) or none; auto: "
+        "before_drop with top_k > 1 and a router that divides, else none",
+        choices=("auto", "none", "before_drop", "after_drop"), flag="router-normalize",
     )
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
     fp32: bool = option(
@@ -186,9 +234,9 @@ class RouterConfig(Section):
                                  flag="router-jitter")
     second_expert_policy: str = option(
         "all",
-        "training, top_k = 2 (topk, cosine, ta_moe; the others do not read it): all keeps the "
-        "second expert; sampling draws it with Gumbel noise; "
-        "random keeps it with probability min(1, 2 g2)", choices=("all", "sampling", "random"),
+        "topk, cosine, ta_moe, in training with top_k = 2: all keeps the second expert; sampling "
+        "draws it with Gumbel noise; random keeps it with probability min(1, 2 g2)",
+        choices=("all", "sampling", "random"),
         flag="router-second-expert",
     )
     batch_prioritized: bool = option(
@@ -255,17 +303,48 @@ class RouterConfig(Section):
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
         self.read_where(self.groups > 0, "where router.groups=0", "use router.groups",
                         "group_scores")
-        for setting, readers in READ_BY.items():
+        self._check_read()
+
+    def _check_read(self) -> None:
+        """Nothing is set that no configured router reads."""
+        where = f"where router.name={short(self.name)}"
+        for setting in ("normalize", *(name for name in READ_BY if "=" not in name)):
             section, names = (self, [setting]) if setting not in ("hash", "sparsity") else (
                 getattr(self, setting), [])
-            section.read_where(self.may_be_read(readers), f"where router.name={short(self.name)}",
-                               f"use router.name={_nearest(readers)}", *names)
+            readers = readers_of(setting, getattr(self, setting))
+            section.read_where(self.may_be_read(readers), where, _use(readers), *names)
+        self.read_where(self.normalize == "none" or self.top_k > 1,
+                        "where router.top_k=1 (a weight over itself is always 1)",
+                        "raise router.top_k", "normalize")
+        if unread_is_refused():
+            self._check_top_k(where)
+
+    def _check_top_k(self, where: str) -> None:
+        fixed = sorted({FIXED_TOP_K[name] for name in self.names if name in FIXED_TOP_K})
+        default = RouterConfig.top_k
+        read = self.may_be_read(BUILT_IN - {*FIXED_TOP_K, "dense_to_sparse"})
+        self.require("top_k", read or self.top_k in (default, *fixed),
+                     f"{' or '.join(map(str, fixed or [default]))} {where}, which does not read it",
+                     "leave it out, or use router.name=topk")
+        self.require("top_k", self.top_k > 1 or set(self.names) != {"noisy_topk"},
+                     f"> 1 {where}: a softmax over one choice is always 1, and the task would "
+                     "teach the router nothing", "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:
         """Whether one of the configured routers is one of these, or a user's own."""
-        return any(name in readers or name not in BUILT_IN for name in self.names)
+        return may_be_read(self.names, readers)
 
     @property
     def names(self) -> list[str]:
         """The configured routers."""
-        return [name.strip() for name in self.name.split(",")]
+        return router_names(self.name)
+
+    @property
+    def experts_per_token(self) -> int:
+        """`top_k`, or what takes its place in routers whose number is fixed."""
+        return max(FIXED_TOP_K.get(name, self.top_k) for name in self.names)
+
+    def most_per_token(self, experts: int) -> int:
+        """Experts that a token may have, of so many."""
+        return max(experts if name in ANY_NUMBER else FIXED_TOP_K.get(name, self.top_k)
+                   for name in self.names)

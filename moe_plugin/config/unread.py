@@ -88,7 +88,8 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
     read = _READ_BESIDE | (_READ_BY_SHARED if config.experts.shared_hidden_dim else set())
     own = tuple(start for start, given in (("router.", router), ("experts.", experts)) if given)
     for path, value in values.items():
-        if path.startswith(own) and path not in read and value != defaults[path]:
+        unread = path not in read or (path, value) == ("router.normalize", "before_drop")
+        if path.startswith(own) and unread and value != defaults[path]:
             raise ValueError(f"{path}={short(value)} is not read where you bring the "
                              f"{path.split('.')[0]} yourself: must be {defaults[path]}; leave it "
                              "out, or build your own accordingly")

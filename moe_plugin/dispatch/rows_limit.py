@@ -36,7 +36,8 @@ class RowsLimit(Limit):
     def __init__(self, config: MoEConfig, device: torch.device | None = None) -> None:
         dispatch = config.dispatch
         self.factor, self.repeats = dispatch.max_rows_factor, dispatch.on_overflow == "repeat"
-        self.choices: int | None = dispatch.max_tokens * config.router.top_k or None
+        self.choices: int | None = (
+            dispatch.max_tokens * config.router.most_per_token(config.num_experts) or None)
         self.least, self.stashes = 0, dispatch.stash_mib > 0
         # made before any call: one that is compiled would be compiled again for another object
         self.needed = _zero(device)

@@ -6,37 +6,15 @@ from typing import Any
 
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device
-from moe_plugin.planner.layer_cost import PHASES, LayerCost
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.model_cost import PlanCost
-from moe_plugin.planner.model_search import LAYOUT_AXES, Found, Space, neighbours
+from moe_plugin.planner.model_search import Found, Space, alternatives, value_of
 from moe_plugin.planner.units import show_change, show_size, show_time
 
 NAMES = {
     "tp": "tensor parallel", "pp": "pipeline stages", "expert_ranks": "expert group",
     "micro_batch": "micro-batch", "r": "r", "d": "pieces d", "algorithm": "all-to-all"
 }
-
-
-def explain_layer(costs: list[LayerCost], top: int = 6) -> str:
-    """A table of times by phase, and the gain of the best choice over the second best."""
-    phases = "".join(f"{p:>11}" for p in PHASES)
-    lines = [f"{'layout':28}{phases}{'hidden':>9}{'total':>10}{'memory':>10}"]
-    for cost in costs[:top]:
-        cells = "".join(f"{show_time(s):>11}" for s in cost.phases().values())
-        lines.append(f"{cost.choice.label:28}{cells}{show_time(cost.hidden):>9}"
-                     f"{show_time(cost.seconds):>10}{show_size(cost.memory_bytes):>10}")
-    return "\n".join(lines + [_gain(*costs[:2])] if len(costs) > 1 else lines)
-
-
-def _gain(best: LayerCost, second: LayerCost) -> str:
-    """How much faster the best choice is than the second best, and why."""
-    mine, theirs = best.phases(), second.phases()
-    phase = max(PHASES, key=lambda p: theirs[p] - mine[p])
-    overlap = best.hidden - second.hidden > theirs[phase] - mine[phase]
-    reason = ("because more of its exchange is hidden" if overlap else f"by less time in {phase}")
-    return (f"{best.choice.label} is {100 * (second.seconds / best.seconds - 1):.1f} % faster than "
-            f"{second.choice.label}, mostly {reason}")
 
 
 def breakdown(cost: PlanCost) -> dict[str, Any]:
@@ -67,7 +45,8 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
         for cost in found.plans
     ]
     lines += ["", f"{best.plan.label}: time per step", *_time_and_memory(best)]
-    lines += ["", "why not otherwise", *_why_not(model, cluster, device, best, space)]
+    lines += ["", "why not otherwise: the best plan with another value",
+              *_why_not(model, cluster, device, best, space)]
     return "\n".join(lines)
 
 
@@ -85,15 +64,16 @@ def _time_and_memory(best: PlanCost) -> list[str]:
 
 def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
              space: Space) -> list[str]:
+    """For each number of the best plan, the best plan with another one in its place."""
     lines = []
-    for what, other in neighbours(model, cluster, device, best, space).items():
-        value = getattr(other.plan.layout if what in LAYOUT_AXES else other.plan, what)
+    for axis, other in alternatives(model, cluster, device, best, space).items():
         if other.memory_bytes > device.memory_bytes:
-            why = f"needs {show_size(other.memory_bytes)} of {show_size(device.memory_bytes)}"
+            why = (f"needs {show_size(other.memory_bytes)} of {show_size(device.memory_bytes)} at "
+                   "least")
         else:
             worse = max(best.time, key=lambda part: other.time[part] - best.time[part])
             change = other.time[worse] - best.time[worse]
             why = (f"{100 * (other.seconds / best.seconds - 1):+.1f} %, mostly {worse} "
                    f"({show_change(change)})")
-        lines.append(f"  {NAMES[what]} {value}: {why}")
+        lines.append(f"  {NAMES[axis]} {value_of(other.plan, axis)}: {why}; {other.plan.label}")
     return lines or ["  nothing else divides"]

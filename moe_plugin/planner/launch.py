@@ -11,6 +11,7 @@ from moe_plugin.planner.write import host_flags
 
 BYTES = 257  # tokens of the byte tokenizers of both hosts
 COLUMNS = 100
+CONFIG, LINE = "moe.yaml", "launch.sh"  # files of a plan
 FAIRSEQ = "$(which fairseq-train)"  # for a shell, so never quoted
 BALANCE = "0.01"  # weight of the balance loss
 
@@ -118,6 +119,11 @@ def launch_text(words: list[str]) -> str:
         else:
             lines[-1] += f" {part}"
     return " \\\n".join(lines)
+
+
+def launch_script(text: str, note: str) -> str:
+    """A shell script of a launch line; further flags can be added when it is run."""
+    return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
 
 
 def _assigns(word: str) -> bool:

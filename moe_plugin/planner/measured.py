@@ -8,7 +8,6 @@ parts of a model with the device that was fitted to them. Both keep every repeat
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -108,8 +107,3 @@ def dump(record: Network | Processor) -> str:
 def load(kind: type[Record], path: str | Path) -> Record:
     """Read such a file; `ValueError` where it does not hold one."""
     return load_record(kind, path, "file of measurements", REMEDY)
-
-
-def geometric_mean(values: list[float]) -> float:
-    """exp of the mean logarithm."""
-    return math.exp(sum(map(math.log, values)) / len(values))

@@ -14,6 +14,7 @@ from moe_plugin.planner.collectives import Group
 from moe_plugin.planner.files import load_record
 from moe_plugin.planner.layer_cost import LayerShape
 
+GRADIENT_BYTES = 4  # gradients are added up in fp32
 MAX_SIZE = 10**12  # more than any model has; products stay within floats
 
 
@@ -26,7 +27,7 @@ class ModelShape:
     ffn_dim: inner width of dense layers; hidden_dim: of an expert. sequence: tokens per sequence;
     global_batch: sequences per step. capacity_factor: None: dropless. element_bytes: of weights and
     activations; state_bytes: gradient and optimizer state per parameter, without its weight (fp32
-    gradient 4, master 4, Adam moments 8).
+    gradient 4, master 4, Adam moments 8; none of the optimizer where it is 4 or less).
     """
 
     layers: int
@@ -96,6 +97,12 @@ class ModelShape:
         dense = (self.layers - self.moe_layers) * self.matrices * self.model_dim * self.ffn_dim
         routers = self.moe_layers * self.model_dim * self.experts
         return attention + dense + self.vocab * self.model_dim + routers
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """Bytes for one parameter, by what they hold."""
+        gradient = min(GRADIENT_BYTES, self.state_bytes)
+        return {"parameters": self.element_bytes, "gradients": gradient,
+                "optimizer state": self.state_bytes - gradient}
 
     @property
     def expert_parameters(self) -> float:

@@ -131,15 +131,18 @@ def expert_parameters(model: ModelShape, plan: Plan) -> float:
 
 
 def memory_of(model: ModelShape, plan: Plan, layer: LayerCost) -> dict[str, float]:
-    """Bytes by part on the fullest stage, with pp micro-batches in flight."""
-    each = model.element_bytes + model.state_bytes
+    """Bytes by part on the fullest stage, with pp micro-batches in flight: of parameters,
+    gradients and optimizer state each those of dense layers and those of experts.
+    """
+    shares = {"dense": model.dense_parameters / (plan.tp * plan.pp),
+              "expert": expert_parameters(model, plan)}
     layers, moe = model.fullest(plan.pp)
     tokens = plan.micro_batch * model.sequence
     flight = min(plan.pp, plan.micro_batches(model))
     activations = ACTIVATION_BYTES * model.element_bytes * tokens * model.model_dim / plan.tp
     return {
-        "dense parameters": each * model.dense_parameters / (plan.tp * plan.pp),
-        "expert parameters": each * expert_parameters(model, plan),
+        **{f"{kind} {part}": size * share for kind, share in shares.items()
+           for part, size in model.parameter_bytes().items()},
         "activations": flight * layers * activations,
         "MoE rows and gathered": flight * moe * layer.memory_bytes,
     }

@@ -133,24 +133,30 @@ def _layouts(model: ModelShape, cluster: Cluster, device: Device, space: Space,
         yield plan_cost(model, cluster, device, replace(outline, layout=choice))
 
 
-def neighbours(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
-               space: Space = Space()) -> dict[str, PlanCost]:
-    """For each axis, the best plan that differs from `best` in this axis alone."""
-    plan, found = best.plan, {}
-    for axis in PLAN_AXES:
-        others = [o for o in outlines(model, cluster, space) if _differs(o, plan, axis, PLAN_AXES)]
-        costs = [min(_layouts(model, cluster, device, space, o), key=_order) for o in others]
-        if costs:
-            found[axis] = min(costs, key=_order)
-    same = list(_layouts(model, cluster, device, space, plan))
-    for axis in LAYOUT_AXES:
-        costs = [c for c in same if _differs(c.plan.layout, plan.layout, axis, LAYOUT_AXES)]
-        if costs:
-            found[axis] = min(costs, key=_order)
-    return found
+def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
+                 space: Space = Space()) -> dict[str, PlanCost]:
+    """For each axis, the best plan with another value there than `best` has; all other numbers may
+    differ, too. One that does not fit the memory is named where none with another value does.
+    """
+    found: dict[str, PlanCost] = {}
+    for outline in outlines(model, cluster, space):
+        for cost in _layouts(model, cluster, device, space, outline):
+            for axis in (*PLAN_AXES, *LAYOUT_AXES):
+                if value_of(cost.plan, axis) == value_of(best.plan, axis):
+                    continue
+                before = found.get(axis)
+                if before is None or _rank(cost, device) < _rank(before, device):
+                    found[axis] = cost
+    return {axis: found[axis] for axis in (*PLAN_AXES, *LAYOUT_AXES) if axis in found}
 
 
-def _differs(a: Plan | LayoutChoice, b: Plan | LayoutChoice, axis: str,
-             axes: tuple[str, ...]) -> bool:
-    """Whether a and b differ in `axis` and in no other of `axes`."""
-    return [name for name in axes if getattr(a, name) != getattr(b, name)] == [axis]
+def value_of(plan: Plan, axis: str) -> int | str:
+    """A plan's number, or name, on an axis of `PLAN_AXES` or `LAYOUT_AXES`."""
+    value: int | str = getattr(plan.layout if axis in LAYOUT_AXES else plan, axis)
+    return value
+
+
+def _rank(cost: PlanCost, device: Device) -> tuple:
+    """What fits comes first, the fastest first; of what does not, the smallest."""
+    over = cost.memory_bytes > device.memory_bytes
+    return over, cost.memory_bytes if over else 0.0, _order(cost)

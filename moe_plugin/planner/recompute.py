@@ -12,13 +12,19 @@ from moe_plugin.planner.offload.karma import Plan as KarmaPlan
 from moe_plugin.planner.offload.karma import plan as karma_plan
 
 RECOMPUTED = "recomputed layers"  # the part of a step
-PARAMETERS = ("dense parameters", "expert parameters")
+# the other parts of a rank's memory are of parameters
+RECOMPUTABLE = ("activations", "MoE rows and gathered")
 ACTIVATIONS = "activations, some recomputed"
 
 
 def activation_bytes(cost: PlanCost, memory: float) -> int:
     """What parameters and optimizer leave of `memory` bytes on the fullest rank."""
-    return int(memory - sum(cost.memory[name] for name in PARAMETERS))
+    return int(memory - sum(_of_parameters(cost).values()))
+
+
+def _of_parameters(cost: PlanCost) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer state, by part."""
+    return {name: size for name, size in cost.memory.items() if name not in RECOMPUTABLE}
 
 
 def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> list[PlanCost]:
@@ -39,10 +45,10 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
         except ValueError:  # even the inputs of all layers do not fit
             continue
         turns = cost.plan.micro_batches(model) + cost.plan.pp - 1
-        kept = {name: cost.memory[name] for name in PARAMETERS}
         found.append(replace(
             cost, time={**cost.time, RECOMPUTED: turns * max(map(_again_s, made))},
-            memory={**kept, ACTIVATIONS: float(max(one.outcome.peak for one in made))},
+            memory={**_of_parameters(cost),
+                    ACTIVATIONS: float(max(one.outcome.peak for one in made))},
             activations=tuple(decision for one in made for decision in one.decisions)))
     return found
 

@@ -70,12 +70,11 @@ def host_flags(model: ModelShape, plan: Plan, host: str) -> list[str]:
     return [str(f) for f in flags]
 
 
-def write_plan(model: ModelShape, plan: Plan, host: str, auto: bool, note: str,
-               activations: Sequence[str] = ()) -> dict[str, str]:
-    """Files by name: `<host>.flags` (a flag per line, for `$(cat ...)`) and `moe.yaml`.
+def plan_yaml(model: ModelShape, plan: Plan, host: str, auto: bool, note: str,
+              activations: Sequence[str] = ()) -> str:
+    """The file of a plan for `--moe-config`.
 
-    note: comment at the top of `moe.yaml`, which is for `--moe-config`. activations: see
-    `PlanCost`.
+    note: comment at its top. activations: see `PlanCost`.
     """
     settings = moe_settings(model, plan, auto)
     if activations:
@@ -83,15 +82,5 @@ def write_plan(model: ModelShape, plan: Plan, host: str, auto: bool, note: str,
     if host == "megatron":  # its own flags override these
         for key in ("num_experts", "router", "experts"):
             settings.pop(key)
-    flags = host_flags(model, plan, host)
-    lines: list[str] = []
-    for flag in flags:
-        if flag.startswith("--"):
-            lines.append(flag)
-        else:
-            lines[-1] += f" {flag}"
     head = "".join(f"# {line}\n" for line in note.splitlines())
-    return {
-        f"{host}.flags": "\n".join(lines) + "\n",
-        "moe.yaml": head + yaml.safe_dump(settings, sort_keys=False)
-    }
+    return head + yaml.safe_dump(settings, sort_keys=False)

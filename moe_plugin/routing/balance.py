@@ -32,7 +32,8 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
     """
     speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
         first_process() if host.batch_comm is None else host.batch_comm.rank == 0)
-    if not speaks or config.router.top_k >= config.num_experts or balances_by_itself(router):
+    everywhere = config.router.experts_per_token >= config.num_experts
+    if not speaks or everywhere or balances_by_itself(router):
         return
     if not has_balance_loss(config.losses):
         warn_unbalanced(f"router.name={config.router.name!r} with losses={dict(config.losses)!r}")

@@ -6,12 +6,14 @@ T tokens of a rank, E experts, k choices, f capacity factor, s = ceil(T / E). So
 | f | slots C per expert and source rank |
 |---|---|
 | none | no limit |
-| f > 0 | k * int(f * s) |
+| f > 0 | max(1, k * int(f * s)) |
 | f = 0 | the largest number of tokens that any expert got from any rank: never drops |
-| f < 0 | min(the f = 0 value, k * int(-f * s)) |
+| f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
+
+Tutel has no least slot: there f < 1 drops every choice of E tokens or fewer, as in generation.
 
 Worked example: T = 10, E = 4, k = 2 gives s = 3. f = 1: C = 6. f = 1.25: C = 2 * int(3.75) = 6. f =
--1 with a largest load of 5: C = 5.
+0.3: C = max(1, 2 * int(0.9)) = 1. f = -1 with a largest load of 5: C = 5.
 """
 
 from __future__ import annotations
@@ -90,8 +92,12 @@ class CapacityLimit:
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """k * int(|f| * ceil(T / E)), the part of the table that does not depend on the load."""
-    return top_k * math.trunc(abs(factor) * math.ceil(tokens / experts))
+    """max(1, k * int(|f| * ceil(T / E))), the part of the table that does not depend on the load;
+    0 without a token.
+    """
+    each = math.trunc(abs(factor) * math.ceil(tokens / experts))
+    # of numbers that torch.export and torch.compile may leave open, too
+    return torch.sym_max(torch.sym_min(tokens, 1), top_k * each)
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class _Rule:
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
         each = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")
-        return (each.double() * abs(self.factor)).long() * top_k
+        return ((each.double() * abs(self.factor)).long() * top_k).clamp(min=1)
 
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,

@@ -73,6 +73,7 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
                       hidden_dim=config.hidden_dim, experts=config.num_experts,
-                      top_k=config.router.top_k, gated=config.experts.kind == "gated_ffn",
+                      top_k=config.router.experts_per_token,
+                      gated=config.experts.kind == "gated_ffn",
                       element_bytes=probe.element_size(), shards=place.shards, skew=skew,
                       guests=config.parallel.guests)

@@ -207,7 +207,7 @@ class LayoutTuner(Replaying):
         """The layer under the load of a bucket."""
         c, place = self.config, self.layouts.place
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
-        tokens = round(c.parallel.bucket ** bucket[0] / c.router.top_k)
+        tokens = round(c.parallel.bucket ** bucket[0] / c.router.experts_per_token)
         skew = max(1.0, (hot + place.local - 1) / place.local)
         return layer_shape(c, place, self.probe, tokens, skew)
 

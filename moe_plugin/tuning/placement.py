@@ -156,7 +156,8 @@ def _schedule(config: MoEConfig, place: Placement) -> str:
     if asked != "auto" or not slots:
         return "s2" if asked == "s2" or traits.splits_slots else "s1"
     shape = ParmShape(tokens=REFERENCE_TOKENS, model_dim=config.model_dim,
-                      rows_factor=config.router.top_k * (abs(dispatch.capacity_factor) or 1.0),
+                      rows_factor=config.router.experts_per_token * (
+                          abs(dispatch.capacity_factor) or 1.0),
                       replicas=config.parallel.replicas, shards=place.shards)
     chosen = choose_schedule(shape, default_cluster(place.comm, place.comm.device))
     log.info("schedule of %d ranks with the same tokens: %s", config.parallel.replicas, chosen)

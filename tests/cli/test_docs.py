@@ -75,7 +75,7 @@ def example_rows() -> list[tuple[int, int, int, float, int, int]]:
 
 
 def test_the_worked_example_has_its_rows() -> None:
-    assert len(example_rows()) == 7
+    assert len(example_rows()) == 8
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k", "factor", "load", "wanted"), example_rows())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict
 from moe_plugin.config.experts import MULTIPLY_BY_TORCH
 from moe_plugin.config.flags import config_from_flags, file_settings
-from moe_plugin.config.router import BUILT_IN, READ_BY
+from moe_plugin.config.router import BUILT_IN, READ_BY, only_read, router_names
 from moe_plugin.config.unread import ELSEWHERE, of_whole_model
 from moe_plugin.kernels import strategies
 from moe_plugin.records import HostContext, TokenInfo
@@ -97,6 +98,8 @@ class OneExpert(nn.Module):
      "experts.activation='relu' .* bring the experts yourself: must be gelu"),
     ({"experts": lambda _: nn.Linear(16, 16)}, {"expert_dropout": 0.1}, "experts.dropout=0.1"),
     ({"router": OneExpert()}, {"router_noise": 1.0}, "router.noise=1.0 .* bring the router"),
+    ({"router": OneExpert()}, {"top_k": 2, "router_normalize": "before_drop"},
+     "router.normalize='before_drop' .* bring the router yourself: must be auto"),
 ])
 def test_settings_of_what_is_replaced_are_refused(own: dict[str, Any], settings: dict[str, Any],
                                                   words: str) -> None:
@@ -215,31 +218,93 @@ def test_the_routers_of_this_package_are_known() -> None:
     assert ours == BUILT_IN
     assert {name for readers in READ_BY.values() for name in readers} <= BUILT_IN
     fields = {f.name for f in dataclasses.fields(MoEConfig().router)}
-    assert set(READ_BY) <= fields
+    assert {setting.split("=")[0] for setting in READ_BY} <= fields
 
 
 # settings that a router either reads, so that something changes, or refuses; sigmoid_bias always
 # takes a sigmoid
-CHANGES = {"score": "sigmoid", "noise": 3.0, "input_jitter": 0.5}
+CHANGES = [("score", "sigmoid"), ("noise", 3.0), ("input_jitter", 0.5),
+           ("second_expert_policy", "random"), ("second_expert_policy", "sampling"),
+           ("normalize", "before_drop"), ("normalize", "after_drop"), ("normalize", "none"),
+           ("batch_prioritized", True), ("top_k", 4), ("scaling", 2.0)]
+# what is the same as the default there: sigmoid_bias always takes a sigmoid, gshard drops at random
+SAME = {("sigmoid_bias", "score", "sigmoid"), ("gshard", "second_expert_policy", "random")}
+# routers that `normalize: before_drop`, which is the default with two choices, divides weights of
+DIVIDE = {"topk", "cosine", "group_limited", "gshard", "sam", "sigmoid_bias", "ta_moe",
+          "topology_quota"}
+
+
+def with_what_it_needs(name: str) -> dict[str, Any]:
+    return {"name": name, **({"hash": {"vocabulary": 7}} if name == "hash" else {}),
+            **({"groups": 2} if name in ("sam", "group_limited") else {})}
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-@pytest.mark.parametrize("setting", sorted(CHANGES))
-def test_what_a_router_does_not_read_it_refuses(name: str, setting: str) -> None:
-    given = {"name": name, **({"hash": {"vocabulary": 7}} if name == "hash" else {}),
-             **({"groups": 2} if name in ("sam", "group_limited") else {})}
-    if name not in READ_BY[setting]:
-        with pytest.raises(ValueError, match=f"router.{setting}=.*which does not read it"):
-            from_dict({"router": {**given, setting: CHANGES[setting]}})
+@pytest.mark.parametrize("setting, value", CHANGES)
+def test_what_a_router_does_not_read_it_refuses(name: str, setting: str, value: Any) -> None:
+    """With two choices, a training capacity and a loss, a setting changes something, or is refused
+    with the value, the routers that read it and the remedy.
+    """
+    results, given = [], with_what_it_needs(name)
+    try:
+        from_dict({"router": {**given, setting: value}})
+    except ValueError as error:
+        words = f"router.{setting}={value!r} .*which does not read it; leave it out, or use router"
+        assert re.search(words, str(error)), error
+        assert value in (4, True) or name not in (DIVIDE if setting == "normalize" else ("topk",))
         return
-    results = []
-    for more in ({}, {setting: CHANGES[setting]}):
+    # with 1.0 balanced routers drop nothing
+    factor = 0.1 if setting == "batch_prioritized" else 1.0
+    for more in ({}, {setting: value}):
         torch.manual_seed(0)
-        built = MoELayer(8, num_experts=4, router={**given, **more}, losses={"gshard": 1.0})
+        built = MoELayer(8, num_experts=8, router={**given, **more}, losses={"gshard": 1.0},
+                         dispatch={"capacity_factor": factor})
         out = built(torch.randn(32, 8), info=TokenInfo(token_ids_T=torch.arange(32) % 7))
         results.append((out.output, *out.losses.values()))
     alike = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert alike == ((name, setting) == ("sigmoid_bias", "score"))
+    same = (name, setting, value) in SAME or (
+        (setting, value) == ("normalize", "before_drop" if name in DIVIDE else "none"))
+    assert alike == same
+
+
+def test_one_choice_is_not_divided_and_teaches_the_router() -> None:
+    """Its weight is its score; divided by its sum it would be 1 and have no gradient."""
+    layer = MoELayer(8, num_experts=4, top_k=1)
+    x_TD = torch.randn(16, 8)
+    scores_TE = torch.softmax(x_TD @ layer.router.weight_ED.T, 1)
+    weights_TK = layer.router(x_TD).weights_TK
+    torch.testing.assert_close(weights_TK[:, 0], scores_TE.max(1)[0])
+    layer(x_TD).output.square().sum().backward()
+    assert layer.router.weight_ED.grad.abs().max() > 1e-6
+    for value in ("before_drop", "after_drop"):
+        with pytest.raises(ValueError, match=f"router.normalize='{value}' .* must be auto where "
+                           r"router.top_k=1 \(a weight over itself is always 1\).* leave it out"):
+            MoELayer(8, num_experts=4, top_k=1, router_normalize=value)
+    MoELayer(8, num_experts=4, top_k=1, router_normalize="none")
+    with pytest.raises(ValueError, match="router.top_k=1 .* must be > 1 where .*noisy_topk"):
+        MoELayer(8, num_experts=4, top_k=1, router="noisy_topk")
+
+
+@pytest.mark.parametrize("names, top_k, read", [
+    ("topk", 2, {"second_expert_policy", "normalize"}), ("topk", 1, {"second_expert_policy"}),
+    ("switch", 2, set()), ("gshard", 2, {"normalize"}), ("hash,topk", 2, {
+        "second_expert_policy", "normalize"}), ("ktop1", 2, {"normalize"}),
+    ("own_router", 2, {"second_expert_policy", "normalize"})])
+def test_a_host_passes_on_what_a_router_reads(names: str, top_k: int, read: set[str]) -> None:
+    given = {"num_experts": 4, "router.second_expert_policy": "sampling",
+             "router.normalize": "after_drop"}
+    passed = only_read(given, router_names(names), top_k)
+    assert passed == {path: value for path, value in given.items()
+                      if path.removeprefix("router.") in read | {"num_experts"}}
+
+
+def test_routers_say_how_many_experts_a_token_has() -> None:
+    config = from_dict({"router": {"name": "switch"}}).router
+    assert (config.experts_per_token, config.most_per_token(8)) == (1, 1)
+    config = from_dict({"router": {"name": "switch,topk", "top_k": 3}}).router
+    assert (config.experts_per_token, config.most_per_token(8)) == (3, 3)
+    config = from_dict({"router": {"name": "expert_choice"}}).router
+    assert (config.experts_per_token, config.most_per_token(8)) == (2, 8)
 
 
 def test_a_shared_expert_beside_own_experts_reads_what_it_is_built_from() -> None:

@@ -33,6 +33,7 @@ TOKENS: dict[str, tuple[list[int], list[int] | None, float]] = {
     "padding": ([6] * 8, [2, 6, 0, 1, 3, 0, 6, 1], 0.0),
     "starving": ([5] * 8, None, 3.0),
     "one": ([1] * 8, None, 3.0),  # fewer rows than pieces
+    "few": ([1, 2, 3, 0, 3, 1, 2, 0], None, 1.0),  # as in generation
     "none": ([0] * 8, None, 0.0),
 }
 PIECES = [(1, 0), (2, 0), (3, 0), (1, 2), (4, 3)]  # forward, backward (0: as forward)

@@ -47,7 +47,8 @@ def config_of(case: Case, **changes: Any) -> MoEConfig:
     tree: dict[str, Any] = {
         "model_dim": case.width, "num_experts": case.experts,
         "losses": {"gshard": 1.0, "switch": 1.0, "z": 1.0}, "router": {
-            "top_k": case.top_k, "score": case.score, "normalize": case.normalize,
+            "top_k": case.top_k, "score": case.score,
+            "normalize": case.normalize if case.top_k > 1 else "none",
             "scaling": case.scaling, "batch_prioritized": case.prioritized,
             "fp32": case.router_fp32
         }, "dispatch": {"capacity_factor": case.factor}, "experts": {

@@ -43,7 +43,8 @@ class FixedExperts(RouterModule):
 def run(comm: Comm, dispatch: str, factor: float | None, dtype: torch.dtype, odd: float | None,
         compute: str, weights_first: bool) -> tuple[Tensor, Tensor]:
     """(outputs, input gradients) of one rank; rank 0 has the odd token."""
-    case = Case(comm.size, 4, 2, [TOKENS] * comm.size, None, factor, weights_first=weights_first)
+    case = Case(comm.size, 4, 2, [TOKENS] * comm.size, None, factor, normalize="none",
+                weights_first=weights_first)
     config = config_of(case, dispatch__name=dispatch, experts__compute=compute)
     config.losses.clear()
     layer = MoELayer(config, comm, router=FixedExperts(dtype), dtype=dtype)

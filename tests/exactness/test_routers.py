@@ -113,7 +113,7 @@ def check(case: Case, name: str, **changes: Any) -> None:
     tree = to_dict(config_of(case, **changes)) | {"losses": {}}
     for key, value in reference.settings.items():
         tree["router"][key] = tree["router"][key] | value if isinstance(value, dict) else value
-    tree["router"]["name"] = name
+    tree["router"] |= {"name": name, "normalize": "auto"}
     config = from_dict(tree)
     seen = run_simulated(case.world, lambda comm: run_rank(case, comm, config, reference.training),
                          topology=Topology.uniform(case.world, 2))

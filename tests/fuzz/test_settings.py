@@ -19,7 +19,9 @@ from moe_plugin.comm import Topology, TorchComm
 from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict, with_overrides
 from moe_plugin.config.flags import config_from_flags, flag_specs, setting_specs
 from moe_plugin.config.named import named_config
+from moe_plugin.config.router import BUILT_IN, FIXED_TOP_K, RouterConfig, readers_of
 from moe_plugin.config.unread import ELSEWHERE
+from moe_plugin.records import TokenInfo
 from moe_plugin.tuning.exchange import read_topology
 from tests.distributed import run_gloo
 from tests.fuzz.hostile import VALUES, WORDS, bounded, is_named
@@ -69,6 +71,43 @@ def test_trees(leaves: dict[str, Any]) -> None:
             assert isinstance(build(), MoEConfig)
         except ValueError as error:
             assert is_named(error), error
+
+
+ROUTER_VALUES: dict[str, list[Any]] = {
+    "top_k": [1, 2, 3, 4], "normalize": ["auto", "none", "before_drop", "after_drop"],
+    "second_expert_policy": ["all", "sampling", "random"], "score": ["softmax", "sigmoid"],
+    "noise": [0.0, 1.0], "input_jitter": [0.0, 0.5], "batch_prioritized": [False, True],
+    "groups": [0, 2], "group_top_k": [1, 2], "group_scores": [0, 1], "bias_rate": [0.001, 0.1],
+    "cosine_dim": [256, 8], "sinkhorn_rounds": [20, 3], "fp32": [False, True],
+}
+
+
+@given(st.lists(st.sampled_from(sorted(BUILT_IN)), min_size=1, max_size=2, unique=True),
+       st.fixed_dictionaries({}, optional={
+           name: st.sampled_from(values) for name, values in ROUTER_VALUES.items()}),
+       st.integers(1, 5), st.booleans())
+@bounded(300)
+def test_settings_of_routers(names: list[str], given_: dict[str, Any], tokens: int,
+                             training: bool) -> None:
+    """A setting that is taken is read by one of the routers, and the layer computes."""
+    more = {"hash": {"vocabulary": 9}} if "hash" in names else {}
+    try:
+        layer = MoELayer(from_dict({
+            "model_dim": 8, "num_experts": 4, "experts": {"hidden_dim": 8},
+            "dispatch": {"capacity_factor": 0.5},
+            "router": {"name": ",".join(names), **given_, **more}})).train(training)
+        out = layer(torch.randn(tokens, 8), info=TokenInfo(torch.arange(tokens)))
+    except ValueError as error:
+        assert is_named(error), error
+    else:
+        assert out.output.isfinite().all()
+        config = layer.config.router
+        for name, value in given_.items():
+            assert value == getattr(RouterConfig(), name) or set(names) & set(
+                readers_of(name, value)), (names, name, value)
+            assert name != "top_k" or value == 2 or set(names) - {"dense_to_sparse"} and value in {
+                FIXED_TOP_K.get(each, value) for each in names}
+        assert config.top_k > 1 or config.normalize in ("auto", "none")
 
 
 @given(st.dictionaries(st.sampled_from(FLAGS), st.one_of(WORDS, VALUES.map(str)), max_size=4))

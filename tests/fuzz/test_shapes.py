@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moe_plugin import MoEConfig, MoELayer
@@ -41,6 +41,25 @@ def test_inputs_of_a_layer(sizes: list[int], width: int, dtype: torch.dtype,
         assert is_named(error), error
     else:
         assert out.shape == x.shape and out.dtype == x.dtype
+
+
+FACTORS = st.one_of(st.none(), st.sampled_from([1e-9, 0.1, 0.5, 0.999, -0.1, -1e-9, 1.0, 1.5]))
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 2), FACTORS, FACTORS,
+       st.sampled_from([0.0, 1e-9, 0.25]), st.booleans(), st.sampled_from(["ragged", "padded"]))
+@bounded(150)
+def test_few_tokens_are_never_all_dropped(tokens: int, experts: int, top_k: int,
+                                          factor: float | None, in_evaluation: float | None,
+                                          fraction: float, training: bool, name: str) -> None:
+    """The first token keeps its first choice: no other comes before it."""
+    assume(top_k <= experts)
+    assume(name == "ragged" or factor is not None)
+    layer = MoELayer(from_dict({
+        "model_dim": 8, "num_experts": experts, "router": {"top_k": top_k}, "dispatch": {
+            "name": name, "capacity_factor": factor, "eval_capacity_factor": in_evaluation,
+            "eval_token_fraction": fraction}})).train(training)
+    assert layer(torch.randn(tokens, 8)).stats.kept_KE[0].sum() >= 1
 
 
 @given(st.integers(1, 12), st.integers(-1, 14), st.integers(-1, 14), st.booleans())

@@ -10,6 +10,7 @@ import pytest
 
 from moe_plugin.bench.device import ROWS, fit_products
 from moe_plugin.cli.main import main
+from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.device import Device, load_device
 
 
@@ -28,3 +29,30 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     found = load_device(out)
     assert found.flops > 1e6 and found.memory_bytes_s > 1e6 and "GFLOP/s" in capsys.readouterr().out
     assert main(["profile-device", "--device", "cuda:7", "--out", str(out)]) == 2
+
+
+# data sheets: dense bf16 FLOP/s, bytes/s and bytes of memory
+SHEETS = {"a100_80g": (312e12, 2.039e12, 80e9), "h100": (989e12, 3.35e12, 80e9),
+          "h200": (989e12, 4.8e12, 141e9), "b200": (2.25e15, 8e12, 180e9)}
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_shipped_devices_reach_a_part_of_their_data_sheet(name: str) -> None:
+    device, (flops, bandwidth, memory) = load_device(f"configs/devices/{name}.yaml"), SHEETS[name]
+    assert 0.45 < device.flops / flops < 0.55
+    assert 0.6 < device.memory_bytes_s / bandwidth < 0.8
+    assert device.memory_bytes == memory and device.name == name
+
+
+# NVLink in bytes/s per direction, a card's bytes/s, the memory of which device
+LINKS = {"a100_ib": (300e9, 25e9, "a100_80g"), "h100_ib": (450e9, 50e9, "h100"),
+         "h200_ib": (450e9, 50e9, "h200")}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_shipped_clusters_reach_a_part_of_their_links(name: str) -> None:
+    cluster, (near, far, device) = load_cluster(f"configs/clusters/{name}.yaml"), LINKS[name]
+    assert 1 / cluster.intra.beta_s / near == pytest.approx(5 / 6)
+    assert 1 / cluster.inter.beta_s / far == pytest.approx(0.88)
+    memory = load_device(f"configs/devices/{device}.yaml").memory_bytes_s
+    assert cluster.copy_s == pytest.approx(1 / memory) and cluster.name == name

@@ -17,7 +17,6 @@ from moe_plugin.planner.collectives import (
 )
 from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.events import Task, simulate
-from moe_plugin.planner.explain import explain_layer
 from moe_plugin.planner.files import record
 from moe_plugin.planner.layer_cost import PHASES, LayerShape, layer_cost, rank_choices
 from moe_plugin.planner.static_layer import scale_table, scale_text
@@ -172,12 +171,6 @@ def test_memory_limits_the_choice() -> None:
                         memory_bytes=least)[0].memory_bytes == least
     with pytest.raises(ValueError, match="the smallest needs"):
         rank_choices(SHAPE, cluster(), A100, memory_bytes=1.0)
-
-
-def test_explanation_names_the_reason() -> None:
-    text = explain_layer(
-        rank_choices(dataclasses.replace(SHAPE, tokens=65536, hidden_dim=512), cluster(), A100))
-    assert "r=0 d=1 linear auto is" in text and "faster than" in text and "a2a_out" in text
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:

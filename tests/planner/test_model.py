@@ -19,8 +19,9 @@ from moe_plugin.planner.explain import explain
 from moe_plugin.planner.files import record
 from moe_plugin.planner.model import ModelShape, Plan, load_model
 from moe_plugin.planner.model_cost import PlanCost, gradient_s, lower_bound_s, plan_cost
-from moe_plugin.planner.model_search import Space, search
-from moe_plugin.planner.write import host_flags, write_plan
+from moe_plugin.planner.model_search import Space, alternatives, search, value_of
+from moe_plugin.planner.write import host_flags, plan_yaml
+from tests.cli.examples import Shell, commands
 from tests.planner.problems import A100, cluster, model
 
 SPACE = Space(degrees=(1, 2), micro_batches=(1, 2, 4))
@@ -88,8 +89,13 @@ def test_memory_and_time_by_hand() -> None:
     cost = plan_cost(m, cluster(1, 4), A100, plan)
     dense = 2 * 4 * 64**2 + 2 * 64 * 256 + 64 * 4
     assert m.dense_parameters == dense and m.expert_parameters == 4 * 2 * 64 * 256
-    assert cost.memory["dense parameters"] == 18 * dense and cost.memory[
-        "expert parameters"] == 18 * 2 * 64 * 256
+    # bf16 weights, fp32 gradients, fp32 weights and two moments of Adam
+    for kind, parameters in (("dense", dense), ("expert", 2 * 64 * 256)):
+        assert [cost.memory[f"{kind} {part}"]
+                for part in ("parameters", "gradients", "optimizer state")] == [
+                    2 * parameters, 4 * parameters, 12 * parameters]
+    lean = dataclasses.replace(m, element_bytes=4, state_bytes=4)  # SGD
+    assert lean.parameter_bytes() == {"parameters": 4, "gradients": 4, "optimizer state": 0}
     assert cost.memory["activations"] == 34 * 2 * 128 * 64 * 2
     assert cost.time["pipeline bubble"] == 0 and plan.micro_batches(m) == 1 and plan.expert_dp == 1
     assert gradient_s(m, cluster(1, 4), plan) == pytest.approx(2 * 3 * (3e-6 + dense / 250e9))
@@ -152,13 +158,32 @@ def test_explanation() -> None:
                for line in text.splitlines()) and "%, mostly" in text
 
 
+@pytest.mark.parametrize("changes, memory", [({}, 80e9), ({"experts": 32}, 12e9)])
+def test_why_not_is_the_best_plan_with_another_value(changes: dict, memory: float) -> None:
+    m, c = model(**changes), cluster(2, 4, 5e9)
+    device = dataclasses.replace(A100, memory_bytes=memory)
+    every = exhaustive(m, c, device, SPACE)  # those that fit
+    best = min(every, key=lambda f: (f.seconds, f.plan))
+    found = alternatives(m, c, device, best, SPACE)
+    assert set(found) == {"tp", "pp", "expert_ranks", "micro_batch", "r", "d", "algorithm"}
+    several = 0
+    for axis, other in found.items():
+        fit = [f for f in every if value_of(f.plan, axis) != value_of(best.plan, axis)]
+        if fit:
+            assert other.seconds == min(f.seconds for f in fit) >= best.seconds
+        else:
+            assert other.memory_bytes > memory
+        several += sum(value_of(other.plan, a) != value_of(best.plan, a) for a in found) > 1
+    assert several, "no alternative needs another number changed, too"
+
+
 @pytest.mark.parametrize("host", ["megatron", "fairseq"])
 @pytest.mark.parametrize("auto", [False, True])
 def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> None:
     m = model(experts=2, capacity_factor=1.25)
     best = search(m, cluster(1, 4), A100, Space(data_parallel_only=host == "fairseq")).plans[0].plan
-    files = write_plan(m, best, host, auto, "a note", ("keep", "recompute") if auto else ())
-    (tmp_path / "moe.yaml").write_text(files["moe.yaml"])
+    (tmp_path / "moe.yaml").write_text(plan_yaml(
+        m, best, host, auto, "a note", ("keep", "recompute") if auto else ()))
     settings = from_yaml(str(tmp_path / "moe.yaml"))
     assert settings.parallel.mode == ("auto" if auto else "fixed")
     assert settings.offload.activations == ("keep,recompute" if auto else "keep")
@@ -167,7 +192,6 @@ def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> N
     assert settings.dispatch.capacity_factor == 1.25
     if host == "fairseq":
         assert settings.num_experts == 2 and settings.experts.hidden_dim == 4096
-    assert all(line.startswith("--") for line in files[f"{host}.flags"].splitlines())
 
 
 def test_a_host_that_cannot_is_told() -> None:
@@ -204,7 +228,26 @@ def test_command_text_and_files(tmp_path: Path, capsys) -> None:
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     assert from_dict(yaml.safe_load(
         (tmp_path / "out" / "moe.yaml").read_text())).parallel.mode == "auto"
-    assert "--expert-model-parallel-size" in (tmp_path / "out" / "megatron.flags").read_text()
+    script = (tmp_path / "out" / "launch.sh").read_text()
+    assert "torchrun --nnodes 2 --nproc_per_node 8" in script
+    assert f"--moe-config {tmp_path}" in script
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["launch.sh", "moe.yaml"]
+
+
+@pytest.mark.parametrize("more", [[], ["--script", "pretrain_gpt.py", "--data", "a prefix"],
+                                  ["--host", "fairseq", "--data", "folder"]])
+def test_the_command_writes_a_line_that_its_host_takes(more: list[str], tmp_path: Path,
+                                                       capsys) -> None:
+    assert main([*ARGS, "--write", str(tmp_path / "out"), *more]) == 0
+    assert "launch.sh, which trains it:" in capsys.readouterr().out
+    [words] = commands((tmp_path / "out" / "launch.sh").read_text().replace(' "$@"', ""))
+    Shell(tmp_path)(words, runs=False)
+
+
+@pytest.mark.parametrize("more", [["--data", "x"], ["--script", "x"], ["--auto"]])
+def test_what_only_writing_reads_is_refused_without_it(more: list[str], capsys) -> None:
+    assert main([*ARGS, *more]) == 2
+    assert f"{more[0]} says what --write DIR writes" in capsys.readouterr().err
 
 
 def test_command_json(capsys) -> None:

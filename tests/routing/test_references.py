@@ -43,8 +43,9 @@ def route(router, x, mask):
     return router(x, mask, None, TokenInfo(token_ids_T=torch.arange(len(x)) * 7 % 11))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("experts,k", [(4, 2), (8, 2), (4, 1)])
+@pytest.mark.parametrize("experts,k,name", [
+    (experts, k, name) for experts, k in [(4, 2), (8, 2), (4, 1)] for name in NAMES
+    if k > 1 or name not in ("dense_to_sparse", "gshard", "noisy_topk")])  # they refuse it
 def test_choice_weights_and_gradients(name: str, experts: int, k: int) -> None:
     reference = reference_of(name)
     for tokens, masked, training in [(13, 0, reference.modes[0]), (13, 4, reference.modes[-1]),

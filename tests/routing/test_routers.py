@@ -30,7 +30,11 @@ def make(name: str, experts: int = 8, k: int = 2, comm=None, losses: dict | None
 
 @pytest.mark.parametrize("name,k", [("switch", 1), ("gshard", 2), ("base", 1), ("hash", 1)])
 def test_a_fixed_number_of_experts(name: str, k: int) -> None:
-    router = make(name, k=4, **({"hash": {"vocabulary": 9}} if name == "hash" else {}))
+    more = {"hash": {"vocabulary": 9}} if name == "hash" else {}
+    with pytest.raises(ValueError, match=f"router.top_k=4 .* must be {k} where .*{name}"):
+        make(name, k=4, **more)
+    router = make(name, **more)
+    assert make(name, k=k, **more).fixed_k == router.config.experts_per_token == k
     info = TokenInfo(torch.arange(5))
     assert router(torch.randn(5, 6), None, None, info).ids_TK.shape == (5, k)
     with pytest.raises(ValueError, match=f"top_k=3 is out of bounds: must be {k}"):

@@ -249,7 +249,7 @@ def test_capacity_worked_example() -> None:
         10, 4, 2, 1.4) == 8
 
 
-@pytest.mark.parametrize("factor,want", [(None, None), (1.0, 6), (1.25, 6), (2.0, 12), (0.3, 0),
+@pytest.mark.parametrize("factor,want", [(None, None), (1.0, 6), (1.25, 6), (2.0, 12), (0.3, 1),
                                          (0.0, 6), (-1.0, 6), (-0.7, 4)])
 def test_capacity_table(factor: float | None, want: int | None) -> None:
     # 10 tokens, 4 experts, 2 choices: s = 3; expert 2 gets 6

@@ -22,6 +22,7 @@ from moe_plugin.config.flags import (
     setting_specs,
 )
 from moe_plugin.config.options import check
+from moe_plugin.config.router import only_read, router_names
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
 from moe_plugin.messages import short
@@ -91,12 +92,16 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
     own_dispatch = bool(flags[CONFIG_FLAG.dest]) or any(flags[name] is not None
                                                         for name in DISPATCH_FLAGS)
     in_file = file_settings(flags)
+    chosen_k = _chosen_k(args, flags, in_file)
     dropout = setting(args, "activation_dropout", 0) or setting(args, "relu_dropout", 0) or 0
     base = {"experts.hidden_dim": ffn_dim, "experts.activation": _activation(activation),
             "experts.dropout": float(dropout),
-            **_branch_base(args, _chosen_k(args, flags, in_file), own_dispatch)}
+            **_branch_base(args, chosen_k, own_dispatch)}
     changed = set(_changed_branch_paths(args))
-    base = {path: value for path, value in base.items() if path not in in_file or path in changed}
+    names = router_names(str(flags.get("moe_router") or in_file.get("router.name", "topk")))
+    read = only_read(base, names, chosen_k)  # the branch's defaults are for its own gates
+    base = {path: value for path, value in base.items()
+            if (path in read and path not in in_file) or path in changed}
     _refuse_contradictions(args, flags, base, changed)
     config = config_from_flags(flags, {**base, "model_dim": model_dim})
     check(config.pipeline.schedule == "1f1b", "pipeline.schedule", config.pipeline.schedule,

@@ -17,12 +17,14 @@ import torch.nn.functional as F
 
 from moe_plugin.config import (
     MoEConfig,
+    RouterConfig,
     flags,
     flatten,
     from_dict,
     to_dict,
     with_overrides,
 )
+from moe_plugin.config.router import only_read, router_names
 from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
 from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
@@ -99,6 +101,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     # Megatron's init methods fill the weights
     _check_agreement("experts.init_std", settings, setting(native, "init_method_std"))
     known["losses"] = _losses(native, settings.get("losses"), bool(reasons))
+    name = settings.get("router.name", RouterConfig.name)
+    known = only_read(known, router_names(name), native.moe_router_topk)
     config = with_overrides(from_dict({"losses": {}}), {**settings, **known})
     refuse_streamed_weights(config.offload, "Megatron")
     if reasons:

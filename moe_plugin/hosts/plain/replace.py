@@ -67,8 +67,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     Returns: names of the modules that were replaced, in the model's order. A module under several
         names counts as one, is replaced under all of them, and is named by the first.
     Raises:
-        ValueError: nothing matches; a module that `match` names is no feed-forward module; a
-            setting does not fit; it names value, bound and remedy.
+        ValueError: nothing matches; a module that `match` names is no feed-forward module; two
+            modules share parameters; a setting does not fit; it names value, bound and remedy.
     """
     if every < 1:
         raise ValueError(f"every={every} must be >= 1; use 1 to replace all")
@@ -78,6 +78,7 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
         raise ValueError(
             f"{type(model).__name__} has no feed-forward module to replace{wanted} and "
             f"every={every}: {_why_none(model, every)}")
+    _refuse_tied(places)
     refuse_timeout(comm, settings)
     first = _config(places[0].ffn, num_experts, settings)
     unread.refuse(flatten(to_dict(first)), "layers by themselves")
@@ -105,6 +106,20 @@ def _leave_out_of_files(model: Any) -> None:
         model._keys_to_ignore_on_save = {
             *(getattr(model, "_keys_to_ignore_on_save", None) or ()),
             *(f"{name}.moe._extra_state" for name, _ in blocks_in(model))}
+
+
+def _refuse_tied(places: list[_Place]) -> None:
+    """`ValueError` for modules that share parameters, whose blocks would each have their own."""
+    seen: dict[tuple[int, int], str] = {}
+    for place in places:
+        for weight in place.ffn.weights.values():
+            where = weight.untyped_storage().data_ptr(), int(weight.storage_offset())
+            other = seen.setdefault(where, place.name)
+            if other != place.name:
+                raise ValueError(
+                    f"modules {other!r} and {place.name!r} share parameters, which their blocks "
+                    "would not: use one module in both places, whose block is then shared, or "
+                    "leave one of them out by `match`")
 
 
 def _why_none(model: nn.Module, every: int) -> str:

@@ -84,6 +84,11 @@ class Router(KeepsBuffers, RouterModule):
         self.reset_parameters()
 
     @property
+    def divides(self) -> bool:
+        """Whether weights are divided by their sum before anything is dropped."""
+        return self.config.normalize in ("auto", "before_drop")
+
+    @property
     def batch_comm(self) -> Comm:
         """All data-parallel ranks, whose tokens make up the batch of a step."""
         return self.comm if self.host.batch_comm is None else self.host.batch_comm
@@ -209,10 +214,8 @@ class Router(KeepsBuffers, RouterModule):
         return self.config.noise / self.num_experts if self.training else 0.0
 
     def normalized(self, weights_TK: Tensor) -> Tensor:
-        """Weights divided by their sum over the choices, if `router.normalize` is before_drop."""
-        if weights_TK.shape[1] == 1 or self.config.normalize != "before_drop":
-            return weights_TK
-        return shares(weights_TK)
+        """Weights divided by their sum over the choices, where the router `divides`."""
+        return shares(weights_TK) if weights_TK.shape[1] > 1 and self.divides else weights_TK
 
     def _fuses(self) -> bool:
         """Whether one kernel can do it all: losses need no score of a single token, and the class

@@ -102,8 +102,7 @@ class TopKRouter(Router):
 
     def rule(self, k: int) -> Rule:
         """How one pass chooses and weighs k experts of a token."""
-        normalize = k > 1 and self.config.normalize == "before_drop"
-        return Rule(k, normalize, self.sigmoid, z="z" in self.loss_names)
+        return Rule(k, k > 1 and self.divides, self.sigmoid, z="z" in self.loss_names)
 
     def choice_bias(self) -> Tensor | None:
         """What is added to the scores for the choice alone, [E]; None: nothing."""

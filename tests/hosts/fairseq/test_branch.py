@@ -107,3 +107,20 @@ def test_second_choices_are_counted_as_the_branch_counts_them() -> None:
     assert float(logged["unused_expert2_count"]) == int((percent_E == 0).sum())
     lost = int(taken_S.sum()) - int(layer.moe_layer.stats.kept_KE[1].sum())
     assert float(logged["overflow_expert2"]) == pytest.approx(100 * lost / int(taken_S.sum()))
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"moe_eval_capacity_token_fraction": 0.01}, {"moe_capacity_factor": "0.3"},
+    {"moe_capacity_factor": "1.0", "moe_eval_capacity_factor": "-0.3"}])
+def test_the_first_tokens_of_a_generation_find_their_experts(settings: dict[str, Any]) -> None:
+    """One token is computed as without a capacity, and so is the first of a few."""
+    settings = {"moe_second_expert_policy": "all", **settings}
+    exact = language_model(**{**settings, "moe_eval_capacity_token_fraction": -1.0,
+                              "moe_capacity_factor": "none", "moe_eval_capacity_factor": "none",
+                              "moe_dispatch": "ragged"}).eval()
+    limited = language_model(**settings).eval()
+    for length in (1, 2, 3):
+        ids = tokens(batch=1, length=length)
+        with torch.no_grad():
+            torch.testing.assert_close(limited(ids)[0][:, 0], exact(ids)[0][:, 0])
+    assert moe_layers(limited)[0].moe_layer.stats.capacity == 1

@@ -73,6 +73,41 @@ def test_flags_set_their_path(flags: str, path: str, expected: Any) -> None:
     assert value(config(BRANCH + flags), path) == expected
 
 
+@pytest.mark.parametrize(("flags", "policy", "normalize"), [
+    ("", "sampling", "after_drop"), ("--moe-router cosine", "sampling", "after_drop"),
+    ("--moe-router gshard", "all", "after_drop"), ("--moe-router switch", "all", "auto"),
+    ("--moe-router sigmoid_bias", "all", "after_drop"),
+    ("--moe-router noisy_topk --moe-normalize-gate-prob-before-dropping --moe-router-normalize "
+     "none", "all", None),
+    ("--moe-router hash,topk --moe-hash-vocabulary 9", "sampling", "after_drop"),
+    ("--moe-router switch --moe-second-expert-policy random", None, ""),
+    ("--moe-router gshard --moe-second-expert-policy random", "random", "after_drop"),
+    ("--moe-router sinkhorn --moe-normalize-gate-prob-before-dropping", None, ""),
+    ("--moe-top1-expert --moe-second-expert-policy random", "all", "none"),
+    ("--moe-top1-expert --moe-normalize-gate-prob-before-dropping", "all", "none"),
+])
+def test_the_gate_settings_of_the_branch_go_to_routers_that_read_them(
+        flags: str, policy: str | None, normalize: str | None) -> None:
+    """Its defaults are for its own gates, whose lines go on working; what was asked for and is not
+    read is refused.
+    """
+    if policy is None or normalize is None:
+        with pytest.raises(ValueError, match="does not read it|contradicts"):
+            config(BRANCH + flags)
+    else:
+        found = config(BRANCH + flags).router
+        assert (found.second_expert_policy, found.normalize) == (policy, normalize)
+
+
+def test_a_file_names_the_router_that_reads_or_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("num_experts: 4\nrouter: {name: ktop1}\n")
+    found = config(f"--moe-freq 2 --moe-config {path}").router
+    assert (found.second_expert_policy, found.normalize) == ("all", "after_drop")
+    found = config(f"--moe-freq 2 --moe-config {path} --moe-router topk").router
+    assert found.second_expert_policy == "sampling"
+
+
 @pytest.mark.parametrize(("fairseq_name", "ours"), [("relu", "relu"), ("gelu", "gelu"),
                                                     ("gelu_accurate", "gelu_tanh"),
                                                     ("relu_squared", "squared_relu")])

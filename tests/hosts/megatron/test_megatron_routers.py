@@ -51,6 +51,26 @@ def _gradients(layer: Any, case: Case) -> list[torch.Tensor]:
     return [x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
+@pytest.mark.parametrize("native, name, words", [
+    ({}, "topk", "before_drop"), ({}, "switch", "auto"), ({}, "ktop1", "auto"),
+    ({"moe_router_pre_softmax": True}, "ktop1", "none"),
+    ({"moe_router_topk": 1, "moe_router_score_function": "sigmoid"}, "topk", "auto"),
+    ({"moe_router_topk": 4}, "switch", "router.top_k=4 .* must be 1 where router.name='switch'"),
+    ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, "gshard",
+     "router.top_k=1 .* must be 2 where router.name='gshard'"),
+])
+def test_a_native_setting_goes_to_routers_that_read_it(native: dict[str, Any], name: str,
+                                                       words: str) -> None:
+    from moe_plugin.hosts.megatron.translate import translate
+
+    config, given = Case(native=native).config(), {"router.name": name}
+    if words in ("auto", "none", "before_drop"):
+        assert translate(config, given).config.router.normalize == words
+    else:
+        with pytest.raises(ValueError, match=words):
+            translate(config, given)
+
+
 def _every_router(case: Case) -> dict[str, tuple[float, list[str]]]:
     from moe_plugin.routing import finish_step, routers
 

@@ -137,6 +137,19 @@ def test_a_shared_module_stays_shared(match: str | None) -> None:
     assert len(model[0].losses()) == 3
 
 
+@pytest.mark.parametrize("which", ["0", "2", "both"])
+def test_modules_that_share_parameters_are_refused(which: str) -> None:
+    """Their blocks would have experts of their own; the model stays as it was."""
+    one, two = plain_ffn(nn.GELU()), plain_ffn(nn.GELU())
+    for index in (0, 2) if which == "both" else (int(which),):
+        two[index].weight = one[index].weight
+    model = nn.Sequential(one, two)
+    with pytest.raises(ValueError, match="modules '0' and '1' share parameters.* use one module"):
+        replace_ffn(model, num_experts=4)
+    assert model[0] is one and model[1] is two
+    assert replace_ffn(model, num_experts=4, match="1") == ["1"]
+
+
 @pytest.mark.parametrize("upcycle", [True, False])
 def test_copies_of_what_is_frozen_are_frozen(upcycle: bool) -> None:
     model = stack()

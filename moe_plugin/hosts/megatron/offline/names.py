@@ -20,7 +20,6 @@ MASTERS = ("param", "fp32_param")
 MASTER = "master"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 NATIVE_EXPERTS = "mlp.experts.experts."
 
 
@@ -102,9 +101,3 @@ def is_native(names: Iterable[str]) -> bool:
 def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
     """Name of an object: one of `shape` many that share a key."""
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
-
-
-def object_key(name: str) -> str:
-    """The key that objects share."""
-    found = _OBJECT.fullmatch(name)
-    return found[1] if found else name
