@@ -98,7 +98,7 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
         self._follow_parameters()
         self.link: Any = None
         if (unlinked := Unlinked.of(config)) is not None:
-            self.route = unlinked  # type: ignore[method-assign]
+            self.route = unlinked  # type: ignore[method-assign, assignment]
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
@@ -141,7 +141,8 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
         """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""
-        return self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
+        routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
+        return routing
 
     def _through_experts(self, layout: Layout, x_TD: Tensor, kept: KeptRouting,
                          alongside: OverlappedWork) -> tuple[Tensor, int | Tensor]:

@@ -144,7 +144,8 @@ def _leaves(cls: type) -> tuple[_Leaf, ...]:
 
 
 def _check_types(section: Section, prefix: str) -> None:
-    for name, hint, nested, plain, numbers, choices in _leaves(type(section)):
+    cls: type = type(section)
+    for name, hint, nested, plain, numbers, choices in _leaves(cls):
         value = getattr(section, name)
         kind = type(value)
         if nested:

@@ -66,6 +66,8 @@ class CapacityLimit:
 
     def keeps_all(self, training: bool) -> bool:
         """Whether the settings say that no choice is dropped."""
+        if training:
+            return self.dispatch.capacity_factor is None
         rule = _Rule.of(self.dispatch, training)
         return rule.factor is None and not rule.fraction
 
