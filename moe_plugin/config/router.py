@@ -175,7 +175,7 @@ def readers_of(setting: str, value: Any) -> Collection[str]:
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
     """Whether one of these routers is one of the readers, or a user's own."""
-    return any(name in readers or name not in BUILT_IN for name in names)
+    return not BUILT_IN.issuperset(names) or not set(names).isdisjoint(readers)
 
 
 def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
@@ -312,7 +312,8 @@ class RouterConfig(Section):
             section, names = (self, [setting]) if setting not in ("hash", "sparsity") else (
                 getattr(self, setting), [])
             readers = readers_of(setting, getattr(self, setting))
-            section.read_where(self.may_be_read(readers), where, _use(readers), *names)
+            if not self.may_be_read(readers):
+                section.read_where(False, where, _use(readers), *names)
         self.read_where(self.normalize == "none" or self.top_k > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
                         "raise router.top_k", "normalize")

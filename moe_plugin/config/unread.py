@@ -42,8 +42,10 @@ def of_whole_model(settings: Mapping[str, Any], elsewhere: Mapping[str, str] = E
     """
     defaults, found = flatten(to_dict(MoEConfig())), {}
     for path, value in settings.items():
+        if path not in defaults or value == defaults[path]:
+            continue
         remedy = next((text for start, text in elsewhere.items() if path.startswith(start)), None)
-        if remedy is not None and path in defaults and value != defaults[path]:
+        if remedy is not None:
             found[path] = defaults[path], remedy
     return found
 
