@@ -28,6 +28,7 @@ from moe_plugin.experts.parts import (
     window_of,
 )
 from moe_plugin.records import Placement
+from moe_plugin.routing.contract import FLOAT32
 
 _DCP = "torch.distributed.checkpoint"
 _ORIGIN = ("ep_size", "ep_rank", "shards")
@@ -71,7 +72,7 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
     if dcp:
         state[prefix + "_extra_state"] = {
             **{name: value for name, value in layer.get_extra_state().items()
-               if name in ("version", "num_experts")}, "ep_size": 1, "ep_rank": 0}
+               if name in ("version", "num_experts", FLOAT32)}, "ep_size": 1, "ep_rank": 0}
 
 
 def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -137,7 +137,8 @@ def train(model: Any, steps: int, comm: TorchComm | None = None) -> None:
         if comm is not None:
             ids = ids.chunk(comm.size)[comm.rank]
         optimizer.zero_grad()
-        (model(ids, labels=ids).loss + auxiliary_loss(model)).backward()
+        loss = model(ids, labels=ids).loss
+        (loss + auxiliary_loss(model) if swapped_blocks(model) else loss).backward()
         if comm is not None:
             sync_gradients(model, comm)
         optimizer.step()

@@ -40,8 +40,8 @@ def wrong_dispatcher() -> Iterator[None]:
     class Wrong(RaggedDispatcher):
         """Loses a tenth of every output."""
 
-        def combine(self, rows_RD, handle, anchor):
-            return 0.9 * super().combine(rows_RD, handle, anchor)
+        def combine(self, sent, plan):
+            return 0.9 * super().combine(sent, plan)
 
     dispatchers.register("wrong")(Wrong)
     yield

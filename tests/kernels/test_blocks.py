@@ -40,8 +40,10 @@ def test_blocks_hold_all_rows_and_no_more_than_allowed(counts: list[int], limit:
     assert all(size(u) <= limit or u.experts == 1 for b in blocks for u in b.units)
     rows = {e: u.rows for b in blocks for u in b.units for e in range(u.first, u.first + u.experts)}
     assert [*rows] == [e for e, n in enumerate(counts) if n]  # in order, none twice
-    assert all(n <= rows[e] <= (n if rule is WIDE else n + 5)
-               for e, n in enumerate(counts) if n)
+    assert all(n <= rows[e] for e, n in enumerate(counts) if n)
+    for unit in (u for b in blocks for u in b.units):  # each one that joins adds at most five
+        own = sum(counts[unit.first:unit.first + unit.experts])
+        assert size(unit) - own <= (0 if rule is WIDE else 5 * (unit.experts - 1))
     assert sum(rows.values()) <= 2 * sum(counts)
     assert all(b.size == sum(map(size, b.units)) for b in blocks)
     assert [r for b in blocks for r in range(b.rows.start, b.rows.stop)] == [*range(
