@@ -16,7 +16,7 @@ from moe_plugin.checkpoint.layers import LAYER_NAMES
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
 from moe_plugin.comm import TorchComm
-from moe_plugin.hosts.plain.blocks import auxiliary_loss
+from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.hosts.plain.gradients import sync_gradients
 from moe_plugin.hosts.plain.huggingface import (
     restore_moe_blocks,
@@ -138,7 +138,7 @@ def train(model: Any, steps: int, comm: TorchComm | None = None) -> None:
             ids = ids.chunk(comm.size)[comm.rank]
         optimizer.zero_grad()
         loss = model(ids, labels=ids).loss
-        (loss + auxiliary_loss(model) if swapped_blocks(model) else loss).backward()
+        (loss + auxiliary_loss(model) if any(blocks_in(model)) else loss).backward()
         if comm is not None:
             sync_gradients(model, comm)
         optimizer.step()
