@@ -21,7 +21,7 @@ from moe_plugin.offload.segments import plan_segments
 from moe_plugin.offload.tiers import DiskTier, HostTier, TierError
 from moe_plugin.offload.weight_files import load_weights, save_weights
 from moe_plugin.offload.weights import StreamedTrainer
-from moe_plugin.routing import finish_step
+from moe_plugin.routing import finish_step_of_any
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -87,7 +87,7 @@ def resident(blocks: list[nn.Module], optimizer, count: int, steps: int = 3,
         steps_of.step()
         steps_of.zero_grad()
         for block in blocks:
-            finish_step(block)
+            finish_step_of_any(block)
     return seen
 
 

@@ -52,7 +52,7 @@ from moe_plugin.hosts.plain.replicas import (
 from moe_plugin.hosts.plain.stopping import RUN
 from moe_plugin.hosts.plain.twins import TwinCheck
 from moe_plugin.hosts.plain.vote import Ballots
-from moe_plugin.routing import finish_step
+from moe_plugin.routing import finish_step_of_any
 from moe_plugin.tuning.collectives import prepare_replicas
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class MoETrainer(Trainer):
         stepped = (self.get_num_updates() > before
                    and not (self._elastic is not None and self._elastic.lost))
         if self.has_experts and stepped:
-            finish_step(self._model)
+            finish_step_of_any(self._model)
         if self._activations is not None:
             self._activations.after_step()
         if logged and self.is_data_parallel_master:
