@@ -33,6 +33,7 @@ def test_the_hosts_parsers_take_every_word(host: str, script: str | None, start:
     [words] = commands(text)
     if start.cpu:
         assert words.pop(0) == "OMP_NUM_THREADS=2"
+    (tmp_path / "moe.yaml").write_text("{}\n")  # a command writes it beside the line
     Shell(tmp_path)(words, runs=False)
     assert ("--bf16" in words) == (not changes)
 

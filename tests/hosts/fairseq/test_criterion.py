@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
 from moe_plugin.output import LayerStats
 from tests.hosts.fairseq.small import language_model, task, tokens
+from tests.logs import warned
 
 
 def sample() -> dict[str, Any]:
@@ -73,10 +73,9 @@ def test_negative_weight_is_refused() -> None:
 
 
 def _warnings(model: Any, used: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("default")
+    with warned("moe_plugin.routing.balance") as shown:
         check_balance(model, used)
-    return [str(each.message) for each in shown]
+    return shown
 
 
 def test_a_gate_loss_without_weight_is_warned_of() -> None:
