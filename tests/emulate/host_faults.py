@@ -25,8 +25,8 @@ FLAGS = ["--moe-timeout", str(TIMEOUT_S), "--moe-all-to-all", "2dh", "--moe-para
 SAVE_EVERY = 3
 SLACK_S = 20.0  # to notice, to write a trace and to end, on a busy machine
 VICTIM = 3
-# an error of ours, or a trace that leads to the host's own collective
-_OURS = "CommError: rank {rank} of 4 in group 'ranks [0, 1, 2, 3]': "
+# a CommError of ours, by its trace or in a line; or a trace that leads to the host's own collective
+_OURS = "rror: rank {rank} of 4 in group 'ranks [0, 1, 2, 3]': "
 _HOSTS = re.compile(r"distributed_c10d\.py.*in (all_reduce|all_gather\w*|barrier|broadcast\w*)")
 
 

@@ -81,8 +81,9 @@ def megatron(argv: Sequence[str], log: str) -> None:
 
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
     status = train.main(list(argv))
-    if status:
-        raise SystemExit(status)
+    if status:  # with what it said last
+        said = Path(f"{log}{os.environ['RANK']}").read_text(encoding="utf-8").splitlines()
+        raise SystemExit(f"{status}: {said[-1] if said else ''}")
 
 
 def die_in_exchange(victim: int, at: int, run: Any, *args: Any) -> None:
