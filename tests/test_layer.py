@@ -14,6 +14,7 @@ from moe_plugin import MoELayer, weighted_loss
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.records import HostContext
 from moe_plugin.routing.routers.topk import TopKRouter
 
 
@@ -105,8 +106,11 @@ def test_hidden_that_cannot_be_cut() -> None:
 def test_padded_needs_a_capacity() -> None:
     with pytest.raises(ValueError, match="dispatch.capacity_factor"):
         MoELayer(config(dispatch={"name": "padded"}))
-    # a capacity for evaluation alone
-    scoring = MoELayer(config(dispatch={"name": "padded", "eval_token_fraction": 0.5}))
+    # a capacity for evaluation alone: refused before training begins
+    alone = config(dispatch={"name": "padded", "eval_token_fraction": 0.5})
+    with pytest.raises(ValueError, match="dispatch.capacity_factor"):
+        MoELayer(alone)
+    scoring = MoELayer(alone, host=HostContext(training=False))
     assert scoring.eval()(torch.randn(3, 8)).stats.capacity == 2
     with pytest.raises(ValueError, match="dispatch.capacity_factor"):
         scoring.train()(torch.randn(3, 8))

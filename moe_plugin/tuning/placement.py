@@ -149,9 +149,10 @@ def _schedule(config: MoEConfig, place: Placement) -> str:
     traits = dispatchers.get(dispatch.name).traits
     slots = dispatch.capacity_factor is not None and traits.fixed_slots
     if asked == "s2" and not slots:
+        factor = dispatch.capacity_factor
         raise ValueError(
             f"parallel.schedule='s2' shares slots, dispatch.name={dispatch.name!r} with "
-            f"capacity_factor={dispatch.capacity_factor} has none; "
+            f"capacity_factor={'none' if factor is None else factor} has none; "
             "use dispatch.name='padded' with a capacity factor, or schedule 's1'")
     if asked != "auto" or not slots:
         return "s2" if asked == "s2" or traits.splits_slots else "s1"
