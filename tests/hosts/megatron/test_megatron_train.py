@@ -21,6 +21,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, refusal, trained
+from tests.logs import warned
 
 pytestmark = pytest.mark.megatron
 
@@ -180,12 +181,9 @@ def test_drops_in_validation_are_said_once(data: str) -> None:
 
 
 def _balance_warnings(argv: list[str]) -> list[str]:
-    import warnings
-
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("default")
+    with warned("moe_plugin.routing.balance") as shown:
         trained(argv)
-    return [str(each.message) for each in shown if "experts balanced" in str(each.message)]
+    return shown
 
 
 @pytest.mark.distributed
