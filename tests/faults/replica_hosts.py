@@ -176,7 +176,7 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
     from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE
 
     of_task, of_trainer = FairseqTask.train_step, of_host.MoETrainer.train_step
-    finish, losses, finished = of_host.finish_step, [], []
+    finish, losses, finished = of_host.finish_step_of_any, [], []
 
     def forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss, size, logged = of_task(self, *args, **kwargs)
@@ -205,7 +205,7 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
         finished.append(finish(model))
 
     FairseqTask.train_step, of_host.MoETrainer.train_step = forward_backward, update
-    of_host.finish_step = finish_step
+    of_host.finish_step_of_any = finish_step
     run_command("fairseq-train", (
         f"{replica.data} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update {replica.steps} --no-save "
         f"--disable-validation --moe-lighthouse {replica.lighthouse} --moe-replica "
