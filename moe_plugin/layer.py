@@ -19,9 +19,9 @@ from moe_plugin.experts import (
     add_residual,
     distributed_state,
     is_expert,
-    mark_expert,
 )
 from moe_plugin.experts.ddp_check import DDPCheck
+from moe_plugin.experts.marks import mark_experts
 from moe_plugin.messages import short
 from moe_plugin.offload.build import place_in_tier
 from moe_plugin.output import MoEOutput
@@ -169,8 +169,7 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
         """Parameters may be new: copies, those that left the meta device, assigned ones, and those
         of what stands in the experts' place.
         """
-        for parameter in self.experts.parameters():
-            mark_expert(parameter)
+        mark_experts(self.experts)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
     def forget_recordings(self) -> None:

@@ -52,8 +52,8 @@ class LocalDispatcher(Dispatcher):
         on_host = routing.ids_TK.device.type == "cpu" and not compiling
         if kept.any_load:
             slots = None  # T for every expert: more than the rows
-        if self.traits.bounded or (compiling and exporting()) or (slots is None and self.from_device
-                                                  and not (on_host or compiling)):
+        on_device = slots is None and self.from_device and not (on_host or compiling)
+        if self.traits.bounded or on_device or (compiling and exporting()):
             rows = device_rows(*choices, self.placement.experts)
         elif slots is None or on_host:
             rows = exact_rows(*choices, self.placement.experts, *known_load(routing))

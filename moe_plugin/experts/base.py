@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.experts.marks import mark_expert
+from moe_plugin.experts.marks import mark_experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.records import ExpertRows
 from moe_plugin.registry import Registry
@@ -87,8 +87,7 @@ class Experts(nn.Module):
 
     def mark(self) -> None:
         """Mark every parameter as an expert's."""
-        for parameter in self.parameters():
-            mark_expert(parameter)
+        mark_experts(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "seed_comm"}

@@ -11,6 +11,14 @@ def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
+def mark_experts(module: nn.Module) -> None:
+    """Mark every parameter of experts, or of what stands in their place and has them inside: an
+    adapter of a rank's experts is of that rank, as they are.
+    """
+    for parameter in module.parameters():
+        mark_expert(parameter)
+
+
 def is_expert(parameter: Tensor) -> bool:
     """Whether `mark_expert` marked this parameter, or fairseq marked an fp32 copy of it alike."""
     return getattr(parameter, "expert", False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
+from moe_plugin.experts.marks import expert_parameters, is_expert, mark_experts
 from moe_plugin.hosts.plain.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.hosts.plain.replicas import (
     BUCKET_BYTES,
@@ -131,13 +131,10 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """Mark parameters of what stands in the place of experts, or of their parameters: adapters of
-    a rank's experts are of that rank, as the experts are.
-    """
+    """`mark_experts` for all layers: adapters may have come since they were built."""
     for layer in model.modules():
         if isinstance(layer, MoELayer):
-            for parameter in layer.experts.parameters():
-                mark_expert(parameter)
+            mark_experts(layer.experts)
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:

@@ -25,10 +25,11 @@ _watched: list[object] = []  # the hook of all optimizers, once
 
 
 class PartGradient(Tensor):
-    """A gradient, or the norm of one, of which other ranks have other parts.
+    """A gradient of which other ranks have other parts.
 
-    `torch.linalg.vector_norm`, `torch._foreach_norm` and the check of `GradScaler` are collective
-    over `comm`: all its ranks call them in the same order. Results are plain tensors.
+    Norms by `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`) and the check of
+    `GradScaler` are collective over `comm`: all its ranks call them in the same order. Results of
+    all other functions are plain tensors.
 
     Attributes:
         comm: the ranks that have the parts.
@@ -103,7 +104,7 @@ def plain(gradient: Tensor) -> Tensor:
 def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Any other function. DTensors of one list go by themselves: torch does not mix them."""
     lists = [index for index, arg in enumerate(args) if isinstance(arg, (list, tuple))]
-    if not lists or not getattr(function, "__name__", "").startswith("_foreach"):
+    if not lists or "_foreach" not in getattr(function, "__name__", ""):
         return function(*args, **kwargs)
     sharded = [is_sharded(x) for x in args[lists[0]]]
     if not any(sharded) or all(sharded):
@@ -137,11 +138,8 @@ def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """`torch._amp_foreach_non_finite_check_and_unscale_`: found on one rank, found on all."""
-    gradients, found_inf, inverse_scale = args
-    for kind in (True, False):
-        some = [x for x in gradients if is_sharded(x) is kind]
-        if some:
-            function(some, found_inf, inverse_scale)
+    gradients, found_inf = args[:2]
+    _apart(function, args, kwargs)
     groups = {x.comm.name: x.comm for x in gradients if isinstance(x, PartGradient)}
     for comm in groups.values():
         found_inf.copy_(comm.all_reduce(found_inf, "max"))

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from moe_plugin.messages import first_process
+
 STATUS = 128 + signal.SIGINT
 _WAIT_S = 2.0  # for the rank that writes: whoever starts ranks may end all when one has ended
 
@@ -92,7 +94,7 @@ def _stop(*_: Any) -> None:
 
 
 def _end() -> NoReturn:
-    first = not dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+    first = not dist.get_rank() if dist.is_initialized() else first_process()
     if first:
         sys.stderr.write(f"{RUN.line()}\n")
     else:
