@@ -22,8 +22,8 @@ from moe_plugin.experts import (
 )
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.experts.marks import mark_experts
+from moe_plugin.memory.experts.build import build_experts
 from moe_plugin.messages import short
-from moe_plugin.offload.build import place_in_tier
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
@@ -86,7 +86,7 @@ class MoELayer(Replaying, EndsSteps, nn.Module):
         self.config, self.placement = config, place
         self.tokens = TokenEntry(config.model_dim, sharing)
         self.router = layer_router(config, place.comm, router, host.when_split(sharing), **where)
-        self.experts = place_in_tier(config, place, host, experts, **where)
+        self.experts = build_experts(config, place, host, experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
         self.capacity = CapacityLimit(config, self.layouts.load_comm,
                                       self.layouts.available.traits.fixed_slots,

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from moe_plugin import MoELayer
 from moe_plugin.bench.memory_limit import AnonymousPeak, run_limited
 from moe_plugin.bench.report import paragraph, table, write_json
-from moe_plugin.offload.stored import StoredExperts
+from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.pregate import link
 from moe_plugin.records import HostContext
 from moe_plugin.regular_files import output_folder, write_regular

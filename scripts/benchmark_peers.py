@@ -31,8 +31,8 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.config import with_overrides
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.hosts.plain.peers import StreamedPeer
-from moe_plugin.offload.tiers import DiskTier
-from moe_plugin.offload.weights import StreamedTrainer
+from moe_plugin.memory.tiers import DiskTier
+from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.regular_files import output_folder, write_regular
 
 FILES = ("peers.json", "peers.md", "peers.png")

@@ -33,8 +33,8 @@ from moe_plugin.checkpoint.sharded import as_stored, whole
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Derived
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
+from moe_plugin.memory.experts.stored import stored_names, without_values
 from moe_plugin.messages import short
-from moe_plugin.offload.stored import stored_names, without_values
 from moe_plugin.regular_files import write_remedy
 
 logger = logging.getLogger(__name__)

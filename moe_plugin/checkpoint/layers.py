@@ -20,7 +20,7 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.layer import MoELayer
-from moe_plugin.offload.stored import stored_names, without_values
+from moe_plugin.memory.experts.stored import stored_names, without_values
 from moe_plugin.records import Placement
 
 # below a layer: neutral name -> name in `MoELayer.state_dict()`; biases of the shared expert too

@@ -14,7 +14,7 @@ from moe_plugin.messages import first_process, short, warn_once
 # how their paths begin, and what acts on them outside of hosts
 ELSEWHERE = {
     "offload.weights": "give it to moe_plugin.hosts.plain.streamed.streamed_trainer",
-    "offload.": "call moe_plugin.offload.auto.manage in your training loop",
+    "offload.": "call moe_plugin.memory.activations.auto.manage in your training loop",
     "pipeline.": "use Megatron, which has pipeline stages",
     "guard.twins": "use moe_plugin.hosts.plain.twins.TwinCheck, or a host, fairseq or Megatron",
     "observe.": "give an ObserveConfig to moe_plugin.observe.recorder.StatsRecorder in your loop, "

@@ -28,11 +28,11 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import ObserveConfig
+from moe_plugin.memory.copier import Copier, CopyCounters, OnDevice
 from moe_plugin.observe.health import HealthLog
 from moe_plugin.observe.history.json_lines import TRAINING, training_record
 from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
-from moe_plugin.offload.copier import Copier, CopyCounters, OnDevice
 from moe_plugin.output import LayerStats
 
 # LayerStats kept before they are summed: bounds memory, saves small device operations

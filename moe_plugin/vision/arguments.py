@@ -90,7 +90,7 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 # what a host does for a whole model; and what to do here
 _WHOLE = {
     "offload.weights": "train with moe_plugin.hosts.plain.streamed.streamed_trainer",
-    "offload.": "call moe_plugin.offload.auto.manage in a training loop of your own",
+    "offload.": "call moe_plugin.memory.activations.auto.manage in a training loop of your own",
     "pipeline.": "use Megatron, which has pipeline stages",
     "guard.": "use a host, fairseq or Megatron",
     "observe.timeline": "use a host, fairseq or Megatron",

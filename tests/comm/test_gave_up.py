@@ -1,4 +1,4 @@
-"""Ranks that give up (`tests/offload/test_tier_failures.py` has several at a time)."""
+"""Ranks that give up (`tests/memory/test_tier_failures.py` has several at a time)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.kernels.workspace import PATIENCE, SMALL_BYTES, SWEEP, MemoryPool, Workspace
 from moe_plugin.layer import MoELayer
-from moe_plugin.offload.auto import manage
+from moe_plugin.memory.activations.auto import manage
 
 LARGE = (SMALL_BYTES // 4, 2)  # float32: twice the smallest size that is kept
 

@@ -16,15 +16,15 @@ import torch
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import DispatchConfig, ObserveConfig, from_dict
+from moe_plugin.memory.activations.auto import manage
+from moe_plugin.memory.copier import Copier
+from moe_plugin.memory.tiers import DiskTier
+from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.recorder import _FOLD_AT
 from moe_plugin.observe.report import render
 from moe_plugin.observe.sinks import JsonlSink
-from moe_plugin.offload.auto import manage
-from moe_plugin.offload.copier import Copier
-from moe_plugin.offload.tiers import DiskTier
-from moe_plugin.offload.weights import StreamedTrainer
 from moe_plugin.output import LayerStats
 
 DATA = Path(__file__).parent / "data"

@@ -30,8 +30,8 @@ from moe_plugin.checkpoint.source import (
     window_shape,
 )
 from moe_plugin.checkpoint.windows import read_strided
+from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.messages import short
-from moe_plugin.offload.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.regular_files import check_input
 from moe_plugin.routing.contract import FLOAT32
 

@@ -10,7 +10,7 @@ from moe_plugin.comm import Comm
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.hosts.plain.activations import manage_layers
-from moe_plugin.offload.activations import Activations
+from moe_plugin.memory.activations.offload import Activations
 
 
 def activations_of(cfg: Any, model: nn.Module, comm: Comm) -> Activations | None:

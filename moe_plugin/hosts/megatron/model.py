@@ -25,8 +25,8 @@ from moe_plugin.hosts.megatron.pipeline import pipeline_settings
 from moe_plugin.hosts.megatron.spec import swap_attention, swap_moe
 from moe_plugin.hosts.megatron.tokens import give_token_ids
 from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
+from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe import StatsRecorder
-from moe_plugin.offload.activations import Activations
 from moe_plugin.pregate import link
 
 

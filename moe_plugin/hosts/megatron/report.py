@@ -20,11 +20,11 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.plain.drops import DropCount
 from moe_plugin.hosts.plain.named_errors import comm_of, gather_objects
+from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.observe.timeline import Timeline
-from moe_plugin.offload.activations import Activations
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import write_regular

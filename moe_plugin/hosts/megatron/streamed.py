@@ -27,9 +27,9 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.data import Batch
 from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.streamed_norm import StreamedNorm
+from moe_plugin.memory.tiers import tier_of
+from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder
-from moe_plugin.offload.tiers import tier_of
-from moe_plugin.offload.weights import StreamedTrainer
 from moe_plugin.planner.units import parse_size
 
 logger = logging.getLogger("moe_plugin.megatron")

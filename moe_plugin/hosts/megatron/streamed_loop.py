@@ -19,9 +19,9 @@ from moe_plugin.hosts.megatron.guards import losses_so_far
 from moe_plugin.hosts.megatron.loop import Loop
 from moe_plugin.hosts.megatron.passes import Passes
 from moe_plugin.hosts.megatron.streamed import StreamedTraining
+from moe_plugin.memory.weights.files import load_weights, save_weights
+from moe_plugin.memory.weights.segments import plan_segments
 from moe_plugin.messages import short
-from moe_plugin.offload.segments import plan_segments
-from moe_plugin.offload.weight_files import load_weights, save_weights
 from moe_plugin.regular_files import check_input
 
 logger = logging.getLogger("moe_plugin.megatron")

@@ -36,7 +36,7 @@ from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.hosts.plain.drops import RULE
 from moe_plugin.hosts.plain.stopping import stops_in_one_line
 from moe_plugin.hosts.plain.twins import WrongResultError
-from moe_plugin.offload.tiers import TierError
+from moe_plugin.memory.tiers import TierError
 from moe_plugin.quiet import MEGATRON, hidden
 
 logger = logging.getLogger("moe_plugin.megatron")

@@ -10,9 +10,9 @@ from torch import nn
 from moe_plugin.comm import Comm
 from moe_plugin.config import OffloadConfig
 from moe_plugin.layer import MoELayer
+from moe_plugin.memory.activations.auto import manage
+from moe_plugin.memory.activations.offload import Activations, Contexts
 from moe_plugin.messages import short
-from moe_plugin.offload.activations import Activations, Contexts
-from moe_plugin.offload.auto import manage
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from moe_plugin.hosts.plain.elastic import ElasticReplica
-from moe_plugin.offload.flat import FlatLayout, aligned_buffer
-from moe_plugin.offload.tiers import HeldBuffer
-from moe_plugin.offload.weight_files import load_weights, read_beside, save_weights
-from moe_plugin.offload.weights import StepResult, StreamedTrainer
+from moe_plugin.memory.flat import FlatLayout, aligned_buffer
+from moe_plugin.memory.tiers import TierBuffer
+from moe_plugin.memory.weights.files import load_weights, read_beside, save_weights
+from moe_plugin.memory.weights.streamed import StepResult, StreamedTrainer
 
 log = logging.getLogger(__name__)
 _START, _MOMENTUM = "start", "momentum"  # in a saved folder
@@ -257,7 +257,7 @@ class _OuterState:
         if momenta is None:
             momenta = [torch.zeros_like(x) for x in weights]
         self.layout = FlatLayout.of([*weights, *weights])
-        self.held = HeldBuffer(trainer.tier)
+        self.held = TierBuffer(trainer.tier)
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.layout.fill(flat_N, [*weights, *momenta])
         self.held.put(flat_N)

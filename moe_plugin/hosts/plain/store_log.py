@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from moe_plugin.layer import MoELayer
+from moe_plugin.memory.experts.cache import ExpertCache
 from moe_plugin.observe.health import HealthLog
-from moe_plugin.offload.cache import ExpertCache
 from moe_plugin.output import MoEOutput
 
 CALLS = 2  # of each layer, that make a record

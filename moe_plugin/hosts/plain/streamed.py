@@ -16,10 +16,10 @@ from moe_plugin.hosts.plain.gradients import refuse_same_tokens, sync_gradients
 from moe_plugin.hosts.plain.norm import PartedClip
 from moe_plugin.hosts.plain.replicas import mark_replicas, replica_comm
 from moe_plugin.layer import MoELayer
+from moe_plugin.memory.tiers import HostTier, tier_of
+from moe_plugin.memory.weights.blocks import MakeOptimizer
+from moe_plugin.memory.weights.streamed import Loss, StreamedTrainer
 from moe_plugin.messages import short
-from moe_plugin.offload.blocks import MakeOptimizer
-from moe_plugin.offload.tiers import HostTier, tier_of
-from moe_plugin.offload.weights import Loss, StreamedTrainer
 from moe_plugin.planner.units import parse_size
 
 

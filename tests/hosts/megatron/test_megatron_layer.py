@@ -369,7 +369,7 @@ def test_swap_moe_needs_an_moe_layer() -> None:
 
 def _stored(case: Case, store: str, folder: Path) -> None:
     from moe_plugin.hosts.megatron.layer import PluginMoELayer
-    from moe_plugin.offload.stored import StoredExperts
+    from moe_plugin.memory.experts.stored import StoredExperts
 
     initialise_parallel(case)
     resident, path = build(case, True), folder / "experts.safetensors"

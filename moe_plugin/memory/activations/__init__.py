@@ -1,0 +1,1 @@
+"""Activations that wait for backward on the host or on disk, or are computed again."""

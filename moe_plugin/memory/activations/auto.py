@@ -1,0 +1,292 @@
+"""Policies of activations for a given memory, from what the first training steps measured.
+
+Three steps measure: one swaps everything (bytes of each block, bandwidth of the tier), two compute
+everything again (seconds of each block). All stay far below a limit that the plan can keep, and all
+compute the bits of any other policy. Then the planner chooses (`moe_plugin.planner.offload.karma`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from moe_plugin.comm import Comm
+from moe_plugin.comm.agreement import agree
+from moe_plugin.machine import wait_for_device
+from moe_plugin.memory.activations.offload import (
+    POLICIES,
+    Activations,
+    BlockSizes,
+    Contexts,
+    Order,
+    Pass,
+    Probe,
+)
+from moe_plugin.memory.activations.swap import SMALLEST, Swapper
+from moe_plugin.memory.copier import Copier
+from moe_plugin.memory.tiers import Tier, tier_of
+from moe_plugin.messages import short
+from moe_plugin.planner.offload import karma
+from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.units import parse_size, show_size
+
+logger = logging.getLogger(__name__)
+
+MEASURING = ("swap", "recompute", "recompute")  # policies of all blocks in the first steps
+MEASURING_AGAIN = 3  # steps without all blocks until that is said
+MARGIN = 0.98  # of the memory that a step should have had, when it took more
+
+
+def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
+           memory: int | str | None = None, tier: Tier | None = None,
+           folder: str | Path | None = None, throttle: float | None = None,
+           smallest: int | str = SMALLEST, names: Sequence[str] | None = None,
+           contexts: Sequence[Contexts] = (), comm: Comm | None = None,
+           profile: str | Path | None = None) -> Activations:
+    """Let the blocks of a model keep, recompute or swap what their backward passes need.
+
+    Args:
+        blocks: modules in the order of forward, each called once a micro-batch.
+        policy: keep, recompute or swap for all blocks, one for each, or auto: chosen for `memory`.
+        memory: bytes that activations of these blocks may take on the device, or a text such as
+            8GiB; for auto.
+        tier: where swapped activations go; None: host memory for a GPU's, files in `folder` for a
+            CPU's.
+        folder: on a disk; None: the folder for temporary files.
+        throttle: bytes/s of the tier at most, for tests; None: as fast as it is.
+        smallest: bytes of a storage that is worth a copy, or a text such as 64KiB.
+        names: of the blocks; None: their numbers.
+        contexts: further pairs of contexts for a recomputed pass, such as a host's own state of
+            random numbers.
+        comm: ranks that have the same blocks and must decide alike; for auto. Collective.
+        profile: file for what auto has measured, read by `moe-plugin plan --memory`.
+
+    Returns: the policies at work. Call its `after_step()` after each training step.
+    Raises:
+        ValueError: unknown policies, auto without memory, a folder that cannot be made.
+    """
+    names = [str(i) for i in range(len(blocks))] if names is None else list(names)
+    limit = _size(memory) if isinstance(memory, str) else memory
+    if policy == "auto" and not limit:
+        raise ValueError(f"activations=auto with memory={short(memory)}: must be > 0, such as "
+                         "8GiB, for the activations of these blocks on the device")
+    if isinstance(policy, str) and policy not in ("auto", *POLICIES):
+        raise ValueError(f"activations={short(policy)} is unknown; must be auto, "
+                         f"{', '.join(POLICIES)}, or one of these for each block")
+    device = next((p.device for block in blocks for p in block.parameters()), torch.device("cpu"))
+    if tier is None:
+        tier = tier_of(device, folder)
+    smallest = _size(smallest) if isinstance(smallest, str) else smallest
+    swapper = Swapper(tier, Copier(device, throttle), smallest)
+    if policy == "auto":
+        return AutoActivations(blocks, names, swapper, contexts, int(limit), comm, profile)
+    policies = [policy] * len(blocks) if isinstance(policy, str) else policy
+    return Activations(blocks, names, policies, swapper, contexts)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"size for activations: {error}") from error
+
+
+class AutoActivations(Activations):
+    """Policies chosen for a limit of memory; see `manage` for the arguments.
+
+    Attributes:
+        limit: bytes. profile: what was measured; None: not yet. decision: the planner's; None:
+            not yet, or no plan fits and all swap. planned: whether measuring is over.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], swapper: Swapper,
+                 contexts: Sequence[Contexts], limit: int, comm: Comm | None,
+                 profile: str | Path | None) -> None:
+        self.limit, self.comm, self._file = limit, comm, profile
+        self.profile: ModelProfile | None = None
+        self.decision: karma.Plan | None = None
+        self.planned = False
+        self._steps, self._margin, self._in_flight, self._waited = 0, 1.0, 1, 0
+        if comm is not None:
+            agree(comm, {"blocks whose activations are managed": tuple(names),
+                         "their memory": limit})
+        super().__init__(blocks, names, [MEASURING[0]] * len(blocks), swapper, contexts)
+        self.probe = self._measured = _Measured(swapper.copier.device)
+
+    def after_step(self) -> None:
+        """See `Activations`; after the measuring steps it plans. Collective."""
+        self._steps += 1
+        if self.decision is not None:
+            self._check_peak()
+        elif self.planned:
+            pass
+        elif self._steps < len(MEASURING):
+            self._measured.next_step(self._steps)
+            self.use([MEASURING[self._steps]] * len(self.blocks))
+        elif self._all_complete():
+            self._plan_first()
+        else:
+            self._wait_for_blocks()
+        super().after_step()
+
+    def _all_complete(self) -> bool:
+        """Whether all ranks have measured all blocks: they plan together."""
+        missing = float(not self._measured.complete(len(self.blocks)))
+        if self.comm is not None and self.comm.size > 1:
+            [missing] = self.comm.agree_max([missing])
+        return not missing
+
+    def _wait_for_blocks(self) -> None:
+        """A step in which not all blocks ran is made again."""
+        self._steps -= 1
+        self._waited += 1
+        if self._waited == MEASURING_AGAIN:
+            missing = [name for i, name in enumerate(self.names) if i not in self._measured.sizes]
+            logger.warning(
+                "activations: nothing is planned, because in %d steps %s; manage blocks that run "
+                "in every step, and in no graph of torch.compile or checkpoint that is larger",
+                self._waited, f"block {missing[0]} and {len(missing) - 1} more did not run"
+                if missing else "another rank has not measured all blocks"
+                if self._measured.complete(len(self.blocks)) else "no block had a backward pass")
+
+    def _plan_first(self) -> None:
+        self.probe = Probe()
+        self.profile = self._agreed(self._measured.profile(self.names, self.swapper.copier))
+        self.sizes = {i: BlockSizes(block.activation_bytes, block.kept_bytes)
+                      for i, block in enumerate(self.profile.blocks)}
+        if self._file is not None and (self.comm is None or self.comm.rank == 0):
+            self.profile.save(self._file)
+        if self.comm is not None and self.comm.size > 1:
+            self._in_flight = int(self.comm.agree_max([float(self.in_flight)])[0])
+        else:
+            self._in_flight = self.in_flight
+        try:
+            self._plan()
+        except ValueError as error:
+            if self._in_flight == 1:
+                raise
+            logger.warning("activations: all blocks swap, because of %d micro-batches in flight "
+                           "each has a share of %s, and %s", self._in_flight,
+                           show_size(self.limit), error)
+            self.use([karma.SWAP] * len(self.blocks))
+            self.decision, self.planned = None, True
+
+    def _agreed(self, mine: ModelProfile) -> ModelProfile:
+        """The slowest and largest of all ranks, so that they decide alike."""
+        if self.comm is None or self.comm.size == 1:
+            return mine
+        keys = ("forward_s", "backward_s", "activation_bytes", "kept_bytes")
+        numbers = [float(getattr(block, key)) for block in mine.blocks for key in keys]
+        *numbers, slowest = self.comm.agree_max([*numbers, -mine.in_bytes_s])
+        blocks = [BlockProfile(name=name, forward_s=one[0], backward_s=one[1],
+                               activation_bytes=int(one[2]), kept_bytes=int(one[3]))
+                  for name, one in zip(self.names, zip(*[iter(numbers)] * len(keys)))]
+        return ModelProfile(blocks=blocks, in_bytes_s=-slowest, out_bytes_s=-slowest, duplex=False)
+
+    def _plan(self) -> None:
+        limit = int(self.limit * self._margin) // self._in_flight
+        self.planned = True
+        self.decision = karma.plan(karma.blocks_of(self.profile), limit,
+                                   duplex=self.profile.duplex)
+        self.use(self.decision.decisions, order_of(self.decision))
+        counts = Counter(self.policies)
+        logger.info(
+            "activations of %d blocks: %s; predicted %.4g s a micro-batch and %s of %s, for %d "
+            "micro-batches in flight", len(self.blocks),
+            ", ".join(f"{counts[name]} {name}" for name in POLICIES), self.decision.seconds,
+            show_size(self._in_flight * self.decision.outcome.peak), show_size(self.limit),
+            self._in_flight)
+
+    def _check_peak(self) -> None:
+        """A step that took more than the limit is said, and planned anew with a margin."""
+        peak = self.ledger.peak
+        if self.comm is not None and self.comm.size > 1:
+            peak = int(self.comm.agree_max([float(peak)])[0])
+        if peak <= self.limit:
+            return
+        self._margin *= MARGIN * self.limit / peak
+        logger.warning(
+            "activations took %s in a step, above the limit of %s: planned anew for %s",
+            show_size(peak), show_size(self.limit), show_size(int(self.limit * self._margin)))
+        try:
+            self._plan()
+        except ValueError as error:
+            logger.warning("no plan takes less: %s", error)
+
+
+def order_of(plan: karma.Plan) -> Order:
+    """When a plan's copies start, and what waits for them."""
+    waits = plan.problem.waits(plan.decisions)
+    fetches: dict[int, tuple[int, ...]] = {}
+    for i in reversed(range(len(plan.decisions))):
+        if plan.decisions[i] == karma.SWAP:
+            turn = waits.start[i]
+            fetches[turn] = (*fetches.get(turn, ()), i)
+    return Order(dict(enumerate(waits.forward)), dict(enumerate(waits.backward)), fetches)
+
+
+class _Measured(Probe):
+    """Seconds and bytes of each block, as passes tell."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.step = device, 0
+        self.sizes: dict[int, BlockSizes] = {}
+        self._begun: dict[tuple[str, int], float] = {}
+        self._forward: dict[int, list[float]] = defaultdict(list)
+        self._backward: dict[int, list[float]] = defaultdict(list)
+
+    def next_step(self, number: int) -> None:
+        """What follows is of this step."""
+        self.step = number
+
+    def complete(self, blocks: int) -> bool:
+        """Whether all blocks were measured; those that are frozen have no backward pass."""
+        return len(self.sizes) == len(self._forward) == blocks and bool(self._backward)
+
+    def forward_begins(self, one: Pass) -> None:
+        """See `Probe`."""
+        self._begun["forward", one.number] = self._now()
+
+    def forward_ends(self, one: Pass) -> None:
+        """See `Probe`."""
+        spent = self._now() - self._begun.pop(("forward", one.number))
+        if one.saved is not None:
+            known = self.sizes.get(one.index)
+            needed = max(one.saved.moved + one.saved.stayed, one.input_bytes)
+            if known is None or needed > known.activations:
+                self.sizes[one.index] = BlockSizes(needed, one.input_bytes)
+        elif self.step == len(MEASURING) - 1:
+            self._forward[one.index].append(spent)
+
+    def backward_begins(self, one: Pass) -> None:
+        """See `Probe`."""
+        self._begun["backward", one.number] = self._now()
+
+    def backward_ends(self, one: Pass) -> None:
+        """See `Probe`."""
+        began = self._begun.pop(("backward", one.number), None)
+        if began is not None and self.step == len(MEASURING) - 1:
+            self._backward[one.index].append(self._now() - began)
+
+    def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
+        """What the steps measured; backward without the forward pass inside it."""
+        speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
+        blocks = []
+        for i, name in enumerate(names):
+            forward = median(self._forward[i])
+            both = median(self._backward.get(i, [0.0]))
+            blocks.append(BlockProfile(
+                name=name, forward_s=forward, backward_s=max(0.0, both - forward),
+                activation_bytes=self.sizes[i].activations, kept_bytes=self.sizes[i].inputs))
+        return ModelProfile(blocks=blocks, in_bytes_s=speed, out_bytes_s=speed, duplex=False)
+
+    def _now(self) -> float:
+        wait_for_device(self.device)
+        return time.perf_counter()

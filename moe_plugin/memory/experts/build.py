@@ -1,0 +1,47 @@
+"""Building the experts of one rank, wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.experts import FFNExperts, build_experts, expert_kinds
+from moe_plugin.experts.base import Experts
+from moe_plugin.memory.experts.stored import StoredExperts
+from moe_plugin.records import HostContext, Placement
+
+
+def build_experts(config: MoEConfig, place: Placement, host: HostContext,
+                  factory: Callable[[int], nn.Module] | None, **where: Any) -> Experts:
+    """The experts of this rank where `experts.store` says.
+
+    Args:
+        factory, where: see `build_experts`.
+    Raises:
+        ValueError: the settings do not fit each other, or a file of experts.
+    """
+    if config.experts.store == "device":
+        return build_experts(config, place, host, factory, **where)
+    _check(config, place, factory)
+    return StoredExperts(config, place, host=host, **where)
+
+
+def _check(config: MoEConfig, place: Placement,
+           factory: Callable[[int], nn.Module] | None) -> None:
+    parallel, ranks = config.parallel, place.comm.size
+    known = factory is not None or issubclass(expert_kinds.get(config.experts.kind), FFNExperts)
+    for name, value, bad, remedy in (
+            ("custom experts", True, factory is not None, "experts of a registered kind"),
+            ("experts.kind", config.experts.kind, not known, "ffn or gated_ffn"),
+            ("parallel.r", parallel.r, ranks > 1 and parallel.r not in (None, place.shards),
+             place.shards),
+            ("parallel.spill", parallel.spill,
+             ranks > 1 and parallel.spill not in (None, "never"), "never"),
+            ("dispatch.stash_mib", config.dispatch.stash_mib,
+             ranks > 1 and config.dispatch.stash_mib > 0, 0)):
+        if bad:
+            raise ValueError(f"experts.store={config.experts.store} does not fit {name}={value}: "
+                             f"use {remedy}, or experts.store=device")

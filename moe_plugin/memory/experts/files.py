@@ -1,0 +1,165 @@
+"""Experts of one layer in a file: a safetensors file as it is, or one of our own without a name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.memory.safetensors_file import SafetensorsFile
+from moe_plugin.memory.tiers import TierError, TierTensor, write_values
+from moe_plugin.messages import short
+from moe_plugin.records import Placement
+from moe_plugin.regular_files import make_folder, write_remedy
+
+Shapes = Mapping[str, tuple[int, ...]]  # by parameter, of one expert's (or shard's) part
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class ExpertFile:
+    """Where the parameters of a layer's experts are in an open file.
+
+    Attributes:
+        name: for messages. dtype: of the values. writable: whether it is our own.
+    """
+
+    def __init__(self, file: Any, name: str, dtype: torch.dtype, shapes: Shapes, local: int,
+                 offsets: Mapping[str, int], writable: bool) -> None:
+        self._file, self.name, self.dtype, self.writable = file, name, dtype, writable
+        self._shapes, self._local, self._offsets = shapes, local, offsets
+
+    def held(self, expert: int) -> dict[str, TierTensor]:
+        """One expert's parameters; see `tiers.read_values`."""
+        return {name: TierTensor(shape, self.dtype, file=self._file.fileno(),
+                           offset=self._offset(name, expert))
+                for name, shape in self._shapes.items()}
+
+    def write(self, expert: int, name: str, x: Tensor) -> None:
+        """Write one expert's part of a parameter, in this file's dtype.
+
+        Raises:
+            TierError: the disk is full; the experts that were written are there.
+        """
+        try:
+            write_values(self._file.fileno(), self._offset(name, expert), x.to(self.dtype))
+        except OSError as error:
+            raise TierError(
+                error.errno, f"experts do not fit {self.name} ({error.strerror}); "
+                f"{write_remedy(error, self.name)}; experts.store_path names the folder"
+            ) from error
+
+    def mapped(self) -> dict[str, Tensor]:
+        """[L, ...] by parameter of our own file, whose pages are read when they are used; writing
+        to them changes it. It has no name by which anybody could cut it short: that would end a
+        process that uses a page beyond its end.
+
+        Raises:
+            TierError: it is shorter than what was written.
+        """
+        size, ends = os.fstat(self._file.fileno()).st_size, self._offset
+        wanted = max((ends(name, self._local) for name in self._shapes), default=0)
+        if size < wanted:
+            raise TierError(errno.EIO, f"the file of experts in {self.name} has {size} bytes of "
+                            f"{wanted}: it was cut short; load a checkpoint again")
+        # the file has no name; this one opens it again
+        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, size)
+        return {name: torch.empty(0, dtype=self.dtype).set_(
+            storage, self._offsets[name] // self.dtype.itemsize,
+            torch.Size((self._local, *shape))) for name, shape in self._shapes.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertFile:
+        if not self.writable:
+            return self
+        made = own_file(self.name, self.dtype, self._shapes, self._local)
+        left = os.fstat(self._file.fileno()).st_size
+        os.lseek(self._file.fileno(), 0, os.SEEK_SET)
+        while left:
+            left -= os.copy_file_range(self._file.fileno(), made._file.fileno(), left)
+        return made
+
+    def _offset(self, name: str, expert: int) -> int:
+        one = torch.Size(self._shapes[name]).numel() * self.dtype.itemsize
+        return self._offsets[name] + expert * one
+
+
+def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
+             local: int) -> ExpertFile:
+    """A file without a name for `local` experts; it goes with the process.
+
+    Raises:
+        ValueError: the folder cannot be made or written.
+    """
+    folder, offsets, end = make_folder(Path(folder)), {}, 0
+    for name, shape in shapes.items():
+        offsets[name], end = end, end + local * torch.Size(shape).numel() * dtype.itemsize
+        end += -end % 64
+    try:
+        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the layer
+        os.ftruncate(file.fileno(), end)  # no room is taken before it is written
+    except OSError as error:
+        raise ValueError(f"experts.store_path={short(str(folder))} cannot be written "
+                         f"({error.strerror}); {write_remedy(error, folder)}") from error
+    return ExpertFile(file, str(folder), dtype, shapes, local, offsets, True)
+
+
+def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
+               layer: int | None) -> ExpertFile:
+    """The experts of a layer in a safetensors file, which is never written.
+
+    Tensors are called PREFIX and the parameter's name, [E, ...] with all experts of the layer.
+    Where the file has several prefixes, they are layers in their order.
+
+    Args:
+        shapes: of an expert. place: which of them are this rank's. layer: number of the layer.
+    Raises:
+        ValueError: the file is no safetensors file, lacks this layer, or has other shapes.
+    """
+    where = f"experts.store_path={short(str(path))}"
+    if place.shards > 1:
+        raise ValueError(f"{where} has whole experts, {place.shards} ranks share each of them here;"
+                         " use at most as many ranks as experts, or a folder")
+    try:
+        given = SafetensorsFile(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where} is not a whole safetensors file ({short(error)}); give one, or "
+                         "a folder") from error
+    try:
+        prefix = _prefix(given.held, layer, where)
+        offsets, dtypes = {}, set()
+        for name, shape in shapes.items():
+            held, want = given.held.get(prefix + name), (place.experts, *shape)
+            found = None if held is None else held.shape
+            if held is None or found != want:
+                raise ValueError(f"{where} has {prefix + name!r} of shape {found}, the layer needs "
+                                 f"{want}; give the file of this model")
+            dtypes.add(held.dtype)
+            one = held.nbytes // place.experts
+            offsets[name] = held.offset + place.first_expert * one
+        if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+            raise ValueError(f"{where} has experts of dtypes {sorted(map(str, dtypes))}: must be "
+                             f"one of {', '.join(map(str, _DTYPES))}; write it again in one of "
+                             "them")
+        return ExpertFile(given.file, str(path), dtypes.pop(), shapes, place.local, offsets,
+                          False)
+    except BaseException:
+        given.close()
+        raise
+
+
+def _prefix(header: Mapping[str, TierTensor], layer: int | None, where: str) -> str:
+    found = sorted((name.removesuffix("w_in_LDF") for name in header if name.endswith("w_in_LDF")),
+                   key=lambda name: [int(part) if part.isdigit() else part
+                                     for part in re.split(r"(\d+)", name)])
+    number = 0 if layer is None and len(found) == 1 else layer
+    if number is None or number >= len(found):
+        raise ValueError(f"{where} has {len(found)} layers with a 'w_in_LDF', this layer is number "
+                         f"{layer}; give the file of this model, and layers their numbers "
+                         "(HostContext.layer_number)")
+    return found[number]

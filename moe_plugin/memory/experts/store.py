@@ -1,0 +1,243 @@
+"""`ExpertStore`: a layer's experts in host memory or in a file, and those that compute in slots."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm.gave_up import ends_all_ranks
+from moe_plugin.memory.copier import Copier, Ticket
+from moe_plugin.memory.experts.cache import CacheSpec, ExpertCache, StoreCounters, shared_cache
+from moe_plugin.memory.experts.files import ExpertFile, Shapes
+from moe_plugin.memory.tiers import HostTier, TierTensor, read_values
+
+Parts = Sequence[tuple[int, Mapping[str, Tensor]]]  # expert, where its parameters go by name
+
+
+class Weights(ABC):
+    """Where a layer's experts are."""
+
+    @abstractmethod
+    def fetch(self, copier: Copier, parts: Parts) -> Ticket:
+        """Start to copy experts into slots."""
+
+    @property
+    def version(self) -> object:
+        """Differs when values have changed."""
+        return None
+
+
+class HostWeights(Weights):
+    """Parameters in host memory, [L, ...] by name; None: there is none of this name."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None],
+                 device: torch.device) -> None:
+        self.parameters, self.tier = parameters, HostTier(device)
+
+    def fetch(self, copier: Copier, parts: Parts) -> Ticket:
+        """See `Weights`."""
+        wanted = []
+        for expert, targets in parts:
+            for name, target in targets.items():
+                source = self.parameters[name].detach()[expert]
+                wanted.append((target, TierTensor(tuple(source.shape), source.dtype, source)))
+        return self.tier.fetch(copier, wanted)
+
+    @property
+    def version(self) -> object:
+        """Of all parameters, as autograd counts changes, and where they are."""
+        return [(value._version, value.data_ptr()) for value in self.parameters.values()
+                if value is not None]
+
+
+class FileWeights(Weights):
+    """Experts in a file; those that nothing was loaded for are drawn when they are first needed.
+
+    Args:
+        file: of other programs, or of our own. new_file: makes one of our own, of the layer's dtype
+            unless it is given another. local: L.
+        shapes: of one expert. draw: `draw(expert, targets)` fills in its initial values.
+    """
+
+    def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile], local: int,
+                 shapes: Shapes, draw: Callable[[int, Mapping[str, Tensor]], None]) -> None:
+        self.file, self._new_file, self._local, self._shapes = file, new_file, local, shapes
+        self._draw = draw
+        self._written = set() if file.writable else set(range(local))
+        self._fills, self._read = 0, False
+
+    def fetch(self, copier: Copier, parts: Parts) -> Ticket:
+        """See `Weights`."""
+        parts, file, written = list(parts), self.file, self._written  # of now
+        self._read = True
+
+        def read() -> None:
+            for expert, targets in parts:
+                self._ensure(expert, file, written)
+                held = file.held(expert)
+                for name, target in targets.items():
+                    read_values(held[name], target, file.name)
+
+        one = sum(held.nbytes for held in file.held(0).values())
+        return copier.start_call(read, len(parts) * one)
+
+    @property
+    def version(self) -> object:
+        """The number of times that the file was filled."""
+        return self._fills
+
+    @property
+    def filled(self) -> bool:
+        """Whether every expert has values that were not drawn here."""
+        return self._fills > 0 or not self.file.writable
+
+    @ends_all_ranks(OSError)
+    def fill(self, read: Mapping[str, Callable[[int], Tensor]]) -> None:
+        """Load all experts, one after another; parameters that are left out are as before.
+
+        Args:
+            read: by parameter, gives one expert's values.
+        Raises:
+            TierError: the disk is full. What was there before is still there.
+        """
+        # what is under way may still write to a file that was asked for
+        unused = self.file.writable and not self._written and not self._read
+        file = self.file if unused else self._new_file()
+        for expert in range(self._local):
+            if len(read) < len(self._shapes):
+                for name, x in self._values(expert).items():
+                    if name not in read:
+                        file.write(expert, name, x)
+            for name, values in read.items():
+                file.write(expert, name, values(expert))
+        self.file, self._written = file, set(range(self._local))
+        self._fills += 1
+
+    def mapped(self) -> dict[str, Tensor]:
+        """See `ExpertFile.mapped`; of a file that others can change, a copy in a file of our own.
+
+        Raises:
+            TierError: that file was cut short or cannot be read, or the disk is full.
+        """
+        if not self.file.writable:
+            return self._own_copy().mapped()
+        for expert in range(self._local):
+            self._ensure(expert, self.file, self._written)
+        return self.file.mapped()
+
+    def _own_copy(self) -> ExpertFile:
+        copy = self._new_file(self.file.dtype)
+        for expert in range(self._local):
+            for name, x in self._values(expert).items():
+                copy.write(expert, name, x)
+        return copy
+
+    def _values(self, expert: int) -> dict[str, Tensor]:
+        made = {name: torch.empty(shape, dtype=self.file.dtype)
+                for name, shape in self._shapes.items()}
+        if expert in self._written:
+            for name, held in self.file.held(expert).items():
+                read_values(held, made[name], self.file.name)
+        else:
+            self._draw(expert, made)
+        return made
+
+    def _ensure(self, expert: int, file: ExpertFile, written: set[int]) -> None:
+        if expert not in written:
+            made = {name: torch.empty(shape, dtype=file.dtype)
+                    for name, shape in self._shapes.items()}
+            self._draw(expert, made)
+            for name, x in made.items():
+                file.write(expert, name, x)
+            written.add(expert)
+
+
+class ExpertStore:
+    """A layer's experts, and the slots of a cache in which they compute.
+
+    Args:
+        weights: where experts are. spec: the cache's, shared by all layers with the same one.
+        first: global number of the first expert of this rank. local: L.
+
+    Attributes:
+        counters: of this layer. cache: its slots.
+    """
+
+    def __init__(self, weights: Weights, spec: CacheSpec, first: int, local: int) -> None:
+        self.weights, self.first, self.local = weights, first, local
+        self.counters = StoreCounters()
+        self._join(spec)
+
+    def _join(self, spec: CacheSpec) -> None:
+        self.cache: ExpertCache = shared_cache(spec)
+        self.number = self.cache.add_layer(self.local)
+        self._leaving = weakref.finalize(self, self.cache.drop_layer, self.number, self.local)
+        self._leaving.atexit = False
+        self._seen = self.weights.version
+
+    def move(self, spec: CacheSpec) -> None:
+        """Compute in another cache from now on: of another dtype or device."""
+        if spec != self.cache.spec:
+            self._leaving()
+            self._join(spec)
+
+    def room(self, experts: int) -> int:
+        """Of so many experts, how many can compute at a time. See `ExpertCache.room`."""
+        return self.cache.room(experts)
+
+    @contextmanager
+    def use(self, experts: Sequence[int]) -> Iterator[list[int]]:
+        """The slots of local experts, at most `room`, whose values are there; see `ExpertCache`.
+
+        Raises:
+            TierError: they cannot be read, which ends the other ranks, too.
+        """
+        self._follow()
+        with ends_all_ranks(OSError), self.cache.use(self.number, experts, self._fetch,
+                                                     self.counters) as slots:
+            yield slots
+
+    def prefetch(self, ids: Iterable[int]) -> None:
+        """Start to bring experts that this layer may need soon; never waits.
+
+        Args:
+            ids: global numbers, each once; those of other ranks are left out, and those for which
+                there is no slot.
+        """
+        self._follow()
+        mine = [expert - self.first for expert in ids if 0 <= expert - self.first < self.local]
+        if mine:
+            self.cache.prefetch(self.number, mine, self._fetch, self.counters)
+
+    def forget(self) -> None:
+        """Copy again what is in slots: values have changed."""
+        self.cache.forget(self.number)
+
+    def resident(self) -> list[int]:
+        """Local experts that are in slots, or on their way."""
+        return self.cache.resident(self.number)
+
+    def _follow(self) -> None:
+        version = self.weights.version
+        if version != self._seen:
+            self.forget()
+            self._seen = version
+
+    def _fetch(self, parts: Parts) -> Ticket:
+        return self.weights.fetch(self.cache.copier, parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weights": self.weights, "spec": self.cache.spec, "first": self.first,
+                "local": self.local, "counters": replace(self.counters)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        counters = state.pop("counters")
+        self.__init__(**state)
+        self.counters = counters

@@ -1,0 +1,317 @@
+"""Experts that compute in the slots of an `ExpertStore`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.config import MoEConfig
+from moe_plugin.experts import FFNExperts, expert_kinds
+from moe_plugin.experts.base import Experts
+from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.marks import mark_expert
+from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, apply_to_rows
+from moe_plugin.machine import to_device, user_cache
+from moe_plugin.memory.experts.cache import CacheSpec
+from moe_plugin.memory.experts.files import ExpertFile, given_file, own_file
+from moe_plugin.memory.experts.refetched import Refetched
+from moe_plugin.memory.experts.rows import counts_of, order_of, parts, reordered, with_counts
+from moe_plugin.memory.experts.store import ExpertStore, FileWeights, HostWeights
+from moe_plugin.planner.units import parse_size
+from moe_plugin.records import ExpertRows, HostContext, Placement, RowCounts, RowPlan
+from moe_plugin.regular_files import check_input
+
+
+class StoredExperts(Experts):
+    """Experts of any feed-forward kind, outside the device but for those that compute.
+
+    In host memory they are parameters as those of the kind, which stay there when the layer moves
+    to a device. In a file they are no parameters: `state_dict` gives tensors that are mapped from
+    the file (from a copy, where others can change it), and loading writes expert by expert.
+
+    Attributes:
+        store: see `ExpertStore`.
+    """
+
+    traceable = False
+
+    def __init__(self, config: MoEConfig, placement: Placement, *, host: HostContext,
+                 dtype: torch.dtype | None = None, device: Any = None) -> None:
+        super().__init__()
+        self._config, self._place, self._host = config.experts, placement, host
+        self._probe = torch.empty(0, dtype=dtype, device=device)
+        self._values_wanted = True
+        self._taken: dict[str, int] = {}
+        kind = expert_kinds.get(config.experts.kind)
+        self.on_disk = config.experts.store == "disk"
+        where = "meta" if self.on_disk or self._probe.is_meta else "cpu"
+        # in a tuple: no part of this module
+        self._template: tuple[FFNExperts] = (
+            kind(config, placement, host=host, dtype=dtype, device=where),)
+        named = dict(self.template.named_parameters())
+        self.shapes = {name: tuple(value.shape[1:]) for name, value in named.items()}
+        for name in (*named, *sorted(set(SHARD_AXIS) - set(named))):
+            self.register_parameter(name, None)  # of a file, too: the state has these names
+        for name, value in named.items() if not self.on_disk else ():
+            self._adopt(name, value.detach())
+        self.store = ExpertStore(self._weights(), self._spec(), placement.first_expert,
+                                 placement.local)
+
+    @property
+    def template(self) -> FFNExperts:
+        """Experts of the kind, which compute with parameters that they are given."""
+        return self._template[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Experts`."""
+        return self._probe.dtype
+
+    @property
+    def anchor(self) -> Tensor:
+        """See `Experts`: an empty tensor on the device, trained where the experts are."""
+        return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))
+
+    def forward(self, work: ExpertRows) -> Tensor:
+        """See `Experts`.
+
+        Raises:
+            ValueError: in training: experts in a file, dropout in experts.
+            TierError: experts cannot be read.
+        """
+        gates_TK = work.rows.weights_TK if isinstance(work.rows, RowPlan) else None
+        parameters = tuple(self.parameters())
+        if not torch.is_grad_enabled() or not any(
+                x is not None and x.requires_grad for x in (work.x, gates_TK, *parameters)):
+            return self.compute(work)
+        self._check_training()
+        counts = counts_of(work.rows)
+        active = sum(n > 0 for n in counts)
+        if isinstance(work.rows, RowPlan) and self.store.room(active) < active:
+            def in_parts(rows_RD: Tensor, counts: RowCounts) -> Tensor:
+                piece = dataclasses.replace(work, x=rows_RD, rows=counts)
+                return Refetched.apply(rows_RD, None, self, piece, *parameters)
+
+            return apply_to_rows(in_parts, work.x, work.rows)
+        return Refetched.apply(work.x, gates_TK, self, work, *parameters)
+
+    @torch.no_grad()
+    def compute(self, work: ExpertRows) -> Tensor:
+        """The result without gradients; in parts where the cache holds fewer experts than have
+        rows.
+        """
+        counts = counts_of(work.rows)
+        active = [expert for expert, rows in enumerate(counts) if rows]
+        room = self.store.room(len(active))
+        if len(active) <= room:
+            return self._run(work.x, work.rows, active, work.strategy, work.started)
+        return apply_to_rows(
+            lambda rows_RD, c: torch.cat([self._run(part_RD, part, experts, work.strategy)
+                                          for part_RD, part, experts in parts(rows_RD, c, room)]),
+            work.x, work.rows)
+
+    def _run(self, x: Tensor, rows: RowCounts | RowPlan, active: Sequence[int],
+             strategy: Strategy | None,
+             started: Callable[[], object] | None = None) -> Tensor:
+        """Rows of `active` experts, all that have rows, in the slots where these are."""
+        counts, buffers = counts_of(rows), self.store.cache.buffers
+        with self.store.use(active) as slots:
+            if started is not None:
+                started()
+            first, last = min(slots, default=0), max(slots, default=0) + 1
+            lengths = [0] * (last - first)
+            for expert, slot in zip(active, slots, strict=True):
+                lengths[slot - first] = counts[expert]
+            parameters = self.template.compute_parameters(
+                {name: buffer[first:last] for name, buffer in buffers.items()})
+            if slots == sorted(slots):
+                return self.call(x, with_counts(rows, lengths), parameters, strategy)
+            order_R = order_of([counts[expert] for expert in active], slots, x.device)
+            if isinstance(rows, RowPlan):
+                return self.call(x, reordered(rows, order_R, lengths), parameters, strategy)
+            y_RD = self.call(x.index_select(0, order_R), RowCounts(lengths), parameters, strategy)
+            return torch.empty_like(y_RD).index_copy_(0, order_R, y_RD)
+
+    def call(self, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
+             strategy: Strategy | None) -> Tensor:
+        """The result with given parameters."""
+        return self.template(ExpertRows(x, rows, parameters, strategy))
+
+    @contextmanager
+    def fetched(self, experts: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """Copies of experts' parameters on the device, by name, [A, ...]; for gradients."""
+        with self.store.use(experts) as slots:
+            index_A = to_device(slots, self._probe.device)
+            yield {name: buffer.index_select(0, index_A)
+                   for name, buffer in self.store.cache.buffers.items()}
+
+    @property
+    def stored(self) -> bool:
+        """See `Experts`."""
+        return True
+
+    def prefetch(self, ids_TK: Tensor) -> None:
+        """See `Experts`. The host reads which ones, once."""
+        self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
+
+    def taken_counts(self) -> dict[str, int]:
+        """See `Experts`: the store's counters since the last call, `stalls` as 0 or 1: whether the
+        call waited; and what is in the slots.
+        """
+        now = self.store.counters.as_dict()
+        before, self._taken = self._taken, now
+        grown = {name: value - before.get(name, 0) for name, value in now.items()}
+        grown["stalls"] = min(1, grown["stalls"])  # a call may compute in parts
+        return {**grown, "resident_bytes": self.store.cache.resident_bytes}
+
+    def use_layer(self, number: int) -> None:
+        """See `Experts`: the part of a file that has several layers."""
+        if self._host.numbered_later:
+            self._host = dataclasses.replace(self._host, layer_number=number, numbered_later=False)
+            self.store.weights = self._weights()
+            self.store.forget()
+
+    def train(self, mode: bool = True) -> StoredExperts:
+        """As of any module."""
+        self.template.train(mode)
+        return super().train(mode)
+
+    def _check_training(self) -> None:
+        if not self.training:
+            return
+        for name, value, bad, remedy in (
+                ("store", "disk", self.on_disk, "host"),
+                ("dropout", self._config.dropout, self._config.dropout > 0, "0"),
+                ("store", "host", self._host.adds_to_main_grad, "device")):
+            if bad:
+                raise ValueError(
+                    f"experts.{name}={value} does not fit training with "
+                    f"experts.store={self._config.store}"
+                    f"{' in this host' if self._host.adds_to_main_grad else ''}: use {remedy}, or "
+                    "call eval()")
+
+    def _weights(self) -> HostWeights | FileWeights:
+        if not self.on_disk:
+            return HostWeights(self._parameters, self._probe.device)
+        path = self._config.store_path
+        given = path is not None and path.endswith(".safetensors")
+        if given:
+            check_input(path, "experts.store_path")
+            layer = 0 if self._host.numbered_later else self._host.layer_number
+            file = given_file(path, self.shapes, self._place, layer)
+        else:
+            file = self._new_file()
+        return FileWeights(file, self._new_file, self._place.local, self.shapes,
+                           self.template.draw)
+
+    def _new_file(self, dtype: torch.dtype | None = None) -> ExpertFile:
+        folder = self._config.store_path
+        if folder is None or folder.endswith(".safetensors"):
+            folder = user_cache("experts cannot be stored there") / "experts"
+        return own_file(folder, dtype or self.dtype, self.shapes, self._place.local)
+
+    def _spec(self) -> CacheSpec:
+        c = self._config
+        return CacheSpec(tuple(self.shapes.items()), self.dtype, self._probe.device,
+                         parse_size(c.cache), c.cache_policy, c.store_throttle * 1e6 or None,
+                         self._place.comm.rank)
+
+    def _adopt(self, name: str, value: Tensor) -> None:
+        """Make a tensor in host memory the parameter of this name, here and in the template."""
+        if self._probe.device.type == "cuda" and not value.is_pinned():
+            value = value.pin_memory()
+        old = self._parameters.get(name)
+        parameter = mark_expert(nn.Parameter(value, old is None or old.requires_grad))
+        self.register_parameter(name, parameter)
+        self.template.register_parameter(name, parameter)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredExperts:
+        probe = self._probe
+        with torch.no_grad():
+            self._probe = fn(probe.detach())
+        for name, value in list(self.named_parameters()):
+            if value.is_meta and not self._probe.is_meta:
+                self._adopt(name, torch.empty(value.shape, dtype=self.dtype))
+            elif value.dtype != self.dtype or self._probe.is_cuda != probe.is_cuda:
+                value.data = value.data.to(self.dtype)
+                if self._probe.is_cuda and not value.is_pinned():
+                    value.data = value.data.pin_memory()
+                if value.grad is not None:
+                    value.grad = value.grad.to(self.dtype)
+        if isinstance(self.store.weights, HostWeights):
+            self.store.weights = HostWeights(self._parameters, self._probe.device)
+        self.store.move(self._spec())
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str,
+                            keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.store.weights, FileWeights):
+            if self._values_wanted:
+                destination.update((prefix + name, value)
+                                   for name, value in self.store.weights.mapped().items())
+                self.store.forget()  # whoever has them may write
+            else:
+                destination.update((prefix + name, torch.empty(
+                    self._place.local, *shape, dtype=self.dtype, device="meta"))
+                    for name, shape in self.shapes.items())
+
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, metadata: Any,
+                              strict: bool, missing: list[str], unexpected: list[str],
+                              errors: list[str]) -> None:
+        """As torch's, but experts in a file are written there one by one.
+
+        A value may be any object with `entry.shape` and `read(window)`, too, that is not in memory.
+        """
+        weights = self.store.weights
+        if not isinstance(weights, FileWeights):
+            super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected,
+                                          errors)
+            return
+        found = {name: state[prefix + name] for name in self.shapes if prefix + name in state}
+        if strict:
+            unexpected += [key for key in state if key.startswith(prefix)
+                           and key.removeprefix(prefix) not in self.shapes]
+            if not weights.filled or found:
+                missing += [prefix + name for name in self.shapes if name not in found]
+        wrong = [
+            f"size mismatch for {prefix + name}: copying a param with shape {tuple(shape)} from "
+            f"checkpoint, the shape in the file of experts is {want}" for name, value in
+            found.items() if tuple(shape := value.shape if isinstance(value, Tensor)
+                                   else value.entry.shape)
+            != (want := (self._place.local, *self.shapes[name]))]
+        errors += wrong
+        if found and not wrong:
+            weights.fill({name: partial(_expert, value) for name, value in found.items()})
+
+
+def stored_names(model: nn.Module) -> set[str]:
+    """Names in the state of a model of the experts that are in files."""
+    return {f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()
+            if isinstance(module, StoredExperts) and module.on_disk for name in module.shapes}
+
+
+@contextmanager
+def without_values(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's state has tensors of the meta device for experts that are in files."""
+    found = [module for module in model.modules() if isinstance(module, StoredExperts)]
+    for module in found:
+        module._values_wanted = False
+    try:
+        yield
+    finally:
+        for module in found:
+            module._values_wanted = True
+
+
+def _expert(value: Any, expert: int) -> Tensor:
+    if isinstance(value, Tensor):
+        return value[expert]
+    full = tuple(slice(0, size) for size in value.entry.shape[1:])
+    return value.read((slice(expert, expert + 1), *full))[0]

@@ -1,0 +1,118 @@
+"""Safetensors files that are read, not mapped: a file that somebody cuts short meanwhile is an
+error, where a map of it would end the process (SIGBUS), and a memory limit counts no pages of it.
+
+Layout: 8 bytes with the length of a JSON header, the header, the values. Source: the format's
+description at github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from moe_plugin.memory.tiers import TierTensor, read_values
+from moe_plugin.messages import short
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+
+
+class UnknownDtype(ValueError):
+    """A file is whole and has a tensor of a dtype that is not known here."""
+
+
+class SafetensorsFile:
+    """A file that is open for reading; `close` it, or use it in `with`.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        name: for messages. held: place, shape and dtype of each tensor. metadata: of the header.
+    Raises:
+        OSError: it cannot be opened.
+        UnknownDtype: a tensor has a dtype that is not known.
+        ValueError: it is not whole.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.name = str(path)
+        self.file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed by `close`
+        try:
+            header, start = _header(self.file)
+            self.metadata: Mapping[str, str] = header.pop("__metadata__", None) or {}
+            self.held = {name: self._held(name, entry, start) for name, entry in header.items()}
+        except BaseException:
+            self.file.close()
+            raise
+
+    def _held(self, name: str, entry: Any, start: int) -> TierTensor:
+        if entry["dtype"] not in DTYPES:
+            raise UnknownDtype(f"{short(name)} has dtype {short(entry['dtype'])}: must be one of "
+                               f"{', '.join(DTYPES)}")
+        begin, end = entry["data_offsets"]
+        held = TierTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], file=self.file.fileno(),
+                    offset=start + begin)
+        if held.nbytes != end - begin:
+            raise ValueError(f"{short(name)} has {end - begin} bytes for shape "
+                             f"{short(list(held.shape))}")
+        return held
+
+    def read(self, name: str) -> Tensor:
+        """A tensor's values, in memory.
+
+        Raises: TierError: the file was cut short since it was opened, or cannot be read.
+        """
+        held = self.held[name]
+        made = torch.empty(held.shape, dtype=held.dtype)
+        read_values(held, made, self.name)
+        return made
+
+    def close(self) -> None:
+        """Give the file back."""
+        self.file.close()
+
+    def __enter__(self) -> SafetensorsFile:  # noqa: PYI034 - Self needs Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """What the file says of its tensors, and where values begin."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        if not 2 <= length <= size - 8:
+            raise ValueError("its header is not complete")
+        header = json.loads(file.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items()
+                if name != "__metadata__"]
+        if max(ends, default=0) > size - 8 - length:
+            raise ValueError("it ends before its last tensor does")
+        for name, entry in header.items():
+            if name != "__metadata__":
+                _check_entry(name, entry)
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is not one of tensors ({short(error)})") from error
+    return header, 8 + length
+
+
+def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
+    begin, end = entry["data_offsets"]
+    numbers = [begin, end, *entry["shape"]]
+    if not all(type(number) is int and number >= 0 for number in numbers) or begin > end:
+        raise ValueError(f"{short(name)} has sizes {short(numbers)}: must be whole numbers from 0 "
+                         "on, in order")

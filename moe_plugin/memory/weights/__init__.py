@@ -1,0 +1,1 @@
+"""Models that are larger than the device: weights stream to it block by block."""

@@ -1,0 +1,195 @@
+"""Checkpoints of a model whose weights stream: one safetensors file a block, written and read block
+by block.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.memory.safetensors_file import SafetensorsFile
+from moe_plugin.memory.weights.blocks import Block
+from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.messages import short
+from moe_plugin.regular_files import check_input, make_folder, write_remedy
+
+_STEP, _WEIGHT, _BUFFER, _STATE = "step", "weight.", "buffer.", "state."
+_BESIDE = "beside."
+
+Beside = Mapping[str, Sequence[Tensor]]  # by name, one tensor of each weight's shape
+
+
+def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
+                 beside: Callable[[int], Beside] | None = None, *,
+                 finite: bool = False) -> Path:
+    """Write weights, buffers and optimizer state to a folder; one that is there is replaced when
+    the new one is complete.
+
+    beside: by number of a block, what else is saved with it, for `read_beside`. finite: write
+        nothing where a number is not finite.
+    Raises:
+        ValueError: it cannot be written, with the reason.
+        FloatingPointError: see `finite`; it names block and tensor.
+    """
+    safetensors = _safetensors()
+    folder = Path(folder)
+    half = folder.with_name(folder.name + ".new")
+    trainer.settle()
+    try:
+        shutil.rmtree(half, ignore_errors=True)
+        make_folder(half)
+        for block in trainer.blocks:
+            metadata = {_STEP: str(trainer.steps), **_numbers(block)}
+            more = {} if beside is None else _named(block, beside(block.number))
+            tensors = _tensors(block)
+            if finite:
+                _refuse_not_finite(folder, block, tensors)
+            safetensors.torch.save_file(tensors | more, half / _name(block), metadata)
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(half, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except FloatingPointError:
+        shutil.rmtree(half, ignore_errors=True)
+        raise
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(half, ignore_errors=True)
+        raise ValueError(f"{folder} cannot be written ({error}); "
+                         f"{write_remedy(error, folder.parent)}") from error
+    return folder
+
+
+def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> None:
+    """Take weights, buffers, optimizer state and number of steps of a saved model. All files are
+    checked before anything changes.
+
+    Raises: ValueError: a file is missing or of another model; it names file, tensor and shapes.
+    """
+    folder = _there(Path(folder))
+    for block in trainer.blocks:
+        _check(block, folder / _name(block))
+    trainer.settle()
+    for block in trainer.blocks:
+        with _open(folder / _name(block)) as file:
+            read = {name: file.read(name) for name in file.held if not name.startswith(_BESIDE)}
+            numbers = file.metadata
+        block.write([read[_WEIGHT + name] for name in block.names])
+        with torch.no_grad():
+            for name, buffer in _buffers(block).items():
+                buffer.copy_(read[_BUFFER + name])
+        block.load_state({_key(name): x for name, x in read.items() if name.startswith(_STATE)})
+        _load_numbers(block, numbers)
+        trainer.steps = int(numbers[_STEP])
+    trainer.forget_places()
+
+
+def read_beside(folder: str | os.PathLike[str], block: Block) -> dict[str, list[Tensor]]:
+    """What was saved beside a block's weights, by name; empty: nothing was.
+
+    Raises: ValueError: the file is missing or of another model.
+    """
+    path = _there(Path(folder)) / _name(block)
+    _check(block, path)
+    with _open(path) as file:
+        names = [name for name in file.held if name.startswith(_BESIDE)]
+        kinds = sorted({name.split(".")[1] for name in names})
+        return {kind: [file.read(f"{_BESIDE}{kind}.{name}") for name in block.names]
+                for kind in kinds}
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the one before it, where a save was killed when it replaced that."""
+    old = folder.with_name(folder.name + ".old")
+    return old if old.exists() and not folder.exists() else folder
+
+
+def _refuse_not_finite(folder: Path, block: Block, tensors: Mapping[str, Tensor]) -> None:
+    for name, x in tensors.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            raise FloatingPointError(
+                f"{short(name)} of block {block.number} is not finite: {folder} is not written; an "
+                "older one stays. Continue from it with a lower learning rate or other data")
+
+
+def _named(block: Block, beside: Beside) -> dict[str, Tensor]:
+    return {f"{_BESIDE}{kind}.{name}": x.contiguous() for kind, tensors in beside.items()
+            for name, x in zip(block.names, tensors, strict=True)}
+
+
+def _name(block: Block) -> str:
+    return f"block_{block.number:05d}.safetensors"
+
+
+def _buffers(block: Block) -> dict[str, Tensor]:
+    """Those that a module saves."""
+    saved = block.module.state_dict(keep_vars=True)
+    return {name: x for name, x in block.module.named_buffers() if name in saved}
+
+
+def _tensors(block: Block) -> dict[str, Tensor]:
+    tensors = {_WEIGHT + name: x for name, x in zip(block.names, block.read(), strict=True)}
+    # files hold no two tensors in one storage
+    tensors |= {_BUFFER + name: x.detach().cpu().clone() for name, x in _buffers(block).items()}
+    tensors |= {f"{_STATE}{i}.{name}": x for (i, name), x in block.state_tensors().items()}
+    return {name: x.contiguous() for name, x in tensors.items()}
+
+
+def _key(name: str) -> tuple[int, str]:
+    number, _, field = name.removeprefix(_STATE).partition(".")
+    return int(number), field
+
+
+def _numbers(block: Block) -> dict[str, str]:
+    """Single numbers of the optimizer's state, as text."""
+    return {f"{_STATE}{i}.{name}": repr(float(x)) for (i, name), x in block.numbers().items()}
+
+
+def _load_numbers(block: Block, given: dict[str, str]) -> None:
+    numbers = {_key(name): torch.tensor(float(text)) for name, text in given.items()
+               if name.startswith(_STATE)}
+    block.load_numbers(numbers)
+
+
+def _check(block: Block, path: Path) -> None:
+    check_input(path, "weights")
+    wanted = {_WEIGHT + name: p.shape for name, p in zip(block.names, block.params, strict=True)}
+    wanted |= {_BUFFER + name: x.shape for name, x in _buffers(block).items()}
+    with _open(path) as file:
+        found = {name: held.shape for name, held in file.held.items()}
+    kinds = {name.split(".")[1] for name in found if name.startswith(_BESIDE)}
+    wanted |= {f"{_BESIDE}{kind}.{name}": p.shape for kind in kinds
+               for name, p in zip(block.names, block.params, strict=True)}
+    for name, shape in wanted.items():
+        if found.get(name) != tuple(shape):
+            there = f"has shape {list(found[name])}" if name in found else "is missing"
+            raise ValueError(f"{path}: {short(name)} {there}, block {block.number} needs "
+                             f"{list(shape)}; give a folder that this model was saved to")
+    more = sorted(name for name in set(found) - set(wanted) if not name.startswith(_STATE))
+    if more:
+        raise ValueError(f"{path}: {short(more[0])} is not in block {block.number}; give a folder "
+                         "that this model was saved to")
+
+
+def _open(path: Path) -> SafetensorsFile:
+    try:
+        return SafetensorsFile(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); give a folder that a model was saved "
+                         "to") from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ValueError("saved weights need safetensors: pip install 'moe-plugin[hf]'"
+                         ) from error
+    return safetensors

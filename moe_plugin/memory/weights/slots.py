@@ -1,0 +1,133 @@
+"""Two places on the device in which the segments of a model take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from moe_plugin.memory.copier import Copier, Ticket
+from moe_plugin.memory.flat import aligned_buffer
+from moe_plugin.memory.weights.blocks import Block
+
+
+class Slots:
+    """Segment i lies in place i % 2, so that one can be copied in while its neighbour computes.
+
+    A segment stays until its place is needed: at the turn from forward to backward, and from one
+    step to the next, two segments need no copy.
+
+    Args:
+        segments: their blocks. device: that computes. copier: brings weights.
+
+    Attributes:
+        nbytes: of both places.
+    """
+
+    def __init__(self, segments: Sequence[Sequence[Block]], device: torch.device,
+                 copier: Copier) -> None:
+        self.segments = [list(segment) for segment in segments]
+        self.copier = copier
+        sizes = _sizes(segments)
+        self.nbytes = sum(sizes)
+        self._buffers = [aligned_buffer(size, device) for size in sizes]
+        self._holds: list[int | None] = [None, None]
+        self._tickets: dict[int, Ticket | None] = {}  # of blocks in a place or on their way there
+        self._attached: set[int] = set()
+        self._parts = {}
+        for index, segment in enumerate(self.segments):
+            begin = 0
+            for block in segment:
+                end = begin + (block.layout.nbytes if block.streams else 0)
+                self._parts[block.number] = (index, begin, end)
+                begin = end
+
+    @staticmethod
+    def bytes_of(segments: Sequence[Sequence[Block]]) -> int:
+        """Memory that these segments need."""
+        return sum(_sizes(segments))
+
+    def blocks(self, order: Sequence[int], backward: bool = False, overlap: bool = True,
+               before: Callable[[Block], object] = lambda block: None) -> Iterator[Block]:
+        """The blocks of these segments in turn, each with its weights attached.
+
+        Args:
+            order: numbers of segments. backward: blocks of a segment from the last to the first.
+            overlap: while a segment's blocks are used, the next one's weights are copied.
+            before: called for each block before more copies start.
+        """
+        for position, index in enumerate(order):
+            self._claim(index)
+            here = self.segments[index][::-1] if backward else self.segments[index]
+            coming: list[Block] = []
+            if overlap and position + 1 < len(order):
+                self._claim(order[position + 1])
+                coming = self.segments[order[position + 1]]
+                coming = [b for b in (coming[::-1] if backward else coming)
+                          if b.number not in self._tickets]
+            for number, block in enumerate(here):
+                self._fetch(block)
+                before(block)
+                share = slice(len(coming) * number // len(here),
+                              len(coming) * (number + 1) // len(here))
+                for other in coming[share]:
+                    self._fetch(other)
+                self._attach(block)
+                yield block
+
+    def _claim(self, index: int) -> None:
+        place = index % 2
+        held = self._holds[place]
+        if held == index:
+            return
+        if held is not None:
+            for block in self.segments[held]:
+                self._forget(block)
+        self._holds[place] = index
+
+    def _forget(self, block: Block) -> None:
+        ticket = self._tickets.pop(block.number, None)
+        if block.number in self._attached:
+            self._attached.remove(block.number)
+            block.detach()
+        elif ticket is not None:
+            ticket.wait()
+
+    def _fetch(self, block: Block) -> None:
+        if block.number not in self._tickets:
+            self._tickets[block.number] = (
+                block.fetch(self.copier, self._part(block)) if block.streams else None)
+
+    def _attach(self, block: Block) -> None:
+        if block.number in self._attached:
+            return
+        ticket = self._tickets[block.number]
+        if ticket is not None:
+            ticket.wait()
+            block.attach(self._part(block))
+        self._attached.add(block.number)
+
+    def _part(self, block: Block) -> torch.Tensor:
+        index, begin, end = self._parts[block.number]
+        return self._buffers[index % 2][begin:end]
+
+    def stale(self, block: Block) -> None:
+        """What is attached of this block is old: it is fetched again, at once where the next step
+        begins with it.
+        """
+        self._forget(block)
+        if self._parts[block.number][0] < 2:
+            self._fetch(block)
+
+    def clear(self) -> None:
+        """Leave both places empty."""
+        for segment in self.segments:
+            for block in segment:
+                self._forget(block)
+        self._holds = [None, None]
+
+
+def _sizes(segments: Sequence[Sequence[Block]]) -> list[int]:
+    """Bytes of the two places."""
+    bytes_ = [sum(b.layout.nbytes for b in segment if b.streams) for segment in segments]
+    return [max(bytes_[place::2], default=0) for place in (0, 1)]

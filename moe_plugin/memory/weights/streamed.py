@@ -1,0 +1,406 @@
+"""A model larger than its device: blocks of weights stream through it, segment by segment.
+
+A step goes through the segments forward, then backward. While one segment computes all accumulated
+micro-batches, the next one's weights are copied in. Only the inputs of blocks are kept; backward
+computes each block again, with the same routing and the same random numbers, and steps its
+optimizer at once. Source: ATOM (systems of decentralised training of whole models on peers).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_plugin.comm.gave_up import ends_all_ranks
+from moe_plugin.memory.copier import Copier, OnDevice
+from moe_plugin.memory.flat import give_back_free_memory
+from moe_plugin.memory.passes import BlockPasses
+from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierError
+from moe_plugin.memory.weights.blocks import (
+    Block,
+    HostBlock,
+    MakeOptimizer,
+    OptimizerStateBuffer,
+    ResidentBlock,
+    Scale,
+)
+from moe_plugin.memory.weights.disk_block import DiskBlock
+from moe_plugin.memory.weights.slots import Slots
+from moe_plugin.routing import finish_step_of_any
+
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed.
+
+    Attributes:
+        losses: of each micro-batch, scalars, detached. balance: the sum of the blocks' own losses
+            for each micro-batch, in the blocks' order.
+        norm: of all gradients before clipping; None: they were not clipped.
+    """
+
+    losses: tuple[Tensor, ...]
+    balance: tuple[Tensor, ...]
+    norm: Tensor | None = None
+
+
+class Clip(Protocol):
+    """Clips gradients that are not in memory together, e.g. `moe_plugin.hosts.plain.norm`'s
+    `PartedClip(1.0)`.
+    """
+
+    def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the gradients of a block; place: its number."""
+
+    def norm(self) -> Tensor:
+        """The norm of all that was taken since the last call."""
+
+    def scale(self, gradients: Sequence[Tensor]) -> None:
+        """Scale some of the gradients in place, as their norm says."""
+
+    def forget(self) -> None:
+        """Drop what was taken, of a step that failed."""
+
+
+@dataclass
+class BlockProfile:
+    """What one block took, in the last step.
+
+    Attributes:
+        weight_bytes: of its parameters. input_bytes: kept of one micro-batch for backward.
+        forward_s, backward_s: of all micro-batches; backward with the recomputation.
+        step_s: of its optimizer, with waiting for its state. On a GPU times are those of launches.
+    """
+
+    weight_bytes: int
+    input_bytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    step_s: float = 0.0
+
+
+class StreamedTrainer:
+    """Trains a sequence of blocks whose weights stream through one device.
+
+    Gradients, losses and weights equal those of a loop over the same micro-batches with all
+    weights on the device, bit for bit, where the device's kernels repeat their results.
+
+    Args:
+        blocks: modules, or functions that make them one after another, so that the whole model
+            never lies in memory. Each takes the tensor that the one before it returned and returns
+            a tensor, or (tensor, loss) with a scalar loss that is added to the model's.
+        loss: `loss(output, target)`, a scalar whose gradient is accumulated; divide by the number
+            of micro-batches there, where their mean is wanted.
+        optimizer: makes one for a block's parameters, e.g. `partial(torch.optim.AdamW, lr=1e-3,
+            fused=True)`; one that treats each parameter by itself.
+        tier: where the weights are. `HostTier`: in host memory, where the optimizer steps;
+            `DiskTier`: in files, for a device that is the CPU.
+        device: that computes.
+        segments: numbers of blocks that are on the device together; None: one block each.
+        resident: numbers of blocks that always stay on the device.
+        limit: bytes of the device for weights and, on a CPU, gradients and state of a block.
+        throttle: bytes/s of the tier, at most, for tests and benchmarks.
+        overlap: copy the next segment while one computes; False only to show what that brings.
+        seed: of the random numbers of a block in a micro-batch of a step (`randomness`).
+        gradients: called with each block's module after its backward pass, to reduce gradients
+            over ranks, the same on all of them, e.g. `BlockGradients(world)` of
+            `moe_plugin.hosts.plain.streamed`.
+        clip: of the gradients by the norm of all of them; they wait in the tier until it is known,
+            so that nothing is stepped inside backward. None: no clipping.
+        skip_not_finite: with `clip`, a step whose norm is not finite changes no weight and no
+            state of an optimizer.
+    Raises:
+        ValueError: tier and device, segments or limit do not fit; two blocks share a parameter.
+        TierError: the tier has no room.
+
+    Attributes:
+        blocks: with module and optimizer of each. profile: what each took in the last step.
+        copier: with counters of copies, bytes and stalls. steps: steps done.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module | Callable[[], nn.Module]], loss: Loss,
+                 optimizer: MakeOptimizer, tier: Tier, *, device: torch.device | str = "cpu",
+                 segments: Sequence[int] | None = None, resident: Sequence[int] = (),
+                 limit: int | None = None, throttle: float | None = None, overlap: bool = True,
+                 seed: int = 0, gradients: Callable[[nn.Module], object] | None = None,
+                 clip: Clip | None = None, skip_not_finite: bool = False) -> None:
+        self.device, self.tier, self.limit = torch.device(device), tier, limit
+        _check_tier(tier, self.device)
+        if not blocks:
+            raise ValueError("a model of 0 blocks: give at least 1")
+        if skip_not_finite and clip is None:
+            raise ValueError("skip_not_finite=True without clip, whose norm says what is finite: "
+                             "give one")
+        self.copier = Copier(self.device, throttle)
+        self.overlap, self.seed, self.steps = overlap, seed, 0
+        self.gradients, self.clip = _reduction(gradients), clip
+        self.skip_not_finite = skip_not_finite
+        self._room = OptimizerStateBuffer()
+        self._slots: Slots | None = None
+        self.blocks: list[Block] = []
+        for number, block in enumerate(blocks):
+            module = (block if isinstance(block, nn.Module) else block()).to(self.device)
+            _check_shared(self.blocks, number, module)
+            self.blocks.append(_block(number, module, optimizer, tier, number in set(resident)))
+            give_back_free_memory()
+        self._passes = BlockPasses([block.module for block in self.blocks], loss, self.randomness)
+        self.profile = [BlockProfile(block.layout.nbytes) for block in self.blocks]
+        self.use_segments([1] * len(blocks) if segments is None else segments)
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Numbers of blocks of the segments."""
+        return tuple(len(segment) for segment in self._slots.segments)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all blocks' optimizers: a schedule sets `lr` there."""
+        return [group for block in self.blocks if block.optimizer is not None
+                for group in block.optimizer.param_groups]
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory for weights, and on a CPU for gradients and state of one block."""
+        return self._slots.nbytes + self.bytes_beside_segments
+
+    def on_device(self) -> OnDevice:
+        """For reports."""
+        return OnDevice(self.device_bytes)
+
+    def use_segments(self, segments: Sequence[int]) -> None:
+        """Cut the model anew, between two steps; arguments and errors as of the class."""
+        if sum(segments) != len(self.blocks) or min(segments, default=0) < 1:
+            raise ValueError(f"segments of {list(segments)} blocks: must be >= 1 each and sum up "
+                             f"to the model's {len(self.blocks)}")
+        ends = [0]
+        for count in segments:
+            ends.append(ends[-1] + count)
+        cut = [self.blocks[begin:end] for begin, end in pairwise(ends)]
+        needed = Slots.bytes_of(cut) + self.bytes_beside_segments
+        if self.limit is not None and needed > self.limit:
+            raise ValueError(
+                f"limit={self.limit} bytes is smaller than two segments of {list(segments)} blocks "
+                f"with gradients and state of one block, {needed} bytes; cut the model into more "
+                "segments or smaller blocks, or raise the limit")
+        self.settle()
+        if self._slots is not None:
+            self._slots.clear()
+        self._slots = Slots(cut, self.device, self.copier)
+
+    @property
+    def bytes_beside_segments(self) -> int:
+        """Of `device_bytes`, what no segment holds."""
+        resident = sum(b.layout.nbytes for b in self.blocks if not b.streams)
+        # gradients, and those of the block before while they are put aside
+        largest = max(b.layout.nbytes for b in self.blocks) * (1 if self.clip is None else 2)
+        if self.clip is not None:  # theirs stay until the step
+            largest += resident
+        return resident + largest + (self._room.nbytes if isinstance(self.tier, DiskTier) else 0)
+
+    @ends_all_ranks(TierError)
+    def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
+        """Train on micro-batches (input of the first block, target) and step the optimizer.
+
+        Raises:
+            ValueError: there is no micro-batch, or a block returns something else than it may.
+            TierError: a copy failed; weights are held as they were before it, and the other ranks
+                end, too.
+        """
+        if not micro_batches:
+            raise ValueError("a step of 0 micro-batches: give at least 1")
+        self._passes.begin(micro_batches)
+        self._forward(range(len(self.blocks) - 1))
+        for number, size in enumerate(self._passes.kept_bytes):
+            self.profile[number].input_bytes = size
+        try:
+            norm = self._backward()
+        except BaseException:
+            for block in self.blocks:
+                block.forget_gradients()
+            if self.clip is not None:
+                self.clip.forget()
+            raise
+        self.steps += 1
+        return StepResult(*self._passes.end(), norm)
+
+    def _backward(self) -> Tensor | None:
+        order = range(len(self.segments))[::-1]
+        before = self._fetch_state if self.clip is None else lambda block: None
+        last: Block | None = None
+        for block in self._slots.blocks(order, True, self.overlap, before):
+            with self._timed(block, "backward_s"):
+                self._passes.backward(block.number)
+                self.gradients(block.module)
+            if self.clip is None:
+                self._step_block(block)
+                continue
+            self.clip.add(block.number, block.params)
+            if last is not None:
+                last.wait_kept()
+            block.keep_gradients(self.copier)
+            block.forget_memory()
+            last = block
+        return None if self.clip is None else self._step_clipped(self.clip)
+
+    def _step_clipped(self, clip: Clip) -> Tensor:
+        norm = clip.norm()
+        if self.skip_not_finite and not norm.isfinite():
+            for block in self.blocks:
+                block.forget_gradients()
+                finish_step_of_any(block.module)
+            return norm
+        if isinstance(self.tier, HostTier):  # where the optimizers step
+            turns: Iterator[Block] = iter(self.blocks)
+        else:
+            turns = self._slots.blocks(range(len(self.segments)), False, self.overlap,
+                                       self._fetch_state)
+        for block in turns:
+            self._step_block(block, clip.scale)
+        return norm
+
+    @ends_all_ranks(TierError)
+    def evaluate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
+        """Losses of micro-batches without training; modules stay in the mode that they are in."""
+        self._passes.begin(micro_batches)
+        self._forward(range(len(self.blocks)), keep=False)
+        self._passes.losses()
+        return StepResult(*self._passes.end())
+
+    def _forward(self, numbers: range, keep: bool = True) -> None:
+        for block in self._slots.blocks(range(len(self.segments)), overlap=self.overlap):
+            if block.number in numbers:
+                with self._timed(block, "forward_s"):
+                    self._passes.forward(block.number, keep)
+                block.forget_memory()
+
+    def _fetch_state(self, block: Block) -> None:
+        if self.overlap:
+            block.fetch_state(self.copier, self._room)
+
+    def _step_block(self, block: Block, scale: Scale | None = None) -> None:
+        with self._timed(block, "step_s"):
+            new = block.step(self.copier, self._room, scale)
+        finish_step_of_any(block.module)
+        block.forget_memory()
+        if isinstance(self.tier, DiskTier):
+            give_back_free_memory()
+        if not new:
+            self._slots.stale(block)
+        if not self.overlap:
+            block.settle()
+
+    @contextmanager
+    def _timed(self, block: Block, field: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        setattr(self.profile[block.number], field, time.perf_counter() - started)
+
+    @contextmanager
+    def randomness(self, micro_batch: int, block: int) -> Iterator[None]:
+        """The random numbers of a block in a micro-batch of the present step; torch's own generator
+        goes on afterwards as if nothing had been drawn.
+        """
+        name = f"{self.seed}.{self.steps}.{micro_batch}.{block}".encode()
+        seed = int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            yield
+
+    @ends_all_ranks(TierError)
+    def replace_weights(self, change: Callable[[Iterator[list[Tensor]]], bool]) -> bool:
+        """Change all weights outside of steps, or none.
+
+        Args:
+            change: takes the blocks' weights one block after another, each a list of copies in host
+                memory (parameters, then buffers of floating-point numbers), which it changes in
+                place before it takes the next; True: the changed ones are the model's.
+        Returns: what `change` returned.
+        Raises: TierError: the tier has no room for both; weights are as they were.
+        """
+        self.settle()
+        staged: list[Callable[[bool], None]] = []
+
+        def copies() -> Iterator[list[Tensor]]:
+            for block in self.blocks:
+                weights, buffers = block.read(), block.float_buffers()
+                copied = [x.cpu().clone() for x in buffers]
+                yield [*weights, *copied]
+                staged.append(block.stage(weights, copied))
+
+        taken = False
+        try:
+            taken = change(copies())
+        finally:
+            for finish in staged:
+                finish(taken)
+        if taken:
+            self.forget_places()
+        return taken
+
+    def forget_places(self) -> None:
+        """Weights were replaced: what is on the device is old."""
+        self._slots.clear()
+
+    @ends_all_ranks(TierError)
+    def settle(self) -> None:
+        """Wait until all that is being written is written. `TierError`: it was not."""
+        for block in self.blocks:
+            block.settle()
+
+    def close(self) -> None:
+        """Finish copies and give the tier's room back; the weights are gone."""
+        self.copier.close()
+        self._slots.clear()
+        self.tier.close()
+
+
+def _check_tier(tier: Tier, device: torch.device) -> None:
+    if isinstance(tier, DiskTier) and device.type != "cpu":
+        raise ValueError(f"weights on disk do not fit the device {device}: their optimizer steps "
+                         "in host memory, which is the device of a CPU alone; use the host's "
+                         "memory")
+    if not isinstance(tier, DiskTier | HostTier):
+        raise ValueError(f"a tier of kind {type(tier).__name__}: must be a HostTier or DiskTier")
+
+
+def _reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object]:
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if gradients is None and ranks > 1:
+        raise ValueError(
+            f"weights that stream through each of {ranks} ranks need `gradients`, which reduces a "
+            "block's gradients over them, e.g. BlockGradients(world) of "
+            "moe_plugin.hosts.plain.streamed")
+    return gradients or (lambda block: None)
+
+
+def _block(number: int, module: nn.Module, optimizer: MakeOptimizer, tier: Tier,
+           resident: bool) -> Block:
+    if resident:
+        return ResidentBlock(number, module, optimizer)
+    if isinstance(tier, DiskTier):
+        return DiskBlock(number, module, optimizer, tier)
+    return HostBlock(number, module, optimizer, tier)
+
+
+def _check_shared(blocks: Sequence[Block], number: int, module: nn.Module) -> None:
+    owner = {id(p): (block.number, name) for block in blocks
+             for name, p in zip(block.names, block.params, strict=True)}
+    for name, p in module.named_parameters():
+        if id(p) in owner:
+            other, its_name = owner[id(p)]
+            raise ValueError(
+                f"blocks {other} and {number} share a parameter ({its_name}, {name}): its gradient "
+                "would be summed in another order, and it would have to be in two segments; give "
+                "each block its own")

@@ -1,0 +1,161 @@
+"""Slots of a cache on random traces: nothing is used before its copy is complete, nothing in use
+leaves.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from moe_plugin.memory.copier import Copier
+from moe_plugin.memory.experts.cache import CacheSpec, ExpertCache, StoreCounters
+from moe_plugin.memory.experts.policies import policies
+
+SHAPES = (("w", (2,)), ("b", ()))
+EXPERT = 3 * 4  # bytes
+
+
+def cache_of(slots: int, policy: str = "lru", layers: int = 3, experts: int = 6) -> ExpertCache:
+    cache = ExpertCache(CacheSpec(SHAPES, torch.float32, torch.device("cpu"), slots * EXPERT,
+                                  policy))
+    for _ in range(layers):
+        cache.add_layer(experts)
+    return cache
+
+
+class Late:
+    """A copier whose jobs run when they are waited for, or when `some` says."""
+
+    def __init__(self, random_: random.Random) -> None:
+        self.random, self.waiting, self.copier = random_, [], Copier("cpu")
+
+    def fetch(self, layer, parts):
+        job = {"parts": [(layer, expert, targets) for expert, targets in parts], "done": False}
+        self.waiting.append(job)
+        return _Ticket(self, job)
+
+    def run_until(self, job):
+        while not job["done"]:
+            first = self.waiting.pop(0)  # in order, as a copier
+            for layer, expert, targets in first["parts"]:
+                targets["w"].fill_(100 * layer + expert)
+                targets["b"].fill_(-(100 * layer + expert))
+            first["done"] = True
+
+    def some(self):
+        for _ in range(self.random.randrange(3)):
+            if self.waiting:
+                self.run_until(self.waiting[0])
+
+
+class _Ticket:
+    def __init__(self, late, job):
+        self.late, self.job, self.nbytes = late, job, EXPERT * len(job["parts"])
+
+    @property
+    def done(self):
+        return self.job["done"]
+
+    def wait(self):
+        self.late.run_until(self.job)
+
+
+@pytest.mark.parametrize("policy", policies.names())
+@pytest.mark.parametrize("seed", range(8))
+def test_random_traces(policy, seed):
+    draw = random.Random(seed)
+    slots = draw.choice([2, 3, 5, 9])
+    cache, late = cache_of(slots, policy), Late(draw)
+    counters = [StoreCounters() for _ in range(3)]
+    for step in range(60):
+        layer = step % 3
+        fetch = [lambda parts, layer=layer: late.fetch(layer, parts) for layer in range(3)]
+        asked = draw.sample(range(6), draw.randrange(1, 7))
+        room = cache.room(len(asked))
+        assert 1 <= room <= slots and cache.nbytes <= slots * EXPERT
+        for at in range(0, len(asked), room):
+            with ExitStack() as stack:
+                part = asked[at:at + room]
+                where = stack.enter_context(cache.use(layer, part, fetch[layer], counters[layer]))
+                assert len(set(where)) == len(part)
+                other = (layer + draw.randrange(3)) % 3
+                if draw.random() < 0.7:  # while these are in use
+                    ids = draw.sample(range(6), draw.randrange(1, 4))
+                    cache.prefetch(other, ids, fetch[other], counters[other])
+                    late.some()
+                for expert, slot in zip(part, where, strict=True):
+                    assert float(cache.buffers["b"][slot]) == -(100 * layer + expert)
+                    assert cache.buffers["w"][slot].tolist() == [100.0 * layer + expert] * 2
+        if draw.random() < 0.1:
+            cache.forget(layer)
+            assert cache.resident(layer) == []
+    assert sum(len(cache.resident(layer)) for layer in range(3)) <= slots
+    for each in counters:
+        assert each.bytes == EXPERT * (each.prefetched + each.misses)
+        assert 0 <= each.wasted <= each.prefetched
+
+
+def uses(policy: str, trace: list[tuple[int, int]], slots: int = 2, layers: int = 3) -> list[bool]:
+    """Which uses of a trace of (layer, expert) were hits."""
+    cache, late, hits = cache_of(slots, policy, layers), Late(random.Random(0)), []
+    for layer, expert in trace:
+        counters = StoreCounters()
+        with cache.use(layer, [expert], lambda parts, layer=layer: late.fetch(layer, parts),
+                       counters):
+            hits.append(bool(counters.hits))
+    return hits
+
+
+def test_policies_choose_who_leaves():
+    a, b, c = (0, 1), (0, 2), (0, 3)
+    assert uses("lru", [a, b, a, c, a, b]) == [False, False, True, False, True, False]
+    assert uses("lru", [a, a, b, c, a]) == [False, True, False, False, False]
+    assert uses("lfu", [a, a, b, c, a]) == [False, True, False, False, True]
+    # the second layer keeps what the third needs next, although it was used longest ago
+    third, first, second = (2, 0), (0, 0), (1, 0)
+    assert uses("next-layer", [third, first, second, third]) == [False, False, False, True]
+    assert uses("lru", [third, first, second, third]) == [False, False, False, False]
+
+
+def test_slots_are_twice_the_most_that_a_call_uses():
+    cache, late = cache_of(0, layers=4), Late(random.Random(0))
+    for active, slots in ((1, 2), (3, 6), (2, 6), (6, 12)):
+        cache.room(active)
+        with cache.use(0, list(range(active)), lambda parts: late.fetch(0, parts),
+                       StoreCounters()):
+            assert cache.slots == slots and cache.nbytes == slots * EXPERT
+
+
+def test_a_limit_below_one_expert_and_full_slots_are_named():
+    with pytest.raises(ValueError, match="does not hold one expert: must be >= 12 bytes"):
+        ExpertCache(CacheSpec(SHAPES, torch.float32, torch.device("cpu"), 11))
+    with pytest.raises(ValueError, match="unknown cache_policy 'fifo'; known: lfu, lru, next"):
+        cache_of(2, "fifo")
+    cache, late = cache_of(2), Late(random.Random(0))
+
+    def fetch(parts):
+        return late.fetch(0, parts)
+
+    assert cache.room(4) == 2
+    with cache.use(0, [0, 1], fetch, StoreCounters()):
+        with pytest.raises(ValueError, match="has 2 slots of 12 bytes, all of them in use"):
+            cache.room(1)
+        cache.prefetch(0, [2], fetch, StoreCounters())
+        assert cache.resident(0) == [0, 1]
+
+
+def test_an_error_of_a_copy_comes_out_where_the_expert_is_used_and_it_is_copied_again():
+    cache, copier, late = cache_of(3), Copier("cpu"), Late(random.Random(0))
+
+    def bad(parts):
+        return copier.start_call(lambda: 1 / 0, 0)
+
+    cache.prefetch(0, [0, 1], bad, StoreCounters())
+    with pytest.raises(ZeroDivisionError), cache.use(0, [1, 2], bad, StoreCounters()):
+        pass
+    with cache.use(0, [0, 1, 2], lambda parts: late.fetch(0, parts), StoreCounters()) as slots:
+        assert [float(cache.buffers["b"][slot]) for slot in slots] == [0, -1, -2]
+    copier.close()

@@ -1,0 +1,129 @@
+"""A file of experts or weights that is cut short while it is in use: a named error, no signal."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from moe_plugin.layer import MoELayer
+from moe_plugin.memory.safetensors_file import SafetensorsFile
+from moe_plugin.memory.tiers import HostTier, TierError
+from moe_plugin.memory.weights.files import load_weights, save_weights
+from moe_plugin.memory.weights.streamed import StreamedTrainer
+from tests.memory.test_stored_experts import bits, layer_of, tokens
+
+WIDE = {"hidden_dim": 4096}  # experts of many pages: what is cut is in no page that was read
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of another program's with a layer's experts."""
+    monkeypatch.setattr("moe_plugin.memory.experts.stored.user_cache", lambda _: tmp_path / "cache")
+    path = tmp_path / "model.safetensors"
+    state = layer_of(number=0, **WIDE).experts.state_dict()
+    save_file({f"experts.{name}": value for name, value in state.items()}, path)
+    return path
+
+
+def _cut(path: Path | str) -> None:
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def test_a_given_file_that_is_cut_is_named_where_experts_compute(given: Path) -> None:
+    layer = layer_of("disk", tmp=given, number=0, **WIDE)
+    bits(layer, tokens())
+    _cut(given)
+    layer.experts.store.forget()
+    with pytest.raises(TierError, match=r"model.safetensors ends \d+ bytes before the end of a "
+                                        "tensor"):
+        bits(layer, tokens())
+
+
+def test_a_given_file_that_is_cut_is_named_where_states_are_saved(given: Path) -> None:
+    layer = layer_of("disk", tmp=given, number=0, **WIDE)
+    _cut(given)
+    with pytest.raises(TierError, match="model.safetensors ends .* changed or truncated"):
+        layer.state_dict()
+
+
+def test_a_state_stays_when_the_given_file_is_cut_afterwards(given: Path) -> None:
+    # the library maps what it gives
+    want = {name: x.clone() for name, x in load_file(given).items()}
+    layer = layer_of("disk", tmp=given, number=0, dtype=torch.bfloat16, **WIDE)
+    state = layer.experts.state_dict()
+    _cut(given)
+    for name, x in state.items():
+        assert x.dtype == torch.float32  # as in the file
+        assert torch.equal(x, want[f"experts.{name}"]), name
+    assert not any((given.parent / "cache").rglob("*.safetensors"))
+
+
+def _own(tmp_path: Path) -> MoELayer:
+    layer = layer_of("disk", tmp=tmp_path, **WIDE)
+    bits(layer, tokens())
+    return layer
+
+
+def test_our_own_file_that_is_cut_is_named(tmp_path: Path) -> None:
+    layer = _own(tmp_path)
+    layer.state_dict()
+    os.ftruncate(layer.experts.store.weights.file.held(0)["w_in_LDF"].file, 4096)
+    with pytest.raises(TierError, match=r"has 4096 bytes of \d+: it was cut short; load a check"):
+        layer.state_dict()
+
+
+def _trainer() -> StreamedTrainer:
+    return StreamedTrainer(
+        [nn.Linear(64, 64) for _ in range(3)], lambda out, target: (out - target).square().mean(),
+        partial(torch.optim.SGD, lr=0.1), HostTier("cpu"))
+
+
+def test_saved_weights_that_are_cut_are_named(tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between the check of all files and the reading of one."""
+    save_weights(_trainer(), tmp_path / "saved")
+    later, read = _trainer(), SafetensorsFile.read
+
+    def cut_before(file: SafetensorsFile, name: str) -> torch.Tensor:
+        _cut(file.name)
+        return read(file, name)
+
+    monkeypatch.setattr(SafetensorsFile, "read", cut_before)
+    with pytest.raises(TierError, match=r"block_00000.safetensors ends \d+ bytes before"):
+        load_weights(later, tmp_path / "saved")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"block_00000.safetensors cannot be read \(it ends before "
+                                         r"its last tensor does\)"):
+        load_weights(later, tmp_path / "saved")
+
+
+def test_a_file_is_read_as_the_library_wrote_it(tmp_path: Path) -> None:
+    want = {"a": torch.randn(3, 5), "b.c": torch.arange(7), "none": torch.empty(0, 4),
+            "one": torch.tensor(2.5, dtype=torch.bfloat16), "bits": torch.tensor([True, False])}
+    save_file(want, tmp_path / "x.safetensors", {"step": "3"})
+    with SafetensorsFile(tmp_path / "x.safetensors") as file:
+        assert file.metadata == {"step": "3"} and file.held.keys() == want.keys()
+        for name, x in want.items():
+            found = file.read(name)
+            assert found.dtype == x.dtype and torch.equal(found, x), name
+
+
+@pytest.mark.parametrize(("header", "message"), [
+    (b"[]", "not one of tensors"), (b'{"a": 1}', "not one of tensors"),
+    (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "4 bytes for shape"),
+    (b'{"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}', "has dtype"),
+    (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "whole numbers"),
+    (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}', "whole numbers"),
+    (b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}', "ends before"),
+    (b"[" * 100_000, "not one of tensors"), (b"\xff\xff", "can't decode")])
+def test_damaged_headers_are_named(header: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match=message):
+        SafetensorsFile(path)

@@ -1,0 +1,124 @@
+"""Pre-gated blocks that keep, recompute or swap their activations: the bits of keeping them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from moe_plugin import MoELayer, pregate
+from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.config import from_dict
+from moe_plugin.memory.activations.auto import MEASURING, manage
+from moe_plugin.memory.activations.offload import POLICIES
+from moe_plugin.output import weighted_loss
+from tests.distributed import run_gloo
+from tests.memory.test_activations import same
+
+DIM, TOKENS, BLOCKS = 16, 24, 4
+
+
+class Block(nn.Module):
+    """Tokens and the losses so far to the same."""
+
+    def __init__(self, comm, pre_gate):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.moe = MoELayer(from_dict({
+            "model_dim": DIM, "num_experts": 4, "experts": {"hidden_dim": 32, "dropout": 0.2},
+            "router": {"noise": 0.5, "pre_gate": pre_gate}}), comm)
+
+    def forward(self, x_TD, total):
+        out = self.moe(nn.functional.dropout(self.norm(x_TD), 0.1))
+        return x_TD + out.output, total + weighted_loss(out.losses, self.moe.config.losses)
+
+
+def make(comm=None, pre_gate=1):
+    """Blocks that start alike."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block(comm or LocalComm(), pre_gate) for _ in range(BLOCKS))
+    assert pregate.link(blocks) == (BLOCKS - 1 if pre_gate else 0)
+    return blocks
+
+
+def loss_of(blocks, seed):
+    torch.manual_seed(seed)
+    x_TD, total = torch.randn(TOKENS, DIM, requires_grad=True), torch.zeros(())
+    for block in blocks:
+        x_TD, total = block(x_TD, total)
+    return x_TD.square().mean() + total
+
+
+def train(blocks, steps=2, batches=1, after=lambda: None):
+    """SGD; (losses, gradients of the last step and parameters after it)."""
+    optimizer, losses = torch.optim.SGD(blocks.parameters(), 0.1), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        under_way = [loss_of(blocks, 10 * step + batch) for batch in range(batches)]
+        for loss in under_way:
+            loss.backward()
+        losses += [loss.item() for loss in under_way]
+        optimizer.step()
+        after()
+        with torch.no_grad():  # evaluation between two steps
+            loss_of(blocks.eval(), 1000 + step)
+        blocks.train()
+    return losses, [p.grad.clone() for p in blocks.parameters()], [
+        p.detach().clone() for p in blocks.parameters()]
+
+
+MIXTURES = [("recompute",) * 4, ("swap",) * 4, ("swap", "recompute", "keep", "swap"),
+            ("recompute", "swap", "recompute", "keep"),
+            *(tuple(random.Random(i).choices(POLICIES, k=BLOCKS)) for i in range(2))]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("policies", MIXTURES, ids="-".join)
+def test_every_mixture_computes_the_bits_of_keep(policies, batches, tmp_path):
+    expected, blocks = train(make(), batches=batches), make()
+    activations = manage(blocks, policies, folder=tmp_path, smallest=0)
+    same(train(blocks, batches=batches), expected)
+    assert activations.ledger.now == 0
+    ordinary = train(make(pre_gate=0), batches=batches)
+    assert expected[0] != ordinary[0], "the pre-gates decide"
+
+
+@pytest.mark.parametrize("share", [0.4, 0.75])
+def test_auto_computes_the_same_within_its_memory(share, tmp_path):
+    expected, blocks, peaks = train(make(), steps=6), make(), []
+    activations = manage(blocks, "auto", memory="1GiB", folder=tmp_path, smallest=0)
+    train(blocks, steps=len(MEASURING), after=activations.after_step)
+    memory = int(share * sum(block.activation_bytes for block in activations.profile.blocks))
+    activations.release()
+    blocks = make()
+    activations = manage(blocks, "auto", memory=memory, folder=tmp_path, smallest=0)
+
+    def after():
+        peaks.append(activations.ledger.peak)
+        activations.after_step()
+
+    same(train(blocks, steps=6, after=after), expected)
+    assert set(activations.policies) != {"keep"} and max(peaks[len(MEASURING):]) <= memory
+
+
+def _on_two_ranks():
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        expected = train(make(TorchComm()))
+        for policies in MIXTURES[:3]:
+            blocks = make(TorchComm())
+            manage(blocks, policies, folder=folder, smallest=0)
+            same(train(blocks), expected)
+        blocks, comm = make(TorchComm()), TorchComm()
+        activations = manage(blocks, "auto", memory="72KiB", folder=folder, smallest=0, comm=comm)
+        same(train(blocks, steps=5, after=activations.after_step),
+             train(make(TorchComm()), steps=5))
+        return activations.policies
+
+
+def test_experts_on_two_ranks():
+    first, second = run_gloo(2, _on_two_ranks)
+    assert first == second and set(first) != {"keep"}
