@@ -1,7 +1,7 @@
 """Experts: parameters in one storage for all layouts, and how a rank computes its own."""
 
 from moe_plugin.experts.base import Experts, expert_kinds
-from moe_plugin.experts.build import build_experts
+from moe_plugin.experts.build import build_device_experts
 from moe_plugin.experts.custom import CustomExperts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
@@ -15,7 +15,8 @@ from moe_plugin.kernels.expert_ffn import (
 )
 
 __all__ = [
-    "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts", "OverlappedWork",
-    "SharedExpert", "Strategy", "add_residual", "apply_to_rows", "build_experts", "expert_kinds",
-    "expert_parameters", "from_matmul", "is_expert", "mark_expert", "strategies",
+    "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts",
+    "OverlappedWork", "SharedExpert", "Strategy", "add_residual", "apply_to_rows",
+    "build_device_experts", "expert_kinds", "expert_parameters", "from_matmul", "is_expert",
+    "mark_expert", "strategies",
 ]

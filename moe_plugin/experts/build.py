@@ -17,7 +17,7 @@ from moe_plugin.records import HostContext, Placement
 _MATRICES = {"ffn": 2, "gated_ffn": 3}
 
 
-def build_experts(config: MoEConfig, place: Placement, host: HostContext,
+def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
                   factory: Callable[[int], nn.Module] | None, **where: Any) -> Experts:
     """The experts of this rank, of the configured kind.
 
@@ -37,7 +37,7 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
     Nothing is checked on the meta device, for experts that are not ours, and for those on disk.
 
     Args:
-        factory: see `build_experts`.
+        factory: see `build_device_experts`.
         dtype, device: of the parameters, as for torch's modules.
     Raises:
         ValueError: they are larger than the whole memory.

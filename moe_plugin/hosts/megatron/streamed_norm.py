@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class StreamedNorm:
-    """A `moe_plugin.memory.weights.streamed.Clip` for one process: the bits of Megatron's own clipping.
+    """The bits of Megatron's own clipping, for one process: a `memory.weights.streamed.Clip`.
 
     Megatron takes the norm of the tensors' norms, of dense parameters and of experts apart, in the
     order of the optimizer: matrices of the whole model, then vectors.

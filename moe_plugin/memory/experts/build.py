@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from moe_plugin.config import MoEConfig
-from moe_plugin.experts import FFNExperts, build_experts, expert_kinds
+from moe_plugin.experts import FFNExperts, build_device_experts, expert_kinds
 from moe_plugin.experts.base import Experts
 from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.records import HostContext, Placement
@@ -19,12 +19,12 @@ def build_experts(config: MoEConfig, place: Placement, host: HostContext,
     """The experts of this rank where `experts.store` says.
 
     Args:
-        factory, where: see `build_experts`.
+        factory, where: see `build_device_experts`.
     Raises:
         ValueError: the settings do not fit each other, or a file of experts.
     """
     if config.experts.store == "device":
-        return build_experts(config, place, host, factory, **where)
+        return build_device_experts(config, place, host, factory, **where)
     _check(config, place, factory)
     return StoredExperts(config, place, host=host, **where)
 
