@@ -10,7 +10,7 @@ from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_matmul, 
 from moe_plugin.kernels.expert_load import expert_load
 from moe_plugin.kernels.fp8 import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.gpu import expert_ffn as _gpu_expert_ffn  # noqa: F401  (registers kernels)
-from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.layout import transpose_chunks
 from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.kernels.registry import Op, kernels
@@ -22,7 +22,7 @@ from moe_plugin.kernels.top_k import top_k_stable
 triton_ops.register()
 
 __all__ = [
-    "FFNParameters", "Groups", "Op", "Routed", "Strategy", "combine_rows", "dequantize_fp8",
+    "FFNParameters", "RowGroups", "Op", "Routed", "Strategy", "combine_rows", "dequantize_fp8",
     "expert_load", "from_matmul", "gather_rows", "kernels", "permute_rows", "quantize_fp8",
     "read_pages", "route", "slot_index", "strategies", "top_k_stable", "transpose_chunks",
     "weigh_rows", "write_pages",

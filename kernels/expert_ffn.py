@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.fp8_weights import Fp8Weights
 from moe_plugin.kernels.grad_sums import GradSums
-from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.kept_rows import Keep, rows_kept
 from moe_plugin.kernels.recomputed import through_recomputed
 from moe_plugin.kernels.rows import combine_rows, gather_rows
@@ -211,7 +211,7 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
         return out_RO
     if not isinstance(counts, DeviceCounts):
         return out_RO + b_LO.repeat_interleave(lengths_L, dim=0, output_size=counts.total)
-    groups = Groups(counts, rows_RI.device)
+    groups = RowGroups(counts, rows_RI.device)
     # neither the product nor its gradient is defined in filler: no bias may see them
     real_R1 = torch.arange(counts.total, device=rows_RI.device)[:, None] < groups.ends_L[-1]
     return out_RO + torch.where(real_R1, b_LO.index_select(0, groups.group_R), 0)

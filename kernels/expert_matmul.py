@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import accumulate_dtype, op
 
 
@@ -36,7 +36,7 @@ def _scaled(grad: Tensor, token_R: Tensor | None, scale_R: Tensor | None) -> Ten
 
 
 @op
-def expert_matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
+def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | None,
                   token_R: Tensor | None, precision: str) -> Tensor:
     """rows w + b by group, [R, O] in x's dtype.
 
@@ -52,7 +52,7 @@ def expert_matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
 
 
 @op
-def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Tensor, v_LIO: Tensor,
+def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tensor, v_LIO: Tensor,
                       precision: str) -> Tensor:
     """x w + y v by group, [R, O] in x's dtype: a gated expert's input gradient.
 
@@ -65,7 +65,7 @@ def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Tensor,
 
 
 @op
-def expert_matmul_act(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                       token_R: Tensor | None, activation: str,
                       precision: str) -> tuple[Tensor, Tensor]:
     """(h, a), [R, F] each, of plain experts: h = rows w + b; a = act(h).
@@ -78,7 +78,7 @@ def expert_matmul_act(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | N
 
 
 @op
-def expert_matmul_gated(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                         v_LDF: Tensor, v_bias_LF: Tensor | None, token_R: Tensor | None,
                         activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
     """(h, gate, a), [R, F] each, of gated experts: h = rows w + b; gate = rows v + v_bias;
@@ -94,7 +94,7 @@ def expert_matmul_gated(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor |
 
 
 @op
-def expert_matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor,
+def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h_RF: Tensor,
                                gate_RF: Tensor | None, scale_R: Tensor | None,
                                token_R: Tensor | None, activation: str,
                                precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -131,7 +131,7 @@ def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
 
 
 @op
-def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                        grad_token_R: Tensor | None, scale_R: Tensor | None,
                        precision: str) -> Tensor:
     """rows^T (scale * grad rows) by group, [L, I, O] in x's dtype; zeros for a group without rows.
@@ -147,7 +147,7 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tenso
 
 
 @op
-def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                            grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
     """`expert_weight_grad` added to `into_LIO`, which is returned.
@@ -165,7 +165,7 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: T
 
 
 @op
-def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None,
+def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
                      scale_R: Tensor | None) -> Tensor:
     """Sum of (scale * grad rows) by group, [L, O] in grad's dtype.
 

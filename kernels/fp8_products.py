@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.expert_matmul import back_through_activation, expert_matmul
 from moe_plugin.kernels.fp8 import BLOCK, LARGEST, SMALLEST_SCALE, dequantize_fp8, quantize_fp8
-from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
 
 
@@ -42,7 +42,7 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @op
-def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: Groups, codes_LIO: Tensor,
+def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
     """rows w + b by group, [R, O] in `dtype`, of operands that are codes * scales.
@@ -94,33 +94,33 @@ class Fp8Weight:
 Weight = Tensor | Fp8Weight
 
 
-def _product(quantized: tuple[Tensor, Tensor], groups: Groups, w_LIO: Weight, b_LO: Tensor | None,
-             token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _product(quantized: tuple[Tensor, Tensor], groups: RowGroups, w_LIO: Weight,
+             b_LO: Tensor | None, token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
     w = w_LIO if isinstance(w_LIO, Fp8Weight) else Fp8Weight.of(w_LIO)
     return expert_matmul_fp8(*quantized, groups, w.codes_LIO, w.scales_LHW, b_LO, token_R, dtype)
 
 
-def matmul(x: Tensor, groups: Groups, w_LIO: Weight, b_LO: Tensor | None, token_R: Tensor | None,
+def matmul(x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None, token_R: Tensor | None,
            precision: str) -> Tensor:
     """`expert_matmul` in fp8."""
     return _product(quantize_fp8(x, BLOCK), groups, w_LIO, b_LO, token_R, x.dtype)
 
 
-def matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Weight, v_LIO: Weight,
+def matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Weight, v_LIO: Weight,
                precision: str) -> Tensor:
     """`expert_matmul_sum` in fp8."""
     return matmul(x_RI, groups, w_LIO, None, None, precision).add_(
         matmul(y_RI, groups, v_LIO, None, None, precision))
 
 
-def matmul_act(x: Tensor, groups: Groups, w_LDF: Weight, b_LF: Tensor | None,
+def matmul_act(x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
                token_R: Tensor | None, activation: str, precision: str) -> tuple[Tensor, Tensor]:
     """`expert_matmul_act` in fp8."""
     h_RF = matmul(x, groups, w_LDF, b_LF, token_R, precision)
     return h_RF, ACTIVATIONS[activation].value(h_RF)
 
 
-def matmul_gated(x: Tensor, groups: Groups, w_LDF: Weight, b_LF: Tensor | None, v_LDF: Weight,
+def matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None, v_LDF: Weight,
                  v_bias_LF: Tensor | None, token_R: Tensor | None, activation: str,
                  precision: str) -> tuple[Tensor, Tensor, Tensor]:
     """`expert_matmul_gated` in fp8; the rows are rounded once."""
@@ -130,7 +130,7 @@ def matmul_gated(x: Tensor, groups: Groups, w_LDF: Weight, b_LF: Tensor | None, 
     return h_RF, gate_RF, ACTIVATIONS[activation].value(gate_RF) * h_RF
 
 
-def matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Weight, h_RF: Tensor,
+def matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Weight, h_RF: Tensor,
                         gate_RF: Tensor | None, scale_R: Tensor | None, token_R: Tensor | None,
                         activation: str,
                         precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """Tables of row counts on one device; no copy from the device to the host.
 
     Rows after those of the last group (filler, see `DeviceCounts`) are in no group.

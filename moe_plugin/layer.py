@@ -27,10 +27,10 @@ from moe_plugin.messages import short
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
-from moe_plugin.routing import EndsSteps, layer_router
+from moe_plugin.routing import HasFinishStep, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
 from moe_plugin.routing.contract import FLOAT32, float32_state
-from moe_plugin.routing.replay import Replaying
+from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.routing.statistics import call_stats
 from moe_plugin.routing.unlinked import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
@@ -38,7 +38,7 @@ from moe_plugin.tuning.layouts import Layout
 from moe_plugin.tuning.placement import place_experts
 
 
-class MoELayer(Replaying, EndsSteps, nn.Module):
+class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
     """A Mixture-of-Experts feed-forward layer over the ranks of one group.
 
     Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.cpu.blocks import Block
+from moe_plugin.kernels.cpu.blocks import UnitBlock
 from moe_plugin.kernels.rows import bags, sum_bags
 
 
@@ -35,7 +35,7 @@ class BlockRows:
         of_units: for each block, the rows of its units.
     """
 
-    def __init__(self, blocks: list[Block], memory: Tensor, whole: bool,
+    def __init__(self, blocks: list[UnitBlock], memory: Tensor, whole: bool,
                  by_row: bool = True) -> None:
         """memory: may have more rows, which hold what is computed after the last expert. by_row:
         products by row read or write it; False: there are no `of_units`.
@@ -70,7 +70,7 @@ class GatheredRows:
     x_TW: tokens. token_R: the token of each row. rows: memory for one block.
     """
 
-    def __init__(self, blocks: list[Block], x_TW: Tensor, token_R: Tensor,
+    def __init__(self, blocks: list[UnitBlock], x_TW: Tensor, token_R: Tensor,
                  rows: BlockRows) -> None:
         self.x_TW, self.tokens, self.rows = x_TW, by_block(blocks, token_R), rows
 
@@ -90,7 +90,7 @@ class WeightedRows:
     x_TW: tokens. token_R: the token of each row. scale_R: its factor, float32 (float64).
     """
 
-    def __init__(self, blocks: list[Block], x_TW: Tensor, token_R: Tensor,
+    def __init__(self, blocks: list[UnitBlock], x_TW: Tensor, token_R: Tensor,
                  scale_R: Tensor) -> None:
         self.x_TW, self._blocks = x_TW, blocks
         spare = max((block.rows.start + block.reach for block in blocks), default=0) - len(token_R)
@@ -107,7 +107,7 @@ class WeightedRows:
         return BlockRows([self._blocks[block]], rows, False).of_units[0]
 
 
-def by_block(blocks: list[Block], x: Tensor, computed: bool = False) -> list[Tensor]:
+def by_block(blocks: list[UnitBlock], x: Tensor, computed: bool = False) -> list[Tensor]:
     """The part of each block along axis 0, which is of R; computed: with the rows that it computes
     of those that follow.
     """

@@ -35,7 +35,7 @@ class Unit(NamedTuple):
 
 
 @dataclass
-class Block:
+class UnitBlock:
     """Units that go through all operations together.
 
     Attributes:
@@ -91,10 +91,10 @@ class Block:
                       for start, size, unit, part in zip(self._starts, self._sizes, self.units, own,
                                                          strict=True)])
 
-    def clipped(self, end: int) -> Block:
+    def clipped(self, end: int) -> UnitBlock:
         """The block, computing no row from `end` on."""
         left = end - self.rows.start
-        return Block(self.rows, [
+        return UnitBlock(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
             for start, unit in zip(self._starts, self.units, strict=True)])
 
@@ -125,12 +125,12 @@ def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
     return Unit(first, experts, most if experts == 1 else fast, experts * fast)
 
 
-def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[Block]:
+def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
     """Experts in blocks of at most `limit` rows; an expert with more rows is a block of its own.
 
     counts: rows of each expert; experts without rows are left out.
     """
-    blocks: list[Block] = []
+    blocks: list[UnitBlock] = []
     units: list[Unit] = []
     start = size = 0
     found = units_of(counts, limit, rule)
@@ -139,15 +139,15 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[Block]:
     for unit in found:
         unit_size = unit.experts * unit.rows
         if units and size + unit_size > limit:
-            blocks.append(Block(slice(start, start + size), units))
+            blocks.append(UnitBlock(slice(start, start + size), units))
             units, start, size = [], start + size, 0
         units.append(unit)
         size += unit_size
     if units:
-        blocks.append(Block(slice(start, start + size), units))
+        blocks.append(UnitBlock(slice(start, start + size), units))
     return blocks
 
 
-def clipped(blocks: list[Block]) -> list[Block]:
+def clipped(blocks: list[UnitBlock]) -> list[UnitBlock]:
     """The blocks, of which none computes more rows than there are: for rows in foreign memory."""
     return [block if block.exact else block.clipped(blocks[-1].rows.stop) for block in blocks]

@@ -32,8 +32,8 @@ from moe_plugin.kernels.cpu.block_rows import (
     WeightedRows,
     by_block,
 )
-from moe_plugin.kernels.cpu.blocks import Block, blocks_of, clipped
-from moe_plugin.kernels.cpu.native.passes import Passes, passes
+from moe_plugin.kernels.cpu.blocks import UnitBlock, blocks_of, clipped
+from moe_plugin.kernels.cpu.native.passes import NativePasses, passes
 from moe_plugin.kernels.cpu.padding import Padding, padding_of
 from moe_plugin.kernels.cpu.products import products_of, row_rule
 from moe_plugin.kernels.derivatives import first_derivative_only
@@ -89,9 +89,9 @@ class _FFNCall:
     """
 
     counts: list[int]
-    blocks: list[Block]
+    blocks: list[UnitBlock]
     act: Activation
-    native: Passes | None
+    native: NativePasses | None
     memory: Workspace
     maps: _Maps
     keep: bool
@@ -115,7 +115,7 @@ class _FFNCall:
         return GatheredRows(self.blocks, x, self.maps.token_R, self.make(purpose, x.shape[1], x))
 
 
-def _by_unit(x_L: Tensor, blocks: list[Block]) -> list[list[Tensor]]:
+def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
     """For each block, what each of its units takes of a tensor [L, ...]."""
     one_by_one = x_L.unbind(0)
     parts: list[list[Tensor]] = []
@@ -132,7 +132,7 @@ def _by_unit(x_L: Tensor, blocks: list[Block]) -> list[list[Tensor]]:
 class _Linear:
     """x w + b of each expert; the views of all experts are made at once, see `block_rows`."""
 
-    def __init__(self, blocks: list[Block], w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
+    def __init__(self, blocks: list[UnitBlock], w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = _by_unit(w_LIO, blocks)
         self.b = (_by_unit(b_LO, blocks) if b_LO is not None
                   else [[None] * len(block.units) for block in blocks])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.cpu.blocks import Block
+from moe_plugin.kernels.cpu.blocks import UnitBlock
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Padding:
         return self.padded_R[position]
 
 
-def padding_of(counts: list[int], blocks: list[Block]) -> Padding | None:
+def padding_of(counts: list[int], blocks: list[UnitBlock]) -> Padding | None:
     """None: no block is padded."""
     for block in blocks:
         if not block.single:
@@ -42,7 +42,7 @@ def padding_of(counts: list[int], blocks: list[Block]) -> Padding | None:
     return None
 
 
-def _padding_of(counts: list[int], blocks: list[Block]) -> Padding:
+def _padding_of(counts: list[int], blocks: list[UnitBlock]) -> Padding:
     units = [unit for block in blocks for unit in block.units]
     own = [rows for rows in counts if rows]
     padded = [unit.rows for unit in units for _ in range(unit.experts)]

@@ -32,7 +32,7 @@ from moe_plugin.kernels.expert_matmul import (
     expert_weight_grad_add,
 )
 from moe_plugin.kernels.fp8_weights import Fp8Call, fp8_call
-from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.kept_rows import KeptRows
 from moe_plugin.kernels.main_grad import WEIGHTS, placeholder_grad
 from moe_plugin.kernels.registry import accumulate_dtype
@@ -83,7 +83,7 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
             lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (
                 counts.host, None)
             return expert_ffn(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
-        call = _Call(Groups(counts, x.device), p.activation, p.precision, redirected, fp8)
+        call = _Call(RowGroups(counts, x.device), p.activation, p.precision, redirected, fp8)
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
             keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
             return _Stashed.apply(keep, call, x, *maps, *tensors)
@@ -103,7 +103,7 @@ class _Call:
     and fp8: as in `FFNParameters` and `fp8_call`.
     """
 
-    groups: Groups
+    groups: RowGroups
     activation: str
     precision: str
     main_grad_weights: Mapping[str, Tensor]
@@ -131,13 +131,14 @@ def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor]
 
 
 def _groups(counts: Sequence[int] | None, lengths_L: Tensor | None, x: Tensor,
-            source_R: Tensor | None) -> Groups:
+            source_R: Tensor | None) -> RowGroups:
     if lengths_L is None:
-        return Groups(RowCounts(list(counts)), x.device)
-    return Groups(DeviceCounts(lengths_L, (x if source_R is None else source_R).shape[0]), x.device)
+        return RowGroups(RowCounts(list(counts)), x.device)
+    total = (x if source_R is None else source_R).shape[0]
+    return RowGroups(DeviceCounts(lengths_L, total), x.device)
 
 
-def _forward(groups: Groups, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
+def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
              position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None, w_gate: Tensor | None,
              b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, activation: str,
              precision: str, fp8: Fp8Call | None = None) -> list[Tensor]:
@@ -202,7 +203,7 @@ def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
     return [x.new_empty(0) if g is None else g for g in made]
 
 
-def _gradients(groups: Groups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | None,
+def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | None,
                source_R: Tensor | None, position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor,
                w_in: Tensor, w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
                activation: str, precision: str, needs: Sequence[bool],
@@ -353,8 +354,8 @@ class _Stashed(torch.autograd.Function):
         return None, *_Direct.backward(inner, grad_y)
 
 
-def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_gate: Tensor | None,
-            position_TK: Tensor | None, precision: str) -> Tensor:
+def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
+            w_gate: Tensor | None, position_TK: Tensor | None, precision: str) -> Tensor:
     w_in = w_in.transpose(1, 2)
     if w_gate is None or g_gate is None:
         rows_RD = _products(precision).plain(g_h, groups, w_in, None, None, precision)
@@ -364,7 +365,7 @@ def _grad_x(groups: Groups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor, w_
     return rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, None)
 
 
-def _grad_gates(groups: Groups, dots_R: Tensor, grad_y: Tensor, b_out: Tensor | None,
+def _grad_gates(groups: RowGroups, dots_R: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
     """<gradient of y, output row> of each choice: <u, a> from the kernel, plus the bias's part."""
     if b_out is not None and grad_y.shape[0] and dots_R.numel():

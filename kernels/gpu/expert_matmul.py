@@ -21,7 +21,7 @@ from moe_plugin.kernels.gpu.tilings import (
     rows_of_a_part,
     weight_tiling,
 )
-from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.groups import RowGroups
 
 # the interpreter takes about 1 ms a program of any size: tiles that its small problems fill
 _SMALL = Tiling(64, 64, 64, 4, 1)
@@ -30,7 +30,7 @@ _LEAST_PART = 32 if INTERPRETED else LEAST_PART
 JOINED = 1024  # values of a program that adds parts
 
 
-def expert_matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
+def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | None,
                   token_R: Tensor | None, precision: str) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
     out_RO = x.new_empty(groups.total, w_LIO.shape[2])
@@ -38,7 +38,7 @@ def expert_matmul(x: Tensor, groups: Groups, w_LIO: Tensor, b_LO: Tensor | None,
     return out_RO
 
 
-def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Tensor, v_LIO: Tensor,
+def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tensor, v_LIO: Tensor,
                       precision: str) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
     out_RO = x_RI.new_empty(groups.total, w_LIO.shape[2])
@@ -46,7 +46,7 @@ def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: Groups, w_LIO: Tensor,
     return out_RO
 
 
-def expert_matmul_act(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                       token_R: Tensor | None, activation: str,
                       precision: str) -> tuple[Tensor, Tensor]:
     """See `moe_plugin.kernels.expert_matmul`."""
@@ -56,7 +56,7 @@ def expert_matmul_act(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | N
     return h_RF, a_RF
 
 
-def expert_matmul_gated(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor | None,
+def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                         v_LDF: Tensor, v_bias_LF: Tensor | None, token_R: Tensor | None,
                         activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
     """See `moe_plugin.kernels.expert_matmul`."""
@@ -70,8 +70,8 @@ def expert_matmul_gated(x: Tensor, groups: Groups, w_LDF: Tensor, b_LF: Tensor |
 class _Product:
     """One product over grouped rows: its tile, its table, and its operands' descriptors."""
 
-    def __init__(self, x: Tensor, groups: Groups, w: Tensor, token: Tensor | None, precision: str,
-                 results: int = 1, extra: bool = False) -> None:
+    def __init__(self, x: Tensor, groups: RowGroups, w: Tensor, token: Tensor | None,
+                 precision: str, results: int = 1, extra: bool = False) -> None:
         self.x, self.groups, self.token, self.w = x.contiguous(), groups, token, w
         self.chip = chip_of(x.device)
         self.tiling = _SMALL if INTERPRETED else product_tiling(
@@ -140,7 +140,7 @@ def programs(chip: Chip, tiling: Tiling, work: int) -> int:
     return max(1, min(work, chip.processors * tiling.programs))
 
 
-def expert_matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF: Tensor,
+def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h_RF: Tensor,
                                gate_RF: Tensor | None, scale_R: Tensor | None,
                                token_R: Tensor | None, activation: str,
                                precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -160,7 +160,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: Groups, w_LFD: Tensor, h_RF
     return grad_h, grad_gate, after, dots.sum(0)
 
 
-def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                        grad_token_R: Tensor | None, scale_R: Tensor | None,
                        precision: str) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
@@ -169,7 +169,7 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tenso
     return out_LIO
 
 
-def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                            grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
@@ -180,7 +180,7 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: Groups, x_token_R: T
     return into_LIO
 
 
-def _weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | None,
+def _weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                  grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
                  out_LIO: Tensor, add: bool) -> None:
     x, grad, chip = x.contiguous(), grad.contiguous(), chip_of(x.device)
@@ -211,7 +211,7 @@ def _weight_grad(x: Tensor, grad: Tensor, groups: Groups, x_token_R: Tensor | No
                                       inner * outer, add, JOINED)
 
 
-def expert_bias_grad(grad: Tensor, groups: Groups, token_R: Tensor | None,
+def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
                      scale_R: Tensor | None) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
     grad, wide = grad.contiguous(), grad.shape[1]

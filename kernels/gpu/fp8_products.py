@@ -16,7 +16,7 @@ from moe_plugin.kernels.gpu.expert_matmul import programs
 from moe_plugin.kernels.gpu.fp8 import to_e4m3
 from moe_plugin.kernels.gpu.grouped_gemm import load_rows, load_weights, rows_at, tile_at, with_bias
 from moe_plugin.kernels.gpu.tilings import FP8_TILING, chip_of
-from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.groups import RowGroups
 
 # few rows in the interpreter
 _TILING = dataclasses.replace(FP8_TILING, rows=64) if INTERPRETED else FP8_TILING
@@ -108,7 +108,7 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
     return codes_LOI.transpose(1, 2), scales_LHW
 
 
-def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: Groups, codes_LIO: Tensor,
+def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
     """See `moe_plugin.kernels.fp8_products.expert_matmul_fp8`."""

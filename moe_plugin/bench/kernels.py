@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_plugin.bench.measure import Times, interleaved, versions
 from moe_plugin.bench.problem import Data, Problem, make_data
 from moe_plugin.dispatch.rows import exact_rows
-from moe_plugin.kernels import Groups, kernels, quantize_fp8
+from moe_plugin.kernels import RowGroups, kernels, quantize_fp8
 from moe_plugin.kernels.fp8 import BLOCK
 from moe_plugin.kernels.fp8_products import quantize_weights_fp8
 from moe_plugin.kernels.router import Rule
@@ -146,7 +146,7 @@ def _rows(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Work]:
 
 
 def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Work]:
-    groups, token = Groups(plan.counts, rows_RD.device), plan.token_R
+    groups, token = RowGroups(plan.counts, rows_RD.device), plan.token_R
     h_RF = torch.randn(p.rows, p.hidden_dim, device=p.device).to(p.torch_dtype)
     gate, act = (h_RF.flip(0), "silu") if p.gated else (None, "gelu")
     flops, weights = 2 * p.rows * p.model_dim * p.hidden_dim, _size(data.w_in_LDF)
@@ -178,7 +178,7 @@ def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Wo
     yield from _fp8(p, data, groups, token, h_RF)
 
 
-def _fp8(p: Problem, data: Data, groups: Groups, token_R: Tensor,
+def _fp8(p: Problem, data: Data, groups: RowGroups, token_R: Tensor,
          h_RF: Tensor) -> Iterator[Work]:
     yield Work("quantize_weights_fp8", (data.w_in_LDF,),
                _size(data.w_in_LDF) + data.w_in_LDF.numel())

@@ -2,7 +2,7 @@
 
 from moe_plugin.routing import registry
 from moe_plugin.routing.contract import (
-    EndsSteps,
+    HasFinishStep,
     RouterModule,
     finish_step,
     finish_step_of_any,
@@ -33,7 +33,7 @@ from moe_plugin.routing.selector import RouterSelector, number_layers
 routers = registry.routers  # the registry; the package of this name holds its members
 
 __all__ = [
-    "BASERouter", "CosineRouter", "DenseToSparseRouter", "EndsSteps", "ExpertChoiceRouter",
+    "BASERouter", "CosineRouter", "DenseToSparseRouter", "HasFinishStep", "ExpertChoiceRouter",
     "GShardRouter", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
     "PrototypeRouter", "Router", "RouterModule", "RouterSelector", "SAMRouter", "SelectionCall",
     "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter", "TAMoERouter", "TopKRouter",

@@ -8,20 +8,20 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from moe_plugin.records import HostContext, Routing, TokenInfo
-from moe_plugin.routing.replay import Replaying, ReplayLog
+from moe_plugin.routing.replay import OwnsReplayLogs, ReplayLog
 
 T = TypeVar("T")
 FLOAT32 = "float32"  # of a layer's extra state: what `float32_state` returns
 
 
-class EndsSteps:
+class HasFinishStep:
     """Base of modules that do something once per step."""
 
     def finish_step(self) -> None:
         """Called after each optimizer step, on all ranks (`moe_plugin.routing.finish_step`)."""
 
 
-class KeepsBuffers(nn.Module):
+class BuffersKeepDtype(nn.Module):
     """Base of modules whose buffers keep their values and dtypes whatever lowers (`half()`) or
     empties (`to_empty()`) the module: nothing fills them again, and a bias that moves by 0.001
     stands still in 16 bits. They follow the module's device; none is made on the meta device.
@@ -46,7 +46,7 @@ def float32_state(module: nn.Module) -> list[str]:
     """Names in a module's state dict of what stays in float32 when the module is cast."""
     found = []
     for name, part in module.named_modules():
-        if isinstance(part, KeepsBuffers):
+        if isinstance(part, BuffersKeepDtype):
             kept = [own for own, value in part.named_buffers(recurse=False)
                     if own not in part._non_persistent_buffers_set and value.is_floating_point()]
             if part.keeps_parameters:
@@ -55,7 +55,7 @@ def float32_state(module: nn.Module) -> list[str]:
     return found
 
 
-class RouterModule(Replaying, EndsSteps, nn.Module):
+class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
     """Base of all routers, with what a router declares and what it does once per step.
 
     A router that shares nothing with the provided ones derives from this class; most derive from
@@ -125,7 +125,7 @@ def finish_step(model: nn.Module) -> None:
 
 def finish_step_of_any(model: nn.Module) -> bool:
     """`finish_step` for a part of a model that may have no MoE layer; whether it has one."""
-    found = [module for module in model.modules() if isinstance(module, EndsSteps)]
+    found = [module for module in model.modules() if isinstance(module, HasFinishStep)]
     for module in found:
         module.finish_step()
     return bool(found)

@@ -206,7 +206,7 @@ class ReplayLog:
             self._add(choice)
         return choice
 
-    def turn(self, counts: Sequence[int]) -> None:
+    def reverse_recent_calls(self, counts: Sequence[int]) -> None:
         """The last calls will be recomputed in reverse order. counts: recordings of each call,
         first to last.
         """
@@ -236,7 +236,7 @@ class ReplayLog:
         self.records.append(choice)
 
 
-class Replaying:
+class OwnsReplayLogs:
     """Base of everything that owns recordings, directly or through its parts."""
 
     def forget_recordings(self) -> None:
@@ -251,7 +251,7 @@ def forget(model: nn.Module) -> None:
     calls it when no backward pass is pending.
     """
     for module in model.modules():
-        if isinstance(module, Replaying):
+        if isinstance(module, OwnsReplayLogs):
             module.forget_recordings()
 
 

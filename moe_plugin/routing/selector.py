@@ -15,11 +15,11 @@ from moe_plugin.config.router import RouterConfig
 from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.balance import balances_by_itself
-from moe_plugin.routing.contract import KeepsBuffers, RouterModule, needs_of
+from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, needs_of
 from moe_plugin.routing.router_selection import SelectionCall, router_selections
 
 
-class RouterSelector(KeepsBuffers, RouterModule):
+class RouterSelector(BuffersKeepDtype, RouterModule):
     """Several routers, of which one decides a call.
 
     It is the one that `TokenInfo.router_index` names, else the one that `router.selection` chooses.

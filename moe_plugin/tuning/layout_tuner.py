@@ -26,7 +26,7 @@ from moe_plugin.kernels import expert_load
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from moe_plugin.records import Routing
-from moe_plugin.routing.replay import Replaying, ReplayLog
+from moe_plugin.routing.replay import OwnsReplayLogs, ReplayLog
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401
 from moe_plugin.tuning.default_hardware import (
     Calibration,
@@ -69,7 +69,7 @@ class _Run:
     disturbances: int
 
 
-class LayoutTuner(Replaying):
+class LayoutTuner(OwnsReplayLogs):
     """Chooses the layout of one layer's calls. Make one per layer; all ranks alike.
 
     Args:

@@ -19,7 +19,7 @@ from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerCost, rank_choices
 from moe_plugin.planner.units import show_time
 from moe_plugin.records import Routing
-from moe_plugin.routing.replay import Replaying
+from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.engine import Decision
 from moe_plugin.tuning.exchange import log_once
@@ -33,7 +33,7 @@ SKEW = 1.1  # rows of the fullest rank over the mean: usual while training, with
 MEMORY_SHARE = 0.02
 
 
-class PredictedLayout(Replaying):
+class PredictedLayout(OwnsReplayLogs):
     """The layout of one layer: configured, from its first call in training on the best predicted.
 
     All ranks alike: the first call in training is collective, by one all-reduce of a number.

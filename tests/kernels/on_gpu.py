@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
-from moe_plugin.kernels import Groups, kernels
+from moe_plugin.kernels import RowGroups, kernels
 from moe_plugin.layer import MoELayer
 from tests.capture import replays
 from tests.kernels.interpreted import TOLERANCE, check_result, check_same
@@ -30,7 +30,7 @@ LARGE = Shape(4099, 1000, 61, 6, 712, skew=2.0, dropped=0.05)
 
 def moved(value: Any) -> Any:
     """Arguments on the GPU."""
-    if isinstance(value, Groups):
+    if isinstance(value, RowGroups):
         return dataclasses.replace(value, device=GPU)
     return value.to(GPU) if isinstance(value, Tensor) else value
 

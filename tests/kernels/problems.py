@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels import Groups
+from moe_plugin.kernels import RowGroups
 from moe_plugin.kernels.router import Rule
 from moe_plugin.records import RowCounts
 
@@ -53,7 +53,7 @@ class Plan:
     ids_TK: Tensor
     source_R: Tensor
     position_TK: Tensor
-    groups: Groups
+    groups: RowGroups
 
     @property
     def token_R(self) -> Tensor:
@@ -80,7 +80,7 @@ def make_plan(s: Shape, g: torch.Generator, empty_slots: bool = False) -> Plan:
     for row, choice in enumerate(sources):
         if choice >= 0:
             position_N[choice] = row
-    return Plan(ids_TK, source_R, position_N.view(ids_TK.shape), Groups(RowCounts(counts), CPU))
+    return Plan(ids_TK, source_R, position_N.view(ids_TK.shape), RowGroups(RowCounts(counts), CPU))
 
 
 def fresh(args: tuple[Any, ...]) -> list[Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.cpu import expert_ffn as fused
-from moe_plugin.kernels.cpu.blocks import Block, Unit, blocks_of, clipped
+from moe_plugin.kernels.cpu.blocks import Unit, UnitBlock, blocks_of, clipped
 from moe_plugin.kernels.cpu.padding import padding_of
 from moe_plugin.kernels.cpu.products import BEGIN, RowRule
 from moe_plugin.records import RowCounts, RowPlan
@@ -55,13 +55,13 @@ def test_blocks_hold_all_rows_and_no_more_than_allowed(counts: list[int], limit:
 
 def test_blocks_written_out() -> None:
     assert blocks_of([3, 32, 0, 31, 3], 64, WIDE) == [
-        Block(slice(0, 35), [Unit(0, 1, 3, 3), Unit(1, 1, 32, 32)]),
-        Block(slice(35, 69), [Unit(3, 1, 31, 31), Unit(4, 1, 3, 3)]),
+        UnitBlock(slice(0, 35), [Unit(0, 1, 3, 3), Unit(1, 1, 32, 32)]),
+        UnitBlock(slice(35, 69), [Unit(3, 1, 31, 31), Unit(4, 1, 3, 3)]),
     ]
     assert blocks_of([0, 0], 64, WIDE) == []
     # 32 would give the first expert 29 rows too many; an expert without rows parts its neighbours
     assert blocks_of([3, 32, 31, 0, 30, 28, 32], 200, NARROW) == [
-        Block(slice(0, 163), [Unit(0, 1, 3, 3), Unit(1, 2, 32, 64), Unit(4, 3, 32, 96)])
+        UnitBlock(slice(0, 163), [Unit(0, 1, 3, 3), Unit(1, 2, 32, 64), Unit(4, 3, 32, 96)])
     ]
     # three products less are not worth their padding, four are
     rule = replace(NARROW, least=4)
@@ -77,12 +77,12 @@ def test_a_few_more_rows_are_computed() -> None:
         1, 255, 256, 260, 512, 516, 516, 1008
     ]
     blocks = blocks_of([257, 3, 997], 1 << 20, rule)
-    assert blocks == [Block(slice(0, 1257), [Unit(0, 1, 257, 260), Unit(1, 1, 3, 3),
-                                             Unit(2, 1, 997, 1008)])]
+    assert blocks == [UnitBlock(slice(0, 1257), [Unit(0, 1, 257, 260), Unit(1, 1, 3, 3),
+                                                 Unit(2, 1, 997, 1008)])]
     assert blocks[0].reach == 260 + 1008 and not blocks[0].exact
     # rows in foreign memory: those that follow, but none after the last
-    assert clipped(blocks) == [Block(slice(0, 1257), [Unit(0, 1, 257, 260), Unit(1, 1, 3, 3),
-                                                     Unit(2, 1, 997, 997)])]
+    assert clipped(blocks) == [UnitBlock(slice(0, 1257), [Unit(0, 1, 257, 260), Unit(1, 1, 3, 3),
+                                                         Unit(2, 1, 997, 997)])]
 
 
 @given(LOADS, st.integers(0, 5))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moe_plugin.kernels import Groups, fp8_products
+from moe_plugin.kernels import RowGroups, fp8_products
 from moe_plugin.kernels.fp8_products import Fp8Weight, matmul, quantize_weights_fp8
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.layer import MoELayer
@@ -27,7 +27,7 @@ def test_one_product_is_off_by_no_more_than_stated() -> None:
     x = torch.randn(208, width, generator=g, dtype=torch.float64)
     x *= torch.logspace(-3, 3, 208, dtype=torch.float64)[:, None]
     w = torch.randn(4, width, wide, generator=g, dtype=torch.float64)
-    groups = Groups(RowCounts(counts), torch.device("cpu"))
+    groups = RowGroups(RowCounts(counts), torch.device("cpu"))
     got = matmul(x, groups, w, None, None, "fp8")
     for group, span in groups.spans():
         want, size = x[span] @ w[group], x[span].abs() @ w[group].abs()

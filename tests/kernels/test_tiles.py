@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_plugin.kernels import Groups, kernels
+from moe_plugin.kernels import RowGroups, kernels
 from moe_plugin.kernels.tiles import most_tiles, tile_table
 from moe_plugin.records import RowCounts
 
@@ -32,7 +32,7 @@ def test_every_row_is_in_one_tile_of_its_group(counts: list[int], least: int) ->
 
 def test_made_once_and_without_reading_the_lengths() -> None:
     """On the meta device a read would be an error."""
-    groups = Groups(RowCounts([5, 0, 300]), torch.device("meta"))
+    groups = RowGroups(RowCounts([5, 0, 300]), torch.device("meta"))
     group_M, row_M, _ = groups.tiles(128)
     assert group_M.shape == row_M.shape == (2 + 3,) and group_M.is_meta
     assert groups.tiles(128)[0] is group_M and groups.tiles(64)[0] is not group_M

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.kernels import Groups, kernels
+from moe_plugin.kernels import RowGroups, kernels
 from moe_plugin.kernels.triton_ops import DTYPES
 from tests.waits.device import EVENTS, OnDevice, inner, outer
 
@@ -53,7 +53,7 @@ def _stand_in(op: Any) -> Callable[..., Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Groups):
+    if isinstance(value, RowGroups):
         return dataclasses.replace(value, counts=_counts_on_cpu(value.counts),
                                    device=torch.device("cpu"))
     return inner(value)

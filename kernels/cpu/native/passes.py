@@ -31,7 +31,7 @@ from moe_plugin.kernels.cpu.native.calls import (
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-class Passes:
+class NativePasses:
     """The passes for one activation and dtype."""
 
     def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -67,7 +67,7 @@ class Passes:
         self._scale(*grad_ND.shape, grad_ND.data_ptr(), scale_N.data_ptr(), threads(grad_ND))
 
 
-def passes(x: Tensor, activation: str) -> Passes | None:
+def passes(x: Tensor, activation: str) -> NativePasses | None:
     """The passes for experts whose input is x; None: torch's operations, see `why_not`."""
     return _passes(activation, x.dtype) if x.dtype in DTYPES and readable(x) else None
 
@@ -78,9 +78,9 @@ def why_not(activation: str) -> str | None:
 
 
 @functools.cache
-def _passes(activation: str, dtype: torch.dtype) -> Passes | None:
+def _passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
     found = build.library(*_of(activation))
-    return None if isinstance(found, str) else Passes(found, dtype)
+    return None if isinstance(found, str) else NativePasses(found, dtype)
 
 
 def _of(activation: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import torch
 import moe_plugin
 from moe_plugin.config import GuardConfig, MoEConfig
 from moe_plugin.kernels.expert_ffn import drop_out_strategy, drops_out
-from moe_plugin.kernels.groups import Groups
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.router import Rule
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
@@ -167,7 +167,8 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "codes": rows_RD.to(torch.float8_e4m3fn), "scales": torch.ones(8, 1, device=device),
         "codes_LIO": ones_L.to(torch.float8_e4m3fn),
         "scales_LHW": torch.ones(2, 1, 1, device=device), "precision": "ieee",
-        "groups": Groups(RowCounts([4, 4]), device), "dtype": torch.float32, "activation": "gelu",
+        "groups": RowGroups(RowCounts([4, 4]), device), "dtype": torch.float32,
+        "activation": "gelu",
         "lengths_L": torch.tensor([4, 4], device=device), "height": 4, "total": 8, "least": 0,
         "x_N": torch.ones(8, device=device), "record_M": torch.tensor([1, 0], device=device),
         **dict.fromkeys(("pages_SP", "host_SP"), torch.ones(3, 4, device=device)), "length": 8,

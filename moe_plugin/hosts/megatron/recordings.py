@@ -42,7 +42,7 @@ class Recordings:
         for log, count, counts in zip(self._logs, before, self._counts, strict=True):
             counts.append(len(log.records) - count)
             if number == passes - 1:
-                log.turn(counts)
+                log.reverse_recent_calls(counts)
 
     @contextmanager
     def of_next(self, passes: int) -> Iterator[None]:

@@ -18,7 +18,7 @@ from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
-from moe_plugin.routing.contract import KeepsBuffers, RouterModule
+from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import FUSED, LossInputs, losses
 from moe_plugin.routing.replay import inside_backward
@@ -27,7 +27,7 @@ from moe_plugin.routing.token_values import check_integers, check_range
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
-class Router(KeepsBuffers, RouterModule):
+class Router(BuffersKeepDtype, RouterModule):
     """Base of the provided routers: a subclass defines `route`.
 
     It also defines `build` if it has parameters or buffers other than `weight_ED`. Routing is
@@ -104,11 +104,11 @@ class Router(KeepsBuffers, RouterModule):
 
     @property
     def keeps_parameters(self) -> bool:  # type: ignore[override]
-        """See `KeepsBuffers`."""
+        """See `BuffersKeepDtype`."""
         return self.config.fp32
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        return super()._apply(_not_lowering(fn) if self.keeps_parameters else fn, recurse)
+        return super()._apply(_keep_float32(fn) if self.keeps_parameters else fn, recurse)
 
     def _build(self, dtype: torch.dtype | None, device: Any) -> None:
         penalty_E = link_penalties(self.layer_config, self.comm) \
@@ -340,7 +340,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _not_lowering(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """`fn`, for `Module._apply`, whose results are float32 where they would be of fewer bits."""
 
     def apply(tensor: Tensor) -> Tensor:
