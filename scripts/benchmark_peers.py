@@ -30,10 +30,10 @@ from moe_plugin.bench.report import paragraph, pyplot, save_figure, table, write
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import with_overrides
 from moe_plugin.emulate import EmulatedCluster
-from moe_plugin.hosts.plain.peers import StreamedPeer
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.resilience.peers import StreamedPeer
 
 FILES = ("peers.json", "peers.md", "peers.png")
 VOCABULARY, WIDTH, EXPERTS, SEQUENCES, LENGTH = 32, 32, 4, 16, 128

@@ -28,10 +28,10 @@ from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.checkpoint import load, save
 from moe_plugin.comm import Comm, TorchComm
 from moe_plugin.config import with_overrides
-from moe_plugin.hosts.plain.elastic import ElasticReplica
-from moe_plugin.hosts.plain.norm import clip_grad_norm_
+from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import ddp_model
-from moe_plugin.hosts.plain.twins import TwinCheck
+from moe_plugin.resilience.elastic import ElasticReplica
+from moe_plugin.resilience.twins import TwinCheck
 
 VOCABULARY, LENGTH = 64, 16
 

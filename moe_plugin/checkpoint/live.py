@@ -34,7 +34,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
     Call it between `optimizer.step()` and the next forward pass: gradients of experts are dropped.
     Layers stay the same objects, and so do all parameters but the experts'; of those the optimizer
     gets the new ones, with their state. What was done to the old ones must be done again: call
-    `hosts.plain.gradients.reduce_experts` again where it was called, or pass the new groups to
+    `gradients.sync.reduce_experts` again where it was called, or pass the new groups to
     `sync_gradients`. What a tuner has learned is forgotten. Collective over `world`; one layer's
     experts are in memory twice at a time.
 

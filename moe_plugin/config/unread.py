@@ -16,10 +16,10 @@ ELSEWHERE = {
     "offload.weights": "give it to moe_plugin.hosts.plain.streamed.streamed_trainer",
     "offload.": "call moe_plugin.memory.activations.auto.manage in your training loop",
     "pipeline.": "use Megatron, which has pipeline stages",
-    "guard.twins": "use moe_plugin.hosts.plain.twins.TwinCheck, or a host, fairseq or Megatron",
+    "guard.twins": "use moe_plugin.resilience.twins.TwinCheck, or a host, fairseq or Megatron",
     "observe.": "give an ObserveConfig to moe_plugin.observe.recorder.StatsRecorder in your loop, "
                 "or use a host, fairseq or Megatron",
-    "guard.": "use moe_plugin.hosts.plain.vote.VotedGradients, or a host, fairseq or Megatron",
+    "guard.": "use moe_plugin.resilience.vote.VotedGradients, or a host, fairseq or Megatron",
 }
 
 # what a layer itself reads of the settings of routers and experts, whoever brings these; with

@@ -25,7 +25,7 @@ class Experts(nn.Module):
         supports_gather: can compute with parameters gathered from other ranks; then it has
             `local_parameters` and `compute_parameters`.
         traceable: `torch.compile` may look inside; else it calls them as they are.
-        reduced: `hosts.plain.gradients.reduce_experts` was called; each parameter that has its
+        reduced: `gradients.sync.reduce_experts` was called; each parameter that has its
             hooks carries this mark, too.
         seed_comm: ranks that draw initial values from one seed, whatever their generators are at;
             None: the generators are alike, or values of one rank are copied to the others.

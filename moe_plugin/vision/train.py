@@ -32,8 +32,8 @@ from moe_plugin.comm import TorchComm
 from moe_plugin.comm.gave_up import first_to_say, is_of_another_rank, says_why
 from moe_plugin.config import ObserveConfig
 from moe_plugin.config.flags import file_settings, settings_from_flags
+from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in, optimizer_groups
-from moe_plugin.hosts.plain.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.messages import short
 from moe_plugin.observe import StatsRecorder

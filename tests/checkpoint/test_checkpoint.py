@@ -21,7 +21,7 @@ from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, checksums, load, merge, save, split
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.plain.gradients import sync_gradients
+from moe_plugin.gradients.sync import sync_gradients
 
 LOCK = threading.Lock()
 SIZES = [1, 2, 4, 8]

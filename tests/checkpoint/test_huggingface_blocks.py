@@ -16,8 +16,8 @@ from moe_plugin.checkpoint.layers import LAYER_NAMES
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
 from moe_plugin.comm import TorchComm
+from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
-from moe_plugin.hosts.plain.gradients import sync_gradients
 from moe_plugin.hosts.plain.huggingface import (
     restore_moe_blocks,
     swap_moe_blocks,

@@ -13,9 +13,9 @@ from moe_plugin import MoELayer
 from moe_plugin.checkpoint.live import change_expert_parallel
 from moe_plugin.comm import Comm, LocalComm, TorchComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.plain.gradients import reduce_experts, sync_gradients
-from moe_plugin.hosts.plain.norm import clip_grad_norm_
-from moe_plugin.hosts.plain.replicas import replica_comm
+from moe_plugin.gradients.norm import clip_grad_norm_
+from moe_plugin.gradients.replicas import replica_comm
+from moe_plugin.gradients.sync import reduce_experts, sync_gradients
 from moe_plugin.hosts.plain.sharding import ddp_model
 from tests.checkpoint.test_checkpoint import LOCK
 from tests.distributed import run_gloo

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm import CommError, gave_up
-from moe_plugin.hosts.plain.named_errors import collectives_named
+from moe_plugin.comm.named_errors import collectives_named
 from tests.distributed import run_gloo
 
 

@@ -13,9 +13,9 @@ from moe_plugin.comm.simulated import Traffic
 from moe_plugin.config import MoEConfig, ObserveConfig, from_dict
 from moe_plugin.dispatch.overflow import RowsOverflow, overflowed
 from moe_plugin.dispatch.rows_limit import RowsLimit
-from moe_plugin.hosts.plain.overflow import limits_of, until_rows_fit
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe import StatsRecorder
+from moe_plugin.resilience.overflow import limits_of, until_rows_fit
 from moe_plugin.row_counts import DeviceCounts
 from tests.distributed import run_gloo
 from tests.exactness.harness import (

@@ -20,9 +20,9 @@ from moe_plugin.config import DispatchConfig, from_dict
 from moe_plugin.dispatch import stash as stash_module
 from moe_plugin.dispatch.overflow import RowsOverflow, overflowed
 from moe_plugin.dispatch.stash import PagedStash, Pages
-from moe_plugin.hosts.plain.overflow import limits_of, until_rows_fit
 from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.layer import MoELayer
+from moe_plugin.resilience.overflow import limits_of, until_rows_fit
 from tests.exactness.harness import RankResult, compare, config_of, load, reference, run_layer
 from tests.oracle import Case, make_parameters
 

@@ -5,6 +5,6 @@ import os
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 for name in ("torch._dynamo", "moe_plugin.checkpoint", "moe_plugin.emulate.faults",
-             "moe_plugin.hosts.plain.sharding", "moe_plugin.hosts.plain.norm",
-             "moe_plugin.hosts.plain.elastic"):
+             "moe_plugin.hosts.plain.sharding", "moe_plugin.gradients.norm",
+             "moe_plugin.resilience.elastic"):
     importlib.import_module(name)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.config import OffloadConfig, from_dict, with_overrides
-from moe_plugin.hosts.plain.norm import PartedClip, clip_grad_norm_
+from moe_plugin.gradients.norm import PartedClip, clip_grad_norm_
 from moe_plugin.hosts.plain.streamed import streamed_trainer
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
 from moe_plugin.memory.weights.files import load_weights, save_weights

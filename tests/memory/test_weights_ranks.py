@@ -14,9 +14,9 @@ from moe_plugin import TorchComm
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import OffloadConfig
 from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.hosts.plain.gradients import sync_gradients
-from moe_plugin.hosts.plain.norm import clip_grad_norm_
-from moe_plugin.hosts.plain.replicas import mark_replicas, replica_comm
+from moe_plugin.gradients.norm import clip_grad_norm_
+from moe_plugin.gradients.replicas import mark_replicas, replica_comm
+from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.hosts.plain.streamed import BlockGradients, streamed_trainer
 from tests.distributed import run_gloo
 from tests.memory.test_weights import ADAM, SGD, batches, model, same

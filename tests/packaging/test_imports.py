@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 # Bottom to top. A room imports from itself and from the rooms before it.
 ORDER = ("messages quiet registry regular_files yaml_file dtensors machine checkout determinism "
          "config row_counts records output planner kernels comm routing dispatch experts memory "
-         "tuning layer pregate checkpoint ensembles observe hosts vision emulate bench cli").split()
+         "tuning layer pregate gradients checkpoint ensembles observe resilience hosts vision "
+         "emulate bench cli").split()
 # fairseq finds its models in the folder `models` of a user module: a part of that host.
 ALIASES = {"models": "hosts"}
 # Upward imports under `if TYPE_CHECKING`, with the reason.

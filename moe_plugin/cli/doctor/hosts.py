@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from moe_plugin.cli.doctor.packages import PACKAGES, install_command, installed_version
-from moe_plugin.hosts.plain import fused
+from moe_plugin.gradients import fused
 
 _PACKAGE = {p.name: p for p in PACKAGES}
 _ADAPTER = {

@@ -10,7 +10,7 @@ from fairseq import metrics
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.translate import setting
-from moe_plugin.hosts.plain.elastic import (
+from moe_plugin.resilience.elastic import (
     ElasticReplica,
     ModuleState,
     check_alone,

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.hosts.plain import multi_tensor
-from moe_plugin.hosts.plain.named_errors import named
-from moe_plugin.hosts.plain.replicas import replicas_of
+from moe_plugin.comm.named_errors import named
+from moe_plugin.gradients import multi_tensor
+from moe_plugin.gradients.replicas import replicas_of
 
 
 def norm_squared(parameters: list[torch.nn.Parameter], group: Any,

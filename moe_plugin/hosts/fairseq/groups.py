@@ -18,7 +18,7 @@ from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.base import Messages, piece_lengths
 from moe_plugin.hosts.fairseq.compat.timeouts import shorten_timeouts
 from moe_plugin.hosts.fairseq.turns import Turns
-from moe_plugin.hosts.plain.drops import DropCount
+from moe_plugin.observe.drops import DropCount
 
 _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_evaluation",
                                                         default=None)

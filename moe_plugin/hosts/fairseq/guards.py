@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.comm.named_errors import gather_objects
 from moe_plugin.config import GuardConfig
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.sharding import join
 from moe_plugin.hosts.fairseq.translate import setting
-from moe_plugin.hosts.plain.named_errors import gather_objects
-from moe_plugin.hosts.plain.overflow import StepStart
-from moe_plugin.hosts.plain.twins import alike
-from moe_plugin.hosts.plain.vote import (
+from moe_plugin.layer import MoELayer
+from moe_plugin.planner.byzshield import Assignment, assign
+from moe_plugin.resilience.overflow import StepStart
+from moe_plugin.resilience.twins import alike
+from moe_plugin.resilience.vote import (
     Ballots,
     flat_gradients,
     refuse_reported_loads,
     refuse_spread_experts,
 )
-from moe_plugin.layer import MoELayer
-from moe_plugin.planner.byzshield import Assignment, assign
 
 logger = logging.getLogger(__name__)
 

@@ -20,17 +20,17 @@ from moe_plugin.comm import LocalComm, default_comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import is_expert
+from moe_plugin.gradients.replicas import mark_replicas
 from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
 from moe_plugin.hosts.fairseq.groups import Evaluation, Groups
 from moe_plugin.hosts.fairseq.tokens import ids_of
-from moe_plugin.hosts.plain.overflow import until_rows_fit
-from moe_plugin.hosts.plain.replicas import mark_replicas
-from moe_plugin.hosts.plain.store_log import watch_store
-from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
+from moe_plugin.observe.store_log import watch_store
 from moe_plugin.output import LayerStats, MoEOutput, weighted_loss
 from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.resilience.overflow import until_rows_fit
 from moe_plugin.routing import needs_of
+from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 
 
 @dataclass(frozen=True)

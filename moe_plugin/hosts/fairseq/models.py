@@ -19,6 +19,7 @@ from torch import nn
 from moe_plugin import determinism
 from moe_plugin.config import MoEConfig, ParallelConfig, flatten, to_dict, with_overrides
 from moe_plugin.config.options import unread_allowed
+from moe_plugin.gradients.sync import exclude_experts
 from moe_plugin.hosts.fairseq.groups import (
     Evaluation,
     Groups,
@@ -39,7 +40,6 @@ from moe_plugin.hosts.fairseq.translate import (
     masks_padding,
     setting,
 )
-from moe_plugin.hosts.plain.gradients import exclude_experts
 from moe_plugin.messages import short
 from moe_plugin.pregate import link
 

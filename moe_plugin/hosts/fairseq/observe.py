@@ -16,10 +16,10 @@ from fairseq.logging import metrics
 from torch import nn
 
 from moe_plugin.comm import LocalComm
+from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from moe_plugin.hosts.plain.drops import RULE
-from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.observe import StatsRecorder, first_step
+from moe_plugin.observe.drops import RULE
 from moe_plugin.observe.history.fairseq_log import skipped_step, step_record
 from moe_plugin.observe.timeline import Timeline
 from moe_plugin.output import LayerStats

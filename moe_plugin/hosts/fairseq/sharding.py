@@ -4,7 +4,7 @@
 its optimizer state; a layer's parameters are gathered while it computes. Experts are left to expert
 parallelism. `os` (ZeRO stage 1) shards optimizer state alone: each rank updates a part of every
 parameter and gives it to the others after the step. In both, fairseq's optimizer sees plain tensors
-(`moe_plugin.hosts.plain.parts`), and checkpoints are whole: a run resumes with or without sharding.
+(`moe_plugin.gradients.parts`), and checkpoints are whole: a run resumes with or without sharding.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import nn
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.hosts.plain.parts import Part, piece, publish
-from moe_plugin.hosts.plain.replicas import ReplicaReducer
+from moe_plugin.gradients.parts import Part, piece, publish
+from moe_plugin.gradients.replicas import ReplicaReducer
 from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)

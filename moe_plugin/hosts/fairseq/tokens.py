@@ -1,10 +1,10 @@
-"""Token ids of fairseq's batches, see `moe_plugin.hosts.plain.tokens`."""
+"""Token ids of fairseq's batches, see `moe_plugin.routing.token_ids`."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from moe_plugin.hosts.plain.tokens import hand_token_ids
+from moe_plugin.routing.token_ids import hand_token_ids
 
 
 def give_token_ids(stack: nn.Module) -> None:

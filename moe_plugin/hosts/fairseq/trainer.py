@@ -20,8 +20,17 @@ from torch import Tensor
 
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.comm.named_errors import collectives_named
 from moe_plugin.dispatch.overflow import overflowed
 from moe_plugin.experts.marks import expert_parameters, is_expert
+from moe_plugin.gradients import multi_tensor
+from moe_plugin.gradients.parts import Part, count_once, shards, slices
+from moe_plugin.gradients.replicas import (
+    ReplicaReducer,
+    mark_replicas,
+    replica_comm,
+    replicas_of,
+)
 from moe_plugin.hosts.fairseq import checkpoint_files as files
 from moe_plugin.hosts.fairseq import sharding
 from moe_plugin.hosts.fairseq.activations import activations_of
@@ -38,20 +47,11 @@ from moe_plugin.hosts.fairseq.guards import StepVotes, assignment_of, guard_of
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.observe import FirstStep, observer
 from moe_plugin.hosts.fairseq.resume import newest_of_other_size, read_part
-from moe_plugin.hosts.plain import multi_tensor
-from moe_plugin.hosts.plain.drops import DropWarning
-from moe_plugin.hosts.plain.named_errors import collectives_named
-from moe_plugin.hosts.plain.overflow import StepRepeat, StepStart, limits_of
-from moe_plugin.hosts.plain.parts import Part, count_once, shards, slices
-from moe_plugin.hosts.plain.replicas import (
-    ReplicaReducer,
-    mark_replicas,
-    replica_comm,
-    replicas_of,
-)
-from moe_plugin.hosts.plain.stopping import RUN
-from moe_plugin.hosts.plain.twins import TwinCheck
-from moe_plugin.hosts.plain.vote import Ballots
+from moe_plugin.observe.drops import DropWarning
+from moe_plugin.resilience.overflow import StepRepeat, StepStart, limits_of
+from moe_plugin.resilience.stopping import RUN
+from moe_plugin.resilience.twins import TwinCheck
+from moe_plugin.resilience.vote import Ballots
 from moe_plugin.routing import finish_step_of_any
 from moe_plugin.tuning.collectives import prepare_replicas
 
@@ -300,7 +300,7 @@ class MoETrainer(Trainer):
                 because every rank has the same norm. At most `MAX_SKIPPED_STEPS` steps in a row;
                 with fp16 the loss scaler decides instead. Also where a replica was lost, see
                 `hosts.fairseq.elastic`.
-            RowsOverflow, StepRepeat: rows of this step did not fit, see `hosts.plain.overflow`.
+            RowsOverflow, StepRepeat: rows of this step did not fit, see `resilience.overflow`.
         """
         self._check_rows()
         if self._elastic is not None:

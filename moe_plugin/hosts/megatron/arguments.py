@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron import balance, copied_flags, ensemble
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
-from moe_plugin.hosts.plain.elastic import check_alone, check_settings
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import short
+from moe_plugin.resilience.elastic import check_alone, check_settings
 
 MOST = 10**9  # beyond any use of a size or a number of steps
 _Flag = tuple[str, dict[str, Any]]

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
+from moe_plugin.comm.named_errors import collectives_named, comm_of
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron import checkpoint_trust
 from moe_plugin.hosts.megatron.compat import core, writers
@@ -37,7 +38,6 @@ from moe_plugin.hosts.megatron.offline.source import (
     MegatronSource,
     refuse_other_optimizers,
 )
-from moe_plugin.hosts.plain.named_errors import collectives_named, comm_of
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 

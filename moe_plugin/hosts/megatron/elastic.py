@@ -14,7 +14,7 @@ from moe_plugin.hosts.megatron.checkpoint import Progress
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.model import Training
-from moe_plugin.hosts.plain.elastic import ElasticReplica, ModuleState
+from moe_plugin.resilience.elastic import ElasticReplica, ModuleState
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.config import GuardConfig, MoEConfig, with_overrides
 from moe_plugin.hosts.megatron.rows import Start
-from moe_plugin.hosts.plain.named_errors import comm_of
-from moe_plugin.hosts.plain.twins import TwinCheck, alike
-from moe_plugin.hosts.plain.vote import Ballots, flat_gradients, refuse_reported_loads
 from moe_plugin.planner.byzshield import assign
+from moe_plugin.resilience.twins import TwinCheck, alike
+from moe_plugin.resilience.vote import Ballots, flat_gradients, refuse_reported_loads
 
 logger = logging.getLogger("moe_plugin.megatron")
 Logged = list[dict[str, Tensor]]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
@@ -24,16 +25,15 @@ from moe_plugin.hosts.megatron.recordings import Recordings
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
 from moe_plugin.hosts.megatron.translate import Translation, settings_from_flags, translate
-from moe_plugin.hosts.plain.named_errors import comm_of
-from moe_plugin.hosts.plain.store_log import watch_store
-from moe_plugin.hosts.plain.tokens import TakesTokenIds, token_info
 from moe_plugin.layer import MoELayer
+from moe_plugin.observe.store_log import watch_store
 from moe_plugin.output import LayerStats, MoEOutput
 from moe_plugin.pregate import chosen_together, has_own_gate
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.marks import keeps_init
 from moe_plugin.routing.replay import inside_backward, replaying
+from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from moe_plugin.config import GuardConfig
 from moe_plugin.hosts.megatron.guards import StepVotes, TwinSteps, losses_so_far
 from moe_plugin.hosts.megatron.passes import Passes
-from moe_plugin.hosts.plain.drops import DropWarning
-from moe_plugin.hosts.plain.stopping import RUN
+from moe_plugin.observe.drops import DropWarning
+from moe_plugin.resilience.stopping import RUN
 from moe_plugin.routing import finish_step_of_any
 
 logger = logging.getLogger("moe_plugin.megatron")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.translate import LOSS_NAMES
-from moe_plugin.hosts.plain.named_errors import comm_of
 from moe_plugin.routing.replay import replaying
 
 Count = int | Tensor

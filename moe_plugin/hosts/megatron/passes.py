@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from moe_plugin.comm.named_errors import collectives_named, comm_of
 from moe_plugin.ensembles import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron import arguments
 from moe_plugin.hosts.megatron.ensemble import CONFIDENCE, ERRORS
 from moe_plugin.hosts.megatron.guards import losses_so_far
 from moe_plugin.hosts.megatron.pipeline import forward_backward_func, pipeline_settings
-from moe_plugin.hosts.plain.named_errors import collectives_named, comm_of
 
 logger = logging.getLogger("moe_plugin.megatron")
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.comm.named_errors import comm_of, gather_objects
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.plain.drops import DropCount
-from moe_plugin.hosts.plain.named_errors import comm_of, gather_objects
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe import StatsRecorder
+from moe_plugin.observe.drops import DropCount
 from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.observe.timeline import Timeline

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from moe_plugin.hosts.plain.named_errors import comm_of
-from moe_plugin.hosts.plain.overflow import RowsCheck, StepStart
+from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.resilience.overflow import RowsCheck, StepStart
 
 
 class FittingSteps(RowsCheck):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from moe_plugin import determinism
 from moe_plugin.comm import CommError
+from moe_plugin.comm.named_errors import collectives_named
 from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.hosts.megatron import arguments, copied_flags
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.stage_layouts import Stages, initialize, stages_of
-from moe_plugin.hosts.plain.named_errors import collectives_named
 
 
 def start(args: argparse.Namespace) -> Stages | None:

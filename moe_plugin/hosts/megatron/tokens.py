@@ -1,4 +1,4 @@
-"""Token ids of Megatron's batches, see `moe_plugin.hosts.plain.tokens`; and when an optimizer step
+"""Token ids of Megatron's batches, see `moe_plugin.routing.token_ids`; and when an optimizer step
 ends.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.hosts.plain.tokens import hand_token_ids
+from moe_plugin.routing.token_ids import hand_token_ids
 
 
 def give_token_ids(model: nn.Module) -> None:

@@ -33,11 +33,11 @@ from moe_plugin.hosts.megatron.passes import Passes
 from moe_plugin.hosts.megatron.stage_layouts import Stages, unequal_passes
 from moe_plugin.hosts.megatron.start import start
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
-from moe_plugin.hosts.plain.drops import RULE
-from moe_plugin.hosts.plain.stopping import stops_in_one_line
-from moe_plugin.hosts.plain.twins import WrongResultError
 from moe_plugin.memory.tiers import TierError
+from moe_plugin.observe.drops import RULE
 from moe_plugin.quiet import MEGATRON, hidden
+from moe_plugin.resilience.stopping import stops_in_one_line
+from moe_plugin.resilience.twins import WrongResultError
 
 logger = logging.getLogger("moe_plugin.megatron")
 

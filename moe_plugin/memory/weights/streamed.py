@@ -56,7 +56,7 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """Clips gradients that are not in memory together, e.g. `moe_plugin.hosts.plain.norm`'s
+    """Clips gradients that are not in memory together, e.g. `moe_plugin.gradients.norm`'s
     `PartedClip(1.0)`.
     """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-NAME = "moe_plugin.hosts.plain.elastic"
+NAME = "moe_plugin.resilience.elastic"
 
 
 class _Finder:

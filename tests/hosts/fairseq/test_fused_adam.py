@@ -18,9 +18,9 @@ from fairseq.optim.adam import Adam
 from torch import Tensor, nn
 
 from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.gradients.replicas import mark_replicas
 from moe_plugin.hosts.fairseq.adam import FusedAdam
 from moe_plugin.hosts.fairseq.gradients import norm_squared
-from moe_plugin.hosts.plain.replicas import mark_replicas
 from tests.hosts.fairseq import small
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
 

@@ -28,8 +28,8 @@ def _train(argv: list[str], attacker: int | None = None,
     flips: a rank, and the step from which on one bit of its experts' results is wrong.
     """
     from moe_plugin.hosts.megatron import arguments, model, train
-    from moe_plugin.hosts.plain.twins import WrongResultError
-    from moe_plugin.hosts.plain.vote import Ballots
+    from moe_plugin.resilience.twins import WrongResultError
+    from moe_plugin.resilience.vote import Ballots
 
     args = arguments.parser().parse_args(argv)
     seen: list[tuple[list[float], float | None]] = []

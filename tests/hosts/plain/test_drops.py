@@ -7,7 +7,7 @@ import torch
 
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.plain.drops import WARN_ABOVE, DropCount, DropWarning
+from moe_plugin.observe.drops import WARN_ABOVE, DropCount, DropWarning
 
 
 def test_training_and_validation_are_warned_of_once_each(caplog: pytest.LogCaptureFixture) -> None:

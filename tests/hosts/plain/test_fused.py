@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_plugin.hosts.plain import fused
+from moe_plugin.gradients import fused
 
 NOTHING = {"torch_fused": False, "old": False, "fp16_stats": False}
 

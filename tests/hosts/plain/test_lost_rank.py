@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, TorchComm
-from moe_plugin.config import from_dict
-from moe_plugin.hosts.plain.named_errors import (
+from moe_plugin.comm.named_errors import (
     collectives_named,
     comm_of,
     gather_objects,
     named,
 )
+from moe_plugin.config import from_dict
 from tests.distributed import run_gloo
 from tests.hosts.lost_rank import lose
 

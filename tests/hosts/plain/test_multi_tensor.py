@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_plugin.hosts.plain.multi_tensor import scale_, squared_norm
+from moe_plugin.gradients.multi_tensor import scale_, squared_norm
 
 
 def _tensors() -> list[Tensor]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin import TorchComm
-from moe_plugin.hosts.plain.gradients import sync_gradients
-from moe_plugin.hosts.plain.part_gradients import PartGradient
+from moe_plugin.gradients.part_gradients import PartGradient
+from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
 from tests.distributed import run_gloo
 from tests.hosts.plain.test_sharding import (

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_plugin.comm import Comm, run_simulated
-from moe_plugin.hosts.plain.replicas import ReplicaReducer
+from moe_plugin.gradients.replicas import ReplicaReducer
 
 
 def _failed_pass(comm: Comm, bucket_bytes: int) -> tuple[

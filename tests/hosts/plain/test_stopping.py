@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from moe_plugin.hosts.plain.stopping import STATUS, Run
+from moe_plugin.resilience.stopping import STATUS, Run
 
 _SCRIPT = """
 import os, signal
-from moe_plugin.hosts.plain.stopping import RUN, stops_in_one_line
+from moe_plugin.resilience.stopping import RUN, stops_in_one_line
 
 class Loses:
     def __del__(self):

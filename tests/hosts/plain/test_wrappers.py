@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_plugin import MoEBlock, MoELayer
 from moe_plugin.comm import LocalComm
-from moe_plugin.hosts.plain.gradients import reduce_experts
+from moe_plugin.gradients.sync import reduce_experts
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
 from tests.distributed import run_gloo
 

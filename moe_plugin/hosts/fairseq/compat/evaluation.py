@@ -27,7 +27,7 @@ from moe_plugin.hosts.fairseq.compat.launch import started_by_torchrun
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.scores import SharedScorer, counting, over_ranks, stopwatch
 from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
-from moe_plugin.hosts.plain.drops import DropWarning
+from moe_plugin.observe.drops import DropWarning
 from moe_plugin.regular_files import make_folder, write_regular
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from moe_plugin.comm.gave_up import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
-from moe_plugin.hosts.plain.stopping import STATUS as STATUS_OF_STOP
-from moe_plugin.hosts.plain.stopping import stops_in_one_line
+from moe_plugin.resilience.stopping import STATUS as STATUS_OF_STOP
+from moe_plugin.resilience.stopping import stops_in_one_line
 
 logger = logging.getLogger(__name__)
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")

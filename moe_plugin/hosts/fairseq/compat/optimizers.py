@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.gradients import fused, multi_tensor
 from moe_plugin.hosts.fairseq.compat.fields import add_field
-from moe_plugin.hosts.plain import fused, multi_tensor
 
 logger = logging.getLogger(__name__)
 

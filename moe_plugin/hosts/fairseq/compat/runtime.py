@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.comm.named_errors import gather_objects
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
-from moe_plugin.hosts.plain.named_errors import gather_objects
 
 # parameters of fairseq's encoder layers that only torch's fused inference path reads
 FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias",

@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.fields import add_field
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
-from moe_plugin.hosts.plain.stopping import RUN
+from moe_plugin.resilience.stopping import RUN
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.comm.named_errors import gather_objects
 from moe_plugin.hosts.fairseq.groups import Evaluation
-from moe_plugin.hosts.plain.named_errors import gather_objects
 
 
 def counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moe_plugin.hosts.plain.named_errors import comm_of
+from moe_plugin.comm.named_errors import comm_of
 
 
 @dataclass(frozen=True)

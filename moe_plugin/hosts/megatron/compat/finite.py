@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.hosts.megatron.compat.optimizer import parts
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.hosts.plain.named_errors import comm_of
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 10

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from moe_plugin.gradients import fused
 from moe_plugin.hosts.megatron.compat.settings import setting
-from moe_plugin.hosts.plain import fused
 
 _KINDS = {
     "LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_NORM, nn.RMSNorm)
@@ -16,7 +16,7 @@ _KINDS = {
 
 class LocalNorm:
     """Builds apex's fused `LayerNorm` or `RMSNorm`, or torch's where apex cannot be used
-    (`hosts.plain.fused`), marked for Megatron's sequence parallelism.
+    (`gradients.fused`), marked for Megatron's sequence parallelism.
 
     Megatron-core's own choices (`FusedLayerNorm`, `WrappedTorchNorm`) need a GPU once apex is
     installed, have no fused RMS norm, and refuse `sequence_parallel` without apex; all that is

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_plugin.comm.named_errors import gather_objects, named
 from moe_plugin.hosts.megatron.pipeline.executor import Step
-from moe_plugin.hosts.plain.named_errors import gather_objects, named
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.choice import StageProfile
 

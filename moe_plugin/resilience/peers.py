@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.hosts.plain.elastic import ElasticReplica
 from moe_plugin.memory.flat import FlatLayout, aligned_buffer
 from moe_plugin.memory.tiers import TierBuffer
 from moe_plugin.memory.weights.files import load_weights, read_beside, save_weights
 from moe_plugin.memory.weights.streamed import StepResult, StreamedTrainer
+from moe_plugin.resilience.elastic import ElasticReplica
 
 log = logging.getLogger(__name__)
 _START, _MOMENTUM = "start", "momentum"  # in a saved folder

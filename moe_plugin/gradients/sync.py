@@ -11,8 +11,8 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_experts
-from moe_plugin.hosts.plain.part_gradients import keep_part_gradients, mark_gradient
-from moe_plugin.hosts.plain.replicas import (
+from moe_plugin.gradients.part_gradients import keep_part_gradients, mark_gradient
+from moe_plugin.gradients.replicas import (
     BUCKET_BYTES,
     Bucket,
     ReplicaReducer,

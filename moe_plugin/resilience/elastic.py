@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import CommError
-from moe_plugin.hosts.plain.named_errors import gather_objects
-from moe_plugin.hosts.plain.quorums import LIVING, Quorums, retries
+from moe_plugin.comm.named_errors import gather_objects
 from moe_plugin.messages import short
 from moe_plugin.quiet import TORCHFT, TORCHFT_LINES, hide
+from moe_plugin.resilience.quorums import LIVING, Quorums, retries
 from moe_plugin.routing.routers.sigmoid_bias import SigmoidBiasRouter
 
 QUORUM_S = 600.0  # that replicas wait for one that validates or saves, or for the lighthouse

@@ -12,8 +12,8 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.marks import is_expert
-from moe_plugin.hosts.plain import multi_tensor
-from moe_plugin.hosts.plain.replicas import replicas_of
+from moe_plugin.gradients import multi_tensor
+from moe_plugin.gradients.replicas import replicas_of
 
 
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,

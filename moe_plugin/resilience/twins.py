@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.experts import Experts
-from moe_plugin.hosts.plain.overflow import StepStart
-from moe_plugin.hosts.plain.replicas import replica_comm
+from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import ExpertRows
+from moe_plugin.resilience.overflow import StepStart
 
 _HOST_BYTES = 64
 

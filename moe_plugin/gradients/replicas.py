@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.hosts.plain.part_gradients import mark_gradient
+from moe_plugin.gradients.part_gradients import mark_gradient
 
 BUCKET_BYTES = 25 * 2**20
 
