@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import MOST_SECONDS, Section, option
+from moe_plugin.config.options import MOST_SECONDS, SettingsSection, option
 
 
 @dataclass(kw_only=True)
-class CommConfig(Section):
+class CommConfig(SettingsSection):
     """How ranks exchange rows."""
 
     PATH = "comm."

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import MOST_MIB, MOST_TOKENS, Section, option
+from moe_plugin.config.options import MOST_MIB, MOST_TOKENS, SettingsSection, option
 
 
 @dataclass(kw_only=True)
-class DispatchConfig(Section):
+class DispatchConfig(SettingsSection):
     """How tokens become expert rows, and how many rows an expert takes."""
 
     PATH = "dispatch."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import MOST_WIDTH, Section, option
+from moe_plugin.config.options import MOST_WIDTH, SettingsSection, option
 
 # strategies of ours that multiply as torch is set to, and read no precision; one that a user
 # registers may read it
@@ -12,7 +12,7 @@ MULTIPLY_BY_TORCH = ("fused", "grouped", "batched", "loop")
 
 
 @dataclass(kw_only=True)
-class ExpertsConfig(Section):
+class ExpertsConfig(SettingsSection):
     """What an expert is and how the experts of a rank are computed."""
 
     PATH = "experts."

@@ -24,7 +24,7 @@ from moe_plugin.config import (
     with_overrides,
 )
 from moe_plugin.config.options import (
-    Section,
+    SettingsSection,
     aliases,
     canonical,
     hints_of,
@@ -68,7 +68,7 @@ def _leaf_kind(hint: Any) -> type:
     return kind
 
 
-def _walk(cls: type[Section], prefix: str) -> Iterator[FlagSpec]:
+def _walk(cls: type[SettingsSection], prefix: str) -> Iterator[FlagSpec]:
     hints = hints_of(cls)
     for f in dataclasses.fields(cls):
         if is_section(hints[f.name]):

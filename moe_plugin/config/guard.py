@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import MOST_RANKS, Section, option
+from moe_plugin.config.options import MOST_RANKS, SettingsSection, option
 
 ASSIGNMENTS = ("cyclic", "mols", "ramanujan", "repetition")
 AGGREGATES = ("mean", "median")
@@ -12,7 +12,7 @@ MOST_STEPS = 10**9  # beyond any use
 
 
 @dataclass(kw_only=True)
-class GuardConfig(Section):
+class GuardConfig(SettingsSection):
     """Checks between ranks, which hosts run; see docs/wrong_ranks.md."""
 
     PATH = "guard."

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moe_plugin.config.options import Section, option
+from moe_plugin.config.options import SettingsSection, option
 
 _PROJECT = re.compile(r"([\w.-]+/)?[\w.-]{1,128}")
 
 
 @dataclass(kw_only=True)
-class ObserveConfig(Section):
+class ObserveConfig(SettingsSection):
     """Where the layers' statistics go besides the host's own log."""
 
     PATH = "observe."

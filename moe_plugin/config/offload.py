@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import Section, option
+from moe_plugin.config.options import SettingsSection, option
 
 POLICIES = ("keep", "recompute", "swap")
 WEIGHTS = ("device", "host")
 
 
 @dataclass(kw_only=True)
-class OffloadConfig(Section):
+class OffloadConfig(SettingsSection):
     """Memory for training, which hosts manage for a whole model; see docs/activations.md."""
 
     PATH = "offload."

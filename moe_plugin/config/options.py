@@ -51,8 +51,8 @@ _READ_CHECKED: ContextVar[bool] = ContextVar("whether unread settings are errors
 
 @contextmanager
 def unread_allowed() -> Iterator[None]:
-    """Settings that nothing reads are not errors meanwhile (`Section.read_where`): those of a file
-    whose flags are still to come, or of a run that is over.
+    """Settings that nothing reads are not errors meanwhile (`SettingsSection.read_where`): those of
+    a file whose flags are still to come, or of a run that is over.
     """
     token = _READ_CHECKED.set(False)
     try:
@@ -67,7 +67,7 @@ def unread_is_refused() -> bool:
 
 
 @dataclass
-class Section:
+class SettingsSection:
     """Base of all sections of the tree, which are dataclasses.
 
     Building one checks types, choices and bounds, in this order.
@@ -143,7 +143,7 @@ def _leaves(cls: type) -> tuple[_Leaf, ...]:
     return tuple(found)
 
 
-def _check_types(section: Section, prefix: str) -> None:
+def _check_types(section: SettingsSection, prefix: str) -> None:
     cls: type = type(section)
     for name, hint, nested, plain, numbers, choices in _leaves(cls):
         value = getattr(section, name)
@@ -218,7 +218,7 @@ def canonical(values: Mapping[str, Any], names: Mapping[str, str],
     return {names.get(name, name): value for name, value in values.items()}
 
 
-def is_section(hint: Any) -> TypeGuard[type[Section]]:
+def is_section(hint: Any) -> TypeGuard[type[SettingsSection]]:
     """Whether the type of a field is a section, not that of a leaf."""
     return dataclasses.is_dataclass(hint)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, Section, option
+from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, SettingsSection, option
 
 CUTS = ("rows", "experts", "peers")
 MOST_PIECES, MOST_TRIALS, MOST_STEPS = 4096, 10_000, 10**9  # beyond any use
@@ -13,7 +13,7 @@ LEAST_SPEED = 1e-6
 
 
 @dataclass(kw_only=True)
-class ParallelConfig(Section):
+class ParallelConfig(SettingsSection):
     """Layout of a layer, fixed or tuned. `parallel: auto` is short for `parallel: {mode: auto}`."""
 
     PATH = "parallel."

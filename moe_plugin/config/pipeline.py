@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import Section, option
+from moe_plugin.config.options import SettingsSection, option
 
 SCHEDULES = ("1f1b", "eager-1f1b", "terapipe", "auto")
 
 
 @dataclass(kw_only=True)
-class PipelineConfig(Section):
+class PipelineConfig(SettingsSection):
     """The order of forward and backward passes over pipeline stages; see docs/pipeline.md."""
 
     PATH = "pipeline."

@@ -9,7 +9,7 @@ from typing import Any
 from moe_plugin.config.options import (
     MOST_EXPERTS,
     MOST_WIDTH,
-    Section,
+    SettingsSection,
     option,
     unread_is_refused,
 )
@@ -17,7 +17,7 @@ from moe_plugin.messages import short
 
 
 @dataclass(kw_only=True)
-class HashConfig(Section):
+class HashConfig(SettingsSection):
     """The hash router's table."""
 
     PATH = "router.hash."
@@ -45,7 +45,7 @@ class HashConfig(Section):
 
 
 @dataclass(kw_only=True)
-class SparsityConfig(Section):
+class SparsityConfig(SettingsSection):
     """Dense-to-sparse: from all experts at a high temperature to few at a low one."""
 
     PATH = "router.sparsity."
@@ -67,7 +67,7 @@ class SparsityConfig(Section):
 
 
 @dataclass(kw_only=True)
-class LinksConfig(Section):
+class LinksConfig(SettingsSection):
     """How routers see the network (topology_quota, ta_moe, and the loss ta_moe)."""
 
     PATH = "router.links."
@@ -100,7 +100,7 @@ class LinksConfig(Section):
 
 
 @dataclass(kw_only=True)
-class SelectionConfig(Section):
+class SelectionConfig(SettingsSection):
     """Which router of a list decides a call that names none itself."""
 
     PATH = "router.selection."
@@ -199,7 +199,7 @@ def _use(readers: Collection[str]) -> str:
 
 
 @dataclass(kw_only=True)
-class RouterConfig(Section):
+class RouterConfig(SettingsSection):
     """How each token chooses its experts."""
 
     PATH = "router."

@@ -25,7 +25,7 @@ from moe_plugin.config.offload import OffloadConfig
 from moe_plugin.config.options import (
     MOST_EXPERTS,
     MOST_WIDTH,
-    Section,
+    SettingsSection,
     aliases,
     build,
     canonical,
@@ -44,7 +44,7 @@ from moe_plugin.yaml_file import read_yaml
 
 
 @dataclass(kw_only=True)
-class MoEConfig(Section):
+class MoEConfig(SettingsSection):
     """All settings of one MoE layer.
 
     Hosts set `model_dim`; users set the rest by flag, YAML or code.

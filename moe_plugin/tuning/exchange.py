@@ -19,9 +19,10 @@ from moe_plugin.tuning.default_hardware import Calibration
 from moe_plugin.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
-# settings that may be left open: what they become on one node, and over several
-OPEN = {"comm.all_to_all": ("linear", "auto"), "parallel.mode": ("predicted", "auto"),
-        "parallel.spill": ("never", "by the load")}
+# what settings become that are left open: on one node, and over several
+DEFAULT_WHEN_UNSET = {
+    "comm.all_to_all": ("linear", "auto"), "parallel.mode": ("predicted", "auto"),
+    "parallel.spill": ("never", "by the load")}
 
 
 @dataclass
@@ -68,7 +69,8 @@ def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
 
     measures: whether what settings leave open may be measured while training; False: linear.
     """
-    return config.all_to_all or OPEN["comm.all_to_all"][measures and spans_nodes(comm)]
+    unset = DEFAULT_WHEN_UNSET["comm.all_to_all"]
+    return config.all_to_all or unset[measures and spans_nodes(comm)]
 
 
 def _exchange(comm: Comm, config: CommConfig, measures: bool) -> Exchange:

@@ -120,7 +120,7 @@ class LayoutSelector:
             self.available.replicas.finish_step()
 
     @contextmanager
-    def by_rule(self) -> Iterator[None]:
+    def with_fixed_layout(self) -> Iterator[None]:
         """The fixed layout inside, and no replicas that earlier steps placed: whatever ranks have
         seen and measured, the same bits.
         """

@@ -25,7 +25,13 @@ from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
 from moe_plugin.tuning.collectives import with_collectives
 from moe_plugin.tuning.default_hardware import default_cluster
-from moe_plugin.tuning.exchange import OPEN, exchange_name, log_once, prepare, spans_nodes
+from moe_plugin.tuning.exchange import (
+    DEFAULT_WHEN_UNSET,
+    exchange_name,
+    log_once,
+    prepare,
+    spans_nodes,
+)
 
 log = logging.getLogger(__name__)
 # settings that each rank may have of its own: nothing that ranks exchange depends on them
@@ -85,7 +91,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     config, place, sharing = with_schedule(config, place)
     check_settings(config.dispatch, training)
     check_memory(config, place, experts, dtype, device)
-    return decided(config, comm), place, sharing
+    return resolve_open_settings(config, comm), place, sharing
 
 
 def may_measure(config: MoEConfig) -> bool:
@@ -95,8 +101,8 @@ def may_measure(config: MoEConfig) -> bool:
     return not dispatchers.get(config.dispatch.name).traits.bounded
 
 
-def decided(config: MoEConfig, comm: Comm) -> MoEConfig:
-    """Settings with what they leave open decided for a prepared group.
+def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
+    """The same settings with a value for each that was left open, chosen for a prepared group.
 
     Over several nodes ranks measure, and choose all-to-all and layout while they train: there these
     differ most. On one node the layout is predicted once, so that runs repeat bit by bit. It stays
@@ -110,7 +116,7 @@ def decided(config: MoEConfig, comm: Comm) -> MoEConfig:
         named or config.deterministic or traits.single_layout)
     measures = may_measure(config)
     mode = parallel.mode or (
-        OPEN["parallel.mode"][measures and spans_nodes(comm)] if free else "fixed")
+        DEFAULT_WHEN_UNSET["parallel.mode"][measures and spans_nodes(comm)] if free else "fixed")
     if mode == "auto" and parallel.mode is None:
         log_once(comm, "layouts", f"layouts of layers over {comm.name} are chosen while training, "
                  "because it spans nodes (parallel.mode=fixed keeps one layout)")

@@ -128,7 +128,9 @@ def test_a_recomputation_repeats_the_plan_of_its_first_pass() -> None:
 
 
 def test_checkpoints_and_checks_between_ranks() -> None:
-    """A resumed layer goes on with its replicas; `by_rule` leaves them out, and counts nothing."""
+    """A resumed layer goes on with its replicas; `with_fixed_layout` leaves them out, and counts
+    nothing.
+    """
     case = Case(4, 4, 1, [8] * 4, None, None, skew=30.0)
     config = settings(case, 4, None)
 
@@ -143,7 +145,7 @@ def test_checkpoints_and_checks_between_ranks() -> None:
         assert replicas_of(again).standing.state() == replicas_of(layer).standing.state()
         assert run_layer(case, again).stats["rows"] == 8
         before = replicas_of(layer).standing.state()
-        with layer.layouts.by_rule():
+        with layer.layouts.with_fixed_layout():
             assert run_layer(case, layer).stats["rows"] == (32 if comm.rank == 0 else 0)
         assert replicas_of(layer).standing.state() == before
 

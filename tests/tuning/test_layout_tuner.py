@@ -21,7 +21,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.routing.replay import checkpoint
 from moe_plugin.tuning import layout_tuner as auto_module
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
-from moe_plugin.tuning.placement import decided
+from moe_plugin.tuning.placement import resolve_open_settings
 from tests.distributed import run_gloo
 
 
@@ -224,7 +224,7 @@ def _decided(cases: list[tuple[int, dict]]) -> list[tuple[str | None, str | None
         found.append((made.config.parallel.mode, made.config.comm.all_to_all))
     comm.prepare(Topology.uniform(4, 2))
     strict = from_dict({"model_dim": 8, "num_experts": 4, "deterministic": True})
-    return [*found, (decided(strict, comm).parallel.mode, "deterministic")]
+    return [*found, (resolve_open_settings(strict, comm).parallel.mode, "deterministic")]
 
 
 @pytest.mark.distributed

@@ -18,7 +18,7 @@ from moe_plugin.kernels.router import Rule
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
 from moe_plugin.tuning.compute_times import ChoiceFiles
-from moe_plugin.tuning.exchange import OPEN
+from moe_plugin.tuning.exchange import DEFAULT_WHEN_UNSET
 
 # commands; the others import fairseq or Megatron
 _APART = ("moe_plugin.cli", "moe_plugin.hosts", "moe_plugin.models")
@@ -85,12 +85,12 @@ def dropout_rows() -> list[dict[str, Any]]:
             for e in entries]
 
 
-def open_rows() -> list[dict[str, str]]:
+def unset_rows() -> list[dict[str, str]]:
     """Settings that the group decides where nothing is given: name, value on one node and over
     several.
     """
     return [{"name": path, "one_node": one, "several_nodes": several}
-            for path, (one, several) in OPEN.items()]
+            for path, (one, several) in DEFAULT_WHEN_UNSET.items()]
 
 
 def guard_rows() -> list[dict[str, str]]:
@@ -107,7 +107,8 @@ def _defaults(config: MoEConfig) -> dict[str, set[str]]:
         "router": {config.router.name},
         "loss": {name for name, weight in config.losses.items() if weight > 0},
         "dispatcher": {config.dispatch.name},
-        "all_to_all": {config.comm.all_to_all or name for name in OPEN["comm.all_to_all"]},
+        "all_to_all": ({config.comm.all_to_all} if config.comm.all_to_all
+                       else set(DEFAULT_WHEN_UNSET["comm.all_to_all"])),
         "collectives": {config.comm.collectives},
         "experts": {config.experts.kind},
         "expert_compute": {config.experts.compute},

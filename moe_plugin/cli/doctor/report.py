@@ -36,7 +36,7 @@ def rest(everything: bool) -> dict[str, Any]:
         "fused": hosts.fused_rows(), "registries": registries.registry_rows(device),
         "expert_compute_choices": registries.choice_rows(),
         "expert_dropout": registries.dropout_rows(),
-        "decided_by_group": registries.open_rows(), "guard": registries.guard_rows(),
+        "default_when_unset": registries.unset_rows(), "guard": registries.guard_rows(),
     }
 
 
@@ -92,7 +92,7 @@ def _everything(report: dict[str, Any]) -> list[str]:
         "Registered names (active: used by the default settings on this machine)",
         *(_kind(kind, rows) for kind, rows in report["registries"].items()),
         _table("Defaults that depend on the ranks of a layer: on one node, and over several",
-               report["decided_by_group"], "name", "one_node", "several_nodes"),
+               report["default_when_unset"], "name", "one_node", "several_nodes"),
         _table("Checks between ranks, by default (docs/wrong_ranks.md)",
                [{**r, "what": _short(r["what"], 110)} for r in report["guard"]],
                "name", "flag", "state", "what"),
