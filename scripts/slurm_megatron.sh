@@ -32,7 +32,7 @@ PORT=${PORT:-$((29500 + SLURM_JOB_ID % 1000))}
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # a node whose torchrun ends with an error ends the job
 export SLURM_KILL_BAD_EXIT=1
-# ranks that start again must not find the addresses of dead ones (docs/recipes.md)
+# ranks that start again must not find the addresses of dead ones (docs/faults.md)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 srun "$VENV/bin/python" -m torch.distributed.run \

@@ -57,7 +57,7 @@ BIN="${VENV:-$ROOT/.venv}/bin"
 [ -x "$BIN/python" ] || BIN="$(dirname "$(command -v python)")"
 [ -x "$BIN/torchft_lighthouse" ] || die "torchft is not installed in $BIN: pip install 'moe-plugin[elastic]'"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# ranks that start again must not find the addresses of dead ones (docs/recipes.md)
+# ranks that start again must not find the addresses of dead ones (docs/faults.md)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export RUST_LOG=${RUST_LOG:-warn}
 mkdir -p -- "$OUT"

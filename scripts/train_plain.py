@@ -6,7 +6,7 @@ ranks.
 
 A start in the folder of a run continues it. Every rank reads its share of the same sequences, so
 that losses do not depend on the number of ranks. With `--lighthouse` the job is one of several
-replicas that come and go, see docs/faults.md and scripts/train_elastic.sh.
+replicas that come and go, see docs/replicas.md and scripts/train_elastic.sh.
 """
 
 from __future__ import annotations

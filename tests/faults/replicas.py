@@ -262,7 +262,7 @@ logged equals the loss of one process that averages the gradients of the same me
 the largest difference is {worst:.1e}. No run was stopped and no step of the survivors was trained
 twice. *Others' next step*: seconds from the kill to it, with the heartbeat timeout. *Back*: its
 first step again, and seconds from its start to it. Written by `python -m tests.faults.replicas`;
-how to run replicas: [faults](../faults.md).
+how to run replicas: [replicas](../replicas.md).
 
 | replica | killed after step | others' next step, s | steps they lost | back in step | back, s |
 |---|---|---|---|---|---|

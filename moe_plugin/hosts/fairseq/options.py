@@ -68,7 +68,7 @@ class BranchFlags(FairseqDataclass):
     moe_lighthouse: Optional[str] = _option(
         None,
         "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that come "
-        "and go (docs/faults.md); left out: it is the only one"
+        "and go (docs/replicas.md); left out: it is the only one"
     )
     moe_replica: int = _option(0, "number of this run among the replicas of --moe-lighthouse")
 

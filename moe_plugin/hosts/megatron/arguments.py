@@ -147,7 +147,7 @@ _OURS: tuple[_Flag, ...] = (("vocab-size", {
                             ("cpu", {**_ON, "help": "train on CPU although a GPU is there"}),
                             FUSED_ADAM, ("moe-lighthouse", {
     "help": "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that "
-    "come and go (docs/faults.md); default: it is the only one"
+    "come and go (docs/replicas.md); default: it is the only one"
 }), ("moe-replica", {"type": int, "default": 0,
                      "help": "number of this run among the replicas of --moe-lighthouse"}),
                             )
