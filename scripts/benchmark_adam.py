@@ -100,9 +100,9 @@ def fairseq_side(*flags: str) -> Side:
 
 def megatron_side(*flags: str) -> Side:
     """The training script's model and optimizer."""
-    from moe_plugin.hosts.megatron import arguments, model, train
     from moe_plugin.hosts.megatron.compat.optimizer import parts
-    from moe_plugin.hosts.megatron.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
+    from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     given = (f"--train-iters 1 --lr 1e-3 --data-path none --cpu --num-layers {LAYERS} "
              f"--hidden-size {WIDTH} --seq-length {LENGTH} --micro-batch-size {SENTENCES} "
@@ -119,7 +119,7 @@ def megatron_side(*flags: str) -> Side:
     loop = train.Loop(args, made, None, None, None, None)
 
     def step(tokens_BT: torch.Tensor) -> float:
-        from moe_plugin.hosts.megatron.data import Batch
+        from moe_plugin.hosts.megatron.trainer.data import Batch
 
         batch = Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], torch.ones(SENTENCES, LENGTH),
                       torch.arange(LENGTH).expand(SENTENCES, -1))

@@ -134,7 +134,7 @@ def train(host: str, collectives: str, data: Path, folder: Path, steps: int) -> 
 
 def make_data(folder: Path) -> Path:
     """The text of `bench.corpus` for both hosts."""
-    from moe_plugin.hosts.megatron.data import documents, write_indexed
+    from moe_plugin.hosts.megatron.trainer.data import documents, write_indexed
 
     build_corpus(folder / "corpus", size=400_000)
     write_indexed(documents(str(folder / "corpus" / "train.txt")), str(folder / "indexed"))

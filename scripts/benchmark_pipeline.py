@@ -155,7 +155,7 @@ def built(kind: type[Stage], width: int) -> tuple[Stage, Any]:
 def measure(rounds: int) -> dict[str, Any]:
     """On each rank: seconds of a transfer, and of steps by schedule."""
     from moe_plugin.config import PipelineConfig
-    from moe_plugin.hosts.megatron.pipeline import forward_backward_func
+    from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 
     stage, native = built(Stage, WIDTH)
     steps = {
@@ -171,7 +171,7 @@ def measure(rounds: int) -> dict[str, Any]:
 def measure_slices(rounds: int, slices: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The same of a long sequence, whole and in slices; transfers: of all tokens, of 64."""
     from moe_plugin.config import PipelineConfig
-    from moe_plugin.hosts.megatron.pipeline import forward_backward_func
+    from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 
     stage, native = built(SliceStage, NARROW)
     steps = {"1f1b": native}
@@ -235,7 +235,7 @@ def _overlapped(**passes: Any) -> None:
     # the order of 1F1B, by our transfers: what eager's order adds to them
     from megatron.core import parallel_state as ps
 
-    from moe_plugin.hosts.megatron.pipeline.executor import Step
+    from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step
     from moe_plugin.planner.pipeline.one_f_one_b import order
 
     group = ps.get_pipeline_model_parallel_group()

@@ -158,7 +158,7 @@ def child(args: argparse.Namespace) -> None:
 
 def megatron_child(args: argparse.Namespace) -> None:
     """Train with Megatron's script in this process and print what was seen."""
-    from moe_plugin.hosts.megatron.train import main as train
+    from moe_plugin.hosts.megatron.trainer.train import main as train
     from moe_plugin.observe.history import read_run
 
     torch.set_num_threads(1)

@@ -206,7 +206,7 @@ class Shell:
         """`python -m moe_plugin.hosts.megatron.train`, on two ranks."""
         if not self.runs:
             pytest.importorskip("megatron.core", reason="needs megatron-core")
-            from moe_plugin.hosts.megatron import arguments
+            from moe_plugin.hosts.megatron.trainer import arguments
 
             parser = arguments.parser()
             for action in parser._actions:
@@ -226,7 +226,7 @@ class Shell:
         """The launcher of Megatron's training code: our flags, and Megatron's by name."""
         assert not self.runs, "Megatron's training code is not here"
         pytest.importorskip("megatron.core", reason="needs megatron-core")
-        from moe_plugin.hosts.megatron import arguments
+        from moe_plugin.hosts.megatron.trainer import arguments
 
         words = words[1:] if words[0] == "--moe-cpu" else words
         assert Path(words[0]).name == "pretrain_gpt.py" or (ROOT / words[0]).is_file(), words[0]

@@ -71,8 +71,8 @@ def megatron(argv: Sequence[str], log: str) -> None:
     """`python -m moe_plugin.hosts.megatron.train ARGV` on this rank."""
     from megatron.core import parallel_state
 
-    from moe_plugin.hosts.megatron import train
     from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.trainer import train
 
     # groups that a test made in the process that this one is forked from must not end here:
     # that would wait for threads which a fork does not have
@@ -205,8 +205,8 @@ class Group:
 
 def megatron_group(argv: Sequence[str], log: str) -> Group:
     """Train, and look into the first MoE layer on this rank."""
-    from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
+    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
 
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
     args = arguments.parser().parse_args(argv)

@@ -185,7 +185,7 @@ def _fairseq(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
 
 
 def _megatron(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
-    from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
+    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
 
     args = arguments.parser().parse_args(argv)
     train.start(args)

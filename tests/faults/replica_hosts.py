@@ -215,7 +215,7 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
 
 def _megatron(replica: Replica, _: Mapping[int, Any]) -> None:
     """Megatron's training script, with a router whose bias follows the loads of all replicas."""
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import train as script
     from tests.hosts.megatron.training import MODEL
 
     of_loop = script.Loop.step

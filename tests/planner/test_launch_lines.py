@@ -40,7 +40,7 @@ def test_the_hosts_parsers_take_every_word(host: str, script: str | None, start:
 
 def test_megatron_reads_the_sizes_of_the_plan() -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core")
-    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron.trainer import arguments
 
     m = model()
     words = launch_words(m, PLAN, "megatron", Start(ranks_per_node=8, data="prefix"))

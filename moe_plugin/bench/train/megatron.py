@@ -13,8 +13,8 @@ from moe_plugin.bench.peers.base import copy
 from moe_plugin.bench.train.shapes import TrainShape
 from moe_plugin.bench.train.sides import Settings, layout_of, tuners_settled
 from moe_plugin.bench.train.steps import Side, batch
-from moe_plugin.hosts.megatron import arguments, train
-from moe_plugin.hosts.megatron.start import seed_everything
+from moe_plugin.hosts.megatron.trainer import arguments, train
+from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
 DISPATCHERS = ("alltoall", "allgather")
 _FIXED = ("--train-iters 1 --lr 1e-3 --lr-decay-style constant --data-path none --cpu "
@@ -66,8 +66,8 @@ def _changed(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
 
 
 def _make(args: argparse.Namespace, settings: Settings) -> Any:
-    from moe_plugin.hosts.megatron import model
-    from moe_plugin.hosts.megatron.data import BYTE_VOCABULARY
+    from moe_plugin.hosts.megatron.trainer import model
+    from moe_plugin.hosts.megatron.trainer.data import BYTE_VOCABULARY
 
     seed_everything(args.seed)
     config = arguments.transformer_config(args, cpu=True)
@@ -82,7 +82,7 @@ class _Source:
         self.sentences = shape.sentences(ranks)
 
     def __call__(self, number: int) -> Any:
-        from moe_plugin.hosts.megatron.data import Batch
+        from moe_plugin.hosts.megatron.trainer.data import Batch
 
         bytes_BT = batch(self.text, number, self.sentences, self.length, self.rank)
         positions_BT = torch.arange(self.length).expand(self.sentences, -1)

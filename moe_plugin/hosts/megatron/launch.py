@@ -17,7 +17,6 @@ import runpy
 import sys
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron.arguments import FUSED_ADAM
 from moe_plugin.hosts.megatron.compat.finite import skip_steps_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -27,6 +26,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     mend_config_warning,
 )
 from moe_plugin.hosts.megatron.script import observe_script
+from moe_plugin.hosts.megatron.trainer.arguments import FUSED_ADAM
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.messages import Parser, short
 from moe_plugin.quiet import MEGATRON, hidden

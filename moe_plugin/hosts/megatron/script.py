@@ -17,7 +17,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     training_module,
     wrap_training,
 )
-from moe_plugin.hosts.megatron.pipeline import pipeline_settings, scheduled
+from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings, scheduled
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 
 logger = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ class _Script:
         # imported once the script's arguments are parsed, because a layer spec follows them
         from moe_plugin.hosts.megatron.activations import activations_of
         from moe_plugin.hosts.megatron.layer import PluginMoELayer
-        from moe_plugin.hosts.megatron.report import Observer
         from moe_plugin.hosts.megatron.rows import FittingSteps
         from moe_plugin.hosts.megatron.tokens import give_token_ids
+        from moe_plugin.hosts.megatron.trainer.report import Observer
         from moe_plugin.pregate import link
 
         for chunk in chunks:

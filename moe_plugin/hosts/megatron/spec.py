@@ -30,7 +30,7 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.layer_numbers import all_layers_moe
-from moe_plugin.hosts.megatron.pipeline import pipeline_settings
+from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.messages import short
 
@@ -75,7 +75,7 @@ def swap_attention(spec: Any) -> Any:
     `pipeline.schedule=terapipe`; with whole sequences it is Megatron's `DotProductAttention`.
     """
     # imported here: it imports Megatron's layers, which other schedules may not have
-    from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention
+    from moe_plugin.hosts.megatron.trainer.pipeline.attention import SliceAttention
 
     return core.replace_attention(spec, SliceAttention)
 

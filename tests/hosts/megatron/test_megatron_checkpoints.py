@@ -176,8 +176,8 @@ def _evaluated(argv: list[str], log: str) -> str:
     from types import SimpleNamespace
 
     from moe_plugin.dispatch.overflow import RowsOverflow
-    from moe_plugin.hosts.megatron import arguments, model, train
-    from moe_plugin.hosts.megatron.report import RunLog
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -326,7 +326,7 @@ def _flips(folder: str) -> tuple[int, list[str]]:
     not found.
     """
     from moe_plugin.checkpoint import CheckpointError
-    from moe_plugin.hosts.megatron.checkpoint_files import verified_meta
+    from moe_plugin.hosts.megatron.trainer.checkpoint_files import verified_meta
 
     tried, silent = 0, []
     for path in sorted(Path(folder).iterdir()):

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from moe_plugin.hosts.megatron import arguments
+from moe_plugin.hosts.megatron.trainer import arguments
 from tests.hosts.megatron.training import MODEL
 
 pytestmark = pytest.mark.megatron

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.ensembles import confident_oracle_loss, ensemble_errors
-from moe_plugin.hosts.megatron.ensemble import oracle_loss_function
+from moe_plugin.hosts.megatron.trainer.ensemble import oracle_loss_function
 from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import MODEL, PP2
@@ -44,8 +44,8 @@ def _train(steps: int) -> tuple[list[float], str]:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from moe_plugin.hosts.megatron.compat import core
-    from moe_plugin.hosts.megatron.ensemble import add_heads
     from moe_plugin.hosts.megatron.spec import moe_layer_spec
+    from moe_plugin.hosts.megatron.trainer.ensemble import add_heads
 
     case = Case(native={"num_moe_experts": 4})
     initialise_parallel(case)
@@ -91,8 +91,8 @@ FLAGS = ["--ensemble-heads", "3", "--ensemble-hidden", "8", "--ensemble-sharing"
 
 def _by_flags(argv: list[str], folder: str) -> list[dict[str, Any]]:
     """Records of a run that saves, and of one that resumes from it."""
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     logs = []
     for name, more in (("first", ["--train-iters", "4", "--save", f"{folder}/ckpt"]),
@@ -124,8 +124,8 @@ def test_heads_by_flags_over_two_stages(data: str, tmp_path: Path) -> None:
 def _with_and_without_votes(argv: list[str], folder: str) -> list[list[dict[str, Any]]]:
     from megatron.core import parallel_state
 
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     found = []
     for name, more in (("plain", []), ("votes", ["--moe-votes", "3"])):
@@ -156,7 +156,7 @@ def test_errors_of_steps_with_votes(data: str, tmp_path: Path) -> None:
     (["--ensemble-heads", "0"], "--ensemble-hidden has no effect without an ensemble"),
 ])
 def test_flags_of_heads_are_checked(more: list[str], said: str) -> None:
-    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron.trainer import arguments
 
     argv = [*MODEL, *FLAGS, "--data-path", "x", "--train-iters", "1", *more]
     with pytest.raises(ValueError, match=said):

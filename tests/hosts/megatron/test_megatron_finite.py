@@ -25,7 +25,7 @@ def _train_with_nan(argv: list[str], bad: tuple[int, ...]) -> dict[str, Any]:
     """Train with a NaN in the last rank's loss in the steps `bad` (1-based): whether each step
     changed parameters, and the error that ended training.
     """
-    from moe_plugin.hosts.megatron import arguments, model, train
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
     args = arguments.parser().parse_args(argv)
     changed: list[bool] = []
@@ -89,7 +89,7 @@ def test_ten_skipped_steps_in_a_row_stop_training(data: str, tmp_path: Path) -> 
 
 
 def _save_bad_weights(argv: list[str], folder: str) -> str:
-    from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
+    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -114,11 +114,11 @@ def _steps_of_a_script(argv: list[str]) -> tuple[list[bool], bool]:
     """An optimizer that Megatron's functions built, as a launched script has it: (step done), for a
     NaN in an expert gradient of rank 1 in the second step; whether all weights are finite.
     """
-    from moe_plugin.hosts.megatron import arguments, model, train
     from moe_plugin.hosts.megatron.compat.finite import (
         all_finite,
         skip_steps_of_all_optimizers,
     )
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
     skip_steps_of_all_optimizers()
     args = arguments.parser().parse_args(argv)
@@ -144,9 +144,9 @@ def _expert_overflow(argv: list[str]) -> tuple[list[bool], list[list[float]], li
     """Steps done, loss scales of all optimizers after each, and the expert gradient that the last
     step used, where expert gradients of rank 1 alone are infinite in the second and third step.
     """
-    from moe_plugin.hosts.megatron import arguments, model, train
     from moe_plugin.hosts.megatron.compat.finite import FiniteSteps
     from moe_plugin.hosts.megatron.compat.optimizer import parts
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
     args = arguments.parser().parse_args(argv)
     train.start(args)

@@ -52,8 +52,8 @@ def test_a_published_launch_script_needs_no_change(data: str) -> None:
 
 def _sizes(argv: list[str]) -> tuple[str, int, int]:
     """(recomputed, learned positions, numbers that rotary positions turn)"""
-    from moe_plugin.hosts.megatron import arguments, model
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments, model
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     args = arguments.parser().parse_args(argv)
     script.start(args)
@@ -76,7 +76,7 @@ def test_sizes_and_recomputation_have_megatrons_meaning(data: str) -> None:
 @pytest.mark.parametrize("after", [False, True])
 def test_recompute_activations_wins_over_the_granularity(after: bool) -> None:
     """In whatever order they are given, with `follow` and without."""
-    from moe_plugin.hosts.megatron import arguments, copied_flags
+    from moe_plugin.hosts.megatron.trainer import arguments, copied_flags
 
     words = ["--recompute-granularity", "full", "--recompute-activations"]
     needed = [*MODEL, "--data-path", "x", "--train-iters", "1"]
@@ -93,7 +93,7 @@ def test_recompute_activations_wins_over_the_granularity(after: bool) -> None:
     ("2", 2), ("0,1,0", [0, 1, 0]), ("[1,0]", [1, 0]), ("([0]+[1]*3)", [0, 1, 1, 1]),
     ("([0]*2+[1]*1)*2", [0, 0, 1, 0, 0, 1]), ("2*[1]", [1, 1]), (" ([0]+[1]) ", [0, 1])])
 def test_layers_with_experts_in_megatrons_form(text: str, layers: int | list[int]) -> None:
-    from moe_plugin.hosts.megatron.copied_flags import layer_freq
+    from moe_plugin.hosts.megatron.trainer.copied_flags import layer_freq
 
     assert layer_freq(text) == layers
 
@@ -102,7 +102,7 @@ def test_layers_with_experts_in_megatrons_form(text: str, layers: int | list[int
                                   "[[1]]", "[__import__('os').getpid()]", "[1.0]", "",
                                   "[1]*9999+[1]*9999"])
 def test_other_layers_are_refused(text: str) -> None:
-    from moe_plugin.hosts.megatron.copied_flags import layer_freq
+    from moe_plugin.hosts.megatron.trainer.copied_flags import layer_freq
 
     with pytest.raises(argparse.ArgumentTypeError, match="is neither a number n >= 1"):
         layer_freq(text)
@@ -112,7 +112,7 @@ def test_other_layers_are_refused(text: str) -> None:
                                   "+".join(["[1]"] * 1000)],
                          ids=["cut it would fit", "nested", "terms"])
 def test_long_layers_are_refused_whole(text: str) -> None:
-    from moe_plugin.hosts.megatron.copied_flags import layer_freq
+    from moe_plugin.hosts.megatron.trainer.copied_flags import layer_freq
 
     with pytest.raises(argparse.ArgumentTypeError, match=r"is too long: .* write \[1\]\*3"):
         layer_freq(text)
@@ -164,7 +164,7 @@ def test_what_is_not_known_is_said_with_what_is(argv: list[str], parts: tuple[st
                                                 monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     """In few lines, though there are 200 arguments, and once on a node."""
-    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron.trainer import arguments
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -181,7 +181,7 @@ def test_what_is_not_known_is_said_with_what_is(argv: list[str], parts: tuple[st
 
 def _said(argv: list[str], monkeypatch: pytest.MonkeyPatch,
           capsys: pytest.CaptureFixture[str]) -> str:
-    from moe_plugin.hosts.megatron import arguments
+    from moe_plugin.hosts.megatron.trainer import arguments
 
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit):
@@ -214,7 +214,7 @@ def test_a_missing_flag_is_said_with_the_one_given_for_it(
 
 def test_other_learned_positions_than_saved_are_refused() -> None:
     """Of other positions their number says nothing about tensors."""
-    from moe_plugin.hosts.megatron.checkpoint import check_settings
+    from moe_plugin.hosts.megatron.trainer.checkpoint import check_settings
 
     saved = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
     mine = {**saved, "max_position_embeddings": 32}

@@ -25,8 +25,8 @@ FUSED = "--moe-fused-adam"
 def _train(argv: list[str]) -> tuple[list[dict[str, Any]], list[bool], list[torch.Tensor]]:
     """Records of a run, whether each Adam is fused at its end, and the expert weights."""
     from moe_plugin.experts.marks import expert_parameters
-    from moe_plugin.hosts.megatron import arguments, model, train
     from moe_plugin.hosts.megatron.compat.optimizer import parts
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
     args = arguments.parser().parse_args(argv)
     train.start(args)

@@ -102,7 +102,7 @@ def _aux(argv: list[str], folder: str, *sizes: str, world: int) -> list[dict[str
 
 
 def _train_aux(argv: list[str]) -> list[dict[str, Any]]:
-    from moe_plugin.hosts.megatron import report
+    from moe_plugin.hosts.megatron.trainer import report
 
     records: list[dict[str, Any]] = []
     report.RunLog.write = lambda self, record: records.append(record)
@@ -234,7 +234,7 @@ def test_recorded_routing_is_replayed_over_ranks() -> None:
 
 
 def _parameters(argv: list[str]) -> list[torch.Tensor]:
-    from moe_plugin.hosts.megatron import model
+    from moe_plugin.hosts.megatron.trainer import model
 
     built: list[Any] = []
     build = model.build

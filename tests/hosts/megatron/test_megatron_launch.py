@@ -56,7 +56,7 @@ def test_spec_takes_a_yaml_file(tmp_path: Path) -> None:
 
 def test_native_argument_table_names_paths_of_the_tree() -> None:
     from moe_plugin.config.flags import flag_specs
-    from moe_plugin.hosts.megatron.arguments import parser
+    from moe_plugin.hosts.megatron.trainer.arguments import parser
     from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
     assert set(NATIVE_ARGUMENTS) <= {spec.path for spec in flag_specs()}
@@ -219,8 +219,8 @@ def test_a_fixed_layer_spec_refuses_other_layers() -> None:
 
 
 def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
-    from moe_plugin.hosts.megatron.arguments import our_settings, parser
     from moe_plugin.hosts.megatron.spec import moe_layer_spec
+    from moe_plugin.hosts.megatron.trainer.arguments import our_settings, parser
 
     (tmp_path / "moe.yaml").write_text("imports: json\n")
     needed = [f"--{name}=1" for name in ("num-layers", "hidden-size", "num-attention-heads", "lr",

@@ -41,13 +41,14 @@ def test_the_other_rank_says_what_it_waited_for(data: str, how: str) -> None:
 # what the last rank does not live to do: module below the host, class or None, function; what the
 # other one waits in
 PLACES = {
-    "loss": ("train", "Loop", "_loss_sums", PP2, "all_reduce(sum) of torch.float32 (2,)"),
+    "loss": ("trainer.train", "Loop", "_loss_sums", PP2, "all_reduce(sum) of torch.float32 (2,)"),
     "finite": ("compat.finite", "FiniteSteps", "_gradients", EP2,
                "all_reduce(max) of torch.float32 ()"),
-    "balance losses": ("report", None, "auxiliary_losses", EP2,
+    "balance losses": ("trainer.report", None, "auxiliary_losses", EP2,
                        "all_gather of the auxiliary losses' names"),
-    "statistics": ("report", "Observer", "records", PP2, "all_gather of the layers' records"),
-    "checkpoint": ("checkpoint_files", None, "together", EP2,
+    "statistics": ("trainer.report", "Observer", "records", PP2,
+                   "all_gather of the layers' records"),
+    "checkpoint": ("trainer.checkpoint_files", None, "together", EP2,
                    "all_gather of the ranks' parts of a checkpoint"),
 }
 
@@ -72,12 +73,12 @@ def test_a_rank_that_dies_between_layers_is_named_too(data: str, tmp_path: Path,
 
 
 # where the last rank fails, not the host: module, function
-FAILS = {"data": ("moe_plugin.hosts.megatron.train", "build_dataset"),
+FAILS = {"data": ("moe_plugin.hosts.megatron.trainer.train", "build_dataset"),
          "loading": ("megatron.core.dist_checkpointing", "load")}
 
 
 def _main_and_fail(place: str, argv: list[str]) -> None:
-    from moe_plugin.hosts.megatron import train
+    from moe_plugin.hosts.megatron.trainer import train
 
     def fail(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'nothing_of_this_name'")

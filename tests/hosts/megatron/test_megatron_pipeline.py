@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.pipeline import scheduled, schedules
+from moe_plugin.hosts.megatron.trainer.pipeline import scheduled, schedules
 from moe_plugin.planner.pipeline.choice import choose
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, refusal, trained
@@ -77,9 +77,9 @@ RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
 def _steps(args: Any, config: Any, start: str = "", save: str = "",
            schedule: list[Any] | None = None) -> dict[str, Any]:
     """Losses, gradient norms, and after each step all gradients and weights of this stage."""
-    from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.report import Observer, RunLog
-    from moe_plugin.hosts.megatron.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
+    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     seed_everything(args.seed)
     tokenizer, train_set, _ = train._datasets(args)
@@ -114,7 +114,7 @@ def _steps(args: Any, config: Any, start: str = "", save: str = "",
 
 def _differences(cases: list[list[str]], save: str = "") -> list[tuple[list[str], list[float]]]:
     """For each case: what is not bit for bit that of 1F1B, and the losses."""
-    from moe_plugin.hosts.megatron import arguments, train
+    from moe_plugin.hosts.megatron.trainer import arguments, train
 
     found = []
     for number, argv in enumerate(cases):
@@ -135,7 +135,7 @@ def _differences(cases: list[list[str]], save: str = "") -> list[tuple[list[str]
 
 
 def _one_stage(cases: list[list[str]], start: str) -> list[list[float]]:
-    from moe_plugin.hosts.megatron import arguments, train
+    from moe_plugin.hosts.megatron.trainer import arguments, train
 
     found = []
     for number, argv in enumerate(cases):
@@ -173,7 +173,7 @@ SIZES = [(1,), (1 << 20,), (3, 7), (1 << 21,), (2,)]
 
 def _crossing() -> list[float]:
     """Both stages send everything before they receive anything; sums of what arrives."""
-    from moe_plugin.hosts.megatron.pipeline.links import Links
+    from moe_plugin.hosts.megatron.trainer.pipeline.links import Links
 
     group = torch.distributed.group.WORLD
     links = Links(group, group, SIZES, SIZES, torch.float32, torch.device("cpu"))
@@ -189,7 +189,7 @@ def _crossing() -> list[float]:
 
 def _alive(argv: list[str]) -> list[int]:
     """Most micro-batches alive on this stage in each step of eager 1F1B."""
-    from moe_plugin.hosts.megatron.pipeline import executor
+    from moe_plugin.hosts.megatron.trainer.pipeline import executor
 
     most, run = [], executor.Step.run
 
@@ -206,7 +206,7 @@ def _alive(argv: list[str]) -> list[int]:
 
 def _chosen(argv: list[str], memories: list[str]) -> list[Any]:
     """With auto and each memory: what is not bit for bit that of 1F1B, the choice, the profile."""
-    from moe_plugin.hosts.megatron import arguments, train
+    from moe_plugin.hosts.megatron.trainer import arguments, train
 
     found: list[Any] = []
     for number, extra in enumerate([["--pipeline-schedule", "1f1b"], *(
@@ -315,8 +315,8 @@ def _virtual(argv: list[str], save: str) -> list[dict[str, list[Any]]]:
     """Losses, balance losses and gradient norms of 1F1B and, from the same weights, of the
     interleaved schedule of two virtual stages a rank.
     """
-    from moe_plugin.hosts.megatron import arguments, train
     from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.trainer import arguments, train
 
     found = []
     for own in ([], ["--num-virtual-stages-per-pipeline-rank", "2"]):

@@ -58,8 +58,9 @@ def _launched(argv: list[str], steps: int) -> None:
     import argparse
     from types import SimpleNamespace
 
-    from moe_plugin.hosts.megatron import arguments, model, script, train
-    from moe_plugin.hosts.megatron.report import RunLog
+    from moe_plugin.hosts.megatron import script
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -118,8 +119,8 @@ def test_a_launched_script_writes_records_and_hands_over_token_ids(sizes: list[s
 
 
 def _trained_ill(argv: list[str], log: str) -> None:
-    from moe_plugin.hosts.megatron import train
-    from moe_plugin.hosts.megatron.checkpoint import Progress
+    from moe_plugin.hosts.megatron.trainer import train
+    from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
 
     with pytest.MonkeyPatch.context() as patch:
         rank = torch.distributed.get_rank()
@@ -151,7 +152,7 @@ def test_each_finding_is_in_the_log_once_in_watch_and_in_the_report(
 
 
 def _trained_well(argv: list[str], log: str) -> None:
-    from moe_plugin.hosts.megatron import train
+    from moe_plugin.hosts.megatron.trainer import train
 
     with pytest.MonkeyPatch.context() as patch:
         made, step = ill.Well(patch), train.Loop.step

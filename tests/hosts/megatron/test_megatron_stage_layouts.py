@@ -27,8 +27,8 @@ SGD = ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr", "0.3", "--clip-grad"
 
 def _curve(argv: list[str]) -> list[tuple[float, float]]:
     """Loss and gradient norm by step, from rank 0."""
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     with tempfile.NamedTemporaryFile("r") as log:
         args = arguments.parser().parse_args([*argv, "--log-file", log.name])
@@ -38,8 +38,8 @@ def _curve(argv: list[str]) -> list[tuple[float, float]]:
 
 def _scaled(argv: list[str]) -> tuple[float, list[tuple[float, int]]]:
     """This rank's loss scale at the end; from rank 0 scale and steps skipped so far, by step."""
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     scales: list[float] = []
     record = script.Loop._record
@@ -118,8 +118,8 @@ def test_a_checkpoint_of_unequal_stages_continues_in_other_layouts(data: str,
 
 
 def _validation(argv: list[str]) -> dict[str, Any]:
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     args = arguments.parser().parse_args(argv)
     return script.run(args, script.start(args))
@@ -175,8 +175,8 @@ def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], data: str,
      "pipeline.schedule=eager-1f1b .*must be 1f1b"),
 ])
 def test_what_does_not_fit_is_refused_by_name(further: list[str], said: str) -> None:
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron.stage_layouts import stages_of
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer.stage_layouts import stages_of
 
     argv = [*MODEL, *PP2, "--data-path", "x", "--train-iters", "1", *further]
     args = arguments.parser().parse_args(argv)
@@ -185,8 +185,8 @@ def test_what_does_not_fit_is_refused_by_name(further: list[str], said: str) -> 
 
 
 def test_tied_embeddings_are_cut_alike() -> None:
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron.stage_layouts import stages_of
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer.stage_layouts import stages_of
 
     argv = [*MODEL, *PP2[:2], "--data-path", "x", "--train-iters", "1", "--stage-layouts"]
     alike = arguments.parser().parse_args([*argv, "tp=2,ep=1", "tp=2,etp=1"])

@@ -36,7 +36,8 @@ CASES = {
 
 def _trained(argvs: list[list[str]]) -> list[tuple[dict[str, Any], list[Tensor], list[str]]]:
     """For each: the last record, all parameters, and the steps of the first layer's calls."""
-    from moe_plugin.hosts.megatron import arguments, model, stages, train
+    from moe_plugin.hosts.megatron import stages
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
     found, build_model, route = [], model.build, stages.Stages.route
     combine = stages.Stages.combine

@@ -31,9 +31,9 @@ KINDS = {
 
 def _records(argvs: list[list[str]]) -> list[list[dict[str, Any]]]:
     """What runs with these arguments log, one after another; without times."""
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron import train as script
-    from moe_plugin.hosts.megatron.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer import train as script
+    from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     found = []
     for argv in argvs:
@@ -83,8 +83,8 @@ def test_a_resumed_run_goes_on(data: str, tmp_path: Path) -> None:
 
 
 def _refused(argv: list[str], folder: str) -> list[str]:
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     found = []
     for more in (["--save", folder], ["--optimizer", "sgd"], ["--norm-epsilon", "0.1"],
@@ -128,8 +128,8 @@ def _gradients(argv: list[str]) -> tuple[bool, bool]:
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from moe_plugin.hosts.megatron import arguments, streamed
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments, streamed
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     args = arguments.parser().parse_args(argv)
     script.start(args)

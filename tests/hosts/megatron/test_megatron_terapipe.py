@@ -30,7 +30,7 @@ def _runs(every: list[list[str]], save: str = "", started: bool = False) -> list
 
     save: folder for the first weights of the first one. started: groups are there.
     """
-    from moe_plugin.hosts.megatron import arguments, train
+    from moe_plugin.hosts.megatron.trainer import arguments, train
 
     found: list[dict[str, Any]] = []
     for argv in every:
@@ -207,8 +207,8 @@ def _of_lengths(runs: list[tuple[list[str], list[int]]]) -> list[Outcome]:
     """(slices by step, losses, what was refused) of each run: its arguments, its sequences' lengths
     by step. One and two equal slices are measured.
     """
-    from moe_plugin.hosts.megatron import arguments, train
-    from moe_plugin.hosts.megatron.pipeline import slice_step, slice_trials
+    from moe_plugin.hosts.megatron.trainer import arguments, train
+    from moe_plugin.hosts.megatron.trainer.pipeline import slice_step, slice_trials
 
     slice_trials.COUNTS, slice_trials.ROUNDS = (1, 2), 1
     taken: list[tuple[int, ...]] = []
@@ -233,10 +233,10 @@ def _of_lengths(runs: list[tuple[list[str], list[int]]]) -> list[Outcome]:
 
 
 def _steps_of_lengths(args: Any, lengths: list[int]) -> tuple[list[float], str]:
-    from moe_plugin.hosts.megatron import arguments, model, train
-    from moe_plugin.hosts.megatron.checkpoint import Progress
-    from moe_plugin.hosts.megatron.report import Observer, RunLog
-    from moe_plugin.hosts.megatron.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
+    from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
+    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     seed_everything(args.seed)
     tokenizer, train_set, _ = train._datasets(args)
@@ -286,8 +286,8 @@ class _Model(torch.nn.Module):
 
 
 def test_a_batch_of_another_length_than_the_slices_is_refused() -> None:
-    from moe_plugin.hosts.megatron.pipeline.attention import Part, Sequences
-    from moe_plugin.hosts.megatron.pipeline.cutting import CutModel
+    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Part, Sequences
+    from moe_plugin.hosts.megatron.trainer.pipeline.cutting import CutModel
 
     model, x = _Model(), torch.arange(32)[None]
     cut = CutModel(model, 16)
@@ -303,8 +303,8 @@ def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
     """(slices of the trials and after them, profile, losses, most slices alive by step) of a run
     without given slices.
     """
-    from moe_plugin.hosts.megatron import arguments, train
-    from moe_plugin.hosts.megatron.pipeline import slice_step, slice_trials
+    from moe_plugin.hosts.megatron.trainer import arguments, train
+    from moe_plugin.hosts.megatron.trainer.pipeline import slice_step, slice_trials
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -350,8 +350,8 @@ def _automatic(argv: list[str], choices: list[str]) -> list[tuple[str, tuple[int
     """With auto and slices: what was chosen, how it cuts, and the losses. What is the fastest
     is not up to this machine's clock: each choice in turn.
     """
-    from moe_plugin.hosts.megatron import arguments, train
-    from moe_plugin.hosts.megatron.pipeline import auto
+    from moe_plugin.hosts.megatron.trainer import arguments, train
+    from moe_plugin.hosts.megatron.trainer.pipeline import auto
 
     found, agreed = [], auto.choose
     for number, forced in enumerate(choices):

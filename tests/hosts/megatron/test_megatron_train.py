@@ -28,9 +28,9 @@ pytestmark = pytest.mark.megatron
 def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
     """(loss, gradient norm) of 20 steps with Megatron's layer and with ours, from the same weights.
     """
-    from moe_plugin.hosts.megatron import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.report import Observer, RunLog
-    from moe_plugin.hosts.megatron.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
+    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -126,7 +126,7 @@ def _train_with_warnings(argv: list[str]) -> tuple[Any, list[str]]:
 
 def _said(argv: list[str]) -> list[tuple[int, str]]:
     """Status and words of a script that fails on both ranks, and on the second one alone."""
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     found, script.start = [], lambda args: None  # type: ignore[assignment]
     for failing in ((0, 1), (1,)):
@@ -202,7 +202,7 @@ def test_training_without_a_balance_loss_is_warned_of_once(data: str) -> None:
 
 
 def _query_groups(argv: list[str]) -> tuple[int, tuple[int, ...], float]:
-    from moe_plugin.hosts.megatron import arguments, model, train
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
     build, built = model.build, []
 
@@ -236,7 +236,7 @@ def test_attention_flags_are_refused_by_name(extra: list[str], message: str, dat
 
 
 def test_empty_text_writes_nothing(tmp_path: Path) -> None:
-    from moe_plugin.hosts.megatron.data import documents, write_indexed
+    from moe_plugin.hosts.megatron.trainer.data import documents, write_indexed
 
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(ValueError, match="no text to write"):

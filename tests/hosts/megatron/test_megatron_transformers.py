@@ -44,8 +44,8 @@ def _in_megatron(argv: list[str], fields: dict[str, Any], folder: str, out: str 
     """Logits of the loaded checkpoint; with `out`, also those after a step of SGD, of which a
     checkpoint is written there.
     """
-    from moe_plugin.hosts.megatron import arguments, checkpoint, model
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     args = arguments.parser().parse_args(argv)
     script.start(args)

@@ -27,7 +27,7 @@ def _train(argv: list[str], attacker: int | None = None,
 
     flips: a rank, and the step from which on one bit of its experts' results is wrong.
     """
-    from moe_plugin.hosts.megatron import arguments, model, train
+    from moe_plugin.hosts.megatron.trainer import arguments, model, train
     from moe_plugin.resilience.twins import WrongResultError
     from moe_plugin.resilience.vote import Ballots
 

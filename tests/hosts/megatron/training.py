@@ -21,8 +21,8 @@ PP2 = ["--pipeline-model-parallel-size", "2"]
 
 def trained(argv: list[str]) -> dict[str, Any]:
     """Train with these arguments; the last record."""
-    from moe_plugin.hosts.megatron import arguments
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     args = arguments.parser().parse_args(argv)
     script.start(args)
@@ -46,8 +46,8 @@ def losses_of(path: str) -> dict[int, float]:
 
 def logits(argv: list[str], root: str, tokens_BT: torch.Tensor) -> torch.Tensor:
     """[B, T, V] of the model of these arguments with the checkpoint under `root`."""
-    from moe_plugin.hosts.megatron import arguments, checkpoint, model
-    from moe_plugin.hosts.megatron import train as script
+    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model
+    from moe_plugin.hosts.megatron.trainer import train as script
 
     args = arguments.parser().parse_args(argv)
     script.start(args)

@@ -13,10 +13,14 @@ import logging
 from typing import Any
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.pipeline.base import ForwardBackward, refuse, schedules
-from moe_plugin.hosts.megatron.pipeline.eager import NAME as EAGER
-from moe_plugin.hosts.megatron.pipeline.terapipe import NAME as TERAPIPE
-from moe_plugin.hosts.megatron.pipeline.terapipe import SlicedSteps, check_passes, given_slices
+from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, refuse, schedules
+from moe_plugin.hosts.megatron.trainer.pipeline.eager import NAME as EAGER
+from moe_plugin.hosts.megatron.trainer.pipeline.terapipe import NAME as TERAPIPE
+from moe_plugin.hosts.megatron.trainer.pipeline.terapipe import (
+    SlicedSteps,
+    check_passes,
+    given_slices,
+)
 from moe_plugin.planner.pipeline.choice import Predicted, StageProfile, choose, predict
 from moe_plugin.planner.units import parse_size, show_time
 
@@ -48,7 +52,7 @@ class Auto:
         from megatron.core import parallel_state as ps
 
         # imported here: it imports Megatron, which may lie next to a script that is not known yet
-        from moe_plugin.hosts.megatron.pipeline.executor import backward_group
+        from moe_plugin.hosts.megatron.trainer.pipeline.executor import backward_group
 
         self.settings, self.native = settings, native
         self.group = ps.get_pipeline_model_parallel_group()
@@ -71,8 +75,8 @@ class Auto:
     def _measure(self, passes: dict[str, Any]) -> list[Any]:
         from megatron.core.utils import get_model_config
 
-        from moe_plugin.hosts.megatron.pipeline.executor import check_config
-        from moe_plugin.hosts.megatron.pipeline.measuring import MeasuredStep, agreed
+        from moe_plugin.hosts.megatron.trainer.pipeline.executor import check_config
+        from moe_plugin.hosts.megatron.trainer.pipeline.measuring import MeasuredStep, agreed
         from moe_plugin.planner.pipeline.one_f_one_b import order, warm_up
 
         model = passes["model"]
@@ -94,7 +98,7 @@ class Auto:
         return logged
 
     def _check_slices(self, passes: dict[str, Any], config: Any) -> None:
-        from moe_plugin.hosts.megatron.pipeline.slice_step import check_slices
+        from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import check_slices
 
         if config.deterministic_mode:
             refuse(NAME, "deterministic_mode", True, "off with pipeline.slices",

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.config import GuardConfig
-from moe_plugin.hosts.megatron.guards import StepVotes, TwinSteps, losses_so_far
-from moe_plugin.hosts.megatron.passes import Passes
+from moe_plugin.hosts.megatron.trainer.guards import StepVotes, TwinSteps, losses_so_far
+from moe_plugin.hosts.megatron.trainer.passes import Passes
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.routing import finish_step_of_any
@@ -121,7 +121,7 @@ class Loop(Passes):
 
     def save(self, progress: Any) -> str:
         """Write a checkpoint and return its folder; a collective call."""
-        from moe_plugin.hosts.megatron.checkpoint import save
+        from moe_plugin.hosts.megatron.trainer.checkpoint import save
 
         return save(self.args.save, self.training, progress)
 
@@ -140,7 +140,7 @@ class Loop(Passes):
 
     def _after_step(self, before: Any) -> tuple[Any, bool]:
         # progress, and whether the next samples follow those of this step
-        from moe_plugin.hosts.megatron.checkpoint import Progress
+        from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
 
         if self.elastic is not None:
             return self.elastic.after_step()
@@ -191,7 +191,7 @@ class Loop(Passes):
 
     def _record(self, progress: Any, sums: torch.Tensor, norm: float | None,
                 seconds: float) -> dict[str, Any]:
-        from moe_plugin.hosts.megatron.report import auxiliary_losses, line
+        from moe_plugin.hosts.megatron.trainer.report import auxiliary_losses, line
 
         total, tokens = sums[:2].tolist()
         steps = tokens / (self.args.global_batch_size * self.args.seq_length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.pipeline.base import ForwardBackward, refuse, schedules
+from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, refuse, schedules
 from moe_plugin.planner.pipeline.slices import equal_slices, order
 
 NAME = "terapipe"
@@ -17,7 +17,7 @@ def terapipe(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackwa
     from megatron.core import parallel_state as ps
 
     # imported here: it imports Megatron, which may lie next to a script that is not known yet
-    from moe_plugin.hosts.megatron.pipeline.executor import backward_group
+    from moe_plugin.hosts.megatron.trainer.pipeline.executor import backward_group
 
     if ps.get_pipeline_model_parallel_world_size() == 1:
         return native
@@ -43,8 +43,8 @@ class SlicedSteps:
         """One step, as Megatron's own functions take and return it."""
         from megatron.core.utils import get_model_config
 
-        from moe_plugin.hosts.megatron.pipeline.executor import check_config
-        from moe_plugin.hosts.megatron.pipeline.slice_step import SliceStep
+        from moe_plugin.hosts.megatron.trainer.pipeline.executor import check_config
+        from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import SliceStep
 
         model = passes["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
@@ -79,7 +79,7 @@ class SlicedSteps:
                    "slices chosen by measured time add up in another order from run to run: give "
                    "their lengths")
         if self.trials is None or not self.trials.knows(length):
-            from moe_plugin.hosts.megatron.pipeline.slice_trials import SliceTrials
+            from moe_plugin.hosts.megatron.trainer.pipeline.slice_trials import SliceTrials
 
             self.trials = SliceTrials(length, multiple)
         return self.trials.next(length)

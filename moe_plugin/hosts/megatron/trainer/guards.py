@@ -191,7 +191,7 @@ class TwinSteps:
         if not self.check.due(iteration):
             return batches
         from moe_plugin.hosts.megatron.compat import core
-        from moe_plugin.hosts.megatron.model import forward_step
+        from moe_plugin.hosts.megatron.trainer.model import forward_step
 
         first = next(batches)
         kept = losses_so_far()

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.hosts.megatron import checkpoint, streamed
-from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron.checkpoint import Progress
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.guards import losses_so_far
-from moe_plugin.hosts.megatron.loop import Loop
-from moe_plugin.hosts.megatron.passes import Passes
-from moe_plugin.hosts.megatron.streamed import StreamedTraining
+from moe_plugin.hosts.megatron.trainer import checkpoint, streamed
+from moe_plugin.hosts.megatron.trainer import checkpoint_files as files
+from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
+from moe_plugin.hosts.megatron.trainer.guards import losses_so_far
+from moe_plugin.hosts.megatron.trainer.loop import Loop
+from moe_plugin.hosts.megatron.trainer.passes import Passes
+from moe_plugin.hosts.megatron.trainer.streamed import StreamedTraining
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.segments import plan_segments
 from moe_plugin.messages import short

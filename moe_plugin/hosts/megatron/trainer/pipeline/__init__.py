@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_plugin.config import MoEConfig, PipelineConfig, with_overrides
-from moe_plugin.hosts.megatron.pipeline import auto, eager, terapipe  # noqa: F401, register
-from moe_plugin.hosts.megatron.pipeline.base import ForwardBackward, schedules
+from moe_plugin.hosts.megatron.trainer.pipeline import auto, eager, terapipe  # noqa: F401, register
+from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, schedules
 
 __all__ = ["ForwardBackward", "forward_backward_func", "pipeline_settings", "schedules",
            "scheduled"]

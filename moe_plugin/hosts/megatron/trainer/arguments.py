@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron import balance, copied_flags, ensemble
+from moe_plugin.hosts.megatron import balance
+from moe_plugin.hosts.megatron.trainer import copied_flags, ensemble
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import short

@@ -25,13 +25,13 @@ from moe_plugin.comm.gave_up import first_to_say, is_of_another_rank, says_why
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.overflow import RowsOverflow
-from moe_plugin.hosts.megatron import arguments
-from moe_plugin.hosts.megatron.data import build_dataset, check_prefix, tokenizer_of
-from moe_plugin.hosts.megatron.guards import guard_of
-from moe_plugin.hosts.megatron.loop import Loop
-from moe_plugin.hosts.megatron.passes import Passes
-from moe_plugin.hosts.megatron.stage_layouts import Stages, unequal_passes
-from moe_plugin.hosts.megatron.start import start
+from moe_plugin.hosts.megatron.trainer import arguments
+from moe_plugin.hosts.megatron.trainer.data import build_dataset, check_prefix, tokenizer_of
+from moe_plugin.hosts.megatron.trainer.guards import guard_of
+from moe_plugin.hosts.megatron.trainer.loop import Loop
+from moe_plugin.hosts.megatron.trainer.passes import Passes
+from moe_plugin.hosts.megatron.trainer.stage_layouts import Stages, unequal_passes
+from moe_plugin.hosts.megatron.trainer.start import start
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.memory.tiers import TierError
 from moe_plugin.observe.drops import RULE
@@ -86,9 +86,9 @@ def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any
 
     stages: what `start` returned.
     """
-    from moe_plugin.hosts.megatron import checkpoint
-    from moe_plugin.hosts.megatron.elastic import ElasticSteps
-    from moe_plugin.hosts.megatron.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer import checkpoint
+    from moe_plugin.hosts.megatron.trainer.elastic import ElasticSteps
+    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
 
     config = arguments.transformer_config(args, cpu=args.cpu or not torch.cuda.is_available())
     settings = arguments.our_settings(args)
@@ -144,10 +144,10 @@ def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Passes], t
     """What builds a model, evaluates, trains and loads a checkpoint, with weights on the device or
     streaming.
     """
-    from moe_plugin.hosts.megatron import checkpoint, model
+    from moe_plugin.hosts.megatron.trainer import checkpoint, model
 
     if model.offload_of(arguments.our_settings(args)).weights == "host":
-        from moe_plugin.hosts.megatron import streamed, streamed_loop
+        from moe_plugin.hosts.megatron.trainer import streamed, streamed_loop
 
         return (streamed.build, streamed_loop.StreamedPasses, streamed_loop.StreamedLoop,
                 streamed_loop.load)
@@ -162,7 +162,3 @@ def _datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
                                          seed=args.seed, tokenizer=tokenizer, split=args.split,
                                          cache_dir=args.data_cache_path)
     return tokenizer, train_set, valid_set
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

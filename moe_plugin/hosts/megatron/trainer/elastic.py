@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_plugin.hosts.megatron.arguments import our_settings
-from moe_plugin.hosts.megatron.checkpoint import Progress
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.groups import timeout_of
-from moe_plugin.hosts.megatron.model import Training
+from moe_plugin.hosts.megatron.trainer.arguments import our_settings
+from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
+from moe_plugin.hosts.megatron.trainer.model import Training
 from moe_plugin.resilience.elastic import ElasticReplica, ModuleState
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.config import OffloadConfig
-from moe_plugin.hosts.megatron import model
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.data import Batch
-from moe_plugin.hosts.megatron.model_settings import model_settings
-from moe_plugin.hosts.megatron.streamed_norm import StreamedNorm
+from moe_plugin.hosts.megatron.trainer import model
+from moe_plugin.hosts.megatron.trainer.data import Batch
+from moe_plugin.hosts.megatron.trainer.model_settings import model_settings
+from moe_plugin.hosts.megatron.trainer.streamed_norm import StreamedNorm
 from moe_plugin.memory.tiers import tier_of
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder

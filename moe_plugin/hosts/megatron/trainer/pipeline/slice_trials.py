@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.named_errors import comm_of
-from moe_plugin.hosts.megatron.pipeline.slice_step import Seconds, SliceStep
+from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import Seconds, SliceStep
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.slice_choice import SliceProfile
 from moe_plugin.planner.pipeline.slice_times import fit

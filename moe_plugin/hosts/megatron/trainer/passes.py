@@ -12,10 +12,10 @@ import torch
 
 from moe_plugin.comm.named_errors import collectives_named, comm_of
 from moe_plugin.ensembles import BINS, HISTOGRAMS
-from moe_plugin.hosts.megatron import arguments
-from moe_plugin.hosts.megatron.ensemble import CONFIDENCE, ERRORS
-from moe_plugin.hosts.megatron.guards import losses_so_far
-from moe_plugin.hosts.megatron.pipeline import forward_backward_func, pipeline_settings
+from moe_plugin.hosts.megatron.trainer import arguments
+from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
+from moe_plugin.hosts.megatron.trainer.guards import losses_so_far
+from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func, pipeline_settings
 
 logger = logging.getLogger("moe_plugin.megatron")
 
@@ -90,7 +90,7 @@ class Passes:
 
     def _batches(self, dataset: Any, start: int, of_all: bool = False) -> Iterator[Any]:
         """Micro-batches of this replica, or of all replicas by turns."""
-        from moe_plugin.hosts.megatron.data import batches
+        from moe_plugin.hosts.megatron.trainer.data import batches
 
         replica, replicas = (0, 1) if of_all else (self.replica, self.replicas)
         return batches(dataset, start=start, micro_batch_size=self.args.micro_batch_size,
@@ -98,7 +98,7 @@ class Passes:
 
     def _forward_backward(self, batches: list[Any], microbatches: int, *,
                           forward_only: bool) -> list[dict[str, torch.Tensor]]:
-        from moe_plugin.hosts.megatron.model import forward_step
+        from moe_plugin.hosts.megatron.trainer.model import forward_step
 
         chunks = self.training.chunks
         one_step = (forward_step if self.training.ensemble is None else

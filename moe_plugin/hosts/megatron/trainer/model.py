@@ -17,13 +17,13 @@ from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.norm import LocalNorm
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
-from moe_plugin.hosts.megatron.data import Batch
-from moe_plugin.hosts.megatron.ensemble import Ensemble, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.model_settings import model_settings
-from moe_plugin.hosts.megatron.pipeline import pipeline_settings
 from moe_plugin.hosts.megatron.spec import swap_attention, swap_moe
 from moe_plugin.hosts.megatron.tokens import give_token_ids
+from moe_plugin.hosts.megatron.trainer.data import Batch
+from moe_plugin.hosts.megatron.trainer.ensemble import Ensemble, add_heads, ensemble_of
+from moe_plugin.hosts.megatron.trainer.model_settings import model_settings
+from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings
 from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe import StatsRecorder

@@ -25,9 +25,9 @@ from torch import Tensor
 from moe_plugin.comm import Comm
 from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.comm.resharding import Resharding
-from moe_plugin.hosts.megatron.arguments import our_settings
 from moe_plugin.hosts.megatron.compat.optimizer import gradients_of_norm, parts
-from moe_plugin.hosts.megatron.pipeline import pipeline_settings
+from moe_plugin.hosts.megatron.trainer.arguments import our_settings
+from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings
 from moe_plugin.planner.resharding import TensorLayout
 
 _FIELDS = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size",

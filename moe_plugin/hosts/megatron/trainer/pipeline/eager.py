@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.pipeline.base import ForwardBackward, refuse, schedules
+from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, refuse, schedules
 from moe_plugin.planner.pipeline.one_f_one_b import order, warm_up
 
 NAME = "eager-1f1b"
@@ -19,7 +19,7 @@ def eager_1f1b(settings: PipelineConfig, native: ForwardBackward) -> ForwardBack
     from megatron.core import parallel_state as ps
 
     # imported here: it imports Megatron, which may lie next to a script that is not known yet
-    from moe_plugin.hosts.megatron.pipeline.executor import backward_group
+    from moe_plugin.hosts.megatron.trainer.pipeline.executor import backward_group
 
     stages = ps.get_pipeline_model_parallel_world_size()
     if stages == 1:
@@ -32,7 +32,7 @@ def _eager(native: ForwardBackward, group: Any, gradients: Any, **passes: Any) -
     """One step, as Megatron's own functions take and return it."""
     from megatron.core.utils import get_model_config
 
-    from moe_plugin.hosts.megatron.pipeline.executor import Step, check_config
+    from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step, check_config
 
     model = passes["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)

@@ -239,7 +239,3 @@ def main(argv: list[str] | None = None) -> int:
     logger.info("%s.bin, %s.idx: %d tokens, vocabulary %d", args.output_prefix, args.output_prefix,
                 tokens, BYTE_VOCABULARY)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
-from moe_plugin.hosts.megatron.pipeline.base import refuse
-from moe_plugin.hosts.megatron.pipeline.links import Links
+from moe_plugin.hosts.megatron.trainer.pipeline.base import refuse
+from moe_plugin.hosts.megatron.trainer.pipeline.links import Links
 
 Order = Sequence[tuple[str, int]]
 Shape = tuple[int, ...]

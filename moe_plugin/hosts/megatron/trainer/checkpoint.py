@@ -27,17 +27,17 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
 from moe_plugin.comm.named_errors import collectives_named, comm_of
-from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron import checkpoint_trust
 from moe_plugin.hosts.megatron.compat import core, writers
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
-from moe_plugin.hosts.megatron.model import Training
 from moe_plugin.hosts.megatron.offline.folders import BACKEND
 from moe_plugin.hosts.megatron.offline.source import (
     MegatronSource,
     refuse_other_optimizers,
 )
+from moe_plugin.hosts.megatron.trainer import checkpoint_files as files
+from moe_plugin.hosts.megatron.trainer.model import Training
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 
