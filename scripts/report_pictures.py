@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from moe_plugin.bench.report import check_folder
-from moe_plugin.observe.history import Run, read_run
+from moe_plugin.observe.history import RunRecord, read_run
 from moe_plugin.observe.report import render, render_comparison
 from moe_plugin.regular_files import write_regular
 
@@ -61,7 +61,7 @@ def main() -> int:
     return 0
 
 
-def take(browser: Browser, runs: list[Run], out: Path) -> None:
+def take(browser: Browser, runs: list[RunRecord], out: Path) -> None:
     """All of `FILES`."""
     report = render(runs[0])
     end = runs[0].step_range[1]

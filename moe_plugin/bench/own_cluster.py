@@ -38,12 +38,11 @@ from moe_plugin.planner.measured import (
     MOE,
     TENSOR,
     UPDATE,
-    Network,
+    MeasuredNetwork,
     Processor,
     Timing,
 )
-from moe_plugin.planner.model import ModelShape
-from moe_plugin.planner.model import Plan as ModelPlan
+from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.write import moe_settings
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -123,7 +122,7 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device,
 
 
 def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about: dict[str, str],
-                    nics: int, repeats: int) -> Network:
+                    nics: int, repeats: int) -> MeasuredNetwork:
     """All-to-alls by algorithm and size, all-reduces by size, and the cluster that fits them."""
     sizes = [FIRST_SIZE * 4**i for i in range(20) if FIRST_SIZE * 4**i <= largest_size(model)]
     shape = Cluster(name="measured", nodes=grid[0], ranks_per_node=grid[1], nics=nics)
@@ -140,7 +139,7 @@ def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about:
             comm, lambda x=x: comm.all_reduce(x), repeats)))
         if size >= LEAST_SIZE and timings[-1].median > ENOUGH_S:
             break
-    return Network(about=about, cluster=found.cluster, timings=timings)
+    return MeasuredNetwork(about=about, cluster=found.cluster, timings=timings)
 
 
 def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,

@@ -132,7 +132,7 @@ def _write(args: argparse.Namespace, model: Any, best: Any, cluster: Any) -> Non
     from moe_plugin.planner.launch import (
         CONFIG,
         LINE,
-        Start,
+        LaunchCommand,
         launch_script,
         launch_text,
         launch_words,
@@ -142,8 +142,9 @@ def _write(args: argparse.Namespace, model: Any, best: Any, cluster: Any) -> Non
 
     note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted "
             f"{show_time(best.seconds)} per step.")
-    start = Start(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                  data=args.data or Start.data, config=args.write / CONFIG, script=args.script)
+    start = LaunchCommand(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
+                          data=args.data or LaunchCommand.data, config=args.write / CONFIG,
+                          script=args.script)
     text = launch_text(launch_words(model, best.plan, args.host, start))
     make_folder(args.write)
     write_regular(args.write / CONFIG, plan_yaml(model, best.plan, args.host, args.auto, note))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moe_plugin.comm import Comm
     from moe_plugin.planner.cluster import Cluster
     from moe_plugin.planner.device import Device
-    from moe_plugin.planner.measured import Network, Processor, Record
+    from moe_plugin.planner.measured import MeasuredNetwork, Processor, Record
     from moe_plugin.planner.model import ModelShape
     from moe_plugin.planner.model_cost import PlanCost
     from moe_plugin.planner.trust import Estimate
@@ -188,7 +188,8 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 
 
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
-              grid: tuple[int, int], memory: float) -> tuple[Network | None, Processor | None]:
+              grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
+                                                             Processor | None]:
     """From rank 0's folder where it has what fits, else measured and put there. Other ranks get
     nothing of what was kept; one rank has no network.
     """
@@ -198,12 +199,12 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
         measure_network,
         measure_processor,
     )
-    from moe_plugin.planner.measured import Network, Processor, dump
+    from moe_plugin.planner.measured import MeasuredNetwork, Processor, dump
 
     network = None
     if comm.size > 1:
         about = about_network(model, grid, device)
-        kept, network = _kept(args, comm, Network, NETWORK, about)
+        kept, network = _kept(args, comm, MeasuredNetwork, NETWORK, about)
         if not kept:
             network = measure_network(model, comm, grid, about, args.nics, args.repeats)
             if comm.rank == 0:
@@ -242,7 +243,7 @@ def _say(args: argparse.Namespace, line: str) -> None:
 
 
 def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
-           network: Network | None, processor: Processor, cluster: Cluster) -> None:
+           network: MeasuredNetwork | None, processor: Processor, cluster: Cluster) -> None:
     """Correct the predictions, refuse what cannot be trusted, write and print."""
     from moe_plugin.planner import advice, trust
     from moe_plugin.planner.measured import UPDATE
@@ -269,16 +270,16 @@ def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster:
     """Write moe.yaml and launch.sh; returns the launch line."""
     import torch
 
-    from moe_plugin.planner.launch import Start, launch_script, launch_text, launch_words
+    from moe_plugin.planner.launch import LaunchCommand, launch_script, launch_text, launch_words
     from moe_plugin.planner.units import show_time
     from moe_plugin.planner.write import plan_yaml
 
     note = (f"Written by `moe-plugin recommend`: {best.cost.plan.label}, predicted "
             f"{show_time(best.seconds)} per step.")
-    start = Start(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                  head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
-                  threads=torch.get_num_threads(), data=args.data, config=args.out / CONFIG,
-                  script=args.script)
+    start = LaunchCommand(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
+                          head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
+                          threads=torch.get_num_threads(), data=args.data, config=args.out / CONFIG,
+                          script=args.script)
     text = launch_text(launch_words(model, best.cost.plan, args.host, start))
     write_regular(args.out / CONFIG, plan_yaml(model, best.cost.plan, args.host, args.auto, note,
                                                best.cost.activations))

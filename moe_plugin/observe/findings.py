@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_plugin.observe.history.records import LayerRecord, Run, Span
+from moe_plugin.observe.history.records import LayerRecord, RunRecord, SpanRecord
 from moe_plugin.observe.layer_rules import DROPPED, LAYER_RULES, LayerRule, named
 
 MEMORY = 20  # steps before one against which a loss is compared
@@ -40,7 +40,7 @@ class Finding:
     past: bool = False
 
 
-def findings(run: Run, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
+def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
     """What the rules find, the worst kind first, and last what is over.
 
     skip: rules that are left out. past: False: without what layers have recovered from.
@@ -54,7 +54,7 @@ def findings(run: Run, skip: Iterable[str] = (), *, past: bool = True) -> list[F
     return sorted(found, key=lambda one: (one.past, order.index(one.rule)))
 
 
-def _of_layers(rule: LayerRule, run: Run, past: bool) -> Iterator[Finding]:
+def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]:
     now, over = rule.look(run.layers or _of_the_log(run), past)
     for found, is_past in ((now, False), (over, True)):
         if found:
@@ -62,7 +62,7 @@ def _of_layers(rule: LayerRule, run: Run, past: bool) -> Iterator[Finding]:
                           tuple(found), is_past)
 
 
-def _of_the_log(run: Run) -> dict[str, list[LayerRecord]]:
+def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
     """What fairseq's log says of all layers together, for a run without layer statistics."""
     name = "the mean of all layers"
     records = [LayerRecord(step=r.step, layer=name, drop_fraction=share) for r in run.steps
@@ -70,7 +70,7 @@ def _of_the_log(run: Run) -> dict[str, list[LayerRecord]]:
     return {name: records} if records else {}
 
 
-def _dropped_in_validation(run: Run) -> Iterator[Finding]:
+def _dropped_in_validation(run: RunRecord) -> Iterator[Finding]:
     """The last validation dropped many choices: it has a bound of its own."""
     known = [(r.step, share) for r in run.steps if (share := r.dropped("valid ")) is not None]
     if known and known[-1][1] > DROPPED:
@@ -83,7 +83,7 @@ def _dropped_in_validation(run: Run) -> Iterator[Finding]:
             "--moe-eval-capacity-factor")
 
 
-def not_finite(run: Run) -> Iterator[Finding]:
+def not_finite(run: RunRecord) -> Iterator[Finding]:
     """A loss or gradient that is no number."""
     bad = [r.step for r in run.steps
            if r.not_finite or (r.loss is not None and not math.isfinite(r.loss))]
@@ -96,7 +96,7 @@ def not_finite(run: Run) -> Iterator[Finding]:
             "--moe-router-fp32 true")
 
 
-def spikes(run: Run) -> Iterator[Finding]:
+def spikes(run: RunRecord) -> Iterator[Finding]:
     """The loss jumps."""
     losses = [(r.step, r.loss) for r in run.steps if r.loss is not None and math.isfinite(r.loss)]
     seen: list[int] = []
@@ -112,7 +112,7 @@ def spikes(run: Run) -> Iterator[Finding]:
             "(--moe-losses ...,z=0.001); look whether a layer's balance changed at that step")
 
 
-def exchange_dominates(run: Run) -> Iterator[Finding]:
+def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
     """A recorded step is mostly exchange between ranks."""
     for (step, rank), spans in sorted(run.timelines.items()):
         total = max((s.end_s for s in spans), default=0.0)
@@ -127,7 +127,7 @@ def exchange_dominates(run: Run) -> Iterator[Finding]:
             return
 
 
-def _covered(spans: Sequence[Span]) -> float:
+def _covered(spans: Sequence[SpanRecord]) -> float:
     """Seconds in which at least one of them runs."""
     total, until = 0.0, -math.inf
     for s in sorted(spans, key=lambda s: s.start_s):
@@ -136,14 +136,14 @@ def _covered(spans: Sequence[Span]) -> float:
     return total
 
 
-def _both(spans: Sequence[Span]) -> float:
+def _both(spans: Sequence[SpanRecord]) -> float:
     """Seconds in which an exchange and a product run."""
     exchange = [s for s in spans if s.track == "exchange"]
     products = [s for s in spans if s.track == "matmuls"]
     return _covered(exchange) + _covered(products) - _covered([*exchange, *products])
 
 
-def undecided(run: Run) -> Iterator[Finding]:
+def undecided(run: RunRecord) -> Iterator[Finding]:
     """The tuner still tries layouts at the end of a long run."""
     begin, end = run.step_range
     after = end - UNDECIDED * (end - begin)
@@ -157,7 +157,7 @@ def undecided(run: Run) -> Iterator[Finding]:
             "fewer buckets", tuple(names))
 
 
-def slower(run: Run) -> Iterator[Finding]:
+def slower(run: RunRecord) -> Iterator[Finding]:
     """The run has become slower."""
     speeds = [r.tokens_per_s for r in run.steps if r.tokens_per_s]
     if len(speeds) < 2 * MEMORY:
@@ -174,10 +174,10 @@ def slower(run: Run) -> Iterator[Finding]:
 
 
 # the worst first
-_OF_RUNS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+_OF_RUNS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
     not_finite, spikes, exchange_dominates, undecided, slower)
 _KNOWN = {**{rule.__name__: rule for rule in _OF_RUNS}, **{rule.name: rule for rule in LAYER_RULES}}
-RULES: Mapping[str, LayerRule | Callable[[Run], Iterator[Finding]]] = {
+RULES: Mapping[str, LayerRule | Callable[[RunRecord], Iterator[Finding]]] = {
     name: _KNOWN[name] for name in (
         "not_finite", "collapse", "dead_experts", "drops", "no_balance", "uneven", "sure_router",
         "spikes", "exchange_dominates", "waits_for_experts", "undecided", "slower")}

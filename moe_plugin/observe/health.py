@@ -11,7 +11,7 @@ from typing import Any
 from moe_plugin.observe.episodes import RECENT
 from moe_plugin.observe.findings import DECIDED, MEMORY, findings
 from moe_plugin.observe.history.json_lines import layer_record, timeline
-from moe_plugin.observe.history.records import Decision, LayerRecord, Run, StepRecord
+from moe_plugin.observe.history.records import DecisionRecord, LayerRecord, RunRecord, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class HealthLog:
     """
 
     def __init__(self, skip: Iterable[str] = (), unit: str = "step") -> None:
-        self._run, self._skip, self._unit = Run(name="", host=""), tuple(skip), unit
+        self._run, self._skip, self._unit = RunRecord(name="", host=""), tuple(skip), unit
         self._said: dict[str, _Said] = {}  # by rule
 
     def add(self, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -78,7 +78,7 @@ class HealthLog:
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
     """What `findings` needs of both: the first step, the last decisions of each kind."""
-    last: dict[bool, Decision] = {}
+    last: dict[bool, DecisionRecord] = {}
     for made in (*first.decisions, *second.decisions):
         if made.event == "explore" or made.event in DECIDED:
             last[made.event in DECIDED] = made

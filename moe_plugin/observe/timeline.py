@@ -46,7 +46,7 @@ class _Row(NamedTuple):
     end: float
 
 
-class Timeline:
+class StepTimeline:
     """Records one step.
 
     Args:

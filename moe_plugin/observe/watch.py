@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_plugin.observe.findings import findings
-from moe_plugin.observe.history import LayerRecord, Run, read_run
+from moe_plugin.observe.history import LayerRecord, RunRecord, read_run
 from moe_plugin.observe.history.reader import candidates
 from moe_plugin.observe.report.text import HOSTS, number, shortened
 from moe_plugin.planner.units import show_time
@@ -33,7 +33,7 @@ FILE_SIZE = (120, 200)  # columns and lines where the output is not a terminal
 POLL_S = 0.2
 
 
-def view(run: Run, console: Console, age_s: float | None = None) -> Group:
+def view(run: RunRecord, console: Console, age_s: float | None = None) -> Group:
     """The view of a run, at most as high as the console. age_s: seconds since the files grew."""
     bars = PLAIN if console.options.ascii_only else BARS
     training = _training(run, console.width, bars)
@@ -49,7 +49,7 @@ def view(run: Run, console: Console, age_s: float | None = None) -> Group:
     return Group(*head, Text(), training, Text(), *_layers(run, console.width, room, bars), *foot)
 
 
-def _title(run: Run, age_s: float | None) -> Text:
+def _title(run: RunRecord, age_s: float | None) -> Text:
     title = _text(run.name, "bold")
     title.append(f"  {_clean(HOSTS.get(run.host, run.host))}", "cyan")
     if run.finished:
@@ -59,7 +59,7 @@ def _title(run: Run, age_s: float | None) -> Text:
     return title
 
 
-def _findings(run: Run, width: int) -> list[RenderableType]:
+def _findings(run: RunRecord, width: int) -> list[RenderableType]:
     """What is wrong and what to change, a line each, or more where the console is narrow."""
     parts = [(text, style, indent) for found in findings(run) for text, style, indent in (
         (f"! {found.title}", "bold red", "  "), (f"  try: {found.remedy}", "red", "       "))]
@@ -67,7 +67,7 @@ def _findings(run: Run, width: int) -> list[RenderableType]:
         _clean(text), max(width, 20), subsequent_indent=indent, break_on_hyphens=False)]
 
 
-def _progress(run: Run) -> RenderableType:
+def _progress(run: RunRecord) -> RenderableType:
     """How far the run is, with the time so far and the time left where they are known."""
     total, parts = run.total_steps, [f"step {run.last_step:,}"]
     if total:
@@ -84,7 +84,7 @@ def _progress(run: Run) -> RenderableType:
     return row
 
 
-def _training(run: Run, width: int, bars: str) -> Table:
+def _training(run: RunRecord, width: int, bars: str) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, values, unit in (("loss", [r.loss for r in run.steps], ""),
                                ("valid loss", [r.valid_loss for r in run.steps], ""),
@@ -137,7 +137,7 @@ def _warning(value: float | None, high: float, very_high: float) -> str:
     return "red" if value >= very_high else "yellow" if value >= high else "green"
 
 
-def _layers(run: Run, width: int, room: int, bars: str) -> list[RenderableType]:
+def _layers(run: RunRecord, width: int, room: int, bars: str) -> list[RenderableType]:
     last = run.last_records
     if not last:
         return [_text("no layer statistics (the hosts write them with --moe-stats-jsonl FILE)")]
@@ -197,7 +197,7 @@ class Watch:
         if not self.terminal:
             self.console = Console(file=self.stream, highlight=False, force_terminal=False,
                                    color_system=None, width=FILE_SIZE[0], height=FILE_SIZE[1])
-        self.run: Run | None = None
+        self.run: RunRecord | None = None
         self.why = ""
         self.signature: object = None
 

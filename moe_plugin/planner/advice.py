@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.measured import ALL_REDUCE, MATMUL, Network, Processor, Timing
+from moe_plugin.planner.measured import ALL_REDUCE, MATMUL, MeasuredNetwork, Processor, Timing
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.offload.karma import RECOMPUTE
 from moe_plugin.planner.trust import EXCHANGES, INSIDE, Estimate, Residuals, mean_error
@@ -21,7 +21,7 @@ LEFT_OUT = (
 )
 
 
-def measured_lines(network: Network | None, processor: Processor,
+def measured_lines(network: MeasuredNetwork | None, processor: Processor,
                    found: Mapping[str, Residuals]) -> list[str]:
     """What was measured, how far the fits are off, and what was measured over what they predict."""
     device, cluster = processor.device, network.cluster if network else Cluster()

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_plugin.planner.model import ModelShape, Plan
+from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.write import host_flags
 
 BYTES = 257  # tokens of the byte tokenizers of both hosts
@@ -17,7 +17,7 @@ BALANCE = "0.01"  # weight of the balance loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class LaunchCommand:
     """What a command line needs beyond the plan.
 
     nodes, ranks_per_node: processes. head: address of the first node, where there are several.
@@ -39,7 +39,7 @@ class Start:
     learning_rate: float = 5e-4
 
 
-def torchrun_words(start: Start) -> list[str]:
+def torchrun_words(start: LaunchCommand) -> list[str]:
     """`torchrun` and its own options; on several nodes the line is run on each of them."""
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
@@ -51,7 +51,7 @@ def torchrun_words(start: Start) -> list[str]:
     ]
 
 
-def launch_words(model: ModelShape, plan: Plan, host: str, start: Start) -> list[str]:
+def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
     """All words of the line.
 
     host: see `planner.write.HOSTS`. Data types follow `model.element_bytes`: 2 is bf16.
@@ -79,7 +79,7 @@ def launch_words(model: ModelShape, plan: Plan, host: str, start: Start) -> list
     return [*torchrun_words(start), *program, "--moe-config", str(start.config)]
 
 
-def _fairseq(model: ModelShape, start: Start) -> list[str]:
+def _fairseq(model: ModelShape, start: LaunchCommand) -> list[str]:
     sizes = {
         "layers": model.layers, "embed-dim": model.model_dim, "ffn-embed-dim": model.ffn_dim,
         "attention-heads": model.heads
@@ -95,7 +95,7 @@ def _fairseq(model: ModelShape, start: Start) -> list[str]:
     return [*words, *(["--cpu", "--distributed-backend", "gloo"] if start.cpu else [])]
 
 
-def _megatron(start: Start) -> list[str]:
+def _megatron(start: LaunchCommand) -> list[str]:
     return [
         "--data-path", start.data, "--train-iters", str(start.steps), "--lr",
         f"{start.learning_rate:g}", "--moe-aux-loss-coeff", BALANCE, "--hidden-dropout", "0",

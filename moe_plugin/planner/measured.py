@@ -1,8 +1,8 @@
 """What was measured on one's own ranks, as files that later plans reuse.
 
-A `Network` has the exchanges and the cluster that was fitted to them, a `Processor` the matmuls and
-parts of a model with the device that was fitted to them. Both keep every repeat, from which
-`planner.trust` says how well the fits describe what was measured.
+A `MeasuredNetwork` has the exchanges and the cluster that was fitted to them, a `Processor` the
+matmuls and parts of a model with the device that was fitted to them. Both keep every repeat, from
+which `planner.trust` says how well the fits describe what was measured.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _check(timings: list[Timing]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class MeasuredNetwork:
     """Exchanges on real ranks.
 
     about: what ranks must have in common with these to reuse it. cluster: fitted, and of the size
@@ -78,9 +78,13 @@ class Network:
 class Processor:
     """Matmuls and parts of a model on real ranks, all of which compute at the same time.
 
-    about: see `Network`. device: fitted. model: whose parts they are; `model.experts` are those of
-    the layer that was measured. timings: matmuls, parts, an optimizer step. tensor_ranks: that
-    shared the tensor-parallel layer, whose sizes are the tokens that they had together; 1: none.
+    Args:
+        about: see `MeasuredNetwork`.
+        device: fitted.
+        model: whose parts they are; `model.experts` are those of the layer that was measured.
+        timings: matmuls, parts, an optimizer step.
+        tensor_ranks: that shared the tensor-parallel layer, whose sizes are the tokens that they
+            had together; 1: none.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -96,10 +100,10 @@ class Processor:
                              f"{MAX_RANKS:,}; {REMEDY}")
 
 
-Record = TypeVar("Record", Network, Processor)
+Record = TypeVar("Record", MeasuredNetwork, Processor)
 
 
-def dump(record: Network | Processor) -> str:
+def dump(record: MeasuredNetwork | Processor) -> str:
     """The text of a file."""
     return json.dumps(asdict(record), indent=1) + "\n"
 

@@ -124,7 +124,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
-class Plan:
+class ModelPlan:
     """How a model is distributed over a cluster.
 
     Rank order as in Megatron: tensor, expert, data, pipeline; experts fold over tensor and data

@@ -15,7 +15,7 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import Group, all_reduce_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost
-from moe_plugin.planner.model import ModelShape, Plan
+from moe_plugin.planner.model import ModelPlan, ModelShape
 
 ACTIVATION_BYTES = 34 / 2  # per token, model dimension and byte of an element
 BACKWARD = 2.0
@@ -29,7 +29,7 @@ class PlanCost:
     layer. activations: keep or recompute, by layer of the model; empty: all are kept.
     """
 
-    plan: Plan
+    plan: ModelPlan
     time: dict[str, float]
     memory: dict[str, float]
     layer: LayerCost
@@ -46,7 +46,7 @@ class PlanCost:
         return sum(self.memory.values())
 
 
-def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: Plan) -> PlanCost:
+def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> PlanCost:
     """Predicted cost of a plan."""
     layer = layer_cost(model.layer(plan.tokens(model)), plan.expert_cluster(cluster), device,
                        plan.layout)
@@ -54,7 +54,7 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: Plan) -
                     memory_of(model, plan, layer), layer)
 
 
-def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
+def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
             layer_s: float) -> dict[str, float]:
     """Seconds of a step by part. layer_s: of one MoE layer, forward and backward."""
     stage = _stage(model, cluster, device, plan, layer_s)
@@ -89,7 +89,7 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
             "tensor parallel": 2 * 2 * all_reduce_s(cluster, Group(tp), size) if tp > 1 else 0.0}
 
 
-def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
+def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
            layer_s: float) -> dict[str, float]:
     """Seconds of forward and backward of one micro-batch on the fullest stage."""
     layers, moe = model.fullest(plan.pp)
@@ -105,14 +105,14 @@ def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: Plan,
     }
 
 
-def _stage_to_stage_s(cluster: Cluster, plan: Plan, size: float) -> float:
+def _stage_to_stage_s(cluster: Cluster, plan: ModelPlan, size: float) -> float:
     if plan.pp == 1:
         return 0.0
     far = plan.tp * plan.dp >= cluster.ranks_per_node
     return 2 * (cluster.inter if far else cluster.intra).seconds(1, size)
 
 
-def gradient_s(model: ModelShape, cluster: Cluster, plan: Plan) -> float:
+def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
     """All-reduce of fp32 gradients: dense over dp ranks, experts' over their replicas."""
     groups, total = plan.groups(), 0.0
     if plan.dp > 1:
@@ -124,13 +124,13 @@ def gradient_s(model: ModelShape, cluster: Cluster, plan: Plan) -> float:
     return total
 
 
-def expert_parameters(model: ModelShape, plan: Plan) -> float:
+def expert_parameters(model: ModelShape, plan: ModelPlan) -> float:
     """Those of experts that a rank of the fullest stage has."""
     _, moe = model.fullest(plan.pp)
     return model.expert_parameters / max(1, model.moe_layers) * moe / plan.expert_ranks
 
 
-def memory_of(model: ModelShape, plan: Plan, layer: LayerCost) -> dict[str, float]:
+def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
     """Bytes by part on the fullest stage, with pp micro-batches in flight: of parameters,
     gradients and optimizer state each those of dense layers and those of experts.
     """
@@ -148,7 +148,7 @@ def memory_of(model: ModelShape, plan: Plan, layer: LayerCost) -> dict[str, floa
     }
 
 
-def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: Plan) -> float:
+def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> float:
     """A bound over all layouts: MoE layers at full arithmetic speed, everything else as it is."""
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)

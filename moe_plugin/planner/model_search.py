@@ -9,7 +9,7 @@ from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device
-from moe_plugin.planner.model import ModelShape, Plan
+from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.model_cost import PlanCost, lower_bound_s, plan_cost
 from moe_plugin.planner.units import show_size
 
@@ -34,7 +34,7 @@ class Space:
     expert_ranks: tuple[int, ...] | None = None
     data_parallel_only: bool = False
 
-    def allows(self, plan: Plan) -> bool:
+    def allows(self, plan: ModelPlan) -> bool:
         """Whether the sizes of a plan are in the space."""
         if self.data_parallel_only and plan.tp * plan.pp > 1:
             return False
@@ -57,7 +57,7 @@ class Found:
     too_big: int
 
 
-def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Plan]:
+def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[ModelPlan]:
     """All plans without their layout.
 
     Tensor parallelism stays inside a node, stages have equal numbers of layers, and experts divide
@@ -74,7 +74,7 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Plan
 
 
 def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
-                   group: int) -> Iterator[Plan]:
+                   group: int) -> Iterator[ModelPlan]:
     """The plans of one tp, pp and number of ranks per expert group."""
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
@@ -82,7 +82,8 @@ def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, p
     if model.model_dim % etp or model.expert_dim % etp:
         return
     for micro in space.micro_batches:
-        plan = Plan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp, micro_batch=micro, layout=ANY)
+        plan = ModelPlan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp, micro_batch=micro,
+                         layout=ANY)
         fits = model.global_batch % (dp * micro) == 0 and micro * model.sequence % tp == 0
         if fits and space.allows(plan):
             yield plan
@@ -127,7 +128,7 @@ def _order(cost: PlanCost) -> tuple:
 
 
 def _layouts(model: ModelShape, cluster: Cluster, device: Device, space: Space,
-             outline: Plan) -> Iterator[PlanCost]:
+             outline: ModelPlan) -> Iterator[PlanCost]:
     for choice in legal_choices(model.experts, outline.expert_ranks, degrees=space.degrees,
                                 algorithms=space.algorithms):
         yield plan_cost(model, cluster, device, replace(outline, layout=choice))
@@ -150,7 +151,7 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
     return {axis: found[axis] for axis in (*PLAN_AXES, *LAYOUT_AXES) if axis in found}
 
 
-def value_of(plan: Plan, axis: str) -> int | str:
+def value_of(plan: ModelPlan, axis: str) -> int | str:
     """A plan's number, or name, on an axis of `PLAN_AXES` or `LAYOUT_AXES`."""
     value: int | str = getattr(plan.layout if axis in LAYOUT_AXES else plan, axis)
     return value

@@ -42,7 +42,7 @@ class Multicast:
 
 
 @dataclass(frozen=True)
-class Step:
+class MulticastStep:
     """A multicast with the host that sends it."""
 
     multicast: Multicast
@@ -54,7 +54,7 @@ class Step:
         return {self.sender, *self.multicast.receivers}
 
 
-Steps = Sequence[Step]
+Steps = Sequence[MulticastStep]
 
 
 def send_receive_s(cluster: Cluster, size: float, receivers: Sequence[int], sender: int) -> float:
@@ -141,12 +141,13 @@ def lower_bound(tasks: Sequence[Multicast]) -> float:
     return max([even, *load.values()])
 
 
-def by_load(tasks: Sequence[Multicast]) -> list[Step]:
+def by_load(tasks: Sequence[Multicast]) -> list[MulticastStep]:
     """The largest first; see `_list_schedule`."""
     return _list_schedule(sorted(tasks, key=lambda t: (-t.seconds, t.name)))
 
 
-def randomised(tasks: Sequence[Multicast], rounds: int = ROUNDS, seed: int = 0) -> list[Step]:
+def randomised(tasks: Sequence[Multicast], rounds: int = ROUNDS,
+               seed: int = 0) -> list[MulticastStep]:
     """The best of `rounds` random orders, in each of which a maximal set of multicasts that do not
     conflict runs at any time.
     """
@@ -159,7 +160,7 @@ def randomised(tasks: Sequence[Multicast], rounds: int = ROUNDS, seed: int = 0) 
     return min(found, key=lambda steps: run(steps).seconds)
 
 
-def _list_schedule(tasks: Sequence[Multicast]) -> list[Step]:
+def _list_schedule(tasks: Sequence[Multicast]) -> list[MulticastStep]:
     """At any time the first of the waiting multicasts whose hosts are free starts, from the free
     sender that has sent least.
 
@@ -174,7 +175,7 @@ def _list_schedule(tasks: Sequence[Multicast]) -> list[Step]:
             ready = [h for h in task.senders if free.get(h, 0.0) <= now]
             if not ready or any(free.get(h, 0.0) > now for h in task.receivers):
                 continue
-            step = Step(task, min(ready, key=lambda h: (sent.get(h, 0.0), h)))
+            step = MulticastStep(task, min(ready, key=lambda h: (sent.get(h, 0.0), h)))
             sent[step.sender] = sent.get(step.sender, 0.0) + task.seconds
             free.update(dict.fromkeys(step.hosts, now + task.seconds))
             steps.append(step)
@@ -187,11 +188,11 @@ def _list_schedule(tasks: Sequence[Multicast]) -> list[Step]:
 class _Search:
     """Depth first over orders and senders. best: of all that were seen. left: steps to go."""
 
-    best: list[Step]
+    best: list[MulticastStep]
     seconds: float
     left: int
 
-    def go(self, waiting: list[Multicast], steps: list[Step], free: dict[int, float],
+    def go(self, waiting: list[Multicast], steps: list[MulticastStep], free: dict[int, float],
            last: float) -> None:
         """Try every next step that can still beat the best.
 
@@ -211,7 +212,7 @@ class _Search:
             self.go(rest, [*steps, step], after, start)
 
     def _next(self, waiting: list[Multicast], free: dict[int, float],
-              last: float) -> Iterator[tuple[Step, float]]:
+              last: float) -> Iterator[tuple[MulticastStep, float]]:
         seen = set()
         for task in waiting:
             for sender in task.senders:
@@ -219,7 +220,7 @@ class _Search:
                 start = max(free.get(h, 0.0) for h in (sender, *task.receivers))
                 if kind not in seen and start >= last:
                     seen.add(kind)
-                    yield Step(task, sender), start
+                    yield MulticastStep(task, sender), start
 
 
 def _at_least(waiting: Sequence[Multicast], free: dict[int, float]) -> float:
@@ -230,7 +231,8 @@ def _at_least(waiting: Sequence[Multicast], free: dict[int, float]) -> float:
     return max(load.values())
 
 
-def depth_first(tasks: Sequence[Multicast], budget: int = BUDGET) -> tuple[list[Step], bool]:
+def depth_first(tasks: Sequence[Multicast], budget: int = BUDGET) -> tuple[list[MulticastStep],
+                                                                           bool]:
     """The best order that a depth-first search with pruning finds, and whether it is the best there
     is: the search ended within `budget` steps.
     """
@@ -240,7 +242,7 @@ def depth_first(tasks: Sequence[Multicast], budget: int = BUDGET) -> tuple[list[
     return search.best, search.left > 0
 
 
-def plan_order(tasks: Sequence[Multicast]) -> list[Step]:
+def plan_order(tasks: Sequence[Multicast]) -> list[MulticastStep]:
     """Senders and order: of a few multicasts by `depth_first`, else the better of both greedy ones.
     """
     if len(tasks) <= FEW:

@@ -58,7 +58,7 @@ Profile = Mapping[str, Kernel]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class PrefillLoad:
     """What a rank computes in one call, and what its exchanges cost.
 
     Attributes:
@@ -114,7 +114,7 @@ def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, s
     return found
 
 
-def timeline(load: Load, pieces: int, compute_s: float) -> Timeline:
+def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
     """Equal pieces through dispatch, experts (`compute_s` each) and combine over one network, which
     prefers rows that are still to be computed.
     """
@@ -126,7 +126,7 @@ def timeline(load: Load, pieces: int, compute_s: float) -> Timeline:
     return simulate_ready(tasks)
 
 
-def bound_s(load: Load, pieces: int, compute_s: float) -> float:
+def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
     """Seconds that no order of equal pieces is below: all compute behind the first exchange and in
     front of the last; or all exchanges, and what the network waits for the first piece.
     """
@@ -135,7 +135,7 @@ def bound_s(load: Load, pieces: int, compute_s: float) -> float:
     return max(2 * move + pieces * compute_s, 2 * pieces * move + waits)
 
 
-def choices(load: Load, profile: Profile, cut: str = "experts",
+def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             pieces: Sequence[int] = PIECES) -> list[PrefillChoice]:
     """All numbers of pieces, each with its fastest kernel; the fastest first, of equals the fewest.
 
@@ -165,7 +165,8 @@ def choices(load: Load, profile: Profile, cut: str = "experts",
     return sorted(found, key=lambda choice: (choice.seconds, choice.pieces))
 
 
-def table(loads: Sequence[Load], profile: Profile) -> list[tuple[Load, PrefillChoice]]:
+def table(loads: Sequence[PrefillLoad],
+          profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
     """The best choice of each load, over both cuts."""
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

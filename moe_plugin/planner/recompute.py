@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.model_cost import ACTIVATION_BYTES, BACKWARD, PlanCost
-from moe_plugin.planner.offload.karma import KEEP, Block
-from moe_plugin.planner.offload.karma import Plan as KarmaPlan
+from moe_plugin.planner.offload.karma import KEEP, SwapBlock, SwapPlan
 from moe_plugin.planner.offload.karma import plan as karma_plan
 
 RECOMPUTED = "recomputed layers"  # the part of a step
@@ -53,20 +52,20 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
     return found
 
 
-def _again_s(made: KarmaPlan) -> float:
+def _again_s(made: SwapPlan) -> float:
     """Seconds a micro-batch of the layers that a stage computes again."""
     return sum(block.forward_s for block, decision in zip(made.problem.blocks, made.decisions,
                                                           strict=True) if decision != KEEP)
 
 
-def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[KarmaPlan]:
+def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
     """A plan for each pipeline stage; stages with the same layers have the same one."""
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
     made = {row: karma_plan(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
     return [made[row] for row in rows]
 
 
-def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[Block]:
+def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
     """The layers of a stage, for all micro-batches in flight. experts: which ones have experts."""
     plan, share = cost.plan, 1 / (1 + BACKWARD)
     micro = plan.micro_batches(model)
@@ -82,7 +81,7 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
     for index, with_experts in enumerate(experts):
         each = always + (sparse if with_experts else dense)
         extra = flight * cost.layer.memory_bytes if with_experts else 0.0
-        blocks.append(Block(name=f"layer {index}", forward_s=share * each,
-                            backward_s=(1 - share) * each, kept_bytes=int(kept),
-                            activation_bytes=int(ACTIVATION_BYTES * kept + extra)))
+        blocks.append(SwapBlock(name=f"layer {index}", forward_s=share * each,
+                                backward_s=(1 - share) * each, kept_bytes=int(kept),
+                                activation_bytes=int(ACTIVATION_BYTES * kept + extra)))
     return blocks

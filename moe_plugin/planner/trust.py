@@ -25,11 +25,11 @@ from moe_plugin.planner.measured import (
     MATMUL,
     MOE,
     TENSOR,
-    Network,
+    MeasuredNetwork,
     Processor,
     Timing,
 )
-from moe_plugin.planner.model import ModelShape, Plan
+from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.model_cost import PlanCost, dense_layer_s, dense_s, expert_parameters
 from moe_plugin.planner.recompute import RECOMPUTED
 from moe_plugin.planner.units import show_size, show_time
@@ -103,7 +103,7 @@ def predicted_s(timing: Timing, cluster: Cluster, processor: Processor) -> float
     return parts["output head"] if timing.name == HEAD else None
 
 
-def residuals(network: Network | None, processor: Processor) -> dict[str, Residuals]:
+def residuals(network: MeasuredNetwork | None, processor: Processor) -> dict[str, Residuals]:
     """By kind of measurement: all-to-all (all algorithms together), all-reduce, matmul, parts.
 
     network: None on one rank.
@@ -121,7 +121,7 @@ def residuals(network: Network | None, processor: Processor) -> dict[str, Residu
             for kind, found in ratios.items()}
 
 
-def check_of(name: str, plan: Plan, found: Mapping[str, Residuals]) -> Residuals | None:
+def check_of(name: str, plan: ModelPlan, found: Mapping[str, Residuals]) -> Residuals | None:
     """The measurement that stands for a part of a plan's step; None: there is none."""
     cut = found.get(CUT.get(name, "")) if plan.tp > 1 else None
     return cut or found.get(CHECKS.get(name, ""))
@@ -195,12 +195,12 @@ def estimate(model: ModelShape, cost: PlanCost, found: Mapping[str, Residuals],
     return Estimate(cost, parts)
 
 
-def parameters_of(model: ModelShape, plan: Plan) -> float:
+def parameters_of(model: ModelShape, plan: ModelPlan) -> float:
     """Parameters that one rank of the fullest stage stores and updates."""
     return model.dense_parameters / (plan.tp * plan.pp) + expert_parameters(model, plan)
 
 
-def doubts(model: ModelShape, made: Estimate, network: Network | None, processor: Processor,
+def doubts(model: ModelShape, made: Estimate, network: MeasuredNetwork | None, processor: Processor,
            found: Mapping[str, Residuals]) -> list[str]:
     """Why the prediction of a plan should not be trusted; empty: nothing speaks against it.
 
@@ -210,7 +210,7 @@ def doubts(model: ModelShape, made: Estimate, network: Network | None, processor
             *_of_sizes(model, made.cost.plan, network, found)]
 
 
-def _of_fits(network: Network | None, processor: Processor) -> list[str]:
+def _of_fits(network: MeasuredNetwork | None, processor: Processor) -> list[str]:
     lines, cluster = [], network.cluster if network else Cluster()
     for what, timings in (
             ("network", [t for t in network.timings if t.name in COSTS] if network else []),
@@ -240,7 +240,7 @@ def _of_checks(made: Estimate, found: Mapping[str, Residuals]) -> list[str]:
     return lines
 
 
-def _of_sizes(model: ModelShape, plan: Plan, network: Network | None,
+def _of_sizes(model: ModelShape, plan: ModelPlan, network: MeasuredNetwork | None,
               found: Mapping[str, Residuals]) -> list[str]:
     """Sizes of the plan far outside what was measured."""
     ranks = plan.tp * plan.pp * plan.dp

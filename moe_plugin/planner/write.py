@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from moe_plugin.messages import short
-from moe_plugin.planner.model import ModelShape, Plan
+from moe_plugin.planner.model import ModelPlan, ModelShape
 
 HOSTS = ("fairseq", "megatron")
 
 
-def moe_settings(model: ModelShape, plan: Plan, auto: bool) -> dict[str, Any]:
+def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool) -> dict[str, Any]:
     """A plan as this package's settings, nested plain values.
 
     auto: the tuner starts with the plan's layout and may change it.
@@ -37,7 +37,7 @@ def moe_settings(model: ModelShape, plan: Plan, auto: bool) -> dict[str, Any]:
     }
 
 
-def host_flags(model: ModelShape, plan: Plan, host: str) -> list[str]:
+def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
     """The host's own flags, as a list of words.
 
     Raises: ValueError: unknown host, or one that cannot run the plan, with the remedy.
@@ -70,7 +70,7 @@ def host_flags(model: ModelShape, plan: Plan, host: str) -> list[str]:
     return [str(f) for f in flags]
 
 
-def plan_yaml(model: ModelShape, plan: Plan, host: str, auto: bool, note: str,
+def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
               activations: Sequence[str] = ()) -> str:
     """The file of a plan for `--moe-config`.
 

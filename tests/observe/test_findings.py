@@ -23,7 +23,14 @@ from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.episodes import RECENT
 from moe_plugin.observe.findings import RULES, findings
 from moe_plugin.observe.health import KEPT, HealthLog
-from moe_plugin.observe.history import Decision, LayerRecord, Run, Span, StepRecord, read_run
+from moe_plugin.observe.history import (
+    DecisionRecord,
+    LayerRecord,
+    RunRecord,
+    SpanRecord,
+    StepRecord,
+    read_run,
+)
 from moe_plugin.observe.report import render
 from moe_plugin.observe.watch import view
 
@@ -39,9 +46,9 @@ def records(load: tuple[float, ...] = (25.0,) * E, count: int = 6, **other: Any)
             for s in range(1, count + 1)]
 
 
-def run_of(layer: list[LayerRecord] | None = None, **other: Any) -> Run:
-    return Run(name="r", host="megatron", layers={"a": records() if layer is None else layer},
-               **other)
+def run_of(layer: list[LayerRecord] | None = None, **other: Any) -> RunRecord:
+    return RunRecord(name="r", host="megatron", layers={"a": records() if layer is None else layer},
+                     **other)
 
 
 def steps(losses: list[float], speed: float = 100.0) -> list[StepRecord]:
@@ -50,12 +57,12 @@ def steps(losses: list[float], speed: float = 100.0) -> list[StepRecord]:
 
 
 def spans(exchange: float, products: float, both: float) -> dict:
-    return {(3, 0): [Span("exchange", "all_to_all", 0.0, exchange),
-                     Span("matmuls", "mm", exchange - both, exchange - both + products)]}
+    return {(3, 0): [SpanRecord("exchange", "all_to_all", 0.0, exchange),
+                     SpanRecord("matmuls", "mm", exchange - both, exchange - both + products)]}
 
 
 def decisions(*events: str) -> list[LayerRecord]:
-    made = [Decision(step=100 * i, layer="a", event=event) for i, event in enumerate(events)]
+    made = [DecisionRecord(step=100 * i, layer="a", event=event) for i, event in enumerate(events)]
     layer = records()
     return [dataclasses.replace(layer[0], decisions=tuple(made)), *layer[1:],
             dataclasses.replace(layer[-1], step=300)]
@@ -83,7 +90,7 @@ FINE = {
     "hidden": run_of(timelines=spans(8.0, 8.0, 6.0)),
     "falling": run_of(steps=steps([8 / (1 + s / 10) for s in range(100)])),
     "one expert a token": run_of(records((12.5,) * E, entropy=0.01)),
-    "two of two": Run(name="r", host="", layers={"a": records((50.0, 150.0), entropy=0.5)}),
+    "two of two": RunRecord(name="r", host="", layers={"a": records((50.0, 150.0), entropy=0.5)}),
 }
 
 
@@ -118,9 +125,9 @@ def test_no_numbers_break_the_rules(layer: list, losses: list) -> None:
     made = [LayerRecord(step=s, layer="a", load=tuple(load), tokens=tokens, max_over_mean=peak,
                         drop_fraction=drop, entropy=entropy)
             for s, (load, tokens, peak, drop, entropy) in enumerate(layer)]
-    run = Run(name="r", host="", layers={"a": made},
-              steps=[StepRecord(step=s, loss=loss, tokens_per_s=loss)
-                     for s, loss in enumerate(losses)])
+    run = RunRecord(name="r", host="", layers={"a": made},
+                    steps=[StepRecord(step=s, loss=loss, tokens_per_s=loss)
+                           for s, loss in enumerate(losses)])
     for found in findings(run):
         assert found.title and "nan" not in found.title
 
@@ -128,11 +135,11 @@ def test_no_numbers_break_the_rules(layer: list, losses: list) -> None:
 def test_drops_are_found_in_the_log_alone_and_in_validation() -> None:
     training = [StepRecord(step=s, extra={"overflow_expert1": 10.0, "overflow_expert2": 30.0})
                 for s in range(1, 7)]
-    (found,) = findings(Run(name="r", host="fairseq", steps=training))
+    (found,) = findings(RunRecord(name="r", host="fairseq", steps=training))
     assert found.rule == "drops" and found.title.startswith("20 % of the choices are dropped")
-    assert findings(Run(name="r", host="fairseq", steps=training), skip=["drops"]) == []
+    assert findings(RunRecord(name="r", host="fairseq", steps=training), skip=["drops"]) == []
 
-    def validated(*percent: float) -> Run:
+    def validated(*percent: float) -> RunRecord:
         return run_of(steps=[StepRecord(step=10 * i, extra={"valid overflow_expert1": value})
                              for i, value in enumerate(percent, start=1)])
 
@@ -229,7 +236,7 @@ def test_the_log_remembers_the_fastest_stretch(speeds: list[float]) -> None:
     log = HealthLog()
     for record in made:
         log.add_step(record)
-    whole = {f.rule for f in findings(Run(name="r", host="", steps=made))}
+    whole = {f.rule for f in findings(RunRecord(name="r", host="", steps=made))}
     assert {f.rule for f in findings(log._run)} == whole
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.observe.history import Run, StepRecord, read_run
+from moe_plugin.observe.history import RunRecord, StepRecord, read_run
 from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
 
 DATA = Path(__file__).parent / "data"
@@ -134,7 +134,7 @@ def test_statistics_say_which_host_wrote_them(tmp_path: Path) -> None:
     (range(60), (0, 59)), (range(1, 61), (1, 60)), ((19, 39, 59), (0, 59)), ((59,), (0, 59)),
     (range(1000, 1060), (1000, 1059)), ((), (0, -1))])
 def test_the_steps_that_records_are_about(steps: Iterable[int], covered: tuple[int, int]) -> None:
-    run = Run(name="r", host="pytorch", steps=[StepRecord(step=step) for step in steps])
+    run = RunRecord(name="r", host="pytorch", steps=[StepRecord(step=step) for step in steps])
     assert run.steps_covered == covered
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from moe_plugin.observe.episodes import RECENT
 from moe_plugin.observe.findings import findings
-from moe_plugin.observe.history import LayerRecord, Run
+from moe_plugin.observe.history import LayerRecord, RunRecord
 from moe_plugin.observe.report import render
 from moe_plugin.observe.watch import view
 
@@ -31,10 +31,10 @@ def record(load: list[float], k: int, **other: Any) -> LayerRecord:
     return LayerRecord(step=0, layer="a", load=tuple(load), tokens=TOKENS, **values)
 
 
-def run_of(*records: LayerRecord) -> Run:
+def run_of(*records: LayerRecord) -> RunRecord:
     """A run with a record a step, from step 0."""
-    return Run(name="r", host="", layers={"a": [replace(r, step=step)
-                                                for step, r in enumerate(records)]})
+    return RunRecord(name="r", host="", layers={"a": [replace(r, step=step)
+                                                      for step, r in enumerate(records)]})
 
 
 def rules(found: LayerRecord) -> set[str]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from moe_plugin.observe.history import LayerRecord, Run, Span, StepRecord
+from moe_plugin.observe.history import LayerRecord, RunRecord, SpanRecord, StepRecord
 from moe_plugin.observe.report import render, render_comparison
 from tests.observe.chromium import Browser, Page
 
 STEPS = 200
 
 
-def made(name: str, first: float = 6.0, every: int = 1) -> Run:
+def made(name: str, first: float = 6.0, every: int = 1) -> RunRecord:
     """A run of 200 steps whose loss falls from `first` and swings by 0.3 from step to step."""
     steps = [StepRecord(step=s, loss=first * math.exp(-s / 80) + 0.3 * (s % 2),
                         valid_loss=first / s if s % 50 == 0 else None, tokens_per_s=900.0 + s)
@@ -24,7 +24,7 @@ def made(name: str, first: float = 6.0, every: int = 1) -> Run:
                     max_over_mean=1.2 + i + s / 1000, losses={"debt": -1.0 - s / STEPS})
         for s in range(1, STEPS + 1, 10)
     ] for i in range(2)}
-    return Run(name=name, host="megatron", steps=steps, layers=layers, files=["log.jsonl"])
+    return RunRecord(name=name, host="megatron", steps=steps, layers=layers, files=["log.jsonl"])
 
 
 def plot(page: Page, figure: str, expression: str) -> Any:
@@ -262,9 +262,9 @@ def test_curves_have_the_colours_of_the_scheme(browser: Browser, scheme: str) ->
 
 def test_one_point_and_points_between_gaps_are_drawn(browser: Browser) -> None:
     losses = [None, 3.0, None, 4.0, 5.0]
-    run = Run(name="gaps", host="megatron", steps=[
+    run = RunRecord(name="gaps", host="megatron", steps=[
         StepRecord(step=s, loss=math.nan if loss is None else loss, tokens_per_s=1.0 if s == 3
-                   else None) for s, loss in enumerate(losses)], files=[])
+                         else None) for s, loss in enumerate(losses)], files=[])
     page = browser.open(render(run))
     alone = "[...u.series[1].points.filter(u, 1, true, null)].map((i) => u.data[0][i])"
     assert page.complaints == []
@@ -273,9 +273,9 @@ def test_one_point_and_points_between_gaps_are_drawn(browser: Browser) -> None:
 
 def test_timelines_zoom_and_have_keys(browser: Browser) -> None:
     run = made("one")
-    run.timelines = {(9, 0): [Span("layers", "a forward", 0.0, 0.5),
-                              Span("layers", "a backward", 0.5, 1.0),
-                              Span("matmuls", "mm", 0.6, 0.60001)]}
+    run.timelines = {(9, 0): [SpanRecord("layers", "a forward", 0.0, 0.5),
+                              SpanRecord("layers", "a backward", 0.5, 1.0),
+                              SpanRecord("matmuls", "mm", 0.6, 0.60001)]}
     page = browser.open(render(run))
     drawn = "(() => { const b = bands.all[0], t = b.tip; return %s; })()"
     text = drawn % "t.hidden ? null : t.innerText"

@@ -18,7 +18,14 @@ from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
 from moe_plugin.config import ObserveConfig
 from moe_plugin.observe import StatsRecorder
-from moe_plugin.observe.history import Decision, LayerRecord, Run, Span, StepRecord, read_run
+from moe_plugin.observe.history import (
+    DecisionRecord,
+    LayerRecord,
+    RunRecord,
+    SpanRecord,
+    StepRecord,
+    read_run,
+)
 from moe_plugin.observe.report import render, render_comparison, write_report
 from moe_plugin.observe.report.compare import comparison
 from moe_plugin.observe.report.content import sections, summary
@@ -76,7 +83,7 @@ def curves(page: str, figure: str) -> dict[str, dict[float, float]]:
     }
 
 
-def made_run(layers: int = 2, experts: int = 4, records: int = 3, name: str = "made") -> Run:
+def made_run(layers: int = 2, experts: int = 4, records: int = 3, name: str = "made") -> RunRecord:
     found = {
         f"layer{i}": [
             LayerRecord(step=s, layer=f"layer{i}", load=tuple(1 + (e * 7 + s + i) % 5
@@ -86,7 +93,7 @@ def made_run(layers: int = 2, experts: int = 4, records: int = 3, name: str = "m
             for s in range(1, records + 1)
         ] for i in range(layers)
     }
-    return Run(
+    return RunRecord(
         name=name, host="megatron", steps=[
             StepRecord(step=s, loss=5 / s, tokens_per_s=1000.0 + s) for s in range(1, records + 1)
         ], layers=found, files=["log.jsonl"])
@@ -142,14 +149,14 @@ def test_losses_by_name_are_drawn_whether_statistics_or_the_log_has_them() -> No
 
 
 def test_the_router_of_each_layer_is_drawn_where_several_take_turns() -> None:
-    def run_of(routers: list[str]) -> Run:
+    def run_of(routers: list[str]) -> RunRecord:
         records = [
             LayerRecord(step=s, layer="layer0", load=(1, 1), routers={router: 2})
             for s, router in enumerate(routers, 1)
         ]
-        return Run(name="made", host="megatron",
-                   steps=[StepRecord(step=s, loss=1.0) for s in range(1, 4)],
-                   layers={"layer0": records}, files=["log.jsonl"])
+        return RunRecord(name="made", host="megatron",
+                         steps=[StepRecord(step=s, loss=1.0) for s in range(1, 4)],
+                         layers={"layer0": records}, files=["log.jsonl"])
 
     page = render(run_of(["switch", "base", "switch"]))
     assert '<figure id="routers"' in page and "Router of each layer" in page and "base" in page
@@ -211,17 +218,19 @@ def test_levels_grow_from_nothing_over_even_to_the_top() -> None:
     assert levels == sorted(levels) and len(set(levels)) > 25
 
 
-def hostile_run() -> Run:
-    decision = Decision(step=1, layer=HOSTILE, event=HOSTILE, choice=HOSTILE, why=HOSTILE)
+def hostile_run() -> RunRecord:
+    decision = DecisionRecord(step=1, layer=HOSTILE, event=HOSTILE, choice=HOSTILE, why=HOSTILE)
     rows = [
         LayerRecord(step=s, layer=HOSTILE, load=(1, 2), max_over_mean=1.3, losses={HOSTILE: 1.0},
                     layouts={HOSTILE + str(s): 1}, decisions=(decision,)) for s in (1, 2)
     ]
-    return Run(name=HOSTILE, host=HOSTILE,
-               steps=[StepRecord(step=1, loss=1.0),
-                      StepRecord(step=2, loss=math.nan)], layers={HOSTILE: rows, "b": rows[:1]},
-               timelines={(1, 0): [Span(HOSTILE, HOSTILE, 0.0, 1.0)]}, settings={HOSTILE: HOSTILE},
-               notes=[HOSTILE], files=[HOSTILE])
+    return RunRecord(name=HOSTILE, host=HOSTILE,
+                     steps=[StepRecord(step=1, loss=1.0),
+                            StepRecord(step=2, loss=math.nan)],
+                     layers={HOSTILE: rows, "b": rows[:1]},
+                     timelines={(1, 0): [SpanRecord(HOSTILE, HOSTILE, 0.0, 1.0)]},
+                     settings={HOSTILE: HOSTILE},
+                     notes=[HOSTILE], files=[HOSTILE])
 
 
 def test_hostile_text_stays_text() -> None:
@@ -282,13 +291,14 @@ def test_long_curves_keep_the_means_of_their_stretches() -> None:
 
 
 @pytest.mark.parametrize(("run", "figures"), [
-    (Run(name="one", host="megatron", steps=[StepRecord(step=5, loss=math.inf)]), []),
-    (Run(name="one", host="unknown",
-         layers={"a": [LayerRecord(step=5, layer="a", load=(0, 0))]}), []),
-    (Run(name="one", host="megatron", steps=[StepRecord(step=5, loss=2.0)],
-         layers={"a": [LayerRecord(step=5, layer="a", load=(0, 3))]}), ["loss", "experts-0"]),
+    (RunRecord(name="one", host="megatron", steps=[StepRecord(step=5, loss=math.inf)]), []),
+    (RunRecord(name="one", host="unknown",
+               layers={"a": [LayerRecord(step=5, layer="a", load=(0, 0))]}), []),
+    (RunRecord(name="one", host="megatron", steps=[StepRecord(step=5, loss=2.0)],
+               layers={"a": [LayerRecord(step=5, layer="a", load=(0, 3))]}), ["loss", "experts-0"]),
 ], ids=["infinite-loss", "nothing-routed", "one-record"])
-def test_a_run_with_little_in_it_has_a_page_of_what_is_known(run: Run, figures: list[str]) -> None:
+def test_a_run_with_little_in_it_has_a_page_of_what_is_known(run: RunRecord,
+                                                             figures: list[str]) -> None:
     parsed = Page(render(run))
     assert [attrs["id"] for attrs in parsed.of("figure")] == figures
     assert parsed.text["h1"] == ["one"] and "5" in parsed.text["dd"]
@@ -447,7 +457,7 @@ def test_runs_of_one_name_are_told_apart_and_their_number_is_bounded(
 def test_long_names_of_rows_are_shortened_in_the_middle() -> None:
     names = ["encoder_of_speech.layers.1", "decoder_of_words.layers.1",
              "decoder_of_words.layers.11"]
-    run = Run(name="r", host="pytorch", layers={name: [LayerRecord(
+    run = RunRecord(name="r", host="pytorch", layers={name: [LayerRecord(
         step=step, layer=name, load=(1, 3), max_over_mean=1.5) for step in (1, 2)]
         for name in names})
     page = render(run)
@@ -470,7 +480,7 @@ def test_plain_training_has_its_name_and_its_steps(tmp_path: Path) -> None:
 
 
 def test_settings_that_mean_the_same_do_not_differ() -> None:
-    runs = [Run(name=name, host="fairseq", settings=settings) for name, settings in (
+    runs = [RunRecord(name=name, host="fairseq", settings=settings) for name, settings in (
         ("a", {"lr": "0.10", "adam-betas": "(0.9, 0.98)", "block-lr": "-1.0", "arch": "x"}),
         ("b", {"lr": "0.1", "adam-betas": "[0.9, 0.98]", "block-lr": "-1", "arch": "y"}))]
     table = next(f for section in comparison(runs) for f in section.figures

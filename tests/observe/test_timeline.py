@@ -15,7 +15,7 @@ from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import ObserveConfig
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.timeline import BACKWARD, MARK, Timeline, spans
+from moe_plugin.observe.timeline import BACKWARD, MARK, StepTimeline, spans
 
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
@@ -29,7 +29,7 @@ def event(name: str, start: float, end: float, number: int = -1,
 def test_one_step_is_recorded_with_both_passes_of_each_layer(tmp_path: Path) -> None:
     path = tmp_path / "stats.jsonl"
     layers = {name: MoELayer(MoEConfig(model_dim=8, num_experts=2)) for name in ("first", "second")}
-    timeline = Timeline(ObserveConfig(jsonl=str(path), timeline=2), layers)
+    timeline = StepTimeline(ObserveConfig(jsonl=str(path), timeline=2), layers)
     for step in (1, 2, 3):
         with timeline.around(step):
             x = layers["first"](torch.randn(16, 8, requires_grad=True)).output
@@ -51,12 +51,14 @@ def test_one_step_is_recorded_with_both_passes_of_each_layer(tmp_path: Path) -> 
 def test_other_ranks_record_nothing(tmp_path: Path) -> None:
     config = ObserveConfig(jsonl=str(tmp_path / "x.jsonl"), timeline=1)
     assert run_simulated(2,
-                         lambda comm: Timeline(config, {}, comm).path is not None) == [True, False]
+                         lambda comm: StepTimeline(config, {}, comm).path is not None) == [True,
+                                                                                           False]
 
 
 def test_a_step_that_fails_leaves_no_hooks(tmp_path: Path) -> None:
     layer = MoELayer(MoEConfig(model_dim=8, num_experts=2))
-    timeline = Timeline(ObserveConfig(jsonl=str(tmp_path / "x.jsonl"), timeline=1), {"a": layer})
+    timeline = StepTimeline(ObserveConfig(jsonl=str(tmp_path / "x.jsonl"), timeline=1),
+                            {"a": layer})
     with pytest.raises(ValueError, match="does not fit"), timeline.around(1):
         layer(torch.randn(4, 9))
     assert not layer._forward_pre_hooks and not layer._forward_hooks and not (tmp_path /

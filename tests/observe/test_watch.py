@@ -23,14 +23,14 @@ from rich.console import Console
 
 from moe_plugin.cli.main import main
 from moe_plugin.observe.findings import findings
-from moe_plugin.observe.history import LayerRecord, Run, StepRecord, read_run
+from moe_plugin.observe.history import LayerRecord, RunRecord, StepRecord, read_run
 from moe_plugin.observe.watch import BARS, Watch, load_bars, spark, view
 from tests.distributed import heeds_ctrl_c
 
 DATA = Path(__file__).parent / "data"
 
 
-def shown(run: Run, width: int = 120, height: int = 200, age_s: float | None = None,
+def shown(run: RunRecord, width: int = 120, height: int = 200, age_s: float | None = None,
           **options: Any) -> list[str]:
     """The lines of a view."""
     console = Console(file=io.StringIO(), width=width, height=height, **options)
@@ -90,8 +90,9 @@ def test_the_screen_fits_and_keeps_the_worst_layers() -> None:
                         max_over_mean=1 + (i * 37 % 50) / 10)
         ] for i in range(50)
     }
-    run = Run(name="x" * 300, host="megatron", steps=[StepRecord(step=1, loss=2.0)], layers=layers,
-              notes=["y" * 300], settings={"train-iters": "9"})
+    run = RunRecord(name="x" * 300, host="megatron", steps=[StepRecord(step=1, loss=2.0)],
+                    layers=layers,
+                    notes=["y" * 300], settings={"train-iters": "9"})
     lines = shown(run, 60, 20)
     assert len(lines) <= 20 and max(map(len, lines)) <= 60
     assert sum(line.startswith("layer") for line in lines) > 9
@@ -103,7 +104,7 @@ def test_the_screen_fits_and_keeps_the_worst_layers() -> None:
 
 def test_progress_and_remaining_time_where_they_are_known() -> None:
     steps = [StepRecord(step=s, loss=2.0, seconds=30.0) for s in (10, 20, 30)]
-    run = Run(name="a", host="megatron", steps=steps, settings={"train-iters": "120"})
+    run = RunRecord(name="a", host="megatron", steps=steps, settings={"train-iters": "120"})
     line = shown(run)[1]
     assert line.startswith("step 30 of 120 (25 %)  1.5 min  ETA 4.5 min") and "━" in line
     run.settings = {}
@@ -114,7 +115,7 @@ def test_progress_and_remaining_time_where_they_are_known() -> None:
 def test_a_terminal_gets_colours_by_how_bad_a_value_is() -> None:
     def text(drop: float) -> str:
         record = LayerRecord(step=1, layer="a", load=(1, 1), max_over_mean=1.0, drop_fraction=drop)
-        run = Run(name="a", host="x", layers={"a": [record]})
+        run = RunRecord(name="a", host="x", layers={"a": [record]})
         return "\n".join(shown(run, force_terminal=True, color_system="standard"))
 
     green, yellow, red = (f"\x1b[{code}m" for code in (32, 33, 31))
@@ -132,9 +133,9 @@ def test_without_unicode_the_bars_are_ascii(tmp_path: Path) -> None:
 
 def test_names_from_a_log_do_not_steer_the_terminal() -> None:
     evil = "\x1b[2J\x07\x9b[bold]evil"
-    run = Run(name=evil, host=evil,
-              layers={evil: [LayerRecord(step=1, layer=evil, load=(1, 1),
-                                         max_over_mean=1.0)]}, notes=[evil])
+    run = RunRecord(name=evil, host=evil,
+                    layers={evil: [LayerRecord(step=1, layer=evil, load=(1, 1),
+                                               max_over_mean=1.0)]}, notes=[evil])
     lines = shown(run)
     assert all(line.isprintable() for line in lines)
     assert sum("[bold]evil" in line for line in lines) == 3  # nor is it markup

@@ -15,7 +15,7 @@ from moe_plugin.planner.measured import (
     MOE,
     TENSOR,
     UPDATE,
-    Network,
+    MeasuredNetwork,
     Processor,
     Timing,
 )
@@ -29,7 +29,7 @@ UPDATE_S = 1e-3  # of a million parameters
 
 def measurements(m: ModelShape, c: Cluster, factors: Mapping[str, Sequence[float]] | None = None,
                  about: tuple[dict[str, str], dict[str, str]] = ({}, {})
-                 ) -> tuple[Network | None, Processor]:
+                 ) -> tuple[MeasuredNetwork | None, Processor]:
     """What ranks of `c` would have measured; each repeat is the prediction times a factor.
 
     factors: by name of a timing, one for each repeat; left out: 1. about: of both records.
@@ -43,7 +43,7 @@ def measurements(m: ModelShape, c: Cluster, factors: Mapping[str, Sequence[float
         return Timing(name=name, size=size,
                       seconds=[expected * f for f in (factors or {}).get(name, (1.0,))])
 
-    network = Network(about=about[0], cluster=c, timings=[
+    network = MeasuredNetwork(about=about[0], cluster=c, timings=[
         timing(name, size) for name in (*COSTS, ALL_REDUCE) for size in SIZES
     ]) if c.ranks > 1 else None
     own = [timing(MATMUL, rows) for rows in ROWS]

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.planner.launch import COLUMNS, FAIRSEQ, Start, launch_text, launch_words
-from moe_plugin.planner.model import Plan
+from moe_plugin.planner.launch import COLUMNS, FAIRSEQ, LaunchCommand, launch_text, launch_words
+from moe_plugin.planner.model import ModelPlan
 from tests.cli.examples import Shell, commands
 from tests.planner.problems import model
 
-PLAN = Plan(tp=2, pp=2, dp=2, ep=4, etp=1, micro_batch=4, layout=LayoutChoice(r=1, d=2))
-DATA_PARALLEL = Plan(tp=1, pp=1, dp=8, ep=4, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
-STARTS = [Start(nodes=1, ranks_per_node=8, cpu=True, threads=2, data="a folder/data"),
-          Start(nodes=2, ranks_per_node=4, head="10.0.0.1")]
+PLAN = ModelPlan(tp=2, pp=2, dp=2, ep=4, etp=1, micro_batch=4, layout=LayoutChoice(r=1, d=2))
+DATA_PARALLEL = ModelPlan(tp=1, pp=1, dp=8, ep=4, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
+STARTS = [LaunchCommand(nodes=1, ranks_per_node=8, cpu=True, threads=2, data="a folder/data"),
+          LaunchCommand(nodes=2, ranks_per_node=4, head="10.0.0.1")]
 
 
 @pytest.mark.parametrize("start", STARTS, ids=["one node", "two nodes"])
 @pytest.mark.parametrize("host, script", [("fairseq", None), ("megatron", None),
                                           ("megatron", "pretrain_gpt.py")])
 @pytest.mark.parametrize("changes", [{}, {"element_bytes": 4, "vocab": 257, "gated": True}])
-def test_the_hosts_parsers_take_every_word(host: str, script: str | None, start: Start,
+def test_the_hosts_parsers_take_every_word(host: str, script: str | None, start: LaunchCommand,
                                            changes: dict, tmp_path: Path) -> None:
     plan = DATA_PARALLEL if host == "fairseq" else PLAN
     start = dataclasses.replace(start, script=script)
@@ -43,7 +43,7 @@ def test_megatron_reads_the_sizes_of_the_plan() -> None:
     from moe_plugin.hosts.megatron.trainer import arguments
 
     m = model()
-    words = launch_words(m, PLAN, "megatron", Start(ranks_per_node=8, data="prefix"))
+    words = launch_words(m, PLAN, "megatron", LaunchCommand(ranks_per_node=8, data="prefix"))
     args = arguments.parser().parse_args(words[words.index("moe_plugin.hosts.megatron.train") + 1:])
     arguments.check(args, 8)
     assert (args.num_layers, args.hidden_size, args.num_experts, args.vocab_size) == (
@@ -55,7 +55,7 @@ def test_megatron_reads_the_sizes_of_the_plan() -> None:
 
 
 def test_fairseq_is_told_the_ranks_of_an_expert_group() -> None:
-    words = launch_words(model(), DATA_PARALLEL, "fairseq", Start(ranks_per_node=8))
+    words = launch_words(model(), DATA_PARALLEL, "fairseq", LaunchCommand(ranks_per_node=8))
     values = dict(zip(words, words[1:], strict=False))
     assert values["--moe-expert-parallel-size"] == "4" and values["--batch-size"] == "2"
     assert values["--update-freq"] == str(model().global_batch // (8 * 2))
@@ -63,13 +63,14 @@ def test_fairseq_is_told_the_ranks_of_an_expert_group() -> None:
 
 
 def test_the_text_is_the_words_for_a_shell() -> None:
-    words = launch_words(model(), DATA_PARALLEL, "fairseq", Start(data="a b'c", ranks_per_node=8))
+    words = launch_words(model(), DATA_PARALLEL, "fairseq",
+                         LaunchCommand(data="a b'c", ranks_per_node=8))
     text = launch_text(words).replace(FAIRSEQ, "PROGRAM").replace("\\\n", " ")
     assert shlex.split(text) == ["PROGRAM" if word == FAIRSEQ else word for word in words]
 
 
 def test_what_a_host_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match="--script x.py is Megatron's"):
-        launch_words(model(), DATA_PARALLEL, "fairseq", Start(script="x.py"))
+        launch_words(model(), DATA_PARALLEL, "fairseq", LaunchCommand(script="x.py"))
     with pytest.raises(ValueError, match="needs tensor or pipeline parallelism"):
-        launch_words(model(), PLAN, "fairseq", Start())
+        launch_words(model(), PLAN, "fairseq", LaunchCommand())

@@ -17,7 +17,7 @@ from moe_plugin.planner.choice import LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.explain import explain
 from moe_plugin.planner.files import record
-from moe_plugin.planner.model import ModelShape, Plan, load_model
+from moe_plugin.planner.model import ModelPlan, ModelShape, load_model
 from moe_plugin.planner.model_cost import PlanCost, gradient_s, lower_bound_s, plan_cost
 from moe_plugin.planner.model_search import Space, alternatives, search, value_of
 from moe_plugin.planner.write import host_flags, plan_yaml
@@ -49,8 +49,8 @@ def exhaustive(m: ModelShape, c, device: Device, space: Space) -> list[PlanCost]
                         found.append(
                             plan_cost(
                                 m, c, device,
-                                Plan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp,
-                                     micro_batch=micro, layout=choice)))
+                                ModelPlan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp,
+                                          micro_batch=micro, layout=choice)))
     return [f for f in found if f.memory_bytes <= device.memory_bytes]
 
 
@@ -85,7 +85,7 @@ def test_the_bound_is_one() -> None:
 def test_memory_and_time_by_hand() -> None:
     m = ModelShape(layers=2, model_dim=64, ffn_dim=256, sequence=128, global_batch=8, experts=4,
                    moe_every=2)
-    plan = Plan(tp=1, pp=1, dp=4, ep=4, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
+    plan = ModelPlan(tp=1, pp=1, dp=4, ep=4, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
     cost = plan_cost(m, cluster(1, 4), A100, plan)
     dense = 2 * 4 * 64**2 + 2 * 64 * 256 + 64 * 4
     assert m.dense_parameters == dense and m.expert_parameters == 4 * 2 * 64 * 256
@@ -113,7 +113,7 @@ def test_layers_with_experts_are_those_of_the_host(layers: int, every: int) -> N
 
 
 def test_the_stage_with_most_experts_counts() -> None:
-    plan = Plan(tp=1, pp=2, dp=4, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
+    plan = ModelPlan(tp=1, pp=2, dp=4, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
     six, c = model(layers=6).in_host("megatron"), cluster(1, 8)  # experts in 0, 2 and 4
     assert six.fullest(2) == (3, 2) and six.fullest(1) == (6, 3) and six.fullest(6) == (1, 1)
     assert [list(stage) for stage in model(layers=5).stages(2)] == [[0, 1, 2], [3, 4]]
@@ -128,7 +128,7 @@ def test_the_bubble_is_that_of_1f1b() -> None:
     m = model(vocab=0)
     one, two = (plan_cost(
         m, cluster(1, 8), A100,
-        Plan(tp=1, pp=pp, dp=8 // pp, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1)))
+        ModelPlan(tp=1, pp=pp, dp=8 // pp, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1)))
                 for pp in (1, 2))
     work = sum(v for k, v in two.time.items() if k not in ("pipeline bubble", "gradient reduction"))
     assert two.time["pipeline bubble"] == pytest.approx(work / two.plan.micro_batches(m))
@@ -195,7 +195,7 @@ def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> N
 
 
 def test_a_host_that_cannot_is_told() -> None:
-    plan = Plan(tp=2, pp=1, dp=2, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
+    plan = ModelPlan(tp=2, pp=1, dp=2, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
     with pytest.raises(ValueError, match="plan with --host fairseq"):
         host_flags(model(), plan, "fairseq")
     with pytest.raises(ValueError, match="unknown host"):

@@ -14,8 +14,8 @@ from moe_plugin.planner.offload.karma import (
     KEEP,
     RECOMPUTE,
     SWAP,
-    Block,
-    Problem,
+    SwapBlock,
+    SwapProblem,
     blocks_of,
     least_bytes,
     plan,
@@ -25,37 +25,38 @@ from moe_plugin.planner.offload.karma_search import improve, lower_bound, seeds
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 
 
-def even(count: int, copy_s: float = 1.0) -> list[Block]:
+def even(count: int, copy_s: float = 1.0) -> list[SwapBlock]:
     """Blocks of 100 bytes, 10 of them kept, with workspace."""
-    return [Block(name=str(j), forward_s=1.0, backward_s=2.0, activation_bytes=100, kept_bytes=10,
-                  workspace_bytes=5, swap_out_s=copy_s, swap_in_s=copy_s) for j in range(count)]
+    return [SwapBlock(name=str(j), forward_s=1.0, backward_s=2.0, activation_bytes=100,
+                      kept_bytes=10,
+                      workspace_bytes=5, swap_out_s=copy_s, swap_in_s=copy_s) for j in range(count)]
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 6) -> Problem:
+def problems(draw: st.DrawFn, most: int = 6) -> SwapProblem:
     """Blocks of various sizes, some that cannot be swapped, and room that is tight or not."""
     blocks = []
     for j in range(draw(st.integers(1, most))):
         size = draw(st.integers(0, 20))
         swap = draw(st.sampled_from((0.05, 0.3, 1.0, math.inf))) * size if size else 0.0
-        blocks.append(Block(
+        blocks.append(SwapBlock(
             name=str(j), forward_s=draw(st.integers(0, 5)), backward_s=draw(st.integers(0, 9)),
             activation_bytes=size, kept_bytes=draw(st.integers(0, size)),
             workspace_bytes=draw(st.integers(0, 3)), swap_out_s=swap,
             swap_in_s=swap * draw(st.sampled_from((1.0, 0.5)))))
     least, most_bytes = least_bytes(blocks), sum(b.activation_bytes + 3 for b in blocks)
     room = draw(st.integers(least, max(least, most_bytes)))
-    return Problem(tuple(blocks), room, draw(st.booleans()))
+    return SwapProblem(tuple(blocks), room, draw(st.booleans()))
 
 
-def all_decisions(problem: Problem) -> list[tuple[str, ...]]:
+def all_decisions(problem: SwapProblem) -> list[tuple[str, ...]]:
     """All 3^n."""
     return list(product(*(b.choices for b in problem.blocks)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.data())
-def test_any_decisions_as_a_schedule(problem: Problem, data: st.DataObject) -> None:
+def test_any_decisions_as_a_schedule(problem: SwapProblem, data: st.DataObject) -> None:
     decisions = data.draw(st.sampled_from(all_decisions(problem)))
     if problem.waits(decisions) is None:
         assert problem.seconds(decisions) == math.inf
@@ -70,7 +71,7 @@ def test_any_decisions_as_a_schedule(problem: Problem, data: st.DataObject) -> N
 
 @settings(max_examples=40, deadline=None)
 @given(problems())
-def test_the_plan_is_the_best_of_all(problem: Problem) -> None:
+def test_the_plan_is_the_best_of_all(problem: SwapProblem) -> None:
     made = plan(problem.blocks, problem.room, duplex=problem.duplex)
     best = min(map(problem.seconds, all_decisions(problem)))
     assert made.seconds == pytest.approx(best, rel=1e-9)
@@ -82,7 +83,7 @@ def test_the_plan_is_the_best_of_all(problem: Problem) -> None:
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(problems(most=10))
-def test_the_plan_is_the_best_of_all_with_ten_blocks(problem: Problem) -> None:
+def test_the_plan_is_the_best_of_all_with_ten_blocks(problem: SwapProblem) -> None:
     made = plan(problem.blocks, problem.room, duplex=problem.duplex)
     best = min(map(problem.seconds, all_decisions(problem)))
     assert made.proved and made.seconds == pytest.approx(best, rel=1e-9)
@@ -151,7 +152,7 @@ def test_blocks_of_a_profile() -> None:
 
 
 def test_improving_never_makes_it_worse() -> None:
-    problem = Problem(tuple(even(6, 3.0)), 420)
+    problem = SwapProblem(tuple(even(6, 3.0)), 420)
     for seed in seeds(problem):
         if problem.seconds(seed) < math.inf:
             assert problem.seconds(improve(problem, seed)) <= problem.seconds(seed)

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.planner.offload.schedule import STREAMS, OffloadSchedule, Step
+from moe_plugin.planner.offload.schedule import STREAMS, OffloadSchedule, OffloadStep
 
 
 def test_a_schedule_by_hand() -> None:
     steps = (
-        Step("in a", "in", 2.0, takes=10, block="a"),
-        Step("in b", "in", 3.0, takes=20, block="b"),
-        Step("a", "compute", 1.0, ("in a",), takes=5, frees=15, block="a"),
-        Step("b", "compute", 1.0, ("in b",), takes=5, block="b"),
-        Step("out b", "out", 4.0, ("b",), frees=25, block="b"),
+        OffloadStep("in a", "in", 2.0, takes=10, block="a"),
+        OffloadStep("in b", "in", 3.0, takes=20, block="b"),
+        OffloadStep("a", "compute", 1.0, ("in a",), takes=5, frees=15, block="a"),
+        OffloadStep("b", "compute", 1.0, ("in b",), takes=5, block="b"),
+        OffloadStep("out b", "out", 4.0, ("b",), frees=25, block="b"),
     )
     outcome = OffloadSchedule(steps, limit=135, base=100).run()
     assert outcome.seconds == 10.0
@@ -35,25 +35,27 @@ def test_a_schedule_by_hand() -> None:
 
 
 def test_what_ends_frees_before_what_starts_takes() -> None:
-    steps = (Step("a", "compute", 1.0, takes=8, frees=8),
-             Step("none", "compute", 0.0, ("a",), takes=8, frees=8),
-             Step("b", "in", 1.0, ("none",), takes=8))
+    steps = (OffloadStep("a", "compute", 1.0, takes=8, frees=8),
+             OffloadStep("none", "compute", 0.0, ("a",), takes=8, frees=8),
+             OffloadStep("b", "in", 1.0, ("none",), takes=8))
     assert OffloadSchedule(steps, limit=8).run().peak == 8
 
 
 def test_one_queue_of_copies_takes_turns() -> None:
-    steps = (Step("in", "in", 2.0, takes=8), Step("out", "out", 3.0), Step("again", "in", 1.0))
+    steps = (OffloadStep("in", "in", 2.0, takes=8), OffloadStep("out", "out", 3.0),
+             OffloadStep("again", "in", 1.0))
     assert OffloadSchedule(steps).run().seconds == 3.0
     assert OffloadSchedule(steps, duplex=False).run().seconds == 6.0
 
 
 @pytest.mark.parametrize(("make", "match"), [
-    (lambda: Step("a", "side", 1.0), "stream 'side' must be one of compute, in, out"),
-    (lambda: Step("a", "in", float("inf")), "seconds=inf must be a finite number"),
-    (lambda: Step("a", "in", 1.0, takes=-1), "takes=-1"),
-    (lambda: OffloadSchedule((Step("a", "out", 1.0, frees=3),)).run(), "'a' frees 3 bytes, 3 more"),
+    (lambda: OffloadStep("a", "side", 1.0), "stream 'side' must be one of compute, in, out"),
+    (lambda: OffloadStep("a", "in", float("inf")), "seconds=inf must be a finite number"),
+    (lambda: OffloadStep("a", "in", 1.0, takes=-1), "takes=-1"),
+    (lambda: OffloadSchedule((OffloadStep("a", "out", 1.0, frees=3),)).run(),
+     "'a' frees 3 bytes, 3 more"),
     (lambda: OffloadSchedule((), limit=1, base=2).run(), "resident all the time.* 2 bytes"),
-    (lambda: OffloadSchedule((Step("a", "in", 1.0, ("b",)),)).run(), "waits for .'b'."),
+    (lambda: OffloadSchedule((OffloadStep("a", "in", 1.0, ("b",)),)).run(), "waits for .'b'."),
 ])
 def test_bad_schedules_are_refused(make: object, match: str) -> None:
     with pytest.raises(ValueError, match=match):
@@ -61,20 +63,21 @@ def test_bad_schedules_are_refused(make: object, match: str) -> None:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[Step, ...]:
+def schedules(draw: st.DrawFn) -> tuple[OffloadStep, ...]:
     """Random steps with times that often coincide; each frees what it takes, or all at the end."""
-    steps: list[Step] = []
+    steps: list[OffloadStep] = []
     for index in range(draw(st.integers(0, 12))):
         names = [s.name for s in steps]
         after = tuple(draw(st.sets(st.sampled_from(names), max_size=3))) if names else ()
         takes = draw(st.integers(0, 5))
-        steps.append(Step(str(index), draw(st.sampled_from(STREAMS)), draw(st.integers(0, 3)),
-                          after, takes, draw(st.sampled_from((0, takes)))))
+        steps.append(OffloadStep(str(index), draw(st.sampled_from(STREAMS)),
+                                 draw(st.integers(0, 3)),
+                                 after, takes, draw(st.sampled_from((0, takes)))))
     return tuple(steps)
 
 
 @given(schedules())
-def test_the_ledger_equals_a_count_at_every_instant(steps: tuple[Step, ...]) -> None:
+def test_the_ledger_equals_a_count_at_every_instant(steps: tuple[OffloadStep, ...]) -> None:
     outcome = OffloadSchedule(steps, base=7).run()
     assert outcome.stall_s + outcome.timeline.busy("compute") == max(
         (s.end for s in outcome.timeline.spans if s.task.resource == "compute"), default=0)

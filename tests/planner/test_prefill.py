@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_plugin.planner.prefill import (
     PIECES,
     Kernel,
-    Load,
+    PrefillLoad,
     bound_s,
     choices,
     crossovers,
@@ -24,7 +24,7 @@ from moe_plugin.planner.prefill import (
 # are equally fast where 7 more launches of 3 us cost what 8 experts gain: 2,625 rows at 1 ns
 PROFILE = {"grouped": Kernel(((0, 0.0), (8192, 8192e-9)), 3e-6),
            "loop": Kernel(((0, 0.0), (4096, 0.0), (8192, 0.0)), 3e-6, each=True)}
-LOAD = Load(experts=40, rows=100, row_s=1e-6, exchange_s=1e-4)
+LOAD = PrefillLoad(experts=40, rows=100, row_s=1e-6, exchange_s=1e-4)
 EVEN = {"grouped": Kernel(((0, 0.0), (1000, 2e-3)), 5e-5)}  # 2 us a row, as long as both exchanges
 
 
@@ -40,7 +40,7 @@ def test_thresholds_of_a_synthetic_profile_are_recovered() -> None:
 @given(st.integers(1, 20), st.floats(0, 5), st.floats(0, 5), st.floats(0, 1))
 def test_no_pipeline_is_faster_than_the_bound(pieces: int, compute: float, row: float,
                                               fixed: float) -> None:
-    load = Load(experts=1, rows=1, row_s=row, exchange_s=fixed)
+    load = PrefillLoad(experts=1, rows=1, row_s=row, exchange_s=fixed)
     seconds = timeline(load, pieces, compute).seconds
     assert seconds >= bound_s(load, pieces, compute) * (1 - 1e-12)
     move = fixed + row / pieces
@@ -62,7 +62,7 @@ def test_the_best_number_lies_inside_where_pieces_cost() -> None:
 
 
 def test_each_piece_takes_the_kernel_of_its_load() -> None:
-    load = Load(experts=8, rows=4000, row_s=1e-9, exchange_s=1e-6)
+    load = PrefillLoad(experts=8, rows=4000, row_s=1e-9, exchange_s=1e-6)
     kernels = {c.pieces: c.kernel for c in choices(load, PROFILE, "rows")}
     assert kernels[1] == "loop" and kernels[20] == "grouped"
     found = table([replace(load, rows=rows) for rows in (16, 4000)], PROFILE)

@@ -8,7 +8,7 @@ import pytest
 
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.measured import DENSE, HEAD, MOE
-from moe_plugin.planner.model import Plan
+from moe_plugin.planner.model import ModelPlan
 from moe_plugin.planner.model_cost import plan_cost
 from moe_plugin.planner.recompute import ACTIVATIONS, RECOMPUTED, activation_bytes, recomputed
 from moe_plugin.planner.trust import estimate, residuals
@@ -16,7 +16,7 @@ from tests.planner.measurements import measurements
 from tests.planner.problems import A100, cluster, model
 
 M, C = model(), cluster(2, 4)
-PLAN = Plan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
+PLAN = ModelPlan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
 COST = plan_cost(M, C, A100, PLAN)
 BASE = 18 * (M.dense_parameters + M.expert_parameters / 8)  # 2 + 4 + 12 bytes each
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_plugin.planner import multicast
 from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.multicast import Multicast, Step
+from moe_plugin.planner.multicast import Multicast, MulticastStep
 from moe_plugin.planner.relays import relays
 from moe_plugin.planner.resharding import Slice, TensorLayout, unique_slices
 
@@ -124,7 +124,8 @@ def few(seed: int, most: int, receivers: int = 2) -> list[Multicast]:
 
 
 def best_of_all(tasks: list[Multicast]) -> float:
-    return min(multicast.run([Step(t, s) for t, s in zip(order, senders, strict=True)]).seconds
+    return min(multicast.run([MulticastStep(t, s) for t,
+                              s in zip(order, senders, strict=True)]).seconds
                for order in itertools.permutations(tasks)
                for senders in itertools.product(*(t.senders for t in order)))
 

@@ -17,13 +17,13 @@ from moe_plugin.planner.measured import (
     MOE,
     TENSOR,
     UPDATE,
-    Network,
+    MeasuredNetwork,
     Processor,
     Timing,
     dump,
     load,
 )
-from moe_plugin.planner.model import Plan
+from moe_plugin.planner.model import ModelPlan
 from moe_plugin.planner.model_cost import plan_cost
 from moe_plugin.planner.model_search import search
 from moe_plugin.planner.trust import (
@@ -39,11 +39,11 @@ from moe_plugin.planner.trust import (
 from tests.planner.measurements import UPDATE_S, measurements
 from tests.planner.problems import A100, cluster, model
 
-PLAN = Plan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
+PLAN = ModelPlan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
 M, C = model(), cluster(2, 4)
 
 
-def estimated(plan: Plan, **factors: tuple[float, ...]) -> Estimate:
+def estimated(plan: ModelPlan, **factors: tuple[float, ...]) -> Estimate:
     names = {"moe": MOE, "dense": DENSE, "head": HEAD, "reduce": ALL_REDUCE,
              "tensor": TENSOR}
     network, processor = measurements(M, C, {names[k]: v for k, v in factors.items()})
@@ -129,7 +129,7 @@ def test_plans_are_ranked_after_correction() -> None:
     assert ranked[0].cost.time["gradient reduction"] < found[0].time["gradient reduction"]
 
 
-def why(factors: dict[str, tuple[float, ...]] | None = None, plan: Plan = PLAN,
+def why(factors: dict[str, tuple[float, ...]] | None = None, plan: ModelPlan = PLAN,
         m=M, c=C) -> list[str]:
     network, processor = measurements(M, C, factors)
     found = residuals(network, processor)
@@ -176,7 +176,7 @@ def test_sizes_far_outside_are_doubted() -> None:
 
 def test_one_rank_has_no_network() -> None:
     m = model(experts=2)
-    alone = Plan(tp=1, pp=1, dp=1, ep=1, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
+    alone = ModelPlan(tp=1, pp=1, dp=1, ep=1, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
     _, processor = measurements(m, cluster(1, 1))
     found = residuals(None, processor)
     assert set(found) == {MATMUL, MOE, DENSE, HEAD}
@@ -187,7 +187,7 @@ def test_one_rank_has_no_network() -> None:
 
 def test_files(tmp_path: Path) -> None:
     network, processor = measurements(M, C, {MOE: (1.0, 2.0)}, ({"grid": "2x4"}, {}))
-    for kind, record in ((Network, network), (Processor, processor)):
+    for kind, record in ((MeasuredNetwork, network), (Processor, processor)):
         path = tmp_path / "record.json"
         path.write_text(dump(record))
         assert load(kind, path) == record
@@ -204,7 +204,7 @@ def test_bad_files_are_named(values: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     path.write_text(values)
     with pytest.raises(ValueError, match=text) as error:
-        load(Network, path)
+        load(MeasuredNetwork, path)
     assert "network.json" in str(error.value)
 
 

@@ -25,7 +25,7 @@ _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_eval
 
 
 @dataclass(frozen=True)
-class Groups:
+class FairseqGroups:
     """expert: the ranks that store one copy of the experts. replicas: how many copies there are.
     world: data-parallel ranks.
     """
@@ -138,15 +138,16 @@ class Evaluation:
         """This process among them."""
         return dist.get_rank() if self.ranks > 1 else 0
 
-    def groups(self, experts: int, timeout_s: float) -> Groups:
+    def groups(self, experts: int, timeout_s: float) -> FairseqGroups:
         """The groups of a model that is built now. All ranks call it, in one order."""
         size = self.expert_ranks(experts)
         if size == 1:
-            return Groups(LocalComm(), 1, 1)
+            return FairseqGroups(LocalComm(), 1, 1)
         shorten_timeouts(timeout_s)
         if self.turns is None:
             self.turns = Turns(TorchComm(None, timeout_s))
-        return Groups(TorchComm(_consecutive(size, self.ranks, timeout_s), timeout_s), 1, size)
+        return FairseqGroups(TorchComm(_consecutive(size, self.ranks, timeout_s), timeout_s), 1,
+                             size)
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def current_evaluation() -> Evaluation | None:
 
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
-                dummy: bool = False) -> Groups:
+                dummy: bool = False) -> FairseqGroups:
     """The groups of a model that is built now. All ranks call it, in one order.
 
     Args:
@@ -189,7 +190,7 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
                 f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds: must divide "
                 "the 1 data-parallel rank; use 0"
             )
-        return Groups(LocalComm(), 1, 1)
+        return FairseqGroups(LocalComm(), 1, 1)
     shorten_timeouts(timeout_s)
     size = expert_parallel_size or world
     if size < 1 or world % size:
@@ -198,11 +199,11 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
             f"{world} data-parallel ranks; "
             "use 0 for all of them")
     if size == 1:
-        return Groups(LocalComm(), world, world)
+        return FairseqGroups(LocalComm(), world, world)
     group = _consecutive(size, world, timeout_s)
     mine = MeasuredComm(group, timeout_s, measured, dummy) if measured or dummy else TorchComm(
         group, timeout_s)
-    return Groups(mine, world // size, world)
+    return FairseqGroups(mine, world // size, world)
 
 
 def _consecutive(size: int, world: int, timeout_s: float) -> dist.ProcessGroup:

@@ -22,7 +22,7 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients.replicas import mark_replicas
 from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
-from moe_plugin.hosts.fairseq.groups import Evaluation, Groups
+from moe_plugin.hosts.fairseq.groups import Evaluation, FairseqGroups
 from moe_plugin.hosts.fairseq.tokens import ids_of
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.store_log import watch_store
@@ -43,7 +43,7 @@ class LayerSettings:
     """
 
     config: MoEConfig
-    groups: Groups
+    groups: FairseqGroups
     mask_padding: bool
     gradient_factor: float
     replay: bool

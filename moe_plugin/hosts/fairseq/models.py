@@ -22,7 +22,7 @@ from moe_plugin.config.options import unread_allowed
 from moe_plugin.gradients.sync import exclude_experts
 from moe_plugin.hosts.fairseq.groups import (
     Evaluation,
-    Groups,
+    FairseqGroups,
     current_evaluation,
     make_groups,
 )
@@ -94,7 +94,7 @@ def _check(args: Any, freqs: list[int]) -> None:
 
 
 def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
-    groups: Groups | None = None
+    groups: FairseqGroups | None = None
     evaluation = current_evaluation()
     for stack, freq in freqs.items():
         if not freq:
@@ -138,7 +138,7 @@ def _for_other_ranks(config: MoEConfig) -> MoEConfig:
         return with_overrides(config, others)
 
 
-def _groups(args: Any, config: MoEConfig, evaluation: Evaluation | None) -> Groups:
+def _groups(args: Any, config: MoEConfig, evaluation: Evaluation | None) -> FairseqGroups:
     if evaluation is not None:
         return evaluation.groups(config.num_experts, config.comm.timeout_s)
     return make_groups(setting(args, "moe_expert_parallel_size", 0), config.comm.timeout_s,

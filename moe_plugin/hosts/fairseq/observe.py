@@ -21,7 +21,7 @@ from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.observe import StatsRecorder, first_step
 from moe_plugin.observe.drops import RULE
 from moe_plugin.observe.history.fairseq_log import skipped_step, step_record
-from moe_plugin.observe.timeline import Timeline
+from moe_plugin.observe.timeline import StepTimeline
 from moe_plugin.output import LayerStats
 from moe_plugin.routing.replay import replaying
 
@@ -44,9 +44,9 @@ class Observer:
                                       LocalComm() if group is None else comm_of(group),
                                       skip=[RULE], host="fairseq")
         names = {id(module): name for name, module in model.named_modules()}
-        self.timeline = Timeline(self.config,
-                                 {names[id(layer)]: layer.moe_layer for layer in layers},
-                                 self.recorder.comm, health=self.recorder.health)
+        self.timeline = StepTimeline(self.config,
+                                     {names[id(layer)]: layer.moe_layer for layer in layers},
+                                     self.recorder.comm, health=self.recorder.health)
         for layer in layers:
             layer.moe_layer.observer = functools.partial(self._add, names[id(layer)])
 

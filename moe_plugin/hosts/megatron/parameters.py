@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.hosts.megatron.compat.core import Groups
+from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.records import Placement
 
 
@@ -76,7 +76,7 @@ def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
     return whole.t().chunk(shards, axis)
 
 
-def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: str,
+def expert_shards(experts: nn.Module, place: Placement, groups: MegatronGroups, prefix: str,
                   offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
     """Megatron sharded tensors of the expert parameters, global shape [E, ...].
 
@@ -96,7 +96,7 @@ def expert_shards(experts: nn.Module, place: Placement, groups: Groups, prefix: 
     return found
 
 
-def replicated_shard(key: str, name: str, parameter: Tensor, groups: Groups,
+def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGroups,
                      offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
     """A parameter that every rank of a pipeline stage stores, saved as `name`.
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.hosts.megatron.compat.core import Groups
+from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.translate import Translation
 
@@ -40,7 +40,7 @@ def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
                                                                    name="all_gather"))
 
 
-def shares_tokens(native: Any, plan: Translation, groups: Groups) -> bool:
+def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> bool:
     """Whether the layer itself gets all tokens that the ranks of its tensor-parallel group share.
 
     Args:
@@ -88,7 +88,7 @@ def _inside(config: MoEConfig) -> bool:
     return dispatchers.get(config.dispatch.name).traits.shares_tokens
 
 
-def _check_inside(asked: str, groups: Groups) -> None:
+def _check_inside(asked: str, groups: MegatronGroups) -> None:
     tensor, experts = _ranks(groups)
     if experts != tensor:
         nearest = f"parallel.replicas={len(tensor)} (Parm)" if _whole_groups(groups) and len(
@@ -101,7 +101,7 @@ def _check_inside(asked: str, groups: Groups) -> None:
         )
 
 
-def _check_whole_groups(asked: str, groups: Groups) -> None:
+def _check_whole_groups(asked: str, groups: MegatronGroups) -> None:
     if not _whole_groups(groups):
         tensor, experts = _ranks(groups)
         raise ValueError(
@@ -112,11 +112,11 @@ def _check_whole_groups(asked: str, groups: Groups) -> None:
             "parallel.replicas=1, where each rank takes its part of the sequence")
 
 
-def _whole_groups(groups: Groups) -> bool:
+def _whole_groups(groups: MegatronGroups) -> bool:
     tensor, experts = _ranks(groups)
     start = experts.index(dist.get_rank()) // len(tensor) * len(tensor)
     return experts[start : start + len(tensor)] == tensor
 
 
-def _ranks(groups: Groups) -> tuple[list[int], list[int]]:
+def _ranks(groups: MegatronGroups) -> tuple[list[int], list[int]]:
     return dist.get_process_group_ranks(groups.tensor), dist.get_process_group_ranks(groups.experts)

@@ -29,7 +29,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import nn
 
 from moe_plugin.hosts.megatron import expert_layouts
-from moe_plugin.hosts.megatron.compat.core import Groups
+from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def _lenient() -> bool:
     return isinstance(dist_checkpointing.load, LenientLoad)
 
 
-def tuner_shards(moe: MoELayer, groups: Groups, key: str,
+def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
     """The tuner's entry of a distributed checkpoint, where there is one; see `tuner_shard`."""
     tuner = tuner_state(moe)
@@ -105,7 +105,7 @@ def tuner_shards(moe: MoELayer, groups: Groups, key: str,
     return tuner_shard(tuner, groups, key, offsets)
 
 
-def tuner_shard(state: dict[str, Any], groups: Groups, key: str,
+def tuner_shard(state: dict[str, Any], groups: MegatronGroups, key: str,
                 offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
     """The tuner's entry of a distributed checkpoint.
 

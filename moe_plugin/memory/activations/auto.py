@@ -111,7 +111,7 @@ class AutoActivations(Activations):
                  profile: str | Path | None) -> None:
         self.limit, self.comm, self._file = limit, comm, profile
         self.profile: ModelProfile | None = None
-        self.decision: karma.Plan | None = None
+        self.decision: karma.SwapPlan | None = None
         self.planned = False
         self._steps, self._margin, self._in_flight, self._waited = 0, 1.0, 1, 0
         if comm is not None:
@@ -221,7 +221,7 @@ class AutoActivations(Activations):
             logger.warning("no plan takes less: %s", error)
 
 
-def order_of(plan: karma.Plan) -> Order:
+def order_of(plan: karma.SwapPlan) -> Order:
     """When a plan's copies start, and what waits for them."""
     waits = plan.problem.waits(plan.decisions)
     fetches: dict[int, tuple[int, ...]] = {}

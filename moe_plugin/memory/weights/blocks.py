@@ -17,7 +17,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Scale = Callable[[list[Tensor]], object]
 
 
-class Block(ABC):
+class StreamedBlock(ABC):
     """A block's module, its optimizer, and where its weights are.
 
     Args:
@@ -195,7 +195,7 @@ class OptimizerStateBuffer:
         return self._flat_N.numel()
 
 
-class ResidentBlock(Block):
+class ResidentBlock(StreamedBlock):
     """A block that stays on the device, its optimizer's state too."""
 
     streams = False
@@ -205,7 +205,7 @@ class ResidentBlock(Block):
         self._optimize(self.params)
 
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         scale_gradients(self.params, scale)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -213,17 +213,17 @@ class ResidentBlock(Block):
         return True
 
     def read(self) -> list[Tensor]:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         return [p.detach().to("cpu", copy=True) for p in self.params]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         with torch.no_grad():
             for p, x in zip(self.params, weights, strict=True):
                 p.copy_(x)
 
 
-class HostBlock(Block):
+class HostBlock(StreamedBlock):
     """Weights, gradients and state in host memory, where the optimizer steps; the device has a copy
     of the weights.
     """
@@ -243,15 +243,15 @@ class HostBlock(Block):
 
     @property
     def returned_bytes(self) -> int:
-        """See `Block`: gradients."""
+        """See `StreamedBlock`: gradients."""
         return sum(self.params[i].numel() * self.params[i].element_size() for i in self.trained)
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         return self.tier.fetch(copier, [(flat_N, self.held)])
 
     def keep_gradients(self, copier: Copier) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         pairs = []
         for i in self.trained:
             p, master = self.params[i], self.masters[i]
@@ -262,7 +262,7 @@ class HostBlock(Block):
         self._leaving = copier.start(pairs) if pairs else None
 
     def wait_kept(self) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         if self._leaving is not None:
             self._leaving.wait()
             if self.tier.pinned:  # the optimizer is no work of the GPU's stream
@@ -270,7 +270,7 @@ class HostBlock(Block):
         self._leaving = None
 
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         if scale is None:
             self.keep_gradients(copier)
         self.wait_kept()
@@ -281,16 +281,16 @@ class HostBlock(Block):
         return False
 
     def forget_gradients(self) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         self._leaving = None
         drop_gradients([*self.params, *self.masters])
 
     def read(self) -> list[Tensor]:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         return [master.detach().clone() for master in self.masters]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         self.layout.fill(self.held.tensor, weights)
 
 

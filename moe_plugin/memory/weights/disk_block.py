@@ -11,10 +11,10 @@ from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.flat import FlatLayout, absent, aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, TierBuffer, TierError, TierTensor
 from moe_plugin.memory.weights.blocks import (
-    Block,
     MakeOptimizer,
     OptimizerStateBuffer,
     Scale,
+    StreamedBlock,
     drop_gradients,
     scale_gradients,
     set_state,
@@ -22,7 +22,7 @@ from moe_plugin.memory.weights.blocks import (
 )
 
 
-class DiskBlock(Block):
+class DiskBlock(StreamedBlock):
     """Weights and state in files; both are stepped in memory and written again."""
 
     def __init__(self, number: int, module: nn.Module, make_optimizer: MakeOptimizer,
@@ -44,32 +44,32 @@ class DiskBlock(Block):
 
     @property
     def returned_bytes(self) -> int:
-        """See `Block`: the weights, and the state, which comes and goes."""
+        """See `StreamedBlock`: the weights, and the state, which comes and goes."""
         return (self.layout.nbytes if self.trained else 0) + 2 * self._state_layout.nbytes
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         return self._weights.fetch(copier, flat_N)
 
     def attach(self, flat_N: Tensor | None) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         self._weights.settle()  # what was read is what was to be written before
         super().attach(flat_N)
         self._flat_N = flat_N
 
     def detach(self) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         super().detach()
         self._flat_N = None
 
     def fetch_state(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         if self._state.held is not None and self._state_ticket is None:
             self._state_N = room.of(self._state_layout.nbytes)
             self._state_ticket = self._state.fetch(copier, self._state_N)
 
     def keep_gradients(self, copier: Copier) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         self._gradients = {}
         for i in self.trained:  # one by one: what began is known where a later one fails
             if self.params[i].grad is not None:
@@ -77,7 +77,7 @@ class DiskBlock(Block):
         drop_gradients(self.params)
 
     def wait_kept(self) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         for _, ticket in self._gradients.values():
             ticket.wait()
 
@@ -94,7 +94,7 @@ class DiskBlock(Block):
         self._gradients = {}
 
     def forget_gradients(self) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         for i, (_, ticket) in list(self._gradients.items()):
             try:
                 ticket.wait()
@@ -104,7 +104,7 @@ class DiskBlock(Block):
         super().forget_gradients()
 
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        """See `Block`; weights are attached."""
+        """See `StreamedBlock`; weights are attached."""
         if self.optimizer is None:
             drop_gradients(self.params)
             return True
@@ -150,13 +150,13 @@ class DiskBlock(Block):
         set_state(self.optimizer, {key: absent(x) for key, x in state.items()})
 
     def read(self) -> list[Tensor]:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self._weights.read(flat_N)
         return self.layout.views(flat_N)
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.layout.fill(flat_N, weights)
         self._weights.put(flat_N)
@@ -167,7 +167,7 @@ class DiskBlock(Block):
         return self._weights.stage(flat_N)
 
     def state_tensors(self) -> dict[tuple[int, str], Tensor]:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         state = state_of(self.optimizer)
         if not state:
             return {}
@@ -176,7 +176,7 @@ class DiskBlock(Block):
         return dict(zip(sorted(state), self._state_layout.views(flat_N), strict=True))
 
     def load_state(self, state: dict[tuple[int, str], Tensor]) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         tensors = [state[key] for key in sorted(state)]
         self._state_layout = FlatLayout.of(tensors)
         if tensors:
@@ -186,6 +186,6 @@ class DiskBlock(Block):
         super().load_state({key: absent(x) for key, x in state.items()})
 
     def settle(self) -> None:
-        """See `Block`."""
+        """See `StreamedBlock`."""
         self._weights.settle()
         self._state.settle()

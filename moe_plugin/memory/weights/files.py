@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.memory.safetensors_file import SafetensorsFile
-from moe_plugin.memory.weights.blocks import Block
+from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input, make_folder, write_remedy
@@ -91,7 +91,7 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
     trainer.forget_places()
 
 
-def read_beside(folder: str | os.PathLike[str], block: Block) -> dict[str, list[Tensor]]:
+def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[str, list[Tensor]]:
     """What was saved beside a block's weights, by name; empty: nothing was.
 
     Raises: ValueError: the file is missing or of another model.
@@ -111,7 +111,7 @@ def _there(folder: Path) -> Path:
     return old if old.exists() and not folder.exists() else folder
 
 
-def _refuse_not_finite(folder: Path, block: Block, tensors: Mapping[str, Tensor]) -> None:
+def _refuse_not_finite(folder: Path, block: StreamedBlock, tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
             raise FloatingPointError(
@@ -119,22 +119,22 @@ def _refuse_not_finite(folder: Path, block: Block, tensors: Mapping[str, Tensor]
                 "older one stays. Continue from it with a lower learning rate or other data")
 
 
-def _named(block: Block, beside: Beside) -> dict[str, Tensor]:
+def _named(block: StreamedBlock, beside: Beside) -> dict[str, Tensor]:
     return {f"{_BESIDE}{kind}.{name}": x.contiguous() for kind, tensors in beside.items()
             for name, x in zip(block.names, tensors, strict=True)}
 
 
-def _name(block: Block) -> str:
+def _name(block: StreamedBlock) -> str:
     return f"block_{block.number:05d}.safetensors"
 
 
-def _buffers(block: Block) -> dict[str, Tensor]:
+def _buffers(block: StreamedBlock) -> dict[str, Tensor]:
     """Those that a module saves."""
     saved = block.module.state_dict(keep_vars=True)
     return {name: x for name, x in block.module.named_buffers() if name in saved}
 
 
-def _tensors(block: Block) -> dict[str, Tensor]:
+def _tensors(block: StreamedBlock) -> dict[str, Tensor]:
     tensors = {_WEIGHT + name: x for name, x in zip(block.names, block.read(), strict=True)}
     # files hold no two tensors in one storage
     tensors |= {_BUFFER + name: x.detach().cpu().clone() for name, x in _buffers(block).items()}
@@ -147,18 +147,18 @@ def _key(name: str) -> tuple[int, str]:
     return int(number), field
 
 
-def _numbers(block: Block) -> dict[str, str]:
+def _numbers(block: StreamedBlock) -> dict[str, str]:
     """Single numbers of the optimizer's state, as text."""
     return {f"{_STATE}{i}.{name}": repr(float(x)) for (i, name), x in block.numbers().items()}
 
 
-def _load_numbers(block: Block, given: dict[str, str]) -> None:
+def _load_numbers(block: StreamedBlock, given: dict[str, str]) -> None:
     numbers = {_key(name): torch.tensor(float(text)) for name, text in given.items()
                if name.startswith(_STATE)}
     block.load_numbers(numbers)
 
 
-def _check(block: Block, path: Path) -> None:
+def _check(block: StreamedBlock, path: Path) -> None:
     check_input(path, "weights")
     wanted = {_WEIGHT + name: p.shape for name, p in zip(block.names, block.params, strict=True)}
     wanted |= {_BUFFER + name: x.shape for name, x in _buffers(block).items()}

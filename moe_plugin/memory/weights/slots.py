@@ -8,7 +8,7 @@ import torch
 
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.flat import aligned_buffer
-from moe_plugin.memory.weights.blocks import Block
+from moe_plugin.memory.weights.blocks import StreamedBlock
 
 
 class Slots:
@@ -24,7 +24,7 @@ class Slots:
         nbytes: of both places.
     """
 
-    def __init__(self, segments: Sequence[Sequence[Block]], device: torch.device,
+    def __init__(self, segments: Sequence[Sequence[StreamedBlock]], device: torch.device,
                  copier: Copier) -> None:
         self.segments = [list(segment) for segment in segments]
         self.copier = copier
@@ -43,12 +43,13 @@ class Slots:
                 begin = end
 
     @staticmethod
-    def bytes_of(segments: Sequence[Sequence[Block]]) -> int:
+    def bytes_of(segments: Sequence[Sequence[StreamedBlock]]) -> int:
         """Memory that these segments need."""
         return sum(_sizes(segments))
 
     def blocks(self, order: Sequence[int], backward: bool = False, overlap: bool = True,
-               before: Callable[[Block], object] = lambda block: None) -> Iterator[Block]:
+               before: Callable[[StreamedBlock],
+                                object] = lambda block: None) -> Iterator[StreamedBlock]:
         """The blocks of these segments in turn, each with its weights attached.
 
         Args:
@@ -59,7 +60,7 @@ class Slots:
         for position, index in enumerate(order):
             self._claim(index)
             here = self.segments[index][::-1] if backward else self.segments[index]
-            coming: list[Block] = []
+            coming: list[StreamedBlock] = []
             if overlap and position + 1 < len(order):
                 self._claim(order[position + 1])
                 coming = self.segments[order[position + 1]]
@@ -85,7 +86,7 @@ class Slots:
                 self._forget(block)
         self._holds[place] = index
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block: StreamedBlock) -> None:
         ticket = self._tickets.pop(block.number, None)
         if block.number in self._attached:
             self._attached.remove(block.number)
@@ -93,12 +94,12 @@ class Slots:
         elif ticket is not None:
             ticket.wait()
 
-    def _fetch(self, block: Block) -> None:
+    def _fetch(self, block: StreamedBlock) -> None:
         if block.number not in self._tickets:
             self._tickets[block.number] = (
                 block.fetch(self.copier, self._part(block)) if block.streams else None)
 
-    def _attach(self, block: Block) -> None:
+    def _attach(self, block: StreamedBlock) -> None:
         if block.number in self._attached:
             return
         ticket = self._tickets[block.number]
@@ -107,11 +108,11 @@ class Slots:
             block.attach(self._part(block))
         self._attached.add(block.number)
 
-    def _part(self, block: Block) -> torch.Tensor:
+    def _part(self, block: StreamedBlock) -> torch.Tensor:
         index, begin, end = self._parts[block.number]
         return self._buffers[index % 2][begin:end]
 
-    def stale(self, block: Block) -> None:
+    def stale(self, block: StreamedBlock) -> None:
         """What is attached of this block is old: it is fetched again, at once where the next step
         begins with it.
         """
@@ -127,7 +128,7 @@ class Slots:
         self._holds = [None, None]
 
 
-def _sizes(segments: Sequence[Sequence[Block]]) -> list[int]:
+def _sizes(segments: Sequence[Sequence[StreamedBlock]]) -> list[int]:
     """Bytes of the two places."""
     bytes_ = [sum(b.layout.nbytes for b in segment if b.streams) for segment in segments]
     return [max(bytes_[place::2], default=0) for place in (0, 1)]

@@ -26,12 +26,12 @@ from moe_plugin.memory.flat import give_back_free_memory
 from moe_plugin.memory.passes import BlockPasses
 from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierError
 from moe_plugin.memory.weights.blocks import (
-    Block,
     HostBlock,
     MakeOptimizer,
     OptimizerStateBuffer,
     ResidentBlock,
     Scale,
+    StreamedBlock,
 )
 from moe_plugin.memory.weights.disk_block import DiskBlock
 from moe_plugin.memory.weights.slots import Slots
@@ -74,7 +74,7 @@ class Clip(Protocol):
 
 
 @dataclass
-class BlockProfile:
+class BlockMeasurement:
     """What one block took, in the last step.
 
     Attributes:
@@ -148,14 +148,14 @@ class StreamedTrainer:
         self.skip_not_finite = skip_not_finite
         self._room = OptimizerStateBuffer()
         self._slots: Slots | None = None
-        self.blocks: list[Block] = []
+        self.blocks: list[StreamedBlock] = []
         for number, block in enumerate(blocks):
             module = (block if isinstance(block, nn.Module) else block()).to(self.device)
             _check_shared(self.blocks, number, module)
             self.blocks.append(_block(number, module, optimizer, tier, number in set(resident)))
             give_back_free_memory()
         self._passes = BlockPasses([block.module for block in self.blocks], loss, self.randomness)
-        self.profile = [BlockProfile(block.layout.nbytes) for block in self.blocks]
+        self.profile = [BlockMeasurement(block.layout.nbytes) for block in self.blocks]
         self.use_segments([1] * len(blocks) if segments is None else segments)
 
     @property
@@ -237,7 +237,7 @@ class StreamedTrainer:
     def _backward(self) -> Tensor | None:
         order = range(len(self.segments))[::-1]
         before = self._fetch_state if self.clip is None else lambda block: None
-        last: Block | None = None
+        last: StreamedBlock | None = None
         for block in self._slots.blocks(order, True, self.overlap, before):
             with self._timed(block, "backward_s"):
                 self._passes.backward(block.number)
@@ -261,7 +261,7 @@ class StreamedTrainer:
                 finish_step_of_any(block.module)
             return norm
         if isinstance(self.tier, HostTier):  # where the optimizers step
-            turns: Iterator[Block] = iter(self.blocks)
+            turns: Iterator[StreamedBlock] = iter(self.blocks)
         else:
             turns = self._slots.blocks(range(len(self.segments)), False, self.overlap,
                                        self._fetch_state)
@@ -284,11 +284,11 @@ class StreamedTrainer:
                     self._passes.forward(block.number, keep)
                 block.forget_memory()
 
-    def _fetch_state(self, block: Block) -> None:
+    def _fetch_state(self, block: StreamedBlock) -> None:
         if self.overlap:
             block.fetch_state(self.copier, self._room)
 
-    def _step_block(self, block: Block, scale: Scale | None = None) -> None:
+    def _step_block(self, block: StreamedBlock, scale: Scale | None = None) -> None:
         with self._timed(block, "step_s"):
             new = block.step(self.copier, self._room, scale)
         finish_step_of_any(block.module)
@@ -301,7 +301,7 @@ class StreamedTrainer:
             block.settle()
 
     @contextmanager
-    def _timed(self, block: Block, field: str) -> Iterator[None]:
+    def _timed(self, block: StreamedBlock, field: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         setattr(self.profile[block.number], field, time.perf_counter() - started)
@@ -386,7 +386,7 @@ def _reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.
 
 
 def _block(number: int, module: nn.Module, optimizer: MakeOptimizer, tier: Tier,
-           resident: bool) -> Block:
+           resident: bool) -> StreamedBlock:
     if resident:
         return ResidentBlock(number, module, optimizer)
     if isinstance(tier, DiskTier):
@@ -394,7 +394,7 @@ def _block(number: int, module: nn.Module, optimizer: MakeOptimizer, tier: Tier,
     return HostBlock(number, module, optimizer, tier)
 
 
-def _check_shared(blocks: Sequence[Block], number: int, module: nn.Module) -> None:
+def _check_shared(blocks: Sequence[StreamedBlock], number: int, module: nn.Module) -> None:
     owner = {id(p): (block.number, name) for block in blocks
              for name, p in zip(block.names, block.params, strict=True)}
     for name, p in module.named_parameters():

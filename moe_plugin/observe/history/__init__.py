@@ -1,13 +1,14 @@
-"""A finished or running job, read from its files: `read_run(folder)` gives a `Run`."""
+"""A finished or running job, read from its files: `read_run(folder)` gives a `RunRecord`."""
 
 from moe_plugin.observe.history.reader import read_run
 from moe_plugin.observe.history.records import (
     CopyRecord,
-    Decision,
+    DecisionRecord,
     LayerRecord,
-    Run,
-    Span,
+    RunRecord,
+    SpanRecord,
     StepRecord,
 )
 
-__all__ = ["CopyRecord", "Decision", "LayerRecord", "Run", "Span", "StepRecord", "read_run"]
+__all__ = ["CopyRecord", "DecisionRecord", "LayerRecord", "RunRecord", "SpanRecord", "StepRecord",
+           "read_run"]

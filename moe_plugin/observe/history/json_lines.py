@@ -13,9 +13,9 @@ from moe_plugin.messages import short
 from moe_plugin.observe.history.records import (
     COPIES,
     CopyRecord,
-    Decision,
+    DecisionRecord,
     LayerRecord,
-    Span,
+    SpanRecord,
     StepRecord,
 )
 
@@ -100,10 +100,10 @@ def training_record(row: Mapping[str, Any]) -> StepRecord:
         _dict(row, "training"), *TRAINING))
 
 
-def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[Span]]:
+def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[SpanRecord]]:
     """(step, rank, spans)."""
     spans = [
-        Span(str(track), str(name), _finite(start), _finite(end))
+        SpanRecord(str(track), str(name), _finite(start), _finite(end))
         for track, name, start, end in _list(row, "timeline")
     ]
     return _step(row, "step"), int(_maybe(row, "rank") or 0), spans
@@ -142,13 +142,13 @@ def _lists(row: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
     return {str(key): _list(_dict(row, name), key) for key in _dict(row, name)}
 
 
-def _decision(step: int, layer: str, row: Any) -> Decision:
+def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
     if not isinstance(row, dict):
         raise ValueError(f"decision {short(row)} is not an object")
     call = _maybe(row, "call")
-    return Decision(step=step, layer=layer, call=None if call is None else int(call),
-                    **{name: str(row.get(name, "")) for name in ("event", "choice", "why")},
-                    **_floats(row, "predicted_s", "measured_s"))
+    return DecisionRecord(step=step, layer=layer, call=None if call is None else int(call),
+                          **{name: str(row.get(name, "")) for name in ("event", "choice", "why")},
+                          **_floats(row, "predicted_s", "measured_s"))
 
 
 def _number(value: Any, name: str) -> float:

@@ -1,4 +1,4 @@
-"""`read_run`: finds a run's files by their content and reads them, line by line, into a `Run`."""
+"""`read_run`: finds a run's files by their content, reads them line by line into a `RunRecord`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_plugin.observe.history.records import (
     COPIES,
     CopyRecord,
     LayerRecord,
-    Run,
-    Span,
+    RunRecord,
+    SpanRecord,
     StepRecord,
 )
 from moe_plugin.regular_files import check_input
@@ -53,7 +53,7 @@ class _Source:
     layers: list[LayerRecord] = field(default_factory=list)
     brief: list[LayerRecord] = field(default_factory=list)
     copies: dict[tuple[str, int], CopyRecord] = field(default_factory=dict)
-    timelines: list[tuple[int, int, list[Span]]] = field(default_factory=list)
+    timelines: list[tuple[int, int, list[SpanRecord]]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] | None = None
     bad: list[_BadLine] = field(default_factory=list)
@@ -72,7 +72,7 @@ class _Source:
         return None if not kinds else "megatron" if kinds == {"iteration"} else "fairseq"
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path) -> RunRecord:
     """Read the files of one run in a folder and up to three levels below.
 
     Args:
@@ -195,10 +195,10 @@ def _check_one_run(folder: Path, sources: list[_Source]) -> None:
                          "its own folder")
 
 
-def _run(folder: Path, sources: list[_Source]) -> Run:
-    run = Run(name=folder.resolve().name, folder=folder,
-              host=next((host for host in (*(s.host for s in sources),
-                                           *(s.writer for s in sources)) if host), "unknown"))
+def _run(folder: Path, sources: list[_Source]) -> RunRecord:
+    run = RunRecord(name=folder.resolve().name, folder=folder,
+                    host=next((host for host in (*(s.host for s in sources),
+                                                 *(s.writer for s in sources)) if host), "unknown"))
     run.files = [str(s.path.relative_to(folder)) for s in sources]
     run.notes = [note for s in sources for note in _notes(s)]
     steps = [item for s in sources for item in s.steps]

@@ -47,7 +47,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class DecisionRecord:
     """One decision of a layer's tuner, a `moe_plugin.tuning.engine.Decision`. Times in seconds."""
 
     step: int
@@ -84,7 +84,7 @@ class LayerRecord:
     routers: dict[str, float] = field(default_factory=dict)
     collectives: dict[str, float] = field(default_factory=dict)
     store: dict[str, float] = field(default_factory=dict)
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[DecisionRecord, ...] = ()
 
     @property
     def hit_rate(self) -> float | None:
@@ -126,7 +126,7 @@ COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "re
 
 
 @dataclass(frozen=True)
-class Span:
+class SpanRecord:
     """An activity in a recorded step, seconds since the step began.
 
     track: the kind of activity: `layers`, `exchange`, ...
@@ -139,7 +139,7 @@ class Span:
 
 
 @dataclass(kw_only=True)
-class Run:
+class RunRecord:
     """Everything found in a run's folder.
 
     steps: in the order of steps. layers: records by layer's name, in the order of layers and steps.
@@ -155,7 +155,7 @@ class Run:
     steps: list[StepRecord] = field(default_factory=list)
     layers: dict[str, list[LayerRecord]] = field(default_factory=dict)
     copies: dict[str, list[CopyRecord]] = field(default_factory=dict)
-    timelines: dict[tuple[int, int], list[Span]] = field(default_factory=dict)
+    timelines: dict[tuple[int, int], list[SpanRecord]] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] | None = None
     notes: list[str] = field(default_factory=list)
@@ -230,7 +230,7 @@ class Run:
         return left * (stopped - started) / (end - begin) if stopped > started else None
 
     @property
-    def decisions(self) -> list[Decision]:
+    def decisions(self) -> list[DecisionRecord]:
         """Of all layers' tuners, by step."""
         return sorted((d for r in self.layer_records for d in r.decisions), key=lambda d: d.step)
 

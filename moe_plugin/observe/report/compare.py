@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moe_plugin.observe.findings import findings
-from moe_plugin.observe.history import LayerRecord, Run, StepRecord
+from moe_plugin.observe.history import LayerRecord, RunRecord, StepRecord
 from moe_plugin.observe.history.settings import comparable
 from moe_plugin.observe.report.content import summary
 from moe_plugin.observe.report.figures import (
     Figure,
     Line,
-    Section,
+    ReportSection,
     Table,
     chart,
     line,
@@ -25,7 +25,7 @@ from moe_plugin.observe.report.figures import (
 MOST_RUNS = 8  # colours that can be told apart
 
 
-def named_apart(runs: Sequence[Run]) -> list[Run]:
+def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The same runs; those of equal names are numbered."""
     count = Counter(run.name for run in runs)
     seen: Counter[str] = Counter()
@@ -37,7 +37,7 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
     return found
 
 
-def comparison(runs: Sequence[Run]) -> list[Section]:
+def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
     """All that can be compared. runs: with different names.
 
     Raises:
@@ -45,19 +45,19 @@ def comparison(runs: Sequence[Run]) -> list[Section]:
     """
     if not 2 <= len(runs) <= MOST_RUNS:
         raise ValueError(f"{len(runs)} runs to compare; give 2 to {MOST_RUNS} folders")
-    found = [Section("Side by side", [_facts(runs), *_settings(runs), *_findings(runs)]),
-             Section("Training", _training(runs)), Section("Experts", _experts(runs))]
+    found = [ReportSection("Side by side", [_facts(runs), *_settings(runs), *_findings(runs)]),
+             ReportSection("Training", _training(runs)), ReportSection("Experts", _experts(runs))]
     return [settled(section) for section in found if section.figures]
 
 
-def _facts(runs: Sequence[Run]) -> Figure:
+def _facts(runs: Sequence[RunRecord]) -> Figure:
     facts = [dict(summary(run)) for run in runs]
     names = list(dict.fromkeys(name for fact in facts for name in fact))
     rows = tuple((name, *(fact.get(name, "–") for fact in facts)) for name in names)
     return Table("facts", "Summary", "One column a run.", ("", *(run.name for run in runs)), rows)
 
 
-def _settings(runs: Sequence[Run]) -> list[Figure]:
+def _settings(runs: Sequence[RunRecord]) -> list[Figure]:
     # one that was not chosen is left out, where that is known: another host has others
     chosen = {name for run in runs for name in (run.settings if run.defaults is None
                                                 else run.defaults)}
@@ -69,13 +69,13 @@ def _settings(runs: Sequence[Run]) -> list[Figure]:
                   ("setting", *(run.name for run in runs)), rows)] if rows else []
 
 
-def _findings(runs: Sequence[Run]) -> list[Figure]:
+def _findings(runs: Sequence[RunRecord]) -> list[Figure]:
     rows = tuple((run.name, f.title, f.remedy) for run in runs for f in findings(run))
     return [Table("findings-by-run", "Findings", "What the rules say of each run.",
                   ("run", "finding", "what to change"), rows)] if rows else []
 
 
-def _training(runs: Sequence[Run]) -> list[Figure]:
+def _training(runs: Sequence[RunRecord]) -> list[Figure]:
     def of(value: Callable[[StepRecord], float | None], note: str = "",
            **style: bool) -> list[Line | None]:
         return [line(run.name + note, [(r.step, v) for r in run.steps
@@ -93,7 +93,7 @@ def _training(runs: Sequence[Run]) -> list[Figure]:
     ]
 
 
-def _experts(runs: Sequence[Run]) -> list[Figure]:
+def _experts(runs: Sequence[RunRecord]) -> list[Figure]:
     def of(value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
         return [line(run.name, _over_layers(run, value)) for run in runs]
 
@@ -112,7 +112,7 @@ def _experts(runs: Sequence[Run]) -> list[Figure]:
     ]
 
 
-def _over_layers(run: Run, value: Callable[[LayerRecord], float | None]
+def _over_layers(run: RunRecord, value: Callable[[LayerRecord], float | None]
                  ) -> list[tuple[float, float | None]]:
     at: dict[int, list[float]] = {}
     for record in run.layer_records:

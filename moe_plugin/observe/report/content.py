@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
-from moe_plugin.observe.history import CopyRecord, LayerRecord, Run, Span, StepRecord
+from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord, StepRecord
 from moe_plugin.observe.history.records import DROPS
 from moe_plugin.observe.report.ensembles import ensemble
 from moe_plugin.observe.report.figures import (
@@ -15,7 +15,7 @@ from moe_plugin.observe.report.figures import (
     Figure,
     HeatMap,
     Line,
-    Section,
+    ReportSection,
     Table,
     chart,
     line,
@@ -30,23 +30,23 @@ COLUMNS, CELLS = 120, 200_000  # of heat maps: columns at most, cells of all of 
 DECISIONS, SPANS, TIMELINES = 200, 1500, 8
 
 
-def sections(run: Run) -> list[Section]:
+def sections(run: RunRecord) -> list[ReportSection]:
     """All figures for which the run has data."""
     found = [
-        Section("Training", training(run)),
-        Section("Ensemble", ensemble(run)),
-        Section("Load balance", balance(run)),
-        Section("Load by layer and by expert", heat_maps(run)),
-        Section("Router", router(run)),
-        Section("Exchange and layouts", [*exchange(run), *layouts(run)]),
-        Section("Experts outside the device", store(run)),
-        Section("Activations and weights outside the device", copies(run)),
-        Section("Time of a step", timelines(run)),
+        ReportSection("Training", training(run)),
+        ReportSection("Ensemble", ensemble(run)),
+        ReportSection("Load balance", balance(run)),
+        ReportSection("Load by layer and by expert", heat_maps(run)),
+        ReportSection("Router", router(run)),
+        ReportSection("Exchange and layouts", [*exchange(run), *layouts(run)]),
+        ReportSection("Experts outside the device", store(run)),
+        ReportSection("Activations and weights outside the device", copies(run)),
+        ReportSection("Time of a step", timelines(run)),
     ]
     return [settled(section) for section in found if section.figures]
 
 
-def training(run: Run) -> list[Figure]:
+def training(run: RunRecord) -> list[Figure]:
     """Loss, throughput, gradient norm, learning rate."""
 
     def of(name: str, value: Callable[[StepRecord], float | None], **style: bool) -> Line | None:
@@ -64,7 +64,7 @@ def training(run: Run) -> list[Figure]:
     ]
 
 
-def by_layer(run: Run, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
+def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
     """One line per layer; of many layers the highest, the middle and the lowest at each step."""
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
@@ -79,15 +79,15 @@ def by_layer(run: Run, value: Callable[[LayerRecord], float | None]) -> list[Lin
             for name, rule in rules.items()]
 
 
-def _reference(run: Run, name: str, value: float) -> Line | None:
+def _reference(run: RunRecord, name: str, value: float) -> Line | None:
     return line(name, [(step, value) for step in run.step_range], dashed=True)
 
 
-def _extra(run: Run, name: str, key: str, factor: float = 1.0) -> Line | None:
+def _extra(run: RunRecord, name: str, key: str, factor: float = 1.0) -> Line | None:
     return line(name, [(r.step, r.extra[key] * factor) for r in run.steps if key in r.extra])
 
 
-def balance(run: Run) -> list[Figure]:
+def balance(run: RunRecord) -> list[Figure]:
     """Load imbalance and drops by layer."""
     drops = by_layer(run, lambda r: r.drop_fraction)
     if not any(drops):
@@ -107,7 +107,7 @@ def balance(run: Run) -> list[Figure]:
     ]
 
 
-def heat_maps(run: Run) -> list[Figure]:
+def heat_maps(run: RunRecord) -> list[Figure]:
     """Load by layer, and for each layer by expert."""
     known = {name: [r for r in records if r.load] if any(any(r.load) for r in records) else []
              for name, records in run.layers.items()}
@@ -119,7 +119,7 @@ def heat_maps(run: Run) -> list[Figure]:
               for i, (name, records) in enumerate(known.items()))]
 
 
-def _layers_map(run: Run, columns: int) -> list[HeatMap]:
+def _layers_map(run: RunRecord, columns: int) -> list[HeatMap]:
     at = {name: {r.step: r.max_over_mean for r in records if r.max_over_mean is not None}
           for name, records in run.layers.items()}
     if len(at) < 2 or not any(at.values()):
@@ -147,7 +147,7 @@ def _experts_map(id: str, name: str, records: list[LayerRecord], columns: int) -
                    values)
 
 
-def router(run: Run) -> list[Figure]:
+def router(run: RunRecord) -> list[Figure]:
     """Entropy and losses by name."""
     lines = by_layer(run, lambda r: r.entropy)
     if not any(lines):
@@ -159,14 +159,14 @@ def router(run: Run) -> list[Figure]:
     return [*entropy, *(_layer_losses(run) or _logged_losses(run))]
 
 
-def _layer_losses(run: Run) -> list[Figure]:
+def _layer_losses(run: RunRecord) -> list[Figure]:
     names = sorted({name for record in run.layer_records for name in record.losses})
     return [figure for i, name in enumerate(names) for figure in chart(
         f"loss-{i}", f"Router loss: {name}", "Before its weight.",
         by_layer(run, lambda r, name=name: r.losses.get(name)), floor=None)]
 
 
-def _logged_losses(run: Run) -> list[Figure]:
+def _logged_losses(run: RunRecord) -> list[Figure]:
     keys = sorted({key for r in run.steps for key in r.extra
                    if key.startswith("loss ") or key == "moe_gate_loss"})
     return [figure for i, key in enumerate(keys) for figure in chart(
@@ -174,7 +174,7 @@ def _logged_losses(run: Run) -> list[Figure]:
         "Mean over layers, from the training log.", [_extra(run, key, key)], floor=None)]
 
 
-def exchange(run: Run) -> list[Figure]:
+def exchange(run: RunRecord) -> list[Figure]:
     """Bytes and time of exchanges."""
 
     def bytes_per_call(r: LayerRecord) -> float | None:
@@ -193,7 +193,7 @@ def exchange(run: Run) -> list[Figure]:
     ]
 
 
-def store(run: Run) -> list[Figure]:
+def store(run: RunRecord) -> list[Figure]:
     """Experts in host memory or in a file: what calls found, and waited for."""
 
     def per_call(name: str) -> Callable[[LayerRecord], float | None]:
@@ -216,7 +216,7 @@ def store(run: Run) -> list[Figure]:
     ]
 
 
-def copies(run: Run) -> list[Figure]:
+def copies(run: RunRecord) -> list[Figure]:
     """What was copied to and from the device, and what that cost."""
 
     def of(value: Callable[[CopyRecord], float]) -> list[Line | None]:
@@ -248,7 +248,7 @@ def copies(run: Run) -> list[Figure]:
     ]
 
 
-def layouts(run: Run) -> list[Figure]:
+def layouts(run: RunRecord) -> list[Figure]:
     """Layouts over steps, and the tuner's decisions."""
     return [
         *_mostly(run, "layouts", "Layout of each layer", lambda r: r.layouts,
@@ -264,7 +264,7 @@ def layouts(run: Run) -> list[Figure]:
     ]
 
 
-def _decisions(run: Run) -> list[Table]:
+def _decisions(run: RunRecord) -> list[Table]:
     made = run.decisions
     if not made:
         return []
@@ -279,7 +279,8 @@ def _decisions(run: Run) -> list[Table]:
                   rows)]
 
 
-def _mostly(run: Run, id: str, title: str, counts: Callable[[LayerRecord], Mapping[str, float]],
+def _mostly(run: RunRecord, id: str, title: str,
+            counts: Callable[[LayerRecord], Mapping[str, float]],
             about: str) -> list[Bands]:
     """The most frequent name over steps; nothing if it never changes."""
     bands = [band for i, records in enumerate(run.layers.values())
@@ -303,7 +304,7 @@ def _most_frequent(row: int, records: Iterable[LayerRecord],
     return bands
 
 
-def timelines(run: Run) -> list[Figure]:
+def timelines(run: RunRecord) -> list[Figure]:
     """The spans of each recorded step, and where its time went."""
     figures: list[Figure] = []
     for i, ((step, rank), spans) in enumerate(sorted(run.timelines.items())[:TIMELINES]):
@@ -322,7 +323,7 @@ def timelines(run: Run) -> list[Figure]:
     return figures
 
 
-def _kind(span: Span) -> str:
+def _kind(span: SpanRecord) -> str:
     """What the colour of a span means.
 
     Forward or backward of any layer, one kind of exchange, or all work of another row.
@@ -332,7 +333,7 @@ def _kind(span: Span) -> str:
     return span.name if span.track == "exchange" else span.track
 
 
-def _time_table(id: str, step: int, spans: list[Span], end: float) -> Table:
+def _time_table(id: str, step: int, spans: list[SpanRecord], end: float) -> Table:
     sums: dict[tuple[str, str], list[float]] = {}
     for s in spans:
         sums.setdefault((s.track, s.name), []).append(s.end_s - s.start_s)
@@ -344,7 +345,7 @@ def _time_table(id: str, step: int, spans: list[Span], end: float) -> Table:
                  ("kind", "name", "count", "total", "of the step"), rows)
 
 
-def summary(run: Run) -> list[tuple[str, str]]:
+def summary(run: RunRecord) -> list[tuple[str, str]]:
     """The table at the top: name and value."""
     losses = [r for r in run.steps if r.loss is not None]
     valid = [r for r in run.steps if r.valid_loss is not None]
@@ -364,7 +365,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
     return [*rows, *_layer_summary(run)]
 
 
-def _steps(run: Run) -> str:
+def _steps(run: RunRecord) -> str:
     if run.host == "pytorch":  # counts as its loop does; hosts count from 1
         first, last = run.steps_covered
         return f"{last - first + 1:,} ({first:,} to {last:,})" if last >= 0 else "0"
@@ -373,7 +374,7 @@ def _steps(run: Run) -> str:
     return f"{done} of {number(total, 'count')}" if total and total != run.last_step else done
 
 
-def _layer_summary(run: Run) -> list[tuple[str, str]]:
+def _layer_summary(run: RunRecord) -> list[tuple[str, str]]:
     last = run.last_records
     if not last:
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moe_plugin.observe.history import Run
+from moe_plugin.observe.history import RunRecord
 from moe_plugin.observe.report.figures import (
     Figure,
     HeatMap,
@@ -24,7 +24,7 @@ _SHOWN = {
 }
 
 
-def ensemble(run: Run) -> list[Figure]:
+def ensemble(run: RunRecord) -> list[Figure]:
     """Errors in training and validation, and histograms of confidences over steps."""
     lines = [_errors(run, key, text) for key, text in [
         *ERRORS.items(),
@@ -37,12 +37,12 @@ def ensemble(run: Run) -> list[Figure]:
     ]
 
 
-def _errors(run: Run, key: str, text: str) -> Line | None:
+def _errors(run: RunRecord, key: str, text: str) -> Line | None:
     return line(text, [(r.step, r.extra[key]) for r in run.steps if key in r.extra],
                 marks=key.startswith("valid "))
 
 
-def _confidence(run: Run, name: str, text: str) -> list[HeatMap]:
+def _confidence(run: RunRecord, name: str, text: str) -> list[HeatMap]:
     found = [(r.step, r.confidence[name]) for r in run.steps if r.confidence.get(name)]
     if not found:
         return []

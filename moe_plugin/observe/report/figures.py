@@ -102,7 +102,7 @@ class Table(Figure):
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """Figures under one heading."""
 
     title: str
@@ -114,7 +114,7 @@ class Section:
         return any(isinstance(figure, HeatMap) for figure in self.figures)
 
 
-def settled(section: Section) -> Section:
+def settled(section: ReportSection) -> ReportSection:
     """The section with a table in place of its charts of which no curve ever changes."""
     still = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
     if not still:
@@ -123,7 +123,7 @@ def settled(section: Section) -> Section:
                  for f in still for name, value in _distinct(f.constants))
     same = Table(f"{still[0].id}-constant", "Constant", "What did not change in the whole run.",
                  ("", "curve", "value"), rows)
-    return Section(section.title, [f for f in section.figures if f not in still] + [same])
+    return ReportSection(section.title, [f for f in section.figures if f not in still] + [same])
 
 
 def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:

@@ -14,11 +14,11 @@ from markupsafe import Markup
 
 from moe_plugin import __version__
 from moe_plugin.observe.findings import Finding, findings
-from moe_plugin.observe.history import Run
+from moe_plugin.observe.history import RunRecord
 from moe_plugin.observe.report.compare import comparison, named_apart
 from moe_plugin.observe.report.content import sections, summary
 from moe_plugin.observe.report.draw import drawing, figure_data, top_of
-from moe_plugin.observe.report.figures import HeatMap, Section
+from moe_plugin.observe.report.figures import HeatMap, ReportSection
 from moe_plugin.observe.report.text import number
 from moe_plugin.regular_files import write_regular
 
@@ -37,7 +37,7 @@ TEMPLATES = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=
                         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
-def write_report(run: Run, path: str | Path) -> Path:
+def write_report(run: RunRecord, path: str | Path) -> Path:
     """Write the page of a run, atomically.
 
     Raises:
@@ -46,12 +46,12 @@ def write_report(run: Run, path: str | Path) -> Path:
     return write_regular(path, render(run, Path(path).parent))
 
 
-def write_comparison(runs: Sequence[Run], path: str | Path) -> Path:
+def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
     """Write the page of several runs side by side; errors as of `write_report`, `comparison`."""
     return write_regular(path, render_comparison(runs, Path(path).parent))
 
 
-def render(run: Run, place: Path | None = None) -> str:
+def render(run: RunRecord, place: Path | None = None) -> str:
     """The page as text. place: the folder for it, from which it links to the run's files."""
     found = sections(run)
     return _page([run], run.name, "Report of a training run", found, place, run=run,
@@ -59,7 +59,7 @@ def render(run: Run, place: Path | None = None) -> str:
                  findings=list(_with_plots(findings(run), found)))
 
 
-def render_comparison(runs: Sequence[Run], place: Path | None = None) -> str:
+def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> str:
     """The page of several runs as text; place: as of `render`."""
     runs = named_apart(runs)
     title = " and ".join(run.name for run in runs)
@@ -73,7 +73,8 @@ def document(title: str, body: Sequence[str]) -> str:
         title=title, body=Markup("\n".join(body)), policy=POLICY, style=_style())
 
 
-def _page(runs: Sequence[Run], title: str, kind: str, found: list[Section], place: Path | None,
+def _page(runs: Sequence[RunRecord], title: str, kind: str, found: list[ReportSection],
+          place: Path | None,
           **more: Any) -> str:
     begin = float(min(run.step_range[0] for run in runs))
     end = float(max(run.step_range[1] for run in runs))
@@ -89,19 +90,20 @@ def _page(runs: Sequence[Run], title: str, kind: str, found: list[Section], plac
         data=_embedded(data), policy=POLICY, style=_style(), scripts=_scripts(), **more)
 
 
-def _changed(run: Run) -> list[tuple[str, str, str]]:
+def _changed(run: RunRecord) -> list[tuple[str, str, str]]:
     """(setting, value, default) of the settings that differ from the defaults."""
     return [(name, run.settings[name], default) for name, default in (run.defaults or {}).items()
             if name in run.settings]
 
 
-def _with_plots(found: list[Finding], page: list[Section]) -> Iterator[tuple[Finding, str | None]]:
+def _with_plots(found: list[Finding],
+                page: list[ReportSection]) -> Iterator[tuple[Finding, str | None]]:
     ids = {figure.id for section in page for figure in section.figures}
     for one in found:
         yield one, next((id for id in PLOTS.get(one.rule, ()) if id in ids), None)
 
 
-def _files(run: Run, place: Path | None) -> Iterator[tuple[str, str | None]]:
+def _files(run: RunRecord, place: Path | None) -> Iterator[tuple[str, str | None]]:
     """The run's files and links to those that are there."""
     for name in run.files:
         path = run.folder / name if run.folder else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from moe_plugin.planner.forest.network import Network
-from moe_plugin.planner.forest.simulate import Move, Program, Route
+from moe_plugin.planner.forest.simulate import Program, Route, ShareMove
 
 LARGEST_GROUP = 16  # ranks of a node, as far as orders are tried
 SEARCH_STEPS = 20_000  # for a ring over direct links
@@ -72,7 +72,7 @@ def _slowest(network: Network, collective: str, trees: Sequence[RankTree],
 
 def _program(network: Network, collective: str, name: str, trees: Sequence[RankTree],
              routes: Routes) -> Program:
-    moves = [Move(piece, source, target, ((routes(source, target), Fraction(1)),), sums)
+    moves = [ShareMove(piece, source, target, ((routes(source, target), Fraction(1)),), sums)
              for piece, tree in enumerate(trees)
              for source, target, sums in tree.steps(collective)]
     return Program(name, collective, network, tuple(tree.root for tree in trees),

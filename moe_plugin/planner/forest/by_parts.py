@@ -94,7 +94,7 @@ def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Part:
+class NetworkPart:
     """Part 0 as a graph of its own. members: its nodes by their number in it."""
 
     graph: Graph
@@ -127,7 +127,7 @@ class Part:
         return tuple(found)
 
 
-def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> Part | None:
+def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | None:
     """Part 0 with the capacity that is left, also to the switches between the parts, which join its
     ranks as well; None where parts are joined without a switch.
     """
@@ -144,7 +144,7 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> Part | None:
                     return None
                 index[other] = len(members)
                 members.append(other)
-    return Part(Graph(parts.size, len(members), {
+    return NetworkPart(Graph(parts.size, len(members), {
         (index[a], index[b]): c for (a, b), c in left.items()
         if a in index and b in index and c and not {a, b} <= parts.between}, counted.scale),
         tuple(members))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 from xml.etree import ElementTree
 
-from moe_plugin.planner.forest.simulate import Move, Program, starts, verify
+from moe_plugin.planner.forest.simulate import Program, ShareMove, starts, verify
 
 # of the runtime: MSCCL_MAX_NUM_STEPS, MSCCL_MAX_NUM_THREAD_BLOCKS,
 # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL, MAXCHANNELS, MSCCL_MAX_COUNT (a count is below it),
@@ -132,7 +132,7 @@ class _Compiler:
                                                  piece):
             gpu.add(_Step("cpy", source, target, count), -1, -1, 0)
 
-    def _add(self, move: Move) -> None:
+    def _add(self, move: ShareMove) -> None:
         """Send and receive one piece."""
         here, there = self.gpus[move.source], self.gpus[move.target]
         channel = move.piece % self.channels
@@ -151,7 +151,7 @@ class _Compiler:
             last = there.add(_Step(kind, start, end, count, after), -1, move.source, channel)
         there.last[move.piece], there.place[move.piece] = last, place
 
-    def _sum_place(self, move: Move) -> tuple[str, int]:
+    def _sum_place(self, move: ShareMove) -> tuple[str, int]:
         """Where the target keeps its sum: the root in the result, others in scratch memory."""
         gpu, piece = self.gpus[move.target], move.piece
         if move.target == self.program.roots[piece]:

@@ -46,7 +46,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Table:
+class TopologyTable:
     """What the output says. gpus, cards: names in order. classes: by pair of names, both orders."""
 
     gpus: tuple[str, ...]
@@ -64,7 +64,7 @@ def is_table(text: str) -> bool:
     return any(_HEAD.match(line) for line in _TERMINAL.sub("", text).splitlines())
 
 
-def parse_table(text: str, where: str) -> Table:
+def parse_table(text: str, where: str) -> TopologyTable:
     """Read the table; what follows it (affinities, legend) is not looked at.
 
     where: what errors call the text.
@@ -96,10 +96,10 @@ def parse_table(text: str, where: str) -> Table:
             raise ValueError(f"{where}: {a} to {b} is {classes.get((a, b), 'missing')}, back "
                              f"{classes.get((b, a), 'missing')}; {_REMEDY}")
     gpus = tuple(name for name in names if name.startswith("GPU"))
-    return Table(gpus, tuple(name for name in names if name not in gpus), classes)
+    return TopologyTable(gpus, tuple(name for name in names if name not in gpus), classes)
 
 
-def network_of(table: Table, nodes: int = 1, speeds: Speeds = Speeds(),
+def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
                name: str = "machine") -> Network:
     """The network of `nodes` such machines, joined through their network cards.
 
@@ -131,7 +131,7 @@ def network_of(table: Table, nodes: int = 1, speeds: Speeds = Speeds(),
     return b.network(name)
 
 
-def _add_nvlinks(b: Builder, table: Table, island: Sequence[str], prefix: str, index: int,
+def _add_nvlinks(b: Builder, table: TopologyTable, island: Sequence[str], prefix: str, index: int,
                  speeds: Speeds) -> None:
     links = {(x, y): table.links(x, y) for x in island for y in island if x != y}
     most = {x: sum(links[x, y] for y in island if y != x) for x in island}
@@ -144,7 +144,7 @@ def _add_nvlinks(b: Builder, table: Table, island: Sequence[str], prefix: str, i
         b.link(prefix + x, switch, max(links[x, y] for y in island if y != x) * speeds.nvlink)
 
 
-def _add_pcie(b: Builder, table: Table, prefix: str, speeds: Speeds) -> None:
+def _add_pcie(b: Builder, table: TopologyTable, prefix: str, speeds: Speeds) -> None:
     """A tree of switches, from the nearest class of connection to the farthest."""
     top = {gpu: prefix + gpu for gpu in table.gpus}  # the highest node above each GPU so far
     for level, name in enumerate(LEVELS):
@@ -160,7 +160,7 @@ def _add_pcie(b: Builder, table: Table, prefix: str, speeds: Speeds) -> None:
             top.update(dict.fromkeys(group, switch))
 
 
-def _nearest(table: Table, card: str) -> list[str]:
+def _nearest(table: TopologyTable, card: str) -> list[str]:
     distance = {gpu: LEVELS.index(table.classes[card, gpu]) for gpu in table.gpus
                 if table.classes[card, gpu] in LEVELS}
     return [gpu for gpu, far in distance.items() if far == min(distance.values())]

@@ -24,7 +24,7 @@ Route = tuple[str, ...]  # node names from a rank to another
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ShareMove:
     """One piece from a rank to another.
 
     routes: ways through the network with their shares of the piece, which sum to 1. sums: the
@@ -51,7 +51,7 @@ class Program:
     network: Network
     roots: tuple[int, ...]
     shares: tuple[Fraction, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[ShareMove, ...]
 
     def loads(self) -> Counter[tuple[str, str]]:
         """Part of the result that each wire carries."""
@@ -91,10 +91,10 @@ def program_of(schedule: Schedule) -> Program:
                    tuple(Fraction(t.weight, schedule.weight) for t in first), tuple(moves))
 
 
-def _moves(trees: Sequence[Tree]) -> list[Move]:
-    return [Move(piece, e.source, e.target,
-                 tuple((path, Fraction(count, tree.weight)) for path, count in e.paths),
-                 tree.inward)
+def _moves(trees: Sequence[Tree]) -> list[ShareMove]:
+    return [ShareMove(piece, e.source, e.target,
+                      tuple((path, Fraction(count, tree.weight)) for path, count in e.paths),
+                      tree.inward)
             for piece, tree in enumerate(trees) for e in tree.edges]
 
 
@@ -133,7 +133,7 @@ def _verify_shares(program: Program, ranks: int) -> None:
         raise ValueError(f"{program.name}: its pieces are not the whole result once; plan it again")
 
 
-def _verify_move(program: Program, move: Move, held: list[int], everything: int,
+def _verify_move(program: Program, move: ShareMove, held: list[int], everything: int,
                  wires: set[tuple[str, str]]) -> None:
     ranks = program.network.ranks
     what = (f"{program.name}: the move of piece {move.piece} from rank {move.source} to rank "

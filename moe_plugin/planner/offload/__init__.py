@@ -3,6 +3,6 @@
 Never imports torch.
 """
 
-from moe_plugin.planner.offload.schedule import OffloadSchedule, Outcome, Step
+from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Outcome
 
-__all__ = ["OffloadSchedule", "Outcome", "Step"]
+__all__ = ["OffloadSchedule", "Outcome", "OffloadStep"]

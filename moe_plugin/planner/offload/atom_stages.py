@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from moe_plugin.messages import short
 from moe_plugin.planner.offload.profile import ModelProfile
-from moe_plugin.planner.offload.schedule import OffloadSchedule, Step
+from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep
 
 MOST_LAYERS = 128  # the search grows with the fourth power
 MOST_BATCHES = 4096
@@ -177,7 +177,7 @@ class Streamed:
 
     def schedule(self, ends: Sequence[int]) -> OffloadSchedule:
         """The cuts as a schedule."""
-        steps: list[Step] = []
+        steps: list[OffloadStep] = []
         before: tuple[str, ...] = ()
         parts = self.segments(ends)
         there = {parts[-1], *parts[-2:]}  # at the turn
@@ -188,27 +188,29 @@ class Streamed:
         return OffloadSchedule(tuple(steps), self.limit, self.base)
 
     def _steps(self, stage: Stage, before: tuple[str, ...],
-               there: set[Segment]) -> Iterator[Step]:
+               there: set[Segment]) -> Iterator[OffloadStep]:
         if stage.compute:
             yield self._compute(stage.compute, stage.backward, before, there)
         if stage.load:
             way = "again " if stage.backward else ""
-            yield Step(f"load {way}{self.label(stage.load)}", "in", stage.load.load_s, before,
-                       takes=stage.load.weights, block=self.label(stage.load))
+            yield OffloadStep(f"load {way}{self.label(stage.load)}", "in", stage.load.load_s,
+                              before,
+                              takes=stage.load.weights, block=self.label(stage.load))
         if stage.out:
-            yield Step(f"gradients {self.label(stage.out)}", "out", stage.out.out_s, before,
-                       frees=stage.out.gradients, block=self.label(stage.out))
+            yield OffloadStep(f"gradients {self.label(stage.out)}", "out", stage.out.out_s, before,
+                              frees=stage.out.gradients, block=self.label(stage.out))
 
     def _compute(self, part: Segment, backward: bool, before: tuple[str, ...],
-                 there: set[Segment]) -> Step:
+                 there: set[Segment]) -> OffloadStep:
         label = self.label(part)
         if backward:
-            return Step(f"backward {label}", "compute", part.backward_s, before,
-                        part.gradients + part.workspace, part.weights + part.kept + part.workspace,
-                        label)
+            return OffloadStep(f"backward {label}", "compute", part.backward_s, before,
+                               part.gradients + part.workspace,
+                               part.weights + part.kept + part.workspace,
+                               label)
         left = 0 if part in there else part.weights
-        return Step(f"forward {label}", "compute", part.forward_s, before,
-                    part.kept + part.workspace, left + part.workspace, label)
+        return OffloadStep(f"forward {label}", "compute", part.forward_s, before,
+                           part.kept + part.workspace, left + part.workspace, label)
 
     def label(self, part: Segment) -> str:
         """The names of the first and last layer."""

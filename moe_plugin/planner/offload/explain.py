@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 from moe_plugin.planner.offload.atom import StreamPlan
-from moe_plugin.planner.offload.karma import DECISIONS, KEEP, Plan, uniform
+from moe_plugin.planner.offload.karma import DECISIONS, KEEP, SwapPlan, uniform
 from moe_plugin.planner.units import show_change, show_size, show_time
 
 
-def keep_all_bytes(plan: Plan) -> int:
+def keep_all_bytes(plan: SwapPlan) -> int:
     """Bytes of the device that keeping everything needs."""
     held = most = 0
     for block in plan.problem.blocks:
@@ -20,7 +20,7 @@ def keep_all_bytes(plan: Plan) -> int:
     return plan.base + most
 
 
-def alternatives(plan: Plan) -> list[dict[str, float]]:
+def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
     """By block, the seconds that a step would take longer with each other decision for it; inf: it
     does not fit.
     """
@@ -35,7 +35,7 @@ def alternatives(plan: Plan) -> list[dict[str, float]]:
     return found
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: SwapPlan) -> dict[str, Any]:
     """A plan as plain values for JSON; None stands for what does not fit."""
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
@@ -55,7 +55,7 @@ def _finite(value: float) -> float | None:
     return value if value < math.inf else None
 
 
-def explain(plan: Plan, name: str = "model") -> str:
+def explain(plan: SwapPlan, name: str = "model") -> str:
     """Decisions with their reasons, the step's time next to those of uniform decisions, memory."""
     blocks, counts = plan.problem.blocks, {d: plan.decisions.count(d) for d in DECISIONS}
     width = max(5, *(len(block.name) for block in blocks))
@@ -80,7 +80,7 @@ def explain(plan: Plan, name: str = "model") -> str:
     return "\n".join(lines)
 
 
-def _times(plan: Plan) -> list[str]:
+def _times(plan: SwapPlan) -> list[str]:
     rows = [("this plan", f"{show_time(plan.seconds):>10}")]
     for decision, seconds in uniform(plan).items():
         if seconds < math.inf:

@@ -16,9 +16,9 @@ from moe_plugin.planner.offload.karma_problem import (
     KEEP,
     RECOMPUTE,
     SWAP,
-    Block,
     Decisions,
-    Problem,
+    SwapBlock,
+    SwapProblem,
     blocks_of,
     least_bytes,
 )
@@ -26,13 +26,14 @@ from moe_plugin.planner.offload.karma_search import lower_bound, search
 from moe_plugin.planner.offload.schedule import OffloadSchedule, Outcome
 
 __all__ = [
-    "DECISIONS", "KEEP", "RECOMPUTE", "SWAP", "Block", "Decisions", "Plan", "Problem", "blocks_of",
+    "DECISIONS", "KEEP", "RECOMPUTE", "SWAP", "SwapBlock", "Decisions", "SwapPlan", "SwapProblem",
+    "blocks_of",
     "least_bytes", "plan", "uniform"
 ]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SwapPlan:
     """Decisions for a model, and what they cost.
 
     Attributes:
@@ -41,7 +42,7 @@ class Plan:
         limit, base: bytes, see `OffloadSchedule`.
     """
 
-    problem: Problem
+    problem: SwapProblem
     decisions: Decisions
     seconds: float
     bound_s: float
@@ -60,11 +61,11 @@ class Plan:
         return self.schedule.run()
 
 
-def plan(blocks: Sequence[Block], limit: int, base: int = 0, duplex: bool = True) -> Plan:
+def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
     """The decisions with the shortest step that fit.
 
     With up to 10 blocks the best of all 3^n; with more the best that is found, with a lower bound
-    (`Plan.bound_s`) and with whether the search has proved it to be the best.
+    (`SwapPlan.bound_s`) and with whether the search has proved it to be the best.
 
     Args:
         blocks: in the order of forward.
@@ -73,7 +74,7 @@ def plan(blocks: Sequence[Block], limit: int, base: int = 0, duplex: bool = True
     Raises:
         ValueError: no decisions fit, with the bytes that are needed.
     """
-    problem = Problem(tuple(blocks), limit - base, duplex)
+    problem = SwapProblem(tuple(blocks), limit - base, duplex)
     need = least_bytes(blocks) + base
     if need > limit:
         raise ValueError(f"a limit of {limit} bytes is too little: the step needs at least {need} "
@@ -82,10 +83,10 @@ def plan(blocks: Sequence[Block], limit: int, base: int = 0, duplex: bool = True
     decisions, proved = search(problem)
     seconds = problem.seconds(decisions)
     bound = seconds if proved else min(seconds, lower_bound(problem))
-    return Plan(problem, decisions, seconds, bound, proved or bound == seconds, limit, base)
+    return SwapPlan(problem, decisions, seconds, bound, proved or bound == seconds, limit, base)
 
 
-def uniform(plan: Plan) -> dict[str, float]:
+def uniform(plan: SwapPlan) -> dict[str, float]:
     """Seconds of a step with one decision for all blocks, under the same limit; inf: it does not
     fit, or a block cannot be swapped.
     """

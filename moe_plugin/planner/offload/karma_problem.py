@@ -16,14 +16,14 @@ from functools import cached_property
 
 from moe_plugin.messages import short
 from moe_plugin.planner.offload.profile import ModelProfile
-from moe_plugin.planner.offload.schedule import OffloadSchedule, Step
+from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep
 
 KEEP, RECOMPUTE, SWAP = DECISIONS = ("keep", "recompute", "swap")
 Decisions = tuple[str, ...]  # by block
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class SwapBlock:
     """One block. Times in seconds, see `BlockProfile` for the others.
 
     Attributes:
@@ -55,13 +55,13 @@ class Block:
         return DECISIONS if self.swap_out_s + self.swap_in_s < math.inf else (KEEP, RECOMPUTE)
 
 
-def blocks_of(profile: ModelProfile) -> list[Block]:
+def blocks_of(profile: ModelProfile) -> list[SwapBlock]:
     """The blocks of a profile, with the times of copies at its bandwidths."""
-    return [Block(name=b.name, forward_s=b.forward_s, backward_s=b.backward_s,
-                  activation_bytes=b.activation_bytes, kept_bytes=b.kept_bytes,
-                  workspace_bytes=b.workspace_bytes,
-                  swap_out_s=_copy_s(b.activation_bytes, profile.out_bytes_s),
-                  swap_in_s=_copy_s(b.activation_bytes, profile.in_bytes_s))
+    return [SwapBlock(name=b.name, forward_s=b.forward_s, backward_s=b.backward_s,
+                      activation_bytes=b.activation_bytes, kept_bytes=b.kept_bytes,
+                      workspace_bytes=b.workspace_bytes,
+                      swap_out_s=_copy_s(b.activation_bytes, profile.out_bytes_s),
+                      swap_in_s=_copy_s(b.activation_bytes, profile.in_bytes_s))
             for b in profile.blocks]
 
 
@@ -86,14 +86,14 @@ class Waits:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SwapProblem:
     """Blocks in the order of forward, and the room for what they keep.
 
     Attributes:
         room: bytes for activations and workspace. duplex: see `OffloadSchedule`.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[SwapBlock, ...]
     room: int
     duplex: bool = True
 
@@ -178,7 +178,7 @@ class Problem:
         if waits is None:
             raise ValueError(f"the decisions {short(decisions)} need more than the room of "
                              f"{self.room} bytes; recompute or swap more blocks")
-        steps: list[Step] = []
+        steps: list[OffloadStep] = []
         for j, decision in enumerate(decisions):
             steps += self._forward(j, decision, waits)
         for j in reversed(range(len(decisions))):
@@ -188,19 +188,20 @@ class Problem:
     def _out(self, block: int) -> tuple[str, ...]:
         return (f"swap out {self.blocks[block].name}",) if block >= 0 else ()
 
-    def _forward(self, j: int, decision: str, waits: Waits) -> list[Step]:
+    def _forward(self, j: int, decision: str, waits: Waits) -> list[OffloadStep]:
         block = self.blocks[j]
         left = block.activation_bytes - block.kept_bytes if decision == RECOMPUTE else 0
         name = f"forward {block.name}"
-        steps = [Step(name, "compute", block.forward_s, self._out(waits.forward[j]),
-                      block.activation_bytes + block.workspace_bytes, left + block.workspace_bytes,
-                      block.name)]
+        steps = [OffloadStep(name, "compute", block.forward_s, self._out(waits.forward[j]),
+                             block.activation_bytes + block.workspace_bytes,
+                             left + block.workspace_bytes,
+                             block.name)]
         if decision == SWAP:
-            steps.append(Step(self._out(j)[0], "out", block.swap_out_s, (name,),
-                              frees=block.activation_bytes, block=block.name))
+            steps.append(OffloadStep(self._out(j)[0], "out", block.swap_out_s, (name,),
+                                     frees=block.activation_bytes, block=block.name))
         return steps
 
-    def _backward(self, j: int, decision: str, waits: Waits) -> list[Step]:
+    def _backward(self, j: int, decision: str, waits: Waits) -> list[OffloadStep]:
         block, after = self.blocks[j], self._out(waits.backward[j])
         steps, space = [], block.workspace_bytes
         if decision == SWAP:
@@ -209,19 +210,21 @@ class Problem:
             before = (f"forward {self.blocks[turn].name}" if last
                       else f"backward {self.blocks[turn + 1].name}")
             begin = (*self._out(j), before, *self._out(waits.started[turn]))
-            steps.append(Step(name, "in", block.swap_in_s, begin, takes=block.activation_bytes,
-                              block=block.name))
+            steps.append(OffloadStep(name, "in", block.swap_in_s, begin,
+                                     takes=block.activation_bytes,
+                                     block=block.name))
             after = (*after, name)
         elif decision == RECOMPUTE:
             again = block.activation_bytes - block.kept_bytes
-            steps.append(Step(f"recompute {block.name}", "compute", block.forward_s, after,
-                              again + space, space, block.name))
-        steps.append(Step(f"backward {block.name}", "compute", block.backward_s, after, space,
-                          block.activation_bytes + space, block.name))
+            steps.append(OffloadStep(f"recompute {block.name}", "compute", block.forward_s, after,
+                                     again + space, space, block.name))
+        steps.append(OffloadStep(f"backward {block.name}", "compute", block.backward_s, after,
+                                 space,
+                                 block.activation_bytes + space, block.name))
         return steps
 
 
-def least_bytes(blocks: Sequence[Block]) -> int:
+def least_bytes(blocks: Sequence[SwapBlock]) -> int:
     """Bytes without which no decisions fit."""
     held = most = 0
     for block in blocks:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 
-from moe_plugin.planner.offload.karma_problem import KEEP, RECOMPUTE, SWAP, Decisions, Problem
+from moe_plugin.planner.offload.karma_problem import KEEP, RECOMPUTE, SWAP, Decisions, SwapProblem
 
 MOST_NODES = 100_000  # of the proof; all 3 + 9 + ... + 3^10 of 10 blocks are fewer
 MOST_TRIALS = 40_000  # of the improvement: some seconds
 TOLERANCE = 1e-12  # relative; smaller differences are those of rounding
 
 
-def search(problem: Problem) -> tuple[Decisions, bool]:
+def search(problem: SwapProblem) -> tuple[Decisions, bool]:
     """The best decisions that are found, and whether no others take less.
 
     The problem must have decisions that fit.
@@ -25,7 +25,7 @@ def search(problem: Problem) -> tuple[Decisions, bool]:
     return keep_more(problem, proof.best), proof.left > 0
 
 
-def keep_more(problem: Problem, decisions: Decisions) -> Decisions:
+def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
     """The same with each block kept, the last first, where that takes no longer: fewer copies."""
     best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
     for j in reversed(range(len(best))):
@@ -35,7 +35,7 @@ def keep_more(problem: Problem, decisions: Decisions) -> Decisions:
     return best
 
 
-def seeds(problem: Problem) -> Iterator[Decisions]:
+def seeds(problem: SwapProblem) -> Iterator[Decisions]:
     """Decisions to start from: as little memory as possible; and, of the first blocks, some swapped
     and some recomputed, in two rows or in turns, with the last ones kept (they are needed first).
     """
@@ -56,7 +56,7 @@ def seeds(problem: Problem) -> Iterator[Decisions]:
                             for d, swap in zip(made, allowed, strict=True))
 
 
-def improve(problem: Problem, decisions: Decisions) -> Decisions:
+def improve(problem: SwapProblem, decisions: Decisions) -> Decisions:
     """Change one block or two at a time while that takes less, for `MOST_TRIALS` trials."""
     best, seconds, left = decisions, problem.seconds(decisions), MOST_TRIALS
     improved = True
@@ -73,7 +73,7 @@ def improve(problem: Problem, decisions: Decisions) -> Decisions:
     return best
 
 
-def _neighbours(problem: Problem, decisions: Decisions) -> Iterator[Decisions]:
+def _neighbours(problem: SwapProblem, decisions: Decisions) -> Iterator[Decisions]:
     others = [[c for c in b.choices if c != d]
               for b, d in zip(problem.blocks, decisions, strict=True)]
     for count in (1, 2):
@@ -110,7 +110,7 @@ class _Proof:
         best: decisions. left: nodes that may still be looked at; 0: the proof was given up.
     """
 
-    def __init__(self, problem: Problem, best: Decisions, seconds: float) -> None:
+    def __init__(self, problem: SwapProblem, best: Decisions, seconds: float) -> None:
         self.problem, self.best, self.seconds, self.left = problem, best, seconds, MOST_NODES
         self.forward_s = sum(b.forward_s for b in problem.blocks)
         self.backward_s = [0.0]  # of the first blocks
@@ -165,7 +165,7 @@ class _Proof:
         return bound < self.seconds * (1 - TOLERANCE)
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: SwapProblem) -> float:
     """Seconds that no decisions are below.
 
     A relaxation: when a block's forward begins, recomputing and swapping must have made the room
@@ -185,7 +185,7 @@ def lower_bound(problem: Problem) -> float:
     return low
 
 
-def _enough(problem: Problem, seconds: float) -> bool:
+def _enough(problem: SwapProblem, seconds: float) -> bool:
     """Whether the relaxation allows a step of so many seconds."""
     blocks, budget = problem.blocks, seconds - problem.compute_s
     swaps = [b for b in blocks if SWAP in b.choices and b.activation_bytes]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from moe_plugin.messages import short
-from moe_plugin.planner.offload.schedule import OffloadSchedule, Outcome, Step
+from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Outcome
 from moe_plugin.planner.units import show_size, show_time
 
 DESIGNS = ("resident", "on_demand", "prefetch_all", "pre_gated")
@@ -136,17 +136,18 @@ class _Writer:
 
     def __init__(self, design: str, model: ExpertModel) -> None:
         self.design, self.model = design, model
-        self.steps: list[Step] = []
+        self.steps: list[OffloadStep] = []
         self.computed: list[str] = []  # by layer, the step that ends with its experts' buffers
 
     def add(self, number: int, active: list[list[int]]) -> None:
         """Issue one pass."""
-        ahead: list[Step] = []  # copies for the next layer
+        ahead: list[OffloadStep] = []  # copies for the next layer
         for layer, experts in enumerate(active):
             label = f"{number}.{layer}"
             attention = f"attention {label}"
             copies = self._copy_all(label) if self.design == "prefetch_all" else ahead
-            self.steps.append(Step(attention, "compute", self.model.attention_s, block=label))
+            self.steps.append(OffloadStep(attention, "compute", self.model.attention_s,
+                                          block=label))
             gated = self.design == "pre_gated"
             if self.design == "on_demand" or (gated and layer == 0):
                 copies = self._copy(label, experts, attention)
@@ -154,26 +155,27 @@ class _Writer:
                 ahead = self._copy(f"{number}.{layer + 1}", active[layer + 1], attention)
             self._compute(label, len(experts), copies)
 
-    def _copy(self, label: str, experts: list[int], decided: str) -> list[Step]:
+    def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
         """Copies of the active experts, into what the layer before the last one has left."""
         after = (decided, *self.computed[-1:])
-        made = [Step(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
-                     takes=self.model.expert_bytes, block=label) for e in experts]
+        made = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
+                            takes=self.model.expert_bytes, block=label) for e in experts]
         self.steps += made
         return made
 
-    def _copy_all(self, label: str) -> list[Step]:
+    def _copy_all(self, label: str) -> list[OffloadStep]:
         """A copy of all experts of a layer, into what the layer before the last one has left."""
         after = tuple(self.computed[-2:-1])
         count = self.model.experts
-        made = Step(f"copy {label}", "in", self.model.copy_s(count), after,
-                    takes=count * self.model.expert_bytes, block=label)
+        made = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,
+                           takes=count * self.model.expert_bytes, block=label)
         self.steps.append(made)
         return [made]
 
-    def _compute(self, label: str, active: int, copies: list[Step]) -> None:
+    def _compute(self, label: str, active: int, copies: list[OffloadStep]) -> None:
         name = f"experts {label}"
-        self.steps.append(Step(name, "compute", active * self.model.expert_s,
-                               tuple(c.name for c in copies), frees=sum(c.takes for c in copies),
-                               block=label))
+        self.steps.append(OffloadStep(name, "compute", active * self.model.expert_s,
+                                      tuple(c.name for c in copies),
+                                      frees=sum(c.takes for c in copies),
+                                      block=label))
         self.computed.append(name)

@@ -20,7 +20,7 @@ STREAMS = ("compute", "in", "out")
 
 
 @dataclass(frozen=True)
-class Step:
+class OffloadStep:
     """One step of a stream.
 
     Attributes:
@@ -130,7 +130,7 @@ class OffloadSchedule:
     another, in issue order, as those of a single queue do.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[OffloadStep, ...]
     limit: int | None = None
     base: int = 0
     duplex: bool = True
@@ -172,7 +172,8 @@ class OffloadSchedule:
                              f"{self.limit}; raise the limit or keep less on the device")
 
 
-def _changes(steps: tuple[Step, ...], spans: tuple[Span, ...]) -> Iterator[tuple[float, int, int]]:
+def _changes(steps: tuple[OffloadStep, ...],
+             spans: tuple[Span, ...]) -> Iterator[tuple[float, int, int]]:
     """(seconds, step, bytes) of what steps take and free, in the order of time.
 
     At the same time, steps that have been running end before others start; what starts then does so

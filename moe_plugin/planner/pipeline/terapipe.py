@@ -25,7 +25,7 @@ MOST_PIECES = 1024
 
 
 @dataclass(frozen=True)
-class Cut:
+class SliceCut:
     """A sequence in slices.
 
     slices: their lengths in tokens, first to last. seconds: of all stages together.
@@ -39,7 +39,7 @@ class Cut:
 class BatchCut:
     """A batch in groups, one after another. groups: (samples, their cut). seconds: of all."""
 
-    groups: tuple[tuple[int, Cut], ...]
+    groups: tuple[tuple[int, SliceCut], ...]
     seconds: float
 
 
@@ -58,7 +58,7 @@ def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
 
 
 def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
-        gap_s: float = 0.0) -> Cut:
+        gap_s: float = 0.0) -> SliceCut:
     """The slices of a sequence that pass all stages first.
 
     Args:
@@ -85,7 +85,7 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
         raise ValueError(f"no cut of {length} tokens is possible: every slice must have finite "
                          "seconds; measure more lengths, or use a smaller granularity")
     slices = tuple(granularity * pieces for pieces in lengths)
-    return Cut(slices, latency(slice_seconds(times, slices), stages))
+    return SliceCut(slices, latency(slice_seconds(times, slices), stages))
 
 
 def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granularity: int = 1,

@@ -207,13 +207,14 @@ def test_a_checkpoint_of_another_expert_count_is_refused() -> None:
 def test_what_needs_tensor_parallel_ranks_is_refused(settings: dict[str, Any], words: str) -> None:
     from moe_plugin.comm import run_simulated
     from moe_plugin.config import from_dict
-    from moe_plugin.hosts.fairseq.groups import Groups
+    from moe_plugin.hosts.fairseq.groups import FairseqGroups
     from moe_plugin.hosts.fairseq.layers import ExpertFFN, LayerSettings
 
     config = from_dict({"model_dim": 8, "num_experts": 4, **settings})
     with pytest.raises(ValueError, match=words):
         run_simulated(
-            2, lambda comm: ExpertFFN(LayerSettings(config, Groups(comm, 1, 2), True, 1.0, False)))
+            2, lambda comm: ExpertFFN(LayerSettings(config, FairseqGroups(comm, 1, 2), True, 1.0,
+                                                    False)))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])

@@ -47,7 +47,7 @@ def check_version() -> None:
 
 
 @dataclass(frozen=True)
-class Groups:
+class MegatronGroups:
     """Megatron's process groups as this host uses them.
 
     experts: ranks that share one copy of all experts (expert-tensor x expert-parallel).
@@ -65,15 +65,15 @@ class Groups:
     data: Group
 
 
-def groups(collection: Any | None) -> Groups:
+def groups(collection: Any | None) -> MegatronGroups:
     """The groups that Megatron passes to a layer; its global ones if it passes none."""
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
-    return Groups(collection=collection, experts=collection.tp_ep,
-                  expert_replicas=collection.expt_dp, tensor=collection.tp,
-                  context=_context_group(collection), tokens=collection.tp_cp,
-                  data=_data_group(collection),
-                  )
+    return MegatronGroups(collection=collection, experts=collection.tp_ep,
+                          expert_replicas=collection.expt_dp, tensor=collection.tp,
+                          context=_context_group(collection), tokens=collection.tp_cp,
+                          data=_data_group(collection),
+                          )
 
 
 def _data_group(collection: Any) -> Group:
@@ -129,7 +129,7 @@ def init_base(layer: BaseMoELayer, config: Any, layer_number: int | None, collec
                           **{name: value for name, value in extra.items() if name in known})
 
 
-def native_router(config: Any, submodules: Any, groups_: Groups,
+def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
                   is_mtp_layer: bool) -> torch.nn.Module:
     """Megatron's own router, or the one that the spec injects (0.16 on)."""
     from megatron.core.transformer.moe.router import TopKRouter
@@ -164,7 +164,7 @@ def call_native_router(router: torch.nn.Module, x_SBD: Tensor,
         x_SBD, padding_mask=padding_SB) if takes_mask and padding_SB is not None else router(x_SBD)
 
 
-def shared_experts(config: Any, submodules: Any, groups_: Groups) -> torch.nn.Module:
+def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> torch.nn.Module:
     """Megatron's own shared expert, from the native spec.
 
     A spec or class up to 0.17, a partial from 0.18.

@@ -24,7 +24,7 @@ from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.drops import DropCount
 from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.observe.sinks import JsonlSink
-from moe_plugin.observe.timeline import Timeline
+from moe_plugin.observe.timeline import StepTimeline
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import write_regular
@@ -89,9 +89,9 @@ class Observer:
         if activations is not None:
             self.recorder.watch("activations", activations.swapper.copier,
                                 activations.on_device)
-        self.timeline = Timeline(config,
-                                 {f"layer{layer.layer_number}": layer for layer in self.layers},
-                                 self.recorder.comm, dist.get_rank(), self.recorder.health)
+        self.timeline = StepTimeline(config,
+                                     {f"layer{layer.layer_number}": layer for layer in self.layers},
+                                     self.recorder.comm, dist.get_rank(), self.recorder.health)
         self.validation = DropCount()  # of this rank and stage
         for layer in self.layers:
             layer.observer = functools.partial(self._add, layer)
