@@ -34,7 +34,7 @@ from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.routing.statistics import call_stats
 from moe_plugin.routing.unlinked import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
-from moe_plugin.tuning.layouts import Layout
+from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.tuning.placement import place_experts
 
 
@@ -144,7 +144,7 @@ class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
 
-    def _through_experts(self, layout: Layout, x_TD: Tensor, kept: KeptRouting,
+    def _through_experts(self, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
                          alongside: OverlappedWork) -> tuple[Tensor, int | Tensor]:
         """(tokens' results [T, D], rows that this rank's experts computed)."""
         plan = layout.plan(kept)
@@ -156,7 +156,7 @@ class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> MoELayer:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self.layouts.follow_parameters()
+        self.layouts.move_row_limit()
         self._follow_parameters()
         return self
 

@@ -203,8 +203,8 @@ class Placement:
             consecutive ranks gather each other's parameters, so that each has 1/r of the expert,
             and share its tokens between them.
         replicas: ranks that hold the same tokens as this one, where a dispatcher makes use of that.
-        cut: S as configured, ranks over which every expert is split; None: as few as needed, W / E
-            and at least 1.
+        configured_shards: S as configured, ranks over which every expert is split; None: as few as
+            needed, W / E and at least 1.
     """
 
     comm: Comm
@@ -212,12 +212,12 @@ class Placement:
     algorithm: Exchange
     copies: int | None = None
     replicas: Comm | None = None
-    cut: int | None = None
+    configured_shards: int | None = None
 
     @property
     def shards(self) -> int:
         """S, ranks over which each expert is split."""
-        return self.cut or max(1, self.comm.size // self.experts)
+        return self.configured_shards or max(1, self.comm.size // self.experts)
 
     @property
     def virtual(self) -> int:
@@ -251,15 +251,15 @@ class Placement:
 
     def check(self) -> None:
         """`ValueError` unless experts divide over ranks, ranks over experts, both over shards."""
-        size, cut = self.comm.size, self.cut
-        if cut is not None:
+        size, shards = self.comm.size, self.configured_shards
+        if shards is not None:
             fits = [s for s in range(1, size + 1)
                     if size % s == 0 and self.experts % (size // s) == 0]
-            if cut not in fits:
+            if shards not in fits:
                 raise ValueError(
-                    f"parallel.shards={cut} does not fit {self.experts} experts on {size} "
+                    f"parallel.shards={shards} does not fit {self.experts} experts on {size} "
                     f"expert-parallel ranks: must be one of {fits}; "
-                    f"the nearest is {min(fits, key=lambda s: abs(s - cut))}")
+                    f"the nearest is {min(fits, key=lambda s: abs(s - shards))}")
         elif self.experts % size and size % self.experts:
             raise ValueError(
                 f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a "
@@ -320,13 +320,14 @@ class Overlap:
     """In how many pieces rows travel and are computed, so that exchanges and matmuls overlap.
 
     forward, backward: d and d_backward; 0 backward: as forward. background: one piece, too,
-    travels in the background, because other work is done meanwhile. cut: see `dispatch.cuts`.
+    travels in the background, because other work is done meanwhile. piece_axis: see
+    `dispatch.piece_axes`.
     """
 
     forward: int = 1
     backward: int = 0
     background: bool = False
-    cut: str = "rows"
+    piece_axis: str = "rows"
 
     @property
     def pieces(self) -> int:

@@ -98,7 +98,7 @@ def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoi
     """The layouts measured, by their column's name, without overlap first."""
     found = {"d=1": LayoutChoice(r=1)}
     for cut in cuts:
-        found |= {f"d={d} {cut}": LayoutChoice(r=1, d=d, cut=cut) for d in degrees}
+        found |= {f"d={d} {cut}": LayoutChoice(r=1, d=d, piece_axis=cut) for d in degrees}
     return found
 
 

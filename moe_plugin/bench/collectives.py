@@ -20,7 +20,7 @@ from moe_plugin.comm.forest import Forest
 from moe_plugin.emulate import EmulatedCluster
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.part import shortest_paths
-from moe_plugin.tuning.collectives import RULES, Auto, Choices
+from moe_plugin.tuning.collectives import RULES, AutoCollectives, Choices
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 WIRE = 1448 / 1538  # bytes of data in those of a frame on the wire
@@ -121,7 +121,7 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
     comm = TorchComm()
     comm.prepare()
     comm.state.get(Choices, lambda: Choices(replace(RULES, samples=repeats)))
-    auto = Auto(Forest(network, "the emulated network"), None)
+    auto = AutoCollectives(Forest(network, "the emulated network"), None)
     trees = auto.forest.trees(comm)
     bounds = {"all_gather": (trees.gather,), "reduce_scatter": (trees.reduce,),
               "all_reduce": (trees.reduce, trees.gather)}

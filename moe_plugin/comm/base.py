@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_plugin.comm.collectives import NATIVE, Collectives
 from moe_plugin.comm.compiled import key_of
-from moe_plugin.comm.gave_up import reason
+from moe_plugin.comm.job_abort import reason
 from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.topology import Topology
 

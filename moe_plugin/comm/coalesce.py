@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """The parts of a packed row: (dtype, shape of a row, bytes of a row) of each tensor."""
 
     parts: tuple[tuple[torch.dtype, tuple[int, ...], int], ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Layout:
+    def of(cls, tensors: Sequence[Tensor]) -> PackedLayout:
         """The layout of these tensors, [R, ...] each. Raises: ValueError: their lengths differ."""
         if len({len(x) for x in tensors}) != 1:
             raise ValueError(
@@ -29,15 +29,15 @@ class Layout:
                   for x in tensors))
 
 
-def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Layout]:
+def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
     """Tensors [R, ...] of any dtypes as bytes, uint8 [R, B], and the layout for `unpack`."""
-    layout = Layout.of(tensors)
+    layout = PackedLayout.of(tensors)
     return torch.cat(
         [_as_bytes(x, size) for x, (_, _, size) in zip(tensors, layout.parts, strict=True)],
         dim=1), layout
 
 
-def unpack(packed: Tensor, layout: Layout) -> list[Tensor]:
+def unpack(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
     """The inverse of `pack` for any number of rows: uint8 [R, B] to tensors [R, ...]."""
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [

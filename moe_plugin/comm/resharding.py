@@ -21,7 +21,7 @@ class Resharding:
 
     All ranks of the group make it, in the same order. On gloo only ranks with a part in a layout
     need take part in a move, and several moves may be under way: they end in the order in which
-    they began. Elsewhere all ranks meet in `Move.end`.
+    they began. Elsewhere all ranks meet in `TensorMove.end`.
 
     Args:
         comm: the group; the layouts' devices are its ranks.
@@ -41,7 +41,7 @@ class Resharding:
         self.received = [hop for hop in hops if hop.receiver == comm.rank]
         self.kept = [each for each in self.slices if comm.rank in each.keepers]
 
-    def start(self, x: Tensor | None, dtype: torch.dtype) -> Move:
+    def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
         """Begin a move: what this rank stores is sent, what it needs is expected.
 
         x: of the shape of this rank's box in the source layout, not to be changed until the end;
@@ -58,11 +58,11 @@ class Resharding:
             self, None if x is None else x.detach(), dtype)
 
     def __call__(self, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """A move at once; see `start` and `Move.end`."""
+        """A move at once; see `start` and `TensorMove.end`."""
         return self.start(x, dtype).end()
 
 
-class Move(ABC):
+class TensorMove(ABC):
     """A tensor under way, see `Resharding`."""
 
     def __init__(self, plan: Resharding, x: Tensor | None, dtype: torch.dtype) -> None:
@@ -117,7 +117,7 @@ class Move(ABC):
         return self.x[each.within(self.plan.source)]
 
 
-class _Posted(Move):
+class _Posted(TensorMove):
     """gloo: all receives are posted at once; a part goes on as soon as it is there."""
 
     def begin(self) -> None:
@@ -147,7 +147,7 @@ class _Posted(Move):
         return comm.with_tag(MAX_TAG + 1 + comm.tag * DEPTHS + hop.depth)
 
 
-class _InRounds(Move):
+class _InRounds(TensorMove):
     """Elsewhere: one round of messages for each depth, in which all ranks of the group meet."""
 
     def begin(self) -> None:

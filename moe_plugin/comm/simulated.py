@@ -55,7 +55,7 @@ class Traffic:
 Sent = Sequence[tuple[int, int]]
 
 
-class Clock(Protocol):
+class MessageClock(Protocol):
     """Simulated time, see `moe_plugin.emulate.clock`."""
 
     topology: Topology
@@ -78,7 +78,7 @@ class SimulatedComm(Comm):
     """One rank of a simulated group. Made by `run_simulated`."""
 
     def __init__(self, board: _Board, ranks: Sequence[int], rank: int, traffic: Traffic,
-                 timeout_s: float, topology: Topology, clock: Clock | None = None) -> None:
+                 timeout_s: float, topology: Topology, clock: MessageClock | None = None) -> None:
         self.board, self.ranks, self.traffic = board, list(ranks), traffic
         self.timeout_s, self.clock = timeout_s, clock
         super().__init__(rank, len(ranks), f"simulated ranks {self.ranks}", GroupState(topology))
@@ -192,7 +192,7 @@ class SimulatedComm(Comm):
 
 def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0,
                   traffic: Traffic | None = None, topology: Topology | None = None,
-                  clock: Clock | None = None) -> list[Result]:
+                  clock: MessageClock | None = None) -> list[Result]:
     """Run `fn(comm)` as `size` ranks, one thread each, and return the results in rank order.
 
     The first failure is raised; the other ranks are woken and ended. Threads share torch's global

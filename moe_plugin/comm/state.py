@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from moe_plugin.comm.overdue import Overdue
+from moe_plugin.comm.timeout_watch import TimeoutWatch
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.watchdog import Watchdog
 
@@ -32,8 +32,8 @@ class GroupState:
     watchdog: sends heartbeats, so that an error can name the missing ranks; None: not asked for.
     worker: the thread that runs exchanges in the background; made at the first one.
     stream: the CUDA stream for the same purpose.
-    overdue: watches NCCL's collectives where the group waits longer than the layer may; None: not
-        needed.
+    timeout_watch: watches NCCL's collectives where the group waits longer than the layer may; None:
+        not needed.
     connected: whether all ranks have met in a collective since the group was prepared, on NCCL.
     started: the last collectives in words, where they may fail after they have returned.
     last_tag: of the last exchange in the background; all ranks count alike.
@@ -50,7 +50,7 @@ class GroupState:
     watchdog: Watchdog | None = None
     worker: ThreadPoolExecutor | None = None
     stream: torch.cuda.Stream | None = None
-    overdue: Overdue | None = None
+    timeout_watch: TimeoutWatch | None = None
     connected: bool = False
     started: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     last_tag: int = 0

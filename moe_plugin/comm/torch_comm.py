@@ -21,9 +21,9 @@ from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
 from moe_plugin.comm.compiled import collective, key_of
 from moe_plugin.comm.new_group import make_group
 from moe_plugin.comm.nodes import node_key
-from moe_plugin.comm.overdue import Overdue
 from moe_plugin.comm.started import started
 from moe_plugin.comm.state import GroupState
+from moe_plugin.comm.timeout_watch import TimeoutWatch
 from moe_plugin.comm.topology import Topology
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
@@ -47,7 +47,7 @@ class TorchComm(Comm):
             group was made with a longer timeout, and the timeout of groups made by `subgroup`
             (torch's own default there is 30 minutes, not the world's timeout). On NCCL, where the
             host does not wait, a thread watches instead in groups with a longer timeout, see
-            `comm.overdue`. What fails there later than it is called is raised by a later
+            `comm.timeout_watch`. What fails there later than it is called is raised by a later
             collective, whose error names those before it; where NCCL's own watchdog ends the
             process, its log names the collective.
     Raises: ValueError: torch.distributed is not initialised.
@@ -76,18 +76,19 @@ class TorchComm(Comm):
 
     def _watch_longer_timeout(self) -> None:
         own, state = self.group._get_backend(torch.device("cuda")).options._timeout, self.state
-        if state.overdue is not None:
-            state.overdue.timeout_s = min(state.overdue.timeout_s, self.timeout.total_seconds())
+        if state.timeout_watch is not None:
+            state.timeout_watch.timeout_s = min(state.timeout_watch.timeout_s,
+                                                self.timeout.total_seconds())
         elif own > self.timeout:
-            state.overdue = Overdue(
+            state.timeout_watch = TimeoutWatch(
                 self.group, self.timeout.total_seconds(),
                 f"rank {self.rank} of {self.size} in group {self.name!r}",
                 lambda: f"; {state.watchdog.report()}" if state.watchdog is not None else "")
 
     def _passes(self) -> None:
         """The collective that was described last is on the current stream."""
-        if self.state.overdue is not None:
-            self.state.overdue.add(self.state.started[-1])
+        if self.state.timeout_watch is not None:
+            self.state.timeout_watch.add(self.state.started[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm:
         return self  # a copy of a model talks to the same ranks; a process group cannot be copied

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
-from moe_plugin.dispatch.cuts import Counts
+from moe_plugin.dispatch.piece_axes import Counts
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.kernels import slot_index
 from moe_plugin.planner.spill import SpillPlan
@@ -40,8 +40,9 @@ class DispatchTraits:
     Attributes:
         fixed_slots: makes C slots per expert and source rank, empty ones too; needs a capacity.
             False: exactly the rows that were routed.
-        cuts: can split its rows into pieces (`Overlap`), so that exchanges overlap with matmuls.
-        cuts_by: then, how, see `dispatch.cuts`.
+        supports_pieces: can split its rows into pieces (`Overlap`), so that exchanges overlap
+            with matmuls.
+        piece_axes: then, along what, see `dispatch.piece_axes`.
         shares_tokens: all ranks of the group hold the same tokens.
         splits_slots: ranks that hold the same tokens (`Placement.replicas`) share out the slots.
         single_layout: runs where parameters are stored, in one layout; False: in any `r`.
@@ -53,8 +54,8 @@ class DispatchTraits:
     """
 
     fixed_slots: bool = False
-    cuts: bool = False
-    cuts_by: tuple[str, ...] = ("rows",)
+    supports_pieces: bool = False
+    piece_axes: tuple[str, ...] = ("rows",)
     shares_tokens: bool = False
     splits_slots: bool = False
     single_layout: bool = False
@@ -68,7 +69,7 @@ class DispatchContext:
 
     Attributes:
         placement: where experts are, and which exchange carries rows.
-        overlap: pieces; more than one only where `traits.cuts`.
+        overlap: pieces; more than one only where `traits.supports_pieces`.
         limit: of the layer's rows, kept between calls; None unless `traits.bounded`.
         spill_planner: says who computes what, the same on all ranks; None: owners do.
     """
@@ -178,9 +179,9 @@ _CAPACITY = ("a dispatcher with fixed slots needs a capacity; set it (0 never dr
 
 def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
-    if traits.cuts and traits.single_layout:
+    if traits.supports_pieces and traits.single_layout:
         raise ValueError(
-            f"dispatcher {name!r} declares cuts and single_layout: must be one of them")
+            f"dispatcher {name!r} declares supports_pieces and single_layout: must be one of them")
     for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
         if traits.spills and getattr(traits, other):
             raise ValueError(f"dispatcher {name!r} declares spills and {other}: must be one of "

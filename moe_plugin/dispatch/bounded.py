@@ -29,7 +29,7 @@ from moe_plugin.row_counts import DeviceCounts
 class BoundedDispatcher(ExchangeDispatcher):
     """Exact rows like `ragged`, padded to a bound on the way; the host reads nothing."""
 
-    traits = DispatchTraits(cuts=True, bounded=True)
+    traits = DispatchTraits(supports_pieces=True, bounded=True)
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
@@ -60,9 +60,9 @@ class BoundedDispatcher(ExchangeDispatcher):
         rank_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
         slot_TK = slot_TK.clamp(max=slots - 1)
         number = min(self.pieces, slots)
-        cuts = [slots * c // number for c in range(number + 1)]
-        position_TK = slot_positions(rank_TK, slot_TK, comm.size, cuts)
-        pieces = tuple(_piece(recv_WL, first, end) for first, end in pairwise(cuts))
+        starts = [slots * c // number for c in range(number + 1)]
+        position_TK = slot_positions(rank_TK, slot_TK, comm.size, starts)
+        pieces = tuple(_piece(recv_WL, first, end) for first, end in pairwise(starts))
         return ExchangePlan(recv_WL.sum(), slot_sources(position_TK, comm.size * slots),
                             position_TK, weights_TK, pieces, True)
 

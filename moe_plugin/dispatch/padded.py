@@ -23,7 +23,7 @@ class PaddedDispatcher(ExchangeDispatcher):
     """Fixed slots with Tutel's flexible layout: [E, C, D] becomes [L, W*C, D], full-height matmuls.
     """
 
-    traits = DispatchTraits(fixed_slots=True, cuts=True)
+    traits = DispatchTraits(fixed_slots=True, supports_pieces=True)
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
         """See `Dispatcher`. Needs slots and a capacity; empty slots are rows of zeros."""

@@ -29,7 +29,7 @@ class ParmS2Dispatcher(ExchangeDispatcher):
     tokens.
     """
 
-    traits = DispatchTraits(fixed_slots=True, splits_slots=True, cuts=True)
+    traits = DispatchTraits(fixed_slots=True, splits_slots=True, supports_pieces=True)
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
         """See `Dispatcher`. Needs slots and a capacity."""

@@ -1,8 +1,8 @@
 """Plans of an exchange: rows in pieces that travel and are computed one after another.
 
 Rows lie piece after piece, within a piece by expert shard, within a shard in slot order. Exact rows
-are cut as `cuts` says; of a capacity n slot i goes to piece floor(((i + 1) m - 1) / n) of m, which
-gives piece c the slots from floor(n c / m) to floor(n (c + 1) / m).
+fall into pieces as `piece_axes` says; of a capacity n slot i goes to piece floor(((i + 1) m - 1) /
+n) of m, which gives piece c the slots from floor(n c / m) to floor(n (c + 1) / m).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.cuts import Counts, cut_of
+from moe_plugin.dispatch.piece_axes import Counts, shares_along
 from moe_plugin.dispatch.rows import inverse_permutation, positions, slot_sources
 from moe_plugin.kernels import permute_rows
 from moe_plugin.machine import to_device
@@ -128,16 +128,16 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
         ids_TK: int64 [T, K*r] expert shards. weights_TK: their gate weights.
     """
     # with borrowed experts these are more than a rank stores
-    cut = cut_of(overlap.cut, overlap.pieces, place.comm.size, len(send_WL[0]))
+    shares = shares_along(overlap.piece_axis, overlap.pieces, place.comm.size, len(send_WL[0]))
     total = sum(map(sum, send_WL))
     complete = total == order_N.numel()
     source_N = order_N if complete else order_N[:total]
-    send_PWL = cut.parts(send_WL, place.comm.rank, True)
-    recv_PWL = cut.parts(recv_WL, place.comm.rank, False)
-    if cut.pieces > 1:
+    send_PWL = shares.parts(send_WL, place.comm.rank, True)
+    recv_PWL = shares.parts(recv_WL, place.comm.rank, False)
+    if shares.pieces > 1:
         source_N = source_N[_order_by_piece(send_PWL, source_N)]
     pieces = tuple(
-        _ragged_piece(send, recv, ids_TK.device, piece in cut.local)
+        _ragged_piece(send, recv, ids_TK.device, piece in shares.local)
         for piece, (send, recv) in enumerate(zip(send_PWL, recv_PWL, strict=True)))
     rows = sum(map(sum, recv_WL))
     position_TK = positions(source_N, ids_TK, complete)
@@ -157,14 +157,14 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
     """
     own = -(-capacity // sharers)
     number = max(1, min(number, own))
-    cuts = [own * c // number for c in range(number + 1)]
+    starts = [own * c // number for c in range(number + 1)]
     sharer_TK = 0
     if sharers > 1:
         sharer_TK, slots_TK = slots_TK // max(1, own), slots_TK % max(1, own)
     owner_TK = torch.where(ids_TK >= 0, sharer_TK * place.virtual + ids_TK, -1)
-    position_TK = slot_positions(owner_TK, slots_TK, sharers * place.virtual, cuts)
+    position_TK = slot_positions(owner_TK, slots_TK, sharers * place.virtual, starts)
     source_N = slot_sources(position_TK, sharers * own * place.virtual)
-    pieces = tuple(_even_piece(place, cuts[c + 1] - cuts[c]) for c in range(number))
+    pieces = tuple(_even_piece(place, starts[c + 1] - starts[c]) for c in range(number))
     rows = place.comm.size * place.local * own
     return ExchangePlan(rows, source_N, position_TK, weights_TK, pieces, True)
 
@@ -176,20 +176,20 @@ def _even_piece(place: Placement, slots: int) -> Piece:
     return Piece(by_rank, by_rank, RowCounts([size * slots] * local), slots=slots)
 
 
-def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, cuts: list[int]) -> Tensor:
+def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list[int]) -> Tensor:
     """Row of each choice where rows lie by (piece, owner, slot), int64 like `owner_TK`; -1: none.
 
-    owner_TK, slots_TK: int64, who has the choice's row (-1: none) and in which of its slots. cuts:
-    first slot of each piece, and the number of slots.
+    owner_TK, slots_TK: int64, who has the choice's row (-1: none) and in which of its slots.
+    starts: first slot of each piece, and the number of slots.
     """
-    start_TK, length_TK = _slot_parts(slots_TK, cuts, cuts[-1])
+    start_TK, length_TK = _slot_parts(slots_TK, starts, starts[-1])
     position_TK = start_TK * owners + owner_TK * length_TK + slots_TK - start_TK
     return torch.where(owner_TK >= 0, position_TK, -1)
 
 
-def _slot_parts(slots_TK: Tensor, cuts: list[int], capacity: int) -> tuple[Tensor | int, ...]:
+def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int) -> tuple[Tensor | int, ...]:
     """(first slot, length) of the part of the capacity in which each slot lies."""
-    number = len(cuts) - 1
+    number = len(starts) - 1
     if number == 1:
         return 0, capacity
     piece_TK = torch.div((slots_TK.clamp(min=0) + 1) * number - 1, max(1, capacity),

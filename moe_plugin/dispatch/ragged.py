@@ -7,8 +7,8 @@ planner, other ranks than the owner may compute an expert's rows, see `dispatch.
 from __future__ import annotations
 
 from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, dispatchers, expand
-from moe_plugin.dispatch.cuts import CUTS
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
+from moe_plugin.dispatch.piece_axes import PIECE_AXES
 from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
 from moe_plugin.dispatch.sizes import SentSizes, agreed_sizes, start_sizes
 from moe_plugin.dispatch.spill import spilling_plan
@@ -20,7 +20,7 @@ class RaggedDispatcher(ExchangeDispatcher):
     """Exact rows: expert-major sort, exchange of counts, uneven all-to-all (FastMoE, MegaBlocks).
     """
 
-    traits = DispatchTraits(cuts=True, cuts_by=tuple(CUTS), spills=True)
+    traits = DispatchTraits(supports_pieces=True, piece_axes=tuple(PIECE_AXES), spills=True)
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)

@@ -29,7 +29,7 @@ PAGE = 1 << 12  # elements; at most one page of a saved tensor is partly empty
 MIB = 1 << 20
 
 
-class Ring:
+class PageRing:
     """Free slots of one buffer, given out and taken back in a circle, all on the device.
 
     slots: how many. Attributes: `free_S`, int64 [slots + 1], the ring, and one for what is none of
@@ -77,7 +77,7 @@ class Pages:
             self.host_SP = torch.empty(host + 1, PAGE, dtype=like.dtype, pin_memory=True)
         else:
             self.host_SP = torch.empty(host + 1, PAGE, dtype=like.dtype, device=device)
-        self.rings = [Ring(slots, 0, device), Ring(host, slots, device)]
+        self.rings = [PageRing(slots, 0, device), PageRing(host, slots, device)]
         self.in_use, self.most, self.lost = (
             torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
 

@@ -29,7 +29,7 @@ from moe_plugin.kernels.fp8 import BLOCK
 
 
 @dataclass(frozen=True)
-class Format:
+class RowFormat:
     """How rows are converted.
 
     encode: floating-point rows [R, ...] to the parts that travel, each [R, ...].
@@ -75,7 +75,7 @@ class WireFormat(Exchange):
         return replace(self, algorithm=self.algorithm.resolve(comm, x, send, recv))
 
 
-def _saves(form: Format, x: Tensor) -> bool:
+def _saves(form: RowFormat, x: Tensor) -> bool:
     # from the row's shape alone, so that all ranks decide the same, including those without rows
     width = math.prod(x.shape[1:])
     return form.row_bytes(width) < width * x.element_size()
@@ -110,11 +110,11 @@ def _from_blocks(codes: Tensor, scales_RB: Tensor, dtype: torch.dtype) -> Tensor
     return dequantize_fp8(codes.flatten(1), scales_RB, BLOCK, dtype).view(codes.shape)
 
 
-FORMATS: dict[str, Format] = {
-    "bf16": Format(lambda x: (x.to(torch.bfloat16),), lambda rows, dtype: rows.to(dtype),
+FORMATS: dict[str, RowFormat] = {
+    "bf16": RowFormat(lambda x: (x.to(torch.bfloat16),), lambda rows, dtype: rows.to(dtype),
                    lambda n: 2 * n),
-    "fp16": Format(_scaled_rows, _unscaled_rows, lambda n: 2 * n + 1),
-    "fp8": Format(_blocks, _from_blocks, lambda n: n + 4 * -(-n // BLOCK)),
+    "fp16": RowFormat(_scaled_rows, _unscaled_rows, lambda n: 2 * n + 1),
+    "fp8": RowFormat(_blocks, _from_blocks, lambda n: n + 4 * -(-n // BLOCK)),
 }
 
 

@@ -15,7 +15,7 @@ from moe_plugin.planner.cluster import Cluster
 
 @dataclass
 class Clock:
-    """One clock per rank, in seconds; a `moe_plugin.comm.simulated.Clock`.
+    """One clock per rank, in seconds; a `moe_plugin.comm.simulated.MessageClock`.
 
     A rank issues its messages one after another, each takes the alpha of its link. Between nodes a
     message then occupies its sender's and its receiver's network card for alpha + bytes * beta;

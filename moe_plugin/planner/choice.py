@@ -26,7 +26,7 @@ class LayoutChoice:
     d: overlap degree, pieces in which rows travel and are computed; 1: no overlap. d_backward: the
         same for backward; 0: d.
     algorithm: all-to-all algorithm by registered name. kernel: expert compute by registered name.
-    cut: how pieces are cut, `rows`, `experts` or `peers`; without effect where d is 1.
+    piece_axis: how pieces are made, by `rows`, `experts` or `peers`; without effect where d is 1.
     gather_tokens: every rank gets all tokens of the group and computes its own experts' rows, no
         all-to-all (dispatcher all_gather); parameters stay where they are stored.
     spill: which ranks compute rows of overloaded experts, one of `planner.spill.POLICIES`; only
@@ -39,7 +39,7 @@ class LayoutChoice:
     algorithm: str = "linear"
     kernel: str = "auto"
     gather_tokens: bool = False
-    cut: str = "rows"
+    piece_axis: str = "rows"
     spill: str = "never"
 
     @property
@@ -140,6 +140,6 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
         elif choice.d_backward == choice.d:
             choice = dataclasses.replace(choice, d_backward=0)
         if choice.d == choice.backward_d == 1:
-            choice = dataclasses.replace(choice, cut="rows")
+            choice = dataclasses.replace(choice, piece_axis="rows")
         made[choice] = None
     yield from made

@@ -220,8 +220,8 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
                 all_to_all_s(cluster, group, choice.algorithm, sizes.out * sizes.travel / d))
     # the experts compute in the larger number of pieces of the two directions
     pieces = max(choice.d, choice.backward_d)
-    stay = 1 / cluster.ranks if choice.cut == "peers" and pieces > 1 else 0.0
-    each = work.seconds((1 - stay) / pieces, choice.cut == "experts") * pieces / d
+    stay = 1 / cluster.ranks if choice.piece_axis == "peers" and pieces > 1 else 0.0
+    each = work.seconds((1 - stay) / pieces, choice.piece_axis == "experts") * pieces / d
     (there, back), ready = links, (*parameters, after)
     return [
         *(Task(f"{there}{i}", NETWORK, exchange, (after,), f"a2a_{there}") for i in range(d)),

@@ -132,7 +132,7 @@ def _cluster(comm: Comm) -> Cluster:
 
 @kinds.register("auto")
 @dataclass(frozen=True)
-class Auto(Collectives):
+class AutoCollectives(Collectives):
     """The faster of native and forest for each collective and size, predicted or measured.
 
     Trials are as those of the all-to-all (`tuning.exchange_tuner`): seven calls each, round robin,
@@ -182,7 +182,7 @@ class Auto(Collectives):
     def part(self, ranks: Sequence[int]) -> Collectives:
         """See `Collectives`."""
         forest = self.forest.part(ranks)
-        return Auto(forest, self.cluster) if isinstance(forest, Forest) else NATIVE
+        return AutoCollectives(forest, self.cluster) if isinstance(forest, Forest) else NATIVE
 
     def describe(self, comm: Comm) -> str:
         """See `Collectives`."""

@@ -19,7 +19,7 @@ SMALL_LAYER = 1 << 30
 
 
 @dataclass(frozen=True)
-class Load:
+class ComputeLoad:
     """What a choice depends on. device: its type. rows: of all experts. even: all experts have the
     same number of rows. planned: rows are gathered from this rank's own tokens, see `RowPlan`;
     top_k: then, rows per token.
@@ -56,14 +56,14 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ComputeChoice:
     """A strategy of expert compute by name, and why."""
 
     name: str
     why: str
 
 
-def candidates(load: Load, usable: Collection[str]) -> list[str]:
+def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
     """Strategies by name, the one to take unmeasured first. usable: those that can compute such
     rows here.
 
@@ -83,7 +83,7 @@ def candidates(load: Load, usable: Collection[str]) -> list[str]:
     return list(filter(usable.__contains__, names)) or ["loop"]
 
 
-def why_unmeasured(load: Load, names: Sequence[str], setting: str) -> str | None:
+def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
     """Why the first candidate is taken as it is; None: the candidates are to be measured. setting:
     experts.compute_selection.
     """

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from moe_plugin.machine import user_cache
-from moe_plugin.tuning.compute_candidates import Choice
+from moe_plugin.tuning.compute_candidates import ComputeChoice
 from moe_plugin.tuning.engine import Tuner, TunerSettings
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class MeasuredChoices:
         self._pending: dict[Key, deque[tuple[str, Callable[[], float | None]]]] = {}
 
     def choose(self, text: str, names: Sequence[str], device: torch.device,
-               start: Callable[[], Runs] | None) -> Choice:
+               start: Callable[[], Runs] | None) -> ComputeChoice:
         """The choice among `names` for the key `text`, the first while nothing is known.
 
         start: the candidates' runs, called once per key; None: not in this call.
@@ -60,9 +60,9 @@ class MeasuredChoices:
                     level = logging.DEBUG if d.event == "restore" else logging.INFO
                     log.log(level, "experts, %s: %s (%s)", d.bucket[0], d.choice, d.why)
             if not self.tuner.known(key):
-                return Choice(names[0], "not measured yet")
+                return ComputeChoice(names[0], "not measured yet")
             latest = self.tuner.latest(key)
-            return Choice(latest.choice, latest.why)
+            return ComputeChoice(latest.choice, latest.why)
 
     def _launch(self, key: Key, runs: Runs, device: torch.device) -> None:
         self._pending[key] = deque()
@@ -131,13 +131,13 @@ class ChoiceFiles:
         except (OSError, ValueError) as error:
             log.warning("the choice for %s is measured again in the next run: %s", key[0], error)
 
-    def listed(self) -> list[tuple[str, Choice]]:
+    def listed(self) -> list[tuple[str, ComputeChoice]]:
         """(key, choice) of every file."""
         try:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
         except (OSError, ValueError):
             return []
-        return [(key, Choice(name, why)) for key, name, why in filter(None, records)]
+        return [(key, ComputeChoice(name, why)) for key, name, why in filter(None, records)]
 
     def _path(self, key: Key) -> Path:
         return self.place() / f"{hashlib.sha256(key[0].encode()).hexdigest()[:16]}.json"

@@ -23,7 +23,12 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import device_name
 from moe_plugin.records import RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
-from moe_plugin.tuning.compute_candidates import Choice, Load, candidates, why_unmeasured
+from moe_plugin.tuning.compute_candidates import (
+    ComputeChoice,
+    ComputeLoad,
+    candidates,
+    why_unmeasured,
+)
 from moe_plugin.tuning.compute_times import MeasuredChoices, Runs
 
 
@@ -35,13 +40,13 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
     return strategies.get(choose(x, rows, parameters).name)(x, rows, parameters)
 
 
-def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Choice:
+def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> ComputeChoice:
     """What `auto` takes for these rows. A module keeps its measurements; all share the files."""
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     if torch.compiler.is_compiling():
-        return Choice(_compiled(x, counts), "under torch.compile")
+        return ComputeChoice(_compiled(x, counts), "under torch.compile")
     if parameters.keep is not None and isinstance(counts, DeviceCounts):
-        return Choice("kernels", "of those whose rows go to pages, it keeps the fewest")
+        return ComputeChoice("kernels", "of those whose rows go to pages, it keeps the fewest")
     load = load_of(x, rows, parameters)
     usable = _usable(x, parameters, counts, load.dtype)
     names = candidates(load, usable)
@@ -49,24 +54,25 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
     if why is None and torch.are_deterministic_algorithms_enabled():
         why = "deterministic algorithms are required, and a measured choice may add up differently"
     if why is not None:
-        return Choice(names[0], why)
+        return ComputeChoice(names[0], why)
     start = functools.partial(trial, load, names, x.device, parameters)
     known = parameters.memory.state(MeasuredChoices)
     return known.choose(_key(load, names, x.device), names, x.device,
                         start if _may_measure(x.device) else None)
 
 
-def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> Load:
+def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLoad:
     """The load of a call."""
     planned = isinstance(rows, RowPlan)
     counts = rows.counts if planned else rows
     dtype = torch.get_autocast_dtype(x.device.type) if _autocast(x) else x.dtype
     experts, width, inner = p.w_in_LDF.shape
-    return Load(x.device.type, dtype, experts, width, inner, p.w_gate_LDF is not None,
+    return ComputeLoad(x.device.type, dtype, experts, width, inner, p.w_gate_LDF is not None,
                 counts.total, counts.even, planned, rows.position_TK.shape[1] if planned else 1)
 
 
-def trial(load: Load, names: list[str], device: torch.device, parameters: FFNParameters) -> Runs:
+def trial(load: ComputeLoad, names: list[str], device: torch.device,
+          parameters: FFNParameters) -> Runs:
     """Candidates' forward and backward passes for a load's bucket."""
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
@@ -89,7 +95,7 @@ def trial(load: Load, names: list[str], device: torch.device, parameters: FFNPar
     return {name: functools.partial(run, name) for name in names}
 
 
-def _sample(load: Load, device: torch.device) -> tuple[Tensor, RowCounts | RowPlan]:
+def _sample(load: ComputeLoad, device: torch.device) -> tuple[Tensor, RowCounts | RowPlan]:
     """Rows, or tokens and their plan, of a bucket's load, assigned to experts round robin."""
     total = load.experts * 2**load.bucket // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
@@ -163,7 +169,7 @@ def _autocast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
-def _key(load: Load, names: list[str], device: torch.device) -> str:
+def _key(load: ComputeLoad, names: list[str], device: torch.device) -> str:
     threads = f" {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return (f"{device_name(device)}{threads}, torch {torch.__version__}, moe-plugin {__version__}: "
             f"{load.label}, of {' '.join(names)}")

@@ -62,7 +62,7 @@ class TunerSettings:
 
 
 @dataclass(frozen=True)
-class Decision:
+class TunerDecision:
     """One entry of the log: what was decided at which call for which bucket, and why.
 
     event: predict, explore, settle, keep or restore. Times in seconds, None: unknown.
@@ -113,7 +113,7 @@ class _Entry(Generic[Choice]):
     recent: list[float] = field(default_factory=list)
     untimed: int = 0
     timed: bool = False
-    latest: Decision | None = None
+    latest: TunerDecision | None = None
 
     @property
     def exploring(self) -> bool:
@@ -137,8 +137,8 @@ class Tuner(Generic[Bucket, Choice]):
         self.entries: dict[Bucket, _Entry[Choice]] = {}
         self.calls = self.explored = 0
         self._used: set[Choice] = set()  # in this process; the first call may cost more
-        self.log: deque[Decision] = deque(maxlen=LOG_LENGTH)
-        self._unread: deque[Decision] = deque(maxlen=LOG_LENGTH)
+        self.log: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
+        self._unread: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
 
     def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
         """The choice for this call. calls: how many there were since the last time, this included.
@@ -177,7 +177,7 @@ class Tuner(Generic[Bucket, Choice]):
                     self._note(bucket, entry, "restore", why)
         return entry.known
 
-    def latest(self, bucket: Bucket) -> Decision:
+    def latest(self, bucket: Bucket) -> TunerDecision:
         """The latest decision for a bucket: its current choice, and why."""
         return self._entry(bucket).latest
 
@@ -215,7 +215,7 @@ class Tuner(Generic[Bucket, Choice]):
         if entry is not None and entry.awaited:
             entry.trials.append(choice)
 
-    def pop_decisions(self) -> tuple[Decision, ...]:
+    def pop_decisions(self) -> tuple[TunerDecision, ...]:
         """Decisions since the last time this was called."""
         fresh = tuple(self._unread)
         self._unread.clear()
@@ -343,7 +343,7 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _note(self, bucket: Bucket, entry: _Entry[Choice], event: str, why: str) -> None:
         choice = entry.settled
-        entry.latest = Decision(self.calls, bucket, choice, event, why,
+        entry.latest = TunerDecision(self.calls, bucket, choice, event, why,
                                 entry.predicted.get(choice), entry.measured.get(choice))
         self.log.append(entry.latest)
         self._unread.append(entry.latest)

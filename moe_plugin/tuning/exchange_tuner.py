@@ -83,7 +83,7 @@ def bucket_of(size: float) -> int:
     return max(int(size) - 1, 0).bit_length()
 
 
-class Auto(Exchange):
+class AutoAllToAll(Exchange):
     """The fastest of linear, native, 2dh and leader for each size: by the cluster file where one is
     set, else measured in the first calls.
 
@@ -134,4 +134,4 @@ class _Trial(Exchange):
         return out
 
 
-auto = algorithms.register("auto")(Auto())
+auto = algorithms.register("auto")(AutoAllToAll())

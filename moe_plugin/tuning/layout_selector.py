@@ -14,9 +14,9 @@ from moe_plugin.experts import Experts
 from moe_plugin.kernels.derivatives import not_transformed, refuse_vmap, transformed
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
-from moe_plugin.tuning.engine import Decision
+from moe_plugin.tuning.engine import TunerDecision
 from moe_plugin.tuning.layout_tuner import LayoutTuner
-from moe_plugin.tuning.layouts import Layout, Layouts
+from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.predicted import PredictedLayout
 from moe_plugin.tuning.prefill import PrefillPieces
 
@@ -46,7 +46,7 @@ class LayoutSelector:
         if config.parallel.prefill and experts.anchor is not None:
             self.prefill = PrefillPieces(config, self.available, experts.anchor)
 
-    def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> Layout:
+    def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> LayerLayout:
         """The layout of this call, the same on all ranks.
 
         choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
@@ -79,7 +79,7 @@ class LayoutSelector:
             return None
         return self.available.at(self.current).dispatcher.start_sizes(routing)
 
-    def follow_parameters(self) -> None:
+    def move_row_limit(self) -> None:
         """After they moved to another device: what is none of them, but lies where they do."""
         limit, anchor = self.available.limit, self.experts.anchor
         if limit is not None and anchor is not None:
@@ -95,7 +95,7 @@ class LayoutSelector:
         """The ranks whose loads differ: those that must agree on a capacity."""
         return LocalComm() if self.available.traits.shares_tokens else self.place.comm
 
-    def report(self, layout: Layout) -> dict[str, Any]:
+    def report(self, layout: LayerLayout) -> dict[str, Any]:
         """Fields of `LayerStats`: layout, collectives, decisions since the last call, copies of the
         tokens.
         """
@@ -107,7 +107,7 @@ class LayoutSelector:
         comm = self.place.comm
         collectives = comm.collectives.active(comm) if comm.size > 1 and not traced else None
         return {"layout": layout.label, "copies": copies, "collectives": collectives,
-                "decisions": tuple(map(Decision.as_dict, decisions))}
+                "decisions": tuple(map(TunerDecision.as_dict, decisions))}
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""
@@ -139,8 +139,8 @@ class LayoutSelector:
             more["replicas"] = self.available.replicas.standing.state()
         if self.tuner is not None:
             more["tuner"] = self.tuner.state()
-        if place.cut is not None:
-            more["shards"] = place.cut
+        if place.configured_shards is not None:
+            more["shards"] = place.configured_shards
         return {"version": STATE_VERSION, "num_experts": place.experts, "ep_size": place.comm.size,
                 "ep_rank": place.comm.rank, **more}
 

@@ -34,9 +34,9 @@ from moe_plugin.tuning.default_hardware import (
     default_device,
     layer_shape,
 )
-from moe_plugin.tuning.engine import Decision, Tuner, TunerSettings
+from moe_plugin.tuning.engine import Tuner, TunerDecision, TunerSettings
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
-from moe_plugin.tuning.layouts import Layout, Layouts
+from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class LayoutTuner(OwnsReplayLogs):
         self.timer: CallTimer | None = None
         self.recordings = ReplayLog(replay)
 
-    def layout(self, routing: Routing, training: bool) -> tuple[Layout, CallTimer | None]:
+    def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, CallTimer | None]:
         """(layout of this call, timer where its time is wanted). In training a collective call now
         and then; otherwise the latest choice. A recomputation repeats the choice of its first pass.
         """
@@ -152,7 +152,7 @@ class LayoutTuner(OwnsReplayLogs):
         self.tuner.load_state(state)
         self.due = True
 
-    def pop_decisions(self) -> tuple[Decision, ...]:
+    def pop_decisions(self) -> tuple[TunerDecision, ...]:
         """Decisions since the last time this was called; rank 0 logs them."""
         fresh = self.tuner.pop_decisions()
         for d in fresh if self.comm.rank == 0 else ():
@@ -231,12 +231,12 @@ class LayoutTuner(OwnsReplayLogs):
 
     def degrees(self) -> list[int]:
         """Overlap degrees to choose from: powers of two."""
-        most = self.config.parallel.max_d if self.layouts.traits.cuts else 1
+        most = self.config.parallel.max_d if self.layouts.traits.supports_pieces else 1
         return [2**i for i in range(most.bit_length())]
 
-    def cuts(self) -> list[str]:
-        """Ways to cut pieces. With one expert a rank, cutting by experts is cutting by rows."""
-        names = self.layouts.traits.cuts_by
+    def piece_axes(self) -> list[str]:
+        """Axes of pieces. With one expert a rank, cutting by experts is cutting by rows."""
+        names = self.layouts.traits.piece_axes
         return [name for name in names if name != "experts" or self.layouts.place.local > 1]
 
 
@@ -246,7 +246,7 @@ DIMENSIONS = [
     Dimension("algorithm", LayoutTuner.algorithms),
     Dimension("d", LayoutTuner.degrees),
     Dimension("d_backward", lambda tuner: [0, *tuner.degrees()]),
-    Dimension("cut", LayoutTuner.cuts),
+    Dimension("piece_axis", LayoutTuner.piece_axes),
     Dimension("gather_tokens", LayoutTuner.token_gathering),
     Dimension("spill", LayoutTuner.spills),
 ]

@@ -48,7 +48,7 @@ from moe_plugin.tuning.timer import CallTimer, Timed
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerLayout:
     """One choice, made ready for calls of a layer.
 
     Attributes:
@@ -99,7 +99,7 @@ class Layout:
                 f"{type(self.experts).__name__} are fetched by the host, which an exported program "
                 "has none of: must be on the device; export with experts.store=device")
 
-    def timed(self, timer: CallTimer) -> Layout:
+    def timed(self, timer: CallTimer) -> LayerLayout:
         """The layout for a call that `timer` times."""
         return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
 
@@ -180,7 +180,7 @@ class Layouts:
         experts: of the layer.
 
     Attributes:
-        limit: of a dispatcher that bounds rows; None: of another. stash: see `Layout`.
+        limit: of a dispatcher that bounds rows; None: of another. stash: see `LayerLayout`.
         spills: whether other ranks than its owner may compute rows of an expert.
         replicas: of `parallel.spill: standing`; None: of another.
     """
@@ -202,7 +202,7 @@ class Layouts:
             self.stash.ask(self, config.dispatch)
         self.spills = place.comm.size > 1 and self.supports_gather and self.traits.spills
         self.replicas: LayerReplicas | None = None
-        self._made: dict[LayoutChoice, Layout] = {}
+        self._made: dict[LayoutChoice, LayerLayout] = {}
         self.fixed = self.from_config()
         self.at(self.fixed)
 
@@ -220,7 +220,7 @@ class Layouts:
             r = place.shards if place.comm.size > 1 else 1
         return LayoutChoice(r=r, d=parallel.d, d_backward=parallel.d_backward,
                             algorithm=self.config.comm.all_to_all,
-                            kernel=self.config.experts.compute, cut=parallel.cut,
+                            kernel=self.config.experts.compute, piece_axis=parallel.cut,
                             spill=(parallel.spill or "never") if place.comm.size > 1 else "never")
 
     def legal(self) -> list[int]:
@@ -232,13 +232,13 @@ class Layouts:
         # gathered parameters compute this rank's own rows, of which none are bounded
         return legal if self.stash is None else [r for r in legal if r]
 
-    def at(self, choice: LayoutChoice) -> Layout:
+    def at(self, choice: LayoutChoice) -> LayerLayout:
         """The layout of a choice. `ValueError`: it does not fit this layer; it names what does."""
         if choice not in self._made:
             self._made[choice] = self._make(choice)
         return self._made[choice]
 
-    def _make(self, choice: LayoutChoice) -> Layout:
+    def _make(self, choice: LayoutChoice) -> LayerLayout:
         self._check(choice)
         place = dataclasses.replace(self.place, algorithm=self._algorithm(choice.algorithm))
         gather, shards, first, stash = None, 1, 0, None
@@ -260,12 +260,12 @@ class Layouts:
             dispatcher = WeightsFirst(dispatcher)
         strategy = None if choice.kernel == self.config.experts.compute else strategies.get(
             choice.kernel)
-        return Layout(choice, dispatcher, self.experts, strategy, gather, shards, first, stash)
+        return LayerLayout(choice, dispatcher, self.experts, strategy, gather, shards, first, stash)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> Dispatcher:
         """The configured dispatcher; where rows spill, experts are borrowed."""
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
-                          choice.cut)
+                          choice.piece_axis)
         if choice.spill == "never":
             return self.dispatcher(DispatchContext(place, overlap, self.limit))
         spilling = DispatchContext(place, overlap, self.limit, self._spill_planner(choice.spill))
@@ -299,16 +299,16 @@ class Layouts:
                 f"dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
                 f"{self.config.parallel.replicas}: must be False, or r={place.shards} with 'ragged'"
                 " or 'padded' and one replica")
-        if not self.traits.cuts and (choice.d > 1 or choice.backward_d > 1):
+        if not self.traits.supports_pieces and (choice.d > 1 or choice.backward_d > 1):
             raise ValueError(
                 f"parallel.d={choice.d}, d_backward={choice.d_backward} does not fit "
                 f"dispatch.name={self.config.dispatch.name!r}, which cannot split its rows into "
                 "pieces; use 1 and 0, or 'ragged' or 'padded'")
-        if choice.cut not in self.traits.cuts_by:
+        if choice.piece_axis not in self.traits.piece_axes:
             raise ValueError(
-                f"parallel.cut={choice.cut!r} does not fit dispatch.name="
-                f"{self.config.dispatch.name!r}: must be one of {list(self.traits.cuts_by)}, or use"
-                " dispatch.name='ragged'")
+                f"parallel.cut={choice.piece_axis!r} does not fit dispatch.name="
+                f"{self.config.dispatch.name!r}: must be one of {list(self.traits.piece_axes)}, or "
+                "use dispatch.name='ragged'")
         self._check_spill(choice)
 
     def _check_spill(self, choice: LayoutChoice) -> None:

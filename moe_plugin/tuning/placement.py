@@ -86,7 +86,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     config.prepare()
     exchange = prepare(comm, config.comm, may_measure(config))
     comm = with_collectives(comm, config.comm, may_measure(config) and not config.deterministic)
-    place = Placement(comm, config.num_experts, exchange, cut=config.parallel.shards)
+    place = Placement(comm, config.num_experts, exchange, configured_shards=config.parallel.shards)
     place.check()
     config, place, sharing = with_schedule(config, place)
     check_settings(config.dispatch, training)

@@ -21,9 +21,9 @@ from moe_plugin.planner.units import show_time
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
-from moe_plugin.tuning.engine import Decision
+from moe_plugin.tuning.engine import TunerDecision
 from moe_plugin.tuning.exchange import log_once
-from moe_plugin.tuning.layouts import Layout, Layouts
+from moe_plugin.tuning.layouts import LayerLayout, Layouts
 
 log = logging.getLogger(__name__)
 GAIN = 0.02  # of the configured layout's predicted time that another one must save
@@ -52,9 +52,9 @@ class PredictedLayout(OwnsReplayLogs):
         self.config, self.layouts, self.probe = config, layouts, probe
         self.comm = layouts.place.comm
         self.current, self.settled = layouts.fixed, self.comm.size == 1
-        self.decisions: tuple[Decision, ...] = ()
+        self.decisions: tuple[TunerDecision, ...] = ()
 
-    def layout(self, routing: Routing, training: bool) -> tuple[Layout, None]:
+    def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, None]:
         """(layout of this call, no timer). Evaluation takes the current one.
 
         A graph that is being compiled cannot branch on a number of other ranks: until a call that
@@ -67,7 +67,7 @@ class PredictedLayout(OwnsReplayLogs):
     def forget_recordings(self) -> None:
         """Nothing is recorded: a recomputation finds the layout of its first pass."""
 
-    def pop_decisions(self) -> tuple[Decision, ...]:
+    def pop_decisions(self) -> tuple[TunerDecision, ...]:
         """The decision, once."""
         fresh, self.decisions = self.decisions, ()
         return fresh
@@ -105,7 +105,7 @@ class PredictedLayout(OwnsReplayLogs):
         why = (f"predicted {show_time(seconds)} for {tokens} tokens on each rank, "
                f"{show_time(configured)} as configured")
         self.current = best
-        self.decisions = (Decision(0, f"{tokens} tokens", best, "predict", why, seconds),)
+        self.decisions = (TunerDecision(0, f"{tokens} tokens", best, "predict", why, seconds),)
         text = f"layout {best} ({why}; parallel.mode=fixed keeps the configured one)"
         log_once(self.comm, text, text)  # layers of one shape have one line
 
@@ -113,7 +113,8 @@ class PredictedLayout(OwnsReplayLogs):
         """(choice, its predicted seconds, those of the configured choice)."""
         fixed, layouts = self.layouts.fixed, self.layouts
         values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
-                  "d": [fixed.d], "d_backward": [fixed.d_backward], "cut": [fixed.cut],
+                  "d": [fixed.d], "d_backward": [fixed.d_backward],
+                  "piece_axis": [fixed.piece_axis],
                   "spill": [fixed.spill],
                   "gather_tokens": [False, True] if layouts.gathers_tokens else [False]}
         device = default_device(self.config, self.probe.device)

@@ -39,7 +39,7 @@ class PrefillPieces:
         self.comm = layouts.place.comm
         spill = config.parallel.spill
         for name, value, bad, remedy in (
-                ("dispatch.name", config.dispatch.name, not layouts.traits.cuts,
+                ("dispatch.name", config.dispatch.name, not layouts.traits.supports_pieces,
                  "'ragged' or 'padded'"),
                 ("parallel.spill", spill, spill not in (None, "never"), "'never'")):
             if bad:
@@ -71,17 +71,17 @@ class PrefillPieces:
         shape = layer_shape(self.config, place, self.probe, tokens)
         cluster = default_cluster(self.comm, self.probe.device)
         device = default_device(self.config, self.probe.device)
-        whole = dataclasses.replace(layout, d=1, d_backward=0, cut="rows")
+        whole = dataclasses.replace(layout, d=1, d_backward=0, piece_axis="rows")
         found = {whole: layer_cost(shape, cluster, device, whole).forward.seconds}
-        for cut in CUTS:
-            most = place.local if cut == "experts" else tokens
-            for pieces in PIECES[1:] if cut in self.layouts.traits.cuts_by else ():
+        for axis in CUTS:
+            most = place.local if axis == "experts" else tokens
+            for pieces in PIECES[1:] if axis in self.layouts.traits.piece_axes else ():
                 if pieces <= most:
-                    choice = dataclasses.replace(whole, d=pieces, cut=cut)
+                    choice = dataclasses.replace(whole, d=pieces, piece_axis=axis)
                     found[choice] = layer_cost(shape, cluster, device, choice).forward.seconds
         # of equals the fewest pieces; along rows, which stay even under any load
         best = min(found, key=lambda choice: (float(f"{found[choice]:.6g}"), choice.d,
-                                              choice.cut != "rows"))
+                                              choice.piece_axis != "rows"))
         if found[best] > (1 - GAIN) * found[whole]:
             best = whole
         if self.comm.rank == 0:

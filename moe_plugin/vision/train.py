@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.files import Leave
 from moe_plugin.comm import TorchComm
-from moe_plugin.comm.gave_up import first_to_say, is_of_another_rank, says_why
+from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
 from moe_plugin.config import ObserveConfig
 from moe_plugin.config.flags import file_settings, settings_from_flags
 from moe_plugin.gradients.norm import clip_grad_norm_
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not isinstance(error, ValueError) and not is_of_another_rank(error):
             raise
-        if first_to_say(str(error)):
+        if claim_first_report(str(error)):
             print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     finally:

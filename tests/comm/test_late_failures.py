@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, Topology, TorchComm
-from moe_plugin.comm.overdue import Overdue
+from moe_plugin.comm.timeout_watch import TimeoutWatch
 from moe_plugin.config import from_dict
 from tests.distributed import run_gloo
 
@@ -115,14 +115,15 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _overdue(passed: int) -> tuple[list[str], int]:
+def _timed_out(passed: int) -> tuple[list[str], int]:
     """(what is logged, groups that were aborted) where a device stops after so many collectives."""
     comm, log, aborted = _as_on_nccl(), Lines(), []
-    logging.getLogger("moe_plugin.comm.overdue").addHandler(log)
+    logging.getLogger("moe_plugin.comm.timeout_watch").addHandler(log)
     c10d._abort_process_group = aborted.append
     Event.passed = passed
-    comm.state.overdue = Overdue(comm.group, 0.4, f"rank {comm.rank}", lambda: "; rank 7 silent",
-                                 event=Event)
+    comm.state.timeout_watch = TimeoutWatch(comm.group, 0.4, f"rank {comm.rank}",
+                                            lambda: "; rank 7 silent",
+                                            event=Event)
     comm.all_reduce(torch.zeros(3))
     comm.all_gather(torch.zeros(2, dtype=torch.int64))
     comm.start_all_reduce(torch.zeros(4))()
@@ -135,7 +136,7 @@ def _overdue(passed: int) -> tuple[list[str], int]:
 
 def test_what_takes_longer_than_the_layer_allows_is_named_and_aborted() -> None:
     """In a group whose maker allows more: the host does not wait, a thread asks for events."""
-    for rank, (lines, aborted) in enumerate(run_gloo(2, _overdue, 1)):
+    for rank, (lines, aborted) in enumerate(run_gloo(2, _timed_out, 1)):
         [line] = lines
         assert aborted == 1
         assert line.startswith(f"rank {rank}: all_gather of torch.int64 (2,) has not ended within "
@@ -145,13 +146,13 @@ def test_what_takes_longer_than_the_layer_allows_is_named_and_aborted() -> None:
 
 
 def test_what_ends_in_time_is_left_alone() -> None:
-    assert run_gloo(2, _overdue, 4) == [([], 0)] * 2
+    assert run_gloo(2, _timed_out, 4) == [([], 0)] * 2
 
 
 def _freed() -> bool:
     group = dist.new_group([0, 1])
     seen = weakref.ref(group)
-    Overdue(group, 1.0, "", str, event=Event).add("a collective")
+    TimeoutWatch(group, 1.0, "", str, event=Event).add("a collective")
     dist.destroy_process_group(group)
     del group
     gc.collect()

@@ -37,9 +37,9 @@ def test_other_classes_are_refused() -> None:
 
 def test_traits_that_contradict_each_other_are_refused() -> None:
     class Both(RaggedDispatcher):
-        traits = DispatchTraits(cuts=True, single_layout=True)
+        traits = DispatchTraits(supports_pieces=True, single_layout=True)
 
-    with pytest.raises(ValueError, match="'both' declares cuts and single_layout"):
+    with pytest.raises(ValueError, match="'both' declares supports_pieces and single_layout"):
         dispatchers.register("both")(Both)
     assert "both" not in dispatchers
 

@@ -23,7 +23,7 @@ CELLS = {
     2: all_pairs({
         "dispatch": ["deepep"],
         "size": [cells.Size(2, 1), cells.Size(2, 8), cells.Size(2, 4, 2)],
-        "pieces": [(1, 0)], "cut": deepep.DeepEPDispatcher.traits.cuts_by,
+        "pieces": [(1, 0)], "cut": deepep.DeepEPDispatcher.traits.piece_axes,
         "factor": [None, 0.5, 0.0], "tokens": ["uneven", "padding", "none"],
         "k": [1, 2, 4], "kind": ["ffn", "gated_ffn"], "compute": ["auto"],
         "all_to_all": ["linear"], "collectives": ["native"], "bias": [True, False],

@@ -139,7 +139,8 @@ def stored_cells(dispatch: str) -> list[Cell]:
              for world, experts, shards in STORED_SIZES]
     settings = _settings(dispatch, sizes) | {
         "slots": [0, 1], "policy": policies.names(), "dropout": [0.0], "k": [2],
-        "pieces": PIECES[:2] if traits.cuts else PIECES[:1], "compute": ["loop", "fused"],
+        "pieces": PIECES[:2] if traits.supports_pieces else PIECES[:1],
+        "compute": ["loop", "fused"],
         "activation": ["gelu"], "score": ["softmax"], "normalize": ["after_drop"],
         "all_to_all": ["linear"], "collectives": ["native"], "tokens": ["uneven", "none"],
         "factor": [0.0] if traits.fixed_slots else [None, 1.0],
@@ -177,8 +178,8 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
     return {
         "dispatch": [dispatch],
         "size": sizes,
-        "pieces": PIECES if traits.cuts else PIECES[:1],
-        "cut": traits.cuts_by,
+        "pieces": PIECES if traits.supports_pieces else PIECES[:1],
+        "cut": traits.piece_axes,
         "factor": [f for f in FACTORS if f is not None or not traits.fixed_slots],
         "tokens": list(TOKENS),
         "k": [1, 2, 4],

@@ -60,7 +60,7 @@ class AllRowsDispatcher(Dispatcher):
 class LoopDispatcher(ExchangeDispatcher):
     """Ragged dispatch that sorts in a loop."""
 
-    traits = DispatchTraits(cuts=True)
+    traits = DispatchTraits(supports_pieces=True)
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
         place = self.placement
@@ -85,7 +85,7 @@ def test_it_runs_in_every_layout_that_it_declares(dispatcher: type[Dispatcher],
     joined = (cells.cells_of("from_a_test", sizes, **fewer)
               + cells.parm_cells("from_a_test", sizes[2:3], **fewer))
     assert {cell["size"].r for cell in joined} == {0, 1, 2, 4}
-    cuts = dispatcher.traits.cuts
-    assert {cell["pieces"] for cell in joined} == set(cells.PIECES if cuts else cells.PIECES[:1])
+    pieces = dispatcher.traits.supports_pieces
+    assert {cell["pieces"] for cell in joined} == set(cells.PIECES if pieces else cells.PIECES[:1])
     for cell in joined:
         run_cell(cell)

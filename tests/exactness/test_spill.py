@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.dispatch import DispatchTraits, RaggedDispatcher, dispatchers
-from moe_plugin.dispatch.cuts import CUTS
+from moe_plugin.dispatch.piece_axes import PIECE_AXES
 from moe_plugin.dispatch.pieces import ExchangePlan
 from moe_plugin.experts import expert_kinds
 from moe_plugin.experts.borrowed import BorrowedExperts
@@ -48,7 +48,7 @@ def check(case: Case, world: int, seed: int, **changes: Any) -> list[SpillPlan]:
        kind=st.sampled_from(expert_kinds.names()), bias=st.booleans(),
        pieces=st.sampled_from([(1, 0), (2, 0), (1, 3)]), weights_first=st.booleans(),
        algorithm=st.sampled_from(["linear", "2dh"]), masked=st.booleans(),
-       cut=st.sampled_from(list(CUTS)))
+       cut=st.sampled_from(list(PIECE_AXES)))
 def test_any_plan(size: tuple[int, int, int | None], seed: int, k: int, tokens: list[int],
                   skew: float, factor: float | None, kind: str, bias: bool,
                   pieces: tuple[int, int], weights_first: bool, algorithm: str,
@@ -255,7 +255,7 @@ def test_a_custom_dispatcher_makes_its_plans_or_is_refused(
         spills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing takes the place of a dispatcher from outside: it follows the planner or says no."""
     class Mine(RaggedDispatcher):
-        traits = DispatchTraits(cuts=True, spills=spills)
+        traits = DispatchTraits(supports_pieces=True, spills=spills)
 
         def plan(self, kept: KeptRouting) -> ExchangePlan:
             planners.append(self.planner)

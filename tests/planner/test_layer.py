@@ -70,7 +70,7 @@ def test_rows_that_stay_hide_the_first_and_the_last_exchange() -> None:
     the first piece arrives and the last one returns.
     """
     here, slow = cluster(2, 1), dataclasses.replace(A100, flops=1e11, half_rows=0.0, launch_s=0.0)
-    rows, peers = (layer_cost(SHAPE, here, slow, LayoutChoice(r=1, d=2, cut=cut)).forward
+    rows, peers = (layer_cost(SHAPE, here, slow, LayoutChoice(r=1, d=2, piece_axis=cut)).forward
                    for cut in ("rows", "peers"))
     exchange, products = rows.phases()["a2a_out"], rows.phases()["experts"]
     assert products > 2 * exchange

@@ -19,7 +19,7 @@ from moe_plugin.config import CommConfig, from_dict
 from moe_plugin.emulate import networks
 from moe_plugin.gradients.sync import reduce_experts
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
-from moe_plugin.tuning.collectives import Auto, network_of, with_collectives
+from moe_plugin.tuning.collectives import AutoCollectives, network_of, with_collectives
 from moe_plugin.tuning.exchange import prepare
 
 SIZE = 4
@@ -121,7 +121,7 @@ def test_auto_measures_and_keeps_the_faster_one(caplog: pytest.LogCaptureFixture
     """Trials are counted calls, their results as good as any other; every rank agrees."""
     def rank(comm: Comm) -> str:
         made = chosen(comm, collectives="auto")
-        assert isinstance(made, Auto)
+        assert isinstance(made, AutoCollectives)
         x = torch.full((8,), float(comm.rank))
         for _ in range(14):
             assert made.chosen(comm, "all_gather", 4 * x.nbytes) is None
@@ -156,8 +156,8 @@ def test_auto_predicts_by_a_cluster_file(tmp_path: Path) -> None:
 def test_auto_predicts_each_size_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = tmp_path / "cluster.yaml", []
     path.write_text(dump_cluster(Cluster(nodes=2, ranks_per_node=1)))
-    predicted = Auto.predicted
-    monkeypatch.setattr(Auto, "predicted",
+    predicted = AutoCollectives.predicted
+    monkeypatch.setattr(AutoCollectives, "predicted",
                         lambda *args: asked.append(args[2:]) or predicted(*args))
 
     def rank(comm: Comm) -> str:

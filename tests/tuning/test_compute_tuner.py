@@ -28,7 +28,7 @@ from moe_plugin.tuning import compute_tuner as auto
 from moe_plugin.tuning.compute_candidates import (
     FEW_ROWS,
     MANY_ROWS,
-    Load,
+    ComputeLoad,
     candidates,
     why_unmeasured,
 )
@@ -50,9 +50,10 @@ def no_modes_of_other_tests() -> Iterator[None]:
         torch.overrides._push_mode(mode)
 
 
-def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int = 8) -> Load:
+def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int = 8) -> ComputeLoad:
     """A large layer's."""
-    return Load(device, torch.bfloat16, experts, 1024, 4096, False, rows_each * experts, even, True,
+    return ComputeLoad(device, torch.bfloat16, experts, 1024, 4096, False, rows_each * experts,
+                       even, True,
                 2)
 
 
@@ -69,7 +70,7 @@ def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int 
                           (load(MANY_ROWS, "cpu", even=True), ALL, ["fused"]),
                           (load(0, "cpu"), ALL, ["fused", "grouped"]),
                           (load(5, "cpu", experts=0), ALL, ["fused", "grouped"]),])
-def test_the_rule(made: Load, usable: set[str], names: list[str]) -> None:
+def test_the_rule(made: ComputeLoad, usable: set[str], names: list[str]) -> None:
     assert candidates(made, usable) == names
 
 
@@ -132,7 +133,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(known: MeasuredChoices, key: str, start: Times | None,
-           device: torch.device = CPU) -> choice.Choice:
+           device: torch.device = CPU) -> choice.ComputeChoice:
     return known.choose(key, list(start.names if start else "ab"), device, start)
 
 
@@ -181,7 +182,7 @@ def test_candidates_are_timed_in_turn_and_less_often_when_slow(tmp_path: Path, s
 def test_the_first_is_taken_while_a_device_is_busy(tmp_path: Path) -> None:
     times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
     gpu = torch.device("cuda")
-    assert choose(known, "key", None, gpu) == choice.Choice(
+    assert choose(known, "key", None, gpu) == choice.ComputeChoice(
         "a", "not measured yet") and not times.started
     times.waits = 1
     assert [choose(known, "key", times, gpu).name for _ in range(20)] == ["a"] * 20
@@ -327,7 +328,8 @@ def test_measuring_inside_recomputation_and_autocast(small_counts: MeasuredChoic
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_the_sample_is_the_bucket_s_load(planned: bool) -> None:
-    made = Load("cpu", torch.float32, 6, 8, 12, True, 6 * 100, False, planned, 4 if planned else 1)
+    made = ComputeLoad("cpu", torch.float32, 6, 8, 12, True, 6 * 100, False, planned,
+                       4 if planned else 1)
     x, rows = auto._sample(made, CPU)
     counts = (rows.counts if planned else rows).host
     assert sum(counts) == 6 * 128 and max(counts) - min(counts) <= 1 and x.shape == (

@@ -330,15 +330,15 @@ def test_pieces_are_chosen_by_direction_and_by_cut() -> None:
     """Where a backward pass in four pieces by peers is the fastest, it is found."""
     def rank(comm: Comm) -> tuple[set[str], set[int], str]:
         settings = config(tries=100, max_d=4)
-        layer, labels, _ = drive(comm, lambda c: 1.0 if (c.d_backward, c.cut) == (
+        layer, labels, _ = drive(comm, lambda c: 1.0 if (c.d_backward, c.piece_axis) == (
             4, "peers") else 2.0, 300, settings=settings)
         found = layer.layouts.tuner.candidates((8, 0))
-        return {c.cut for c in found}, {c.d_backward for c in found}, labels[-1]
+        return {c.piece_axis for c in found}, {c.d_backward for c in found}, labels[-1]
 
     for cuts, backward, label in run_simulated(2, rank):
         # one expert a rank: to cut by experts is to cut by rows
         assert cuts == {"rows", "peers"} and backward == {0, 1, 2, 4}
-        assert "/4 " in label and label.endswith(" cut=peers")
+        assert "/4 " in label and label.endswith(" piece_axis=peers")
 
 
 def test_a_cut_that_a_dispatcher_cannot_make_is_refused() -> None:

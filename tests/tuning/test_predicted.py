@@ -107,12 +107,13 @@ def test_configured_pieces_stay_in_what_is_chosen(monkeypatch: pytest.MonkeyPatc
                             "router": {"top_k": 1}}, d=2, d_backward=1, cut="peers")
         return made(torch.randn(2048, 32)).stats.layout
 
-    assert run_simulated(4, rank) == ["r=1 d=2/1 linear auto cut=peers"] * 4
+    assert run_simulated(4, rank) == ["r=1 d=2/1 linear auto piece_axis=peers"] * 4
 
 
 @pytest.mark.parametrize("chosen,settings", [
     (LayoutChoice(r=1, gather_tokens=True), {"dispatch": {"name": "bounded"}}),
-    (LayoutChoice(r=1, cut="experts"), {"dispatch": {"name": "padded", "capacity_factor": 2.0}}),
+    (LayoutChoice(r=1, piece_axis="experts"),
+     {"dispatch": {"name": "padded", "capacity_factor": 2.0}}),
     (LayoutChoice(r=2), {}),
 ])
 def test_a_layout_that_does_not_fit_any_more_is_predicted_again(chosen: LayoutChoice,

@@ -71,7 +71,7 @@ def test_pieces_follow_the_load_and_change_no_result(kind: str, settings: dict,
     if settings.get("dispatch", {}).get("name") == "padded" and kind == "experts":
         assert many == few  # it cuts along rows alone, which read the weights for each piece
     else:
-        assert " d=1 " not in many and ("cut=experts" in many) == (kind == "experts"), many
+        assert " d=1 " not in many and ("piece_axis=experts" in many) == (kind == "experts"), many
 
 
 def test_only_evaluation_without_a_choice_is_cut(devices: Path) -> None:

@@ -59,12 +59,12 @@ def _alone(dispatch: str) -> list[Cell]:
 def _together(dispatch: str) -> list[Cell]:
     traits = cells.traits_of(dispatch)
     factors = (None, 1.0) if traits.bounded else COMMON["factor"]  # which have no part in pages
-    if not traits.cuts:  # rows go by other collectives, or by one exchange
+    if not traits.supports_pieces:  # rows go by other collectives, or by one exchange
         return cells.cells_of(dispatch, PAIR, **COMMON | {
             "all_to_all": ("linear",), "compute": ("kernels",), "tokens": ("uneven",)})
     nodes = {"size": [size for size in cells.layouts(dispatch, NODES) if size.r != 0],
              "all_to_all": ("2dh", "leader", "auto"), "compute": ("kernels",),
-             "cut": traits.cuts_by[:1], **_FEW}
+             "cut": traits.piece_axes[:1], **_FEW}
     return [*cells.cells_of(dispatch, PAIR, **COMMON | {
         "factor": factors, "compute": ("kernels", "grouped", "loop"), "all_to_all": ("linear",)}),
             *cells.cells_of(dispatch, NODES, **COMMON | nodes)]
@@ -90,13 +90,13 @@ def _left(dispatch: str) -> list[Cell]:
     sizes = [size for size in cells.layouts(dispatch, [ALONE, *PAIR]) if size.r != 0]
     pairs = all_pairs({
         "size": sizes, "compute": ["auto", "fused", "batched", *["loop"] * traits.bounded],
-        "all_to_all": ["native", "linear"] if traits.cuts else ["linear"], "k": [1, 2],
+        "all_to_all": ["native", "linear"] if traits.supports_pieces else ["linear"], "k": [1, 2],
         "kind": expert_kinds.names(), "dtype": ["float32", "bfloat16"],
-        "pieces": [(1, 0), (2, 0)] if traits.cuts else [(1, 0)],
+        "pieces": [(1, 0), (2, 0)] if traits.supports_pieces else [(1, 0)],
         "factor": [None, 1.0] if not traits.fixed_slots else [0.0, 1.0],
     })
     more = {"replicas": "all"} if traits.shares_tokens else {}
-    return [{"dispatch": dispatch, "tokens": "uneven", "cut": traits.cuts_by[0],
+    return [{"dispatch": dispatch, "tokens": "uneven", "cut": traits.piece_axes[0],
              **_first(COMMON), **more, **pair} for pair in pairs]
 
 

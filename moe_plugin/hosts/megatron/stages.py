@@ -31,7 +31,7 @@ from moe_plugin.hosts.megatron.layer_numbers import last_layer_is_moe
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
 from moe_plugin.routing.statistics import call_stats
-from moe_plugin.tuning.layouts import Layout
+from moe_plugin.tuning.layouts import LayerLayout
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Call:
 
     tokens: Tokens
     kept: KeptRouting
-    layout: Layout
+    layout: LayerLayout
     traffic: TrafficMeter
     plan: DispatchPlan | None = None
     sent: Sent | None = None
@@ -146,7 +146,7 @@ def check(layer: Any) -> None:
              not config.experts.weights_first),
             ("parallel.replicas", config.parallel.replicas, 1, config.parallel.replicas == 1),
             ("dispatch.name", config.dispatch.name, "'ragged' or 'padded'",
-             traits.cuts and not traits.bounded),
+             traits.supports_pieces and not traits.bounded),
             ("sequence_parallel", False, True, native.sequence_parallel or not split),
             ("router.pre_gate", config.router.pre_gate, 0, not config.router.pre_gate),
             ("router.name", config.router.name, "a router that reads no token ids",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_plugin.comm.gave_up import give_up
+from moe_plugin.comm.job_abort import abort_job
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.tiers import Tier, TierTensor
 
@@ -161,7 +161,7 @@ class SwappedStorage:
             f"activations of block {self.block} ({self.nbytes} bytes) did not get {where} the tier "
             f"for swapped activations: {type(error).__name__}: {error}")
         if isinstance(error, OSError):  # others are of the model, and the same on all ranks
-            give_up(swap_error)
+            abort_job(swap_error)
         return swap_error
 
     def __del__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm.gave_up import ends_all_ranks
+from moe_plugin.comm.job_abort import ends_all_ranks
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.experts.cache import CacheSpec, ExpertCache, StoreCounters, shared_cache
 from moe_plugin.memory.experts.files import ExpertFile, Shapes

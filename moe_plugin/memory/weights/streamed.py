@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.comm.gave_up import ends_all_ranks
+from moe_plugin.comm.job_abort import ends_all_ranks
 from moe_plugin.memory.copier import Copier, OnDevice
 from moe_plugin.memory.flat import give_back_free_memory
 from moe_plugin.memory.passes import BlockPasses

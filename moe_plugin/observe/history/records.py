@@ -48,7 +48,9 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionRecord:
-    """One decision of a layer's tuner, a `moe_plugin.tuning.engine.Decision`. Times in seconds."""
+    """One decision of a layer's tuner, a `moe_plugin.tuning.engine.TunerDecision`. Times in
+    seconds.
+    """
 
     step: int
     layer: str

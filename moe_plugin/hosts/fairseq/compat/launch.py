@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm.gave_up import is_of_another_rank, says_why
+from moe_plugin.comm.job_abort import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
 from moe_plugin.resilience.stopping import STATUS as STATUS_OF_STOP
 from moe_plugin.resilience.stopping import stops_in_one_line

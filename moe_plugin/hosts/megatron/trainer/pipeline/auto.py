@@ -39,10 +39,10 @@ def auto(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
     virtual = ps.get_virtual_pipeline_model_parallel_world_size()
     if stages == 1 or virtual is not None:
         return native
-    return Auto(settings, native)
+    return AutoSchedule(settings, native)
 
 
-class Auto:
+class AutoSchedule:
     """Megatron's function of a step's passes, until a schedule is chosen; then the chosen one.
 
     chosen: None before that. profile: what was measured.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 
-class Overdue:
+class TimeoutWatch:
     """Watches the collectives of one group; names and aborts what takes too long.
 
     Args:
@@ -54,7 +54,7 @@ class Overdue:
         event.record()
         self._pending.append((time.monotonic(), what, event))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="overdue", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="timeout-watch", daemon=True)
             self._thread.start()
 
     def _watch(self) -> None:

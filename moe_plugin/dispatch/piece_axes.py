@@ -1,4 +1,4 @@
-"""How rows are cut into the pieces that travel one after another: by rows, by experts, or by peers.
+"""How rows are shared out over the pieces that travel one after another: by rows, experts or peers.
 
 Which row falls into which piece follows from counts that sender and receiver both know: the n rows
 of every (source rank, expert, destination rank) are shared out over the pieces by a table of
@@ -22,7 +22,7 @@ Shares = Callable[[int, int], list[int]]  # (distance of the ranks, local expert
 
 
 @dataclass(frozen=True)
-class Cut:
+class PieceShares:
     """Pieces of one call's rows.
 
     Attributes:
@@ -46,9 +46,9 @@ class Cut:
         parts: list[Counts] = [[] for _ in range(self.pieces)]
         for other, row in enumerate(rows_WL):
             distance = (other - rank if outgoing else rank - other) % len(rows_WL)
-            cut_L = [_divided(n, self.shares(distance, expert)) for expert, n in enumerate(row)]
+            piece_LP = [_divided(n, self.shares(distance, expert)) for expert, n in enumerate(row)]
             for piece in range(self.pieces):
-                parts[piece].append([cut[piece] for cut in cut_L])
+                parts[piece].append([rows_P[piece] for rows_P in piece_LP])
         return parts
 
 
@@ -63,31 +63,32 @@ def _window(number: int, items: int, index: int) -> list[int]:
     return [min(max(piece * items - number * index, 0), number) for piece in range(number + 1)]
 
 
-def _by_rows(number: int, ranks: int, local: int) -> Cut:
+def _by_rows(number: int, ranks: int, local: int) -> PieceShares:
     shares = list(range(number + 1))
-    return Cut(lambda distance, expert: shares, number)
+    return PieceShares(lambda distance, expert: shares, number)
 
 
-def _by_experts(number: int, ranks: int, local: int) -> Cut:
+def _by_experts(number: int, ranks: int, local: int) -> PieceShares:
     shares_L = [_window(number, local, expert) for expert in range(local)]
-    return Cut(lambda distance, expert: shares_L[expert], number)
+    return PieceShares(lambda distance, expert: shares_L[expert], number)
 
 
-def _by_peers(number: int, ranks: int, local: int) -> Cut:
+def _by_peers(number: int, ranks: int, local: int) -> PieceShares:
     here = [0, *[1] * (number + 1), 2]
     shares_W = [here, *([0, *window, number] for window in
                         (_window(number, ranks - 1, peer) for peer in range(ranks - 1)))]
-    return Cut(lambda distance, expert: shares_W[distance], number + 2, (0, number + 1))
+    return PieceShares(lambda distance, expert: shares_W[distance], number + 2, (0, number + 1))
 
 
-CUTS: dict[str, Callable[[int, int, int], Cut]] = {
+PIECE_AXES: dict[str, Callable[[int, int, int], PieceShares]] = {
     "rows": _by_rows, "experts": _by_experts, "peers": _by_peers
 }
 
 
-def cut_of(name: str, number: int, ranks: int, local: int) -> Cut:
-    """The cut of rows into `number` pieces that travel.
+def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
+    """How rows fall into `number` pieces that travel.
 
-    name: in `CUTS`; without effect for one piece. ranks: of the group. local: experts of a rank.
+    name: in `PIECE_AXES`; without effect for one piece. ranks: of the group. local: experts of a
+    rank.
     """
-    return CUTS[name if number > 1 else "rows"](number, ranks, local)
+    return PIECE_AXES[name if number > 1 else "rows"](number, ranks, local)

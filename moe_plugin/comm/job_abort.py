@@ -31,7 +31,7 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        give_up(error)
+        abort_job(error)
         raise
 
 
@@ -45,11 +45,11 @@ def says_why() -> Iterator[None]:
         yield
     except Exception as error:
         if _several() and not _bounded(_all_end):
-            give_up(error)
+            abort_job(error)
         raise
 
 
-def give_up(error: BaseException) -> None:
+def abort_job(error: BaseException) -> None:
     """End the waits of all ranks of the job for this one; the groups of this process are of no use
     afterwards. A job of one process is left alone.
 
@@ -60,7 +60,7 @@ def give_up(error: BaseException) -> None:
         return
     # as `error.add_note`, which Python 3.10 does not have
     error.__notes__ = [*getattr(error, "__notes__", ()), _why(error)]  # type: ignore[attr-defined]
-    _bounded(lambda store: _say(store, _why(error)))
+    _bounded(lambda store: _publish(store, _why(error)))
     _break_connections()
     if dist.get_rank() == 0:  # the store may end with this process
         _bounded(_all_know)
@@ -73,7 +73,7 @@ def reason() -> str:
     """
     if not _several():
         return ""
-    said = _bounded(_hear)
+    said = _bounded(_read)
     if not said:
         return ""
     _break_connections()
@@ -85,7 +85,7 @@ def is_of_another_rank(error: BaseException) -> bool:
     return _GAVE_UP in str(error)
 
 
-def first_to_say(text: str) -> bool:
+def claim_first_report(text: str) -> bool:
     """Whether no other rank of the job has said the same before; True, too, where no rank can be
     asked. For messages that any rank may have, alone or as all do.
     """
@@ -102,13 +102,13 @@ def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _say(store: Any, text: str) -> None:
+def _publish(store: Any, text: str) -> None:
     if not store.check([_KEY]):
         store.set(_KEY, text)
     store.add(f"{_KEY}/known", 1)
 
 
-def _hear(store: Any) -> str:
+def _read(store: Any) -> str:
     if not store.check([_KEY]):
         return ""
     store.add(f"{_KEY}/known", 1)
@@ -149,7 +149,7 @@ def _break(group: Any) -> None:
             continue
         try:
             if isinstance(backend, dist.ProcessGroupGloo):
-                # its `abort` does nothing, but a message that is overdue ends the group
+                # its `abort` does nothing, but a message that timed out ends the group
                 nothing, peer = torch.empty(1), (group.rank() + 1) % group.size()
                 backend.recv([nothing], peer, _TAG).wait(timedelta(milliseconds=1))
             else:

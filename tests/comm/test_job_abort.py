@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm import CommError, gave_up
+from moe_plugin.comm import CommError, job_abort
 from moe_plugin.comm.named_errors import collectives_named
 from tests.distributed import run_gloo
 
@@ -25,14 +25,14 @@ class OldError(OSError):
 
 def test_a_rank_says_why_on_any_python(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[object] = []
-    monkeypatch.setattr(gave_up, "_several", lambda: True)
+    monkeypatch.setattr(job_abort, "_several", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(gave_up, "_bounded", said.append)
-    monkeypatch.setattr(gave_up, "_break_connections", lambda: said.append("broken"))
+    monkeypatch.setattr(job_abort, "_bounded", said.append)
+    monkeypatch.setattr(job_abort, "_break_connections", lambda: said.append("broken"))
     error = OldError("disk is gone")
     error.__notes__ = ["of block 3"]
     for _ in range(2):  # the second time it is known
-        gave_up.give_up(error)
+        job_abort.abort_job(error)
     assert error.__notes__ == ["of block 3",
                                "rank 1 of the job gave up: OldError: disk is gone"]
     assert len(said) == 2 and said[1] == "broken"
@@ -40,13 +40,13 @@ def test_a_rank_says_why_on_any_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _all_end_alike() -> tuple[str, bool]:
     try:
-        with gave_up.says_why():
+        with job_abort.says_why():
             raise ValueError(f"of rank {dist.get_rank()}")
     except ValueError as error:
         sum_1 = torch.ones(1)
         dist.all_reduce(sum_1)  # nothing is broken
         assert sum_1.item() == 2
-        return str(error), gave_up.is_of_another_rank(error)
+        return str(error), job_abort.is_of_another_rank(error)
 
 
 @pytest.mark.distributed
@@ -59,12 +59,12 @@ def test_ranks_that_end_alike_are_left_alone() -> None:
 def _one_ends(folder: Path) -> None:
     said = folder / str(dist.get_rank())
     try:
-        with gave_up.says_why(), collectives_named("a sum"):
+        with job_abort.says_why(), collectives_named("a sum"):
             if dist.get_rank() == 1:
                 raise ModuleNotFoundError("No module named 'x'")
             dist.all_reduce(torch.ones(1))
     except (CommError, ModuleNotFoundError) as error:
-        said.write_text(f"{gave_up.is_of_another_rank(error)} {error}")
+        said.write_text(f"{job_abort.is_of_another_rank(error)} {error}")
     os._exit(3)  # the groups are of no use
 
 
