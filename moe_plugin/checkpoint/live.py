@@ -75,7 +75,7 @@ def _check(name: str, layer: MoELayer, comm: Comm) -> None:
             f"layer {name!r} has parallel.replicas={config.parallel.replicas}, ranks with the same "
             "tokens: must be 1; save a checkpoint and start again with other ranks")
     place = Placement(comm, config.num_experts, layer.placement.algorithm,
-                      cut=config.parallel.shards)
+                      configured_shards=config.parallel.shards)
     place.check()
     if config.hidden_dim % place.shards or config.model_dim % place.shards:
         raise ValueError(

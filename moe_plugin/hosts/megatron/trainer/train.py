@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm.gave_up import first_to_say, is_of_another_rank, says_why
+from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.overflow import RowsOverflow
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         logging.getLogger().setLevel(logging.ERROR)
         rank = os.environ.get("RANK", "0")
-        if first_to_say(str(error)) if dist.is_initialized() else rank == "0":
+        if claim_first_report(str(error)) if dist.is_initialized() else rank == "0":
             where = "" if rank == "0" else f" (rank {rank})"
             text = as_given(str(error), vars(args), NATIVE_ARGUMENTS)
             sys.stderr.write(f"{parser.prog}: error: {text}{where}\n")
