@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ class Op:
             return fn
 
         return register
+
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """What is added inside is removed at the end."""
+        before = dict(self._implementations)
+        try:
+            yield
+        finally:
+            self._implementations = before
 
     def names(self) -> list[str]:
         """Implementations, the reference first."""

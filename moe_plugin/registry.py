@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -94,6 +95,19 @@ class Registry(Generic[T]):
                 f"unknown {self.kind} {short(name)}; {did_you_mean(alike(str(name), self.names()))}"
                 f"known: {', '.join(self.names()) or 'none'}")
         return self._entries[name]
+
+    def forget(self, name: str) -> None:
+        """Unregister `name`, e.g. to register a changed version in a notebook."""
+        del self._entries[self.entry(name).name]
+
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """What is registered or forgotten inside is undone at the end."""
+        before = dict(self._entries)
+        try:
+            yield
+        finally:
+            self._entries = before
 
     def names(self) -> list[str]:
         """The names that may be chosen here, sorted."""
