@@ -6,12 +6,15 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from moe_plugin.kernels import kernels
+from moe_plugin.registry import KINDS
 
 # The same examples in every run, however busy the machine; `HYPOTHESIS_PROFILE=random` looks
 # for new ones.
@@ -38,6 +41,15 @@ def _no_mode_is_left() -> Iterator[None]:
     before = torch._C._len_torch_function_stack()
     yield
     assert torch._C._len_torch_function_stack() == before
+
+
+@pytest.fixture
+def own_entries() -> Iterator[None]:
+    """What the test registers, adds to a kernel or forgets is undone at its end."""
+    with ExitStack() as stack:
+        for registry in [*KINDS.values(), *(entry.value for entry in kernels)]:
+            stack.enter_context(registry.temporary())
+        yield
 
 
 @pytest.fixture

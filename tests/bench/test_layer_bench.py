@@ -51,27 +51,25 @@ def test_peers_agree_on_one_choice_a_token() -> None:
     assert [r.name for r in layer.run(problem, names, rounds=1).results] == ["moe-plugin", *names]
 
 
-def test_a_peer_that_computes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_computes_something_else_is_an_error(own_entries: None) -> None:
     @contextlib.contextmanager
     def off(problem, data):  # noqa: ANN001, ANN202
         with einsum(problem, data) as candidate:
             yield type(candidate)(lambda x: (candidate.forward(x)[0] * 1.01, []),
                                   candidate.parameters)
 
-    monkeypatch.setitem(peers._entries, "off",
-                        type(peers.entry("einsum"))("off", off, lambda: None))
+    peers.register("off")(off)
     with pytest.raises(ValueError, match="off's output differs from ours"):
         layer.run(SMALL, ["off"], rounds=1)
 
 
-def test_a_peer_without_balance_loss_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_balance_loss_is_an_error(own_entries: None) -> None:
     @contextlib.contextmanager
     def unbalanced(problem, data):  # noqa: ANN001, ANN202
         with einsum(problem, data) as candidate:
             yield type(candidate)(lambda x: (candidate.forward(x)[0], []), candidate.parameters)
 
-    monkeypatch.setitem(peers._entries, "unbalanced",
-                        type(peers.entry("einsum"))("unbalanced", unbalanced, lambda: None))
+    peers.register("unbalanced")(unbalanced)
     with pytest.raises(ValueError, match="unbalanced computes no balance loss"):
         layer.run(SMALL, ["unbalanced"], rounds=1)
 

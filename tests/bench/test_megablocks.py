@@ -170,11 +170,11 @@ def test_in_a_report() -> None:
     assert error <= layer.TOLERANCE["bfloat16"]
 
 
-def test_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_with_the_reason(own_entries: None) -> None:
     problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2)
-    monkeypatch.setitem(
-        peers._entries, "megablocks",
-        type(peers.entry("megablocks"))("megablocks", peers.get("megablocks"), lambda: None))
+    build = peers.entry("megablocks").value
+    peers.forget("megablocks")
+    peers.register("megablocks")(build)
     found = layer.run(problem, ["megablocks"], rounds=1)
     assert found.refused == {"megablocks": "MegaBlocks needs a GPU"} and len(found.results) == 1
     assert "takes bfloat16, not float32" in megablocks.why_unsupported(

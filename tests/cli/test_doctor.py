@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def wrong_dispatcher() -> Iterator[None]:
+def wrong_dispatcher(own_entries: None) -> None:
     class Wrong(RaggedDispatcher):
         """Loses a tenth of every output."""
 
@@ -44,8 +43,6 @@ def wrong_dispatcher() -> Iterator[None]:
             return 0.9 * super().combine(sent, plan)
 
     dispatchers.register("wrong")(Wrong)
-    yield
-    del dispatchers._entries["wrong"]
 
 
 def test_json_is_one_object_with_every_registered_name(no_hosts: None,
@@ -153,15 +150,12 @@ def test_a_crashing_layer_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch
     assert rows and all(not row["ok"] and "no rows today" in row["reason"] for row in rows)
 
 
-def test_what_cannot_run_here_is_listed_with_its_reason() -> None:
+def test_what_cannot_run_here_is_listed_with_its_reason(own_entries: None) -> None:
     dispatchers.register("elsewhere", why_not=lambda: "needs a quantum computer")(RaggedDispatcher)
-    try:
-        row = next(row for row in registries.registry_rows(CPU)["dispatcher"]
-                   if row["name"] == "elsewhere")
-        assert (row["state"], row["reason"]) == ("not available", "needs a quantum computer")
-        assert "elsewhere" not in {row["dispatcher"] for row in selfcheck.check_rows([CPU])}
-    finally:
-        del dispatchers._entries["elsewhere"]
+    row = next(row for row in registries.registry_rows(CPU)["dispatcher"]
+               if row["name"] == "elsewhere")
+    assert (row["state"], row["reason"]) == ("not available", "needs a quantum computer")
+    assert "elsewhere" not in {row["dispatcher"] for row in selfcheck.check_rows([CPU])}
 
 
 def test_every_kernel_takes_the_sample_arguments() -> None:

@@ -194,12 +194,15 @@ def test_wrong_splits_are_refused() -> None:
             run_simulated(2, exchanged(name, torch.zeros(3, 1), [1, 2], lambda r: [1 + r, 2]))
 
 
-def test_stride_copies_of_2dh_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stride_copies_of_2dh_go_through_the_kernel(own_entries: None) -> None:
     """Two a rank, by `transpose_chunks` of the registry: on a GPU its Triton kernel."""
-    reference, called = kernels.get("transpose_chunks").implementation("torch"), []
-    spy = (lambda x, outer, inner: called.append(
-        (outer, inner)) or reference(x, outer, inner), lambda *args: None)
-    monkeypatch.setitem(kernels.get("transpose_chunks")._implementations, "spy", spy)
+    kernel, called = kernels.get("transpose_chunks"), []
+
+    @kernel.add("spy", why_not=lambda *_: None)
+    def spy(x: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+        called.append((outer, inner))
+        return kernel.implementation("torch")(x, outer, inner)
+
     counts = [[2] * 6 for _ in range(6)]
     got = run_simulated(6, lambda comm: algorithms.get("2dh")(comm, rows_of(comm.rank, counts)),
                         topology=Topology.uniform(6, 2))
@@ -207,9 +210,7 @@ def test_stride_copies_of_2dh_go_through_the_kernel(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(got[me], expected_of(me, counts)) for me in range(6))
 
 
-def test_a_plain_function_is_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(algorithms, "_entries", dict(algorithms._entries))
-
+def test_a_plain_function_is_an_exchange(own_entries: None) -> None:
     @algorithms.register("reversed peers")
     def mine(comm: Comm, x: torch.Tensor, send: list[int] | None = None,
              recv: list[int] | None = None) -> torch.Tensor:

@@ -12,7 +12,6 @@ from moe_plugin import MoELayer
 from moe_plugin.config import from_dict, from_yaml, settings_from_yaml
 from moe_plugin.config.flags import config_from_flags
 from moe_plugin.config.user_modules import import_user_modules
-from moe_plugin.routing import losses
 
 OWN = '''
 from moe_plugin.routing import losses
@@ -30,22 +29,18 @@ def layer_with(imports: str, loss: str) -> MoELayer:
 
 
 def test_files_and_dotted_names_are_imported_once_and_before_names_are_looked_up(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_entries: None) -> None:
     (tmp_path / "own.py").write_text(OWN.format(name="test_from_file"))
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "__init__.py").write_text("")
     (tmp_path / "own_package" / "deep.py").write_text(OWN.format(name="test_from_name"))
     monkeypatch.syspath_prepend(str(tmp_path))
     imports = f"own_package.deep, {tmp_path / 'own.py'}"
-    try:
-        # registered twice it would be refused
-        for name in ("test_from_file", "test_from_name", "test_from_file"):
-            assert name in layer_with(imports, name)(torch.randn(5, 6)).losses
-        monkeypatch.chdir(tmp_path)
-        layer_with("own.py", "test_from_file")  # the same file by another path
-    finally:
-        for name in ("test_from_file", "test_from_name"):
-            losses._entries.pop(name, None)
+    # registered twice it would be refused
+    for name in ("test_from_file", "test_from_name", "test_from_file"):
+        assert name in layer_with(imports, name)(torch.randn(5, 6)).losses
+    monkeypatch.chdir(tmp_path)
+    layer_with("own.py", "test_from_file")  # the same file by another path
 
 
 @pytest.mark.parametrize("text,words", [(None, "FileNotFoundError"),

@@ -10,10 +10,7 @@ from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import Dispatcher, DispatchTraits, RaggedDispatcher, dispatchers
 
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatchers, "_entries", dict(dispatchers._entries))
+pytestmark = pytest.mark.usefixtures("own_entries")
 
 
 def layer_of(name: str, **parallel: object) -> MoELayer:

@@ -77,16 +77,15 @@ def test_fp8_at_the_edges_stays_finite(values: list[float]) -> None:
     assert all(g == 0 for g, v in zip(got[0].tolist(), values, strict=True) if v == 0)
 
 
-def test_fp8_goes_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_goes_through_the_kernel(own_entries: None) -> None:
     """`quantize_fp8` and `dequantize_fp8` of the registry do the work, so a GPU's rows meet the
     Triton kernel.
     """
     called = []
     for name in ("quantize_fp8", "dequantize_fp8"):
         reference = kernels.get(name).implementation("torch")
-        spy = (lambda *args, name=name, fn=reference: called.append(name) or fn(*args),
-               lambda *args: None)
-        monkeypatch.setitem(kernels.get(name)._implementations, "spy", spy)
+        kernels.get(name).add("spy", why_not=lambda *_: None)(
+            lambda *args, name=name, fn=reference: called.append(name) or fn(*args))
     x = torch.randn(6, 200)
     run_simulated(1, lambda comm: with_wire(algorithms.get("linear"), "fp8")(comm, x))
     assert called == ["quantize_fp8", "dequantize_fp8"]

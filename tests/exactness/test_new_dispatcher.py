@@ -77,8 +77,7 @@ class LoopDispatcher(ExchangeDispatcher):
 
 @pytest.mark.parametrize("dispatcher", [AllRowsDispatcher, LoopDispatcher])
 def test_it_runs_in_every_layout_that_it_declares(dispatcher: type[Dispatcher],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatchers, "_entries", dict(dispatchers._entries))
+                                                  own_entries: None) -> None:
     dispatchers.register("from_a_test")(dispatcher)
     sizes = [(1, 8, None), (2, 1, None), (4, 2, None), (4, 8, 4)]
     fewer = {"tokens": ["uneven", "padding", "one"], "activation": ["gelu"]}

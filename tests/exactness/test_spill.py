@@ -252,7 +252,7 @@ def test_what_does_not_spill_is_refused(changes: dict[str, Any], choice: LayoutC
 
 @pytest.mark.parametrize("spills", [True, False])
 def test_a_custom_dispatcher_makes_its_plans_or_is_refused(
-        spills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        spills: bool, own_entries: None) -> None:
     """Nothing takes the place of a dispatcher from outside: it follows the planner or says no."""
     class Mine(RaggedDispatcher):
         traits = DispatchTraits(supports_pieces=True, spills=spills)
@@ -261,7 +261,6 @@ def test_a_custom_dispatcher_makes_its_plans_or_is_refused(
             planners.append(self.planner)
             return super().plan(kept)
 
-    monkeypatch.setattr(dispatchers, "_entries", dict(dispatchers._entries))
     dispatchers.register("mine")(Mine)
     planners: list[Any] = []
     case = Case(2, 4, 2, [6, 3], None, None, "ffn")

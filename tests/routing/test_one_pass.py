@@ -178,24 +178,21 @@ def test_a_recomputation_keeps_what_the_first_pass_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["noisy_topk", "ktop1"])
-def test_a_loss_that_reads_single_scores_gets_them(name: str) -> None:
+def test_a_loss_that_reads_single_scores_gets_them(name: str, own_entries: None) -> None:
     @losses.register("test_single_scores")
     def own(x: LossInputs) -> Tensor:
         """The largest score, and the margin where there is one."""
         margin = 0.0 if x.margin_TE is None else x.margin_TE.sum()
         return x.probs_TE.amax() + margin
 
-    try:
-        router = make(name, {"test_single_scores": 1.0}, 2, one_pass=False)
-        router.__class__ = type(router).__base__  # the class itself
-        assert not router._fuses()
-        value = router(tokens()).losses["test_single_scores"]
-        if name == "ktop1":
-            assert 0 < value <= 1
-        else:
-            assert value.isfinite() and value != 1
-    finally:
-        del losses._entries["test_single_scores"]
+    router = make(name, {"test_single_scores": 1.0}, 2, one_pass=False)
+    router.__class__ = type(router).__base__  # the class itself
+    assert not router._fuses()
+    value = router(tokens()).losses["test_single_scores"]
+    if name == "ktop1":
+        assert 0 < value <= 1
+    else:
+        assert value.isfinite() and value != 1
 
 
 def test_topology_quota_routes_in_one_pass_on_one_node_alone() -> None:

@@ -5,7 +5,6 @@ agreement of ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -135,14 +134,11 @@ def test_settings_that_do_not_fit(router: dict, words: str) -> None:
 
 
 @pytest.fixture
-def own_rule() -> Iterator[None]:
+def own_rule(own_entries: None) -> None:
     @router_selections.register("test_warm_up")
     def warm_up(call: SelectionCall) -> int:
         """The first router for `every` steps, then the last, then one too many."""
         return min(call.period, 1) * (call.count - 1) + (call.step > 4)
-
-    yield
-    del router_selections._entries["test_warm_up"]
 
 
 def test_a_custom_rule(own_rule: None) -> None:

@@ -378,7 +378,7 @@ def test_one_of_several_routers_decides_a_call() -> None:
     assert layer.router.routers[1].load_E.sum() == 0
 
 
-def test_a_custom_router() -> None:
+def test_a_custom_router(own_entries: None) -> None:
     @routers.register("test_first_two")
     class FirstTwo(Router):
         """Always experts 0 and 1."""
@@ -394,10 +394,6 @@ def test_a_custom_router() -> None:
             inputs = self.loss_inputs(ids, mask_T, info, logits_TE=probs, probs_TE=probs)
             return self.finish(inputs, ids, torch.full(ids.shape, 0.5), probs[:, 0])
 
-    try:
-        out = MoELayer(
-            from_dict({"model_dim": 6, "num_experts": 4,
-                       "router": {"name": "test_first_two"}}))(torch.randn(7, 6))
-        assert out.stats.as_dict()["load"] == [7, 7, 0, 0]
-    finally:
-        del routers._entries["test_first_two"]
+    out = MoELayer(from_dict({"model_dim": 6, "num_experts": 4,
+                              "router": {"name": "test_first_two"}}))(torch.randn(7, 6))
+    assert out.stats.as_dict()["load"] == [7, 7, 0, 0]

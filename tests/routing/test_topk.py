@@ -298,19 +298,17 @@ def test_unknown_router_lists_the_known() -> None:
         routers.get("best")
 
 
-def test_a_users_own_router_and_loss() -> None:
+def test_a_users_own_router_and_loss(own_entries: None) -> None:
     @losses.register("test_own_loss")
     def own(x: LossInputs) -> torch.Tensor:
         """Twice the mean score of expert 0."""
         return 2 * x.importance_E()[0] / x.count
 
-    try:
-        out = make_router(losses_={"test_own_loss": 1.0})(torch.randn(5, 8))
-        assert 0 < out.losses["test_own_loss"] < 2
-        with pytest.raises(ValueError, match="already registered"):
-            losses.register("test_own_loss")(own)
-    finally:
-        del losses._entries["test_own_loss"]
+    out = make_router(losses_={"test_own_loss": 1.0})(torch.randn(5, 8))
+    assert 0 < out.losses["test_own_loss"] < 2
+    with pytest.raises(ValueError, match="already registered"):
+        losses.register("test_own_loss")(own)
+    losses.forget("test_own_loss")
     with pytest.raises(ValueError, match="unknown loss"):
         make_router(losses_={"test_own_loss": 1.0})
 

@@ -26,7 +26,7 @@ def _native(**passes: Any) -> list[Any]:
 
 
 def test_what_a_schedule_returns_takes_the_place_of_megatrons_function(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        own_entries: None) -> None:
     built = []
 
     def counted(settings: PipelineConfig, native: Any) -> Any:
@@ -36,7 +36,7 @@ def test_what_a_schedule_returns_takes_the_place_of_megatrons_function(
 
     get = scheduled(lambda size=None: _native, PipelineConfig)
     assert get() is get(size=2) is _native
-    monkeypatch.setattr(schedules, "_entries", {})
+    schedules.forget("terapipe")
     schedules.register("terapipe")(counted)
     get = scheduled(lambda size=None: _native, lambda: PipelineConfig(schedule="terapipe"))
     assert get()(forward_only=True) == get(size=2)(forward_only=True) == [
