@@ -19,9 +19,10 @@ aten = torch.ops.aten
 class Activation:
     """One activation in three forms.
 
-    value: y = act(h), differentiable. into(h, out): out = act(h). gradient(grad, h, out): out =
-    grad * act'(h), where out may be grad. cheap: recomputing it takes no longer than reading it
-    back.
+    Attributes:
+        value: y = act(h), differentiable. into(h, out): out = act(h). gradient(grad, h, out):
+            out = grad * act'(h), where out may be grad.
+        cheap: recomputing it takes no longer than reading it back.
     """
 
     value: Callable[[Tensor], Tensor]

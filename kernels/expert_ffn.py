@@ -37,24 +37,29 @@ OPERANDS = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_ou
 class FFNParameters:
     """Parameters of L experts as `FFNExperts` stores them, and how to compute with them.
 
-    w_in_LDF, w_gate_LDF: [L, D, F], b_in_LF, b_gate_LF: [L, F], w_out_LFD: [L, F, D], b_out_LD:
-    [L, D] (all D columns also where experts are cut); of one floating-point dtype. Plain experts
-    have no gate. activation: a name in `ACTIVATIONS`. memory: for large temporaries.
-    choice: how strategy `auto` chooses, see `experts.compute_selection`.
-    main_grad_weights: by field name, the parameters whose gradient the host keeps in `main_grad`. A
-    strategy that uses the fields need not know: `redirect_grad` adds the gradients. One that
-    computes with `operands()` must add these gradients itself, see `kernels.main_grad`.
-    dropout: probability with which a value after the activation becomes 0; only strategies for
-    which `drops_out` is true read it.
-    recompute: keep the values before the activation for backward, and not those after it (with
-    dropout, what it leaves is kept).
-    keep: keeps rows whose numbers the device alone knows; the strategies of `KEEPS_ROWS` use it.
-    None: autograd keeps them.
-    sums: of the calls that share these parameters in one pass; a strategy may add up their weight
-    gradients there instead of returning one for each. None: this call is alone.
-    precision: of the products of strategy `kernels`, see `experts.precision`; other strategies
-    compute as torch is set to.
-    fp8: of the module whose weights these are, where precision is fp8; None: a call makes its own.
+    Attributes:
+        w_in_LDF, w_gate_LDF: [L, D, F], b_in_LF, b_gate_LF: [L, F], w_out_LFD: [L, F, D],
+            b_out_LD: [L, D] (all D columns also where experts are cut); of one floating-point
+            dtype. Plain experts have no gate.
+        activation: a name in `ACTIVATIONS`.
+        memory: for large temporaries.
+        choice: how strategy `auto` chooses, see `experts.compute_selection`.
+        main_grad_weights: by field name, the parameters whose gradient the host keeps in
+            `main_grad`. A strategy that uses the fields need not know: `redirect_grad` adds the
+            gradients. One that computes with `operands()` must add these gradients itself, see
+            `kernels.main_grad`.
+        dropout: probability with which a value after the activation becomes 0; only strategies
+            for which `drops_out` is true read it.
+        recompute: keep the values before the activation for backward, and not those after it
+            (with dropout, what it leaves is kept).
+        keep: keeps rows whose numbers the device alone knows; the strategies of `KEEPS_ROWS`
+            use it. None: autograd keeps them.
+        sums: of the calls that share these parameters in one pass; a strategy may add up their
+            weight gradients there instead of returning one for each. None: this call is alone.
+        precision: of the products of strategy `kernels`, see `experts.precision`; other
+            strategies compute as torch is set to.
+        fp8: of the module whose weights these are, where precision is fp8; None: a call makes
+            its own.
     """
 
     w_in_LDF: Tensor
@@ -169,8 +174,10 @@ def _activate(act: Callable[[Tensor], Tensor], inner_RF: Tensor,
 def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
     """One matmul per expert, with torch's own autograd; can be differentiated twice.
 
-    rows_RI: [R, I], expert after expert. w_LIO: [L, I, O]. b_LO: [L, O] or None. Returns [R, O].
-    All of one floating-point dtype.
+    Args:
+        rows_RI: [R, I], expert after expert.
+        w_LIO: [L, I, O].
+        b_LO: [L, O] or None. Returns [R, O]. All of one floating-point dtype.
     """
     # unbind, not w[l]: indexing would make a gradient of the full stack for every expert
     weights = w_LIO.unbind(0)

@@ -12,9 +12,12 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
                 per_choice: bool = False, complete: bool = False) -> Tensor:
     """Load of each expert, int64 [E]; with `per_choice` int64 [K, E], one row for each choice.
 
-    ids_TK: int64 [T, K], expert of each choice in 0..E-1; -1 (no expert) is not counted.
-    mask_T: bool [T], False for padding tokens, which are not counted; None: all tokens are real.
-    complete: ids_TK holds no -1, and nothing is done for it. The host does not wait for the device.
+    Args:
+        ids_TK: int64 [T, K], expert of each choice in 0..E-1; -1 (no expert) is not counted.
+        mask_T: bool [T], False for padding tokens, which are not counted; None: all tokens are
+            real.
+        complete: ids_TK holds no -1, and nothing is done for it. The host does not wait for the
+            device.
     """
     if mask_T is not None:
         ids_TK, complete = torch.where(mask_T[:, None], ids_TK, -1), False

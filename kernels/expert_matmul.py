@@ -40,7 +40,10 @@ def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | No
                   token_R: Tensor | None, precision: str) -> Tensor:
     """rows w + b by group, [R, O] in x's dtype.
 
-    x: rows or tokens of width I. w_LIO: [L, I, O], also a transposed view. b_LO: [L, O].
+    Args:
+        x: rows or tokens of width I.
+        w_LIO: [L, I, O], also a transposed view.
+        b_LO: [L, O].
     """
     rows_RI = _rows(x, token_R)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], w_LIO.shape[2])
@@ -56,7 +59,9 @@ def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tens
                       precision: str) -> Tensor:
     """x w + y v by group, [R, O] in x's dtype: a gated expert's input gradient.
 
-    x_RI, y_RI: [R, I] rows. w_LIO, v_LIO: [L, I, O], also transposed views.
+    Args:
+        x_RI, y_RI: [R, I] rows.
+        w_LIO, v_LIO: [L, I, O], also transposed views.
     """
     out_RO = expert_matmul.implementation("torch")(x_RI, groups, w_LIO, None, None, precision)
     for group, span in groups.spans():
@@ -70,8 +75,11 @@ def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor 
                       precision: str) -> tuple[Tensor, Tensor]:
     """(h, a), [R, F] each, of plain experts: h = rows w + b; a = act(h).
 
-    x: rows or tokens of width D. w_LDF: [L, D, F]. b_LF: [L, F]. activation: a name in
-    `ACTIVATIONS`.
+    Args:
+        x: rows or tokens of width D.
+        w_LDF: [L, D, F].
+        b_LF: [L, F].
+        activation: a name in `ACTIVATIONS`.
     """
     h_RF = expert_matmul.implementation("torch")(x, groups, w_LDF, b_LF, token_R, precision)
     return h_RF, ACTIVATIONS[activation].value(h_RF)
@@ -83,8 +91,13 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
                         activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
     """(h, gate, a), [R, F] each, of gated experts: h = rows w + b; gate = rows v + v_bias;
 
-    a = act(gate) h. x: rows or tokens of width D. w_LDF, v_LDF: [L, D, F]. b_LF, v_bias_LF:
-    [L, F], both or none. activation: a name in `ACTIVATIONS`.
+    a = act(gate) h.
+
+    Args:
+        x: rows or tokens of width D.
+        w_LDF, v_LDF: [L, D, F].
+        b_LF, v_bias_LF: [L, F], both or none.
+        activation: a name in `ACTIVATIONS`.
     """
     product = expert_matmul.implementation("torch")
     rows_RD = _rows(x, token_R)
@@ -104,9 +117,12 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
     Gated: grad h = s act(gate), grad gate = s h act'(gate). dots[r] = <u[r], a[r]>: the gate
     weight's gradient, without keeping output rows.
 
-    grad: gradient of rows or tokens of width D. w_LFD: [L, F, D]. h_RF, gate_RF: [R, F]. scale_R:
-    float32 [R] (float64 for float64 inputs). Returns [R, F] three times, and dots [R] in scale's
-    dtype.
+    Args:
+        grad: gradient of rows or tokens of width D.
+        w_LFD: [L, F, D].
+        h_RF, gate_RF: [R, F].
+        scale_R: float32 [R] (float64 for float64 inputs). Returns [R, F] three times, and dots
+            [R] in scale's dtype.
     """
     u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
                                                  token_R, precision)
@@ -136,8 +152,9 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Te
                        precision: str) -> Tensor:
     """rows^T (scale * grad rows) by group, [L, I, O] in x's dtype; zeros for a group without rows.
 
-    x, grad: rows or tokens of widths I and O, each with its own token of each row. scale_R: float32
-    [R] (float64 for float64 inputs).
+    Args:
+        x, grad: rows or tokens of widths I and O, each with its own token of each row.
+        scale_R: float32 [R] (float64 for float64 inputs).
     """
     rows_RI, grad_RO = _rows(x, x_token_R), _scaled(grad, grad_token_R, scale_R)
     out_LIO = x.new_empty(groups.number, rows_RI.shape[1], grad_RO.shape[1])
@@ -169,7 +186,9 @@ def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
                      scale_R: Tensor | None) -> Tensor:
     """Sum of (scale * grad rows) by group, [L, O] in grad's dtype.
 
-    grad: rows or tokens of width O. scale_R: float32 [R] (float64 for float64 inputs).
+    Args:
+        grad: rows or tokens of width O.
+        scale_R: float32 [R] (float64 for float64 inputs).
     """
     grad_RO = _scaled(grad, token_R, scale_R)
     return torch.stack([grad_RO[span].sum(0) for _, span in groups.spans()])

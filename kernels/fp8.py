@@ -17,10 +17,12 @@ SMALLEST_SCALE = 2.0**-126  # a scale of zero would divide zeros by zero
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """(codes e4m3 [R, D], scales float32 [R, ceil(D / block)]): x is about codes * scale.
 
-    x_RD: floating point. block: values that share a scale. scale = largest finite |x| of the block
-    / 448, 1 for a block of zeros. Error of a finite x in a block whose largest is b, with 2^-110 <=
-    b < 2^127: at most 2^-4 |x| + 2^-18 b. (e4m3 keeps four bits down to 2^-6 scales; below, steps
-    of 2^-9 scales.) Values that are not finite become NaN.
+    Args:
+        x_RD: floating point.
+        block: values that share a scale. scale = largest finite |x| of the block / 448, 1 for a
+            block of zeros. Error of a finite x in a block whose largest is b, with 2^-110 <= b
+            < 2^127: at most 2^-4 |x| + 2^-18 b. (e4m3 keeps four bits down to 2^-6 scales;
+            below, steps of 2^-9 scales.) Values that are not finite become NaN.
     """
     width = x_RD.shape[1]
     x_RBN = _blocks(x_RD.float(), block)
@@ -37,7 +39,9 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch.dtype) -> Tensor:
     """codes * scale in `dtype`, [R, D]: the inverse of `quantize_fp8` up to its rounding.
 
-    codes_RD: e4m3 [R, D]. scales_RB: float32 [R, ceil(D / block)].
+    Args:
+        codes_RD: e4m3 [R, D].
+        scales_RB: float32 [R, ceil(D / block)].
     """
     width = codes_RD.shape[1]
     x_RBN = _blocks(codes_RD.float(), block) * scales_RB[:, :, None]

@@ -47,8 +47,10 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
                       dtype: torch.dtype) -> Tensor:
     """rows w + b by group, [R, O] in `dtype`, of operands that are codes * scales.
 
-    codes, scales: of rows or tokens of width I, see `quantize_fp8` with blocks of 128. codes_LIO,
-    scales_LHW: see `quantize_weights_fp8`. b_LO: [L, O] in `dtype`.
+    Args:
+        codes, scales: of rows or tokens of width I, see `quantize_fp8` with blocks of 128.
+        codes_LIO, scales_LHW: see `quantize_weights_fp8`.
+        b_LO: [L, O] in `dtype`.
     """
     wide = torch.promote_types(dtype, torch.float32)
     rows = dequantize_fp8.implementation("torch")(codes, scales, BLOCK, wide)

@@ -18,8 +18,12 @@ from moe_plugin.kernels.fp8_products import Fp8Weight
 class _Made:
     """One weight in fp8, and what it was made of; see `Fp8Weights`.
 
-    parameter: a reference to it. version: its version counter. address: of its memory. dtype: in
-    which it was rounded. spent: whether a backward pass has used it.
+    Attributes:
+        parameter: a reference to it.
+        version: its version counter.
+        address: of its memory.
+        dtype: in which it was rounded.
+        spent: whether a backward pass has used it.
     """
 
     weight: Fp8Weight
@@ -65,8 +69,9 @@ class Fp8Weights:
 class Fp8Call:
     """The weights of one call in fp8, for its forward and its backward pass.
 
-    weights: by field name of `FFNParameters`. kept: where they were taken from; None: they are this
-    call's alone.
+    Attributes:
+        weights: by field name of `FFNParameters`.
+        kept: where they were taken from; None: they are this call's alone.
     """
 
     weights: Mapping[str, Fp8Weight]
@@ -82,9 +87,10 @@ def fp8_call(kept: Fp8Weights | None, parameters: Mapping[str, Tensor | None],
              values: Mapping[str, Tensor | None]) -> Fp8Call:
     """The weights of one call.
 
-    kept: of the module; None: nothing outlives the call. parameters: by name, of which those that
-    are `nn.Parameter` are looked up there. values: by name, what is multiplied: the parameters, or
-    casts of them.
+    Args:
+        kept: of the module; None: nothing outlives the call.
+        parameters: by name, of which those that are `nn.Parameter` are looked up there.
+        values: by name, what is multiplied: the parameters, or casts of them.
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if capturing:  # a replay has other weights

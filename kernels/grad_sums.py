@@ -16,7 +16,12 @@ from moe_plugin.kernels.workspace import Workspace
 
 @dataclass
 class _Sum:
-    """One weight's gradient. calls: whose backward has run. experts: with a value so far."""
+    """One weight's gradient.
+
+    Attributes:
+        calls: whose backward has run.
+        experts: with a value so far.
+    """
 
     grad_LIO: Tensor
     calls: int = 0

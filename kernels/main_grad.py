@@ -42,7 +42,9 @@ def has_main_grad(parameter: Tensor) -> bool:
 class MainGrad:
     """Where a backward pass adds the gradient of one weight, instead of returning a tensor.
 
-    parameter: [L, I, O], with `main_grad` of that shape. memory: for temporaries.
+    Attributes:
+        parameter: [L, I, O], with `main_grad` of that shape.
+        memory: for temporaries.
     """
 
     parameter: Tensor

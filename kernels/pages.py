@@ -20,8 +20,10 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
 
     What is left of the last run is zeros.
 
-    x_N: [N] of any dtype, N <= M P. record_M: int64 [M]. pages_SP, host_SP: x's dtype, see the
-    module, changed in place.
+    Args:
+        x_N: [N] of any dtype, N <= M P.
+        record_M: int64 [M].
+        pages_SP, host_SP: x's dtype, see the module, changed in place.
     """
     size, pages = pages_SP.shape[1], record_M.shape[0]
     x_MP = F.pad(x_N, (0, pages * size - x_N.shape[0])).view(pages, size)
@@ -35,7 +37,9 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
 def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int) -> Tensor:
     """The first `length` elements of what a record holds, [length]; zeros without a slot.
 
-    record_M: int64 [M], length <= M P. pages_SP, host_SP: see the module.
+    Args:
+        record_M: int64 [M], length <= M P.
+        pages_SP, host_SP: see the module.
     """
     here_M, there_M = _slots(record_M, pages_SP, host_SP)
     x_MP = pages_SP.index_select(0, here_M)

@@ -118,8 +118,10 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
     softmax takes s times the sum from all logits. Importance: p (G - <p, G>), times 1 - s with a
     sigmoid. z: 2 lse softmax(logits) grad_z.
 
-    lse_T: not read without grad_z. sure: the chosen scores of a token do not sum to less than eps,
-    so that normalisation divided by their sum.
+    Args:
+        lse_T: not read without grad_z.
+        sure: the chosen scores of a token do not sum to less than eps, so that normalisation
+            divided by their sum.
     """
     s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else _softmax(logits_TE)
     if grad_importance_E is None:
@@ -220,6 +222,10 @@ def route(logits_TE: Tensor, mask_T: Tensor | None, rule: Rule, chosen_TK: Tenso
           bias_E: Tensor | None = None) -> Routed:
     """Differentiable `route_top_k`.
 
-    logits_TE: [T, E]. mask_T: bool [T]. chosen_TK: int64 [T, K], or None: by the rule. bias_E: [E].
+    Args:
+        logits_TE: [T, E].
+        mask_T: bool [T].
+        chosen_TK: int64 [T, K], or None: by the rule.
+        bias_E: [E].
     """
     return Routed(*_Route.apply(logits_TE, mask_T, chosen_TK, bias_E, rule))

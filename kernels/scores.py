@@ -84,7 +84,9 @@ def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tens
 def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """x weight^T in float32 (float64 for float64 tokens), [T, E], differentiable.
 
-    x_TD: [T, D]. weight_ED: [E, D]. Both of any floating-point dtype.
+    Args:
+        x_TD: [T, D].
+        weight_ED: [E, D]. Both of any floating-point dtype.
     """
     dtype = accumulate_dtype(x_TD.dtype)
     if x_TD.dtype == dtype or torch.compiler.is_compiling() or transformed():

@@ -15,10 +15,13 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
 
     No tile spans two groups.
 
-    lengths_L: int64 [L], rows of each group, which lie one after the other. height: rows of a tile.
-    total: rows of all groups, or a bound. least: tiles that a group without rows has, 0 or 1.
-    M = total // height + L, which no lengths exceed; what is unused, at the end, has group -1 and
-    row 0. The host does not wait for the device.
+    Args:
+        lengths_L: int64 [L], rows of each group, which lie one after the other.
+        height: rows of a tile.
+        total: rows of all groups, or a bound.
+        least: tiles that a group without rows has, 0 or 1. M = total // height + L, which no
+            lengths exceed; what is unused, at the end, has group -1 and row 0. The host does
+            not wait for the device.
     """
     groups, device = lengths_L.numel(), lengths_L.device
     if groups == 0:

@@ -37,8 +37,11 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 class _Kept:
     """Memory of one purpose and data type.
 
-    storages: in use or free. seen: the last request at which each was in use. requests: so far.
-    swept: requests at the last sweep.
+    Attributes:
+        storages: in use or free.
+        seen: the last request at which each was in use.
+        requests: so far.
+        swept: requests at the last sweep.
     """
 
     storages: list[torch.UntypedStorage] = field(default_factory=list)

@@ -20,7 +20,12 @@ from moe_plugin.kernels.rows import bags, sum_bags
 
 
 class UnitRows(NamedTuple):
-    """Rows of each unit of a block. own: [M, W]. computed: [C, W], for products by row."""
+    """Rows of each unit of a block.
+
+    Attributes:
+        own: [M, W].
+        computed: [C, W], for products by row.
+    """
 
     own: tuple[Tensor, ...]
     computed: tuple[Tensor, ...]
@@ -67,7 +72,10 @@ class BlockRows:
 class GatheredRows:
     """Rows of tokens, gathered for one block at a time; the interface of `BlockRows`.
 
-    x_TW: tokens. token_R: the token of each row. rows: memory for one block.
+    Args:
+        x_TW: tokens.
+        token_R: the token of each row.
+        rows: memory for one block.
     """
 
     def __init__(self, blocks: list[UnitBlock], x_TW: Tensor, token_R: Tensor,
@@ -87,7 +95,10 @@ class GatheredRows:
 class WeightedRows:
     """Rows of tokens, each times a factor, made for one block at a time.
 
-    x_TW: tokens. token_R: the token of each row. scale_R: its factor, float32 (float64).
+    Args:
+        x_TW: tokens.
+        token_R: the token of each row.
+        scale_R: its factor, float32 (float64).
     """
 
     def __init__(self, blocks: list[UnitBlock], x_TW: Tensor, token_R: Tensor,

@@ -16,11 +16,14 @@ from moe_plugin.kernels.cpu.products import RowRule
 class Unit(NamedTuple):
     """Consecutive experts that are multiplied together.
 
-    first: the first expert. experts: B, their number. rows: M, rows of each in memory; of several
-    experts all have as many as the one with the most (`padding.Padding` tells which rows are
-    whose). computed: rows that are multiplied: all in memory and, of a single expert, where that
-    takes less time, a few of those that follow (`RowRule.fast`). What it writes there the next unit
-    overwrites, so that units are computed in order.
+    Attributes:
+        first: the first expert.
+        experts: B, their number.
+        rows: M, rows of each in memory; of several experts all have as many as the one with the
+            most (`padding.Padding` tells which rows are whose).
+        computed: rows that are multiplied: all in memory and, of a single expert, where that
+            takes less time, a few of those that follow (`RowRule.fast`). What it writes there
+            the next unit overwrites, so that units are computed in order.
     """
 
     first: int
@@ -84,8 +87,11 @@ class UnitBlock:
         return tuple(part.transpose(-2, -1) for part in self.split(x))
 
     def cover(self, x: Tensor, first: int, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The computed rows of each unit, which overlap; first: the block's first row in x, which
-        has at least `reach` rows from there. own: of `split`.
+        """The computed rows of each unit, which overlap.
+
+        Args:
+            first: the block's first row in x, which has at least `reach` rows from there.
+            own: of `split`.
         """
         return tuple([part if unit.computed == size else x.narrow(0, first + start, unit.computed)
                       for start, size, unit, part in zip(self._starts, self._sizes, self.units, own,

@@ -54,9 +54,11 @@ W_IN, W_GATE, W_OUT = WEIGHTS
 class _Maps:
     """Where rows come from and go to.
 
-    token_R, source_R, position_TK, complete: see `kernels.rows`, with the padding of batches. Where
-    x already is rows: None, or with padding, each row being a token with one choice, source_R None.
-    real_R: bool, False: padding; None: there is none.
+    Attributes:
+        token_R, source_R, position_TK, complete: see `kernels.rows`, with the padding of
+            batches. Where x already is rows: None, or with padding, each row being a token with
+            one choice, source_R None.
+        real_R: bool, False: padding; None: there is none.
     """
 
     token_R: Tensor | None = None
@@ -81,11 +83,15 @@ class _Maps:
 class _FFNCall:
     """Arguments of one call that autograd does not differentiate.
 
-    counts: rows of each expert. native: None: torch's operations. keep: whether backward will run.
-    keep_after: whether it is to find the value after the activation (and, of `native`, the
-    activation's derivative in place of the value before it). late: the gates multiply the gradients
-    behind the last product's, which `native` does, and not the output's: then it has all it needs
-    for the gates' gradient as well. main_grad_weights, sums: see `FFNParameters`.
+    Attributes:
+        counts: rows of each expert.
+        native: None: torch's operations.
+        keep: whether backward will run.
+        keep_after: whether it is to find the value after the activation (and, of `native`, the
+            activation's derivative in place of the value before it).
+        late: the gates multiply the gradients behind the last product's, which `native` does,
+            and not the output's: then it has all it needs for the gates' gradient as well.
+        main_grad_weights, sums: see `FFNParameters`.
     """
 
     counts: list[int]

@@ -21,8 +21,10 @@ from moe_plugin.kernels.cpu.blocks import UnitBlock
 class Padding:
     """Rows with padding and without.
 
-    row_P: int64 [P], the row that each padded row holds. real_P: bool [P], False: a copy.
-    padded_R: int64 [R + 1], where each row is; the last one is -1, so that -1 stays -1.
+    Attributes:
+        row_P: int64 [P], the row that each padded row holds.
+        real_P: bool [P], False: a copy.
+        padded_R: int64 [R + 1], where each row is; the last one is -1, so that -1 stays -1.
     """
 
     row_P: Tensor

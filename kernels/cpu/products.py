@@ -56,10 +56,12 @@ def multiply(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = N
 class RowRule:
     """How many rows a product on a CPU computes, so that it takes the least time.
 
-    narrow: of 16 bits, by the processor's own instructions. Products of float32 take the same time
-    by the row whatever their number, and gain nothing. work: of one row, in multiplications.
-    least: experts join where that saves so many matmuls or more: padding costs some operations
-    itself.
+    Attributes:
+        narrow: of 16 bits, by the processor's own instructions. Products of float32 take the
+            same time by the row whatever their number, and gain nothing.
+        work: of one row, in multiplications.
+        least: experts join where that saves so many matmuls or more: padding costs some
+            operations itself.
     """
 
     narrow: bool = False

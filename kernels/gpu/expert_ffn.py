@@ -120,11 +120,15 @@ def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor]
                lengths_L: Optional[Tensor], activation: str, precision: str) -> List[Tensor]:
     """[y, h, gate] of feed-forward experts, differentiable.
 
-    x: [T, D] tokens with gates_TK (float32 or float64; None: all 1), source_R and position_TK (see
-    `kernels.rows`); [R, D] rows where these are None. w_in, w_gate: [L, D, F], b_in, b_gate:
-    [L, F], w_out: [L, F, D], b_out: [L, D], in x's dtype. counts: rows of each expert; lengths_L:
-    int64 [L], in their place where the device alone knows them (`DeviceCounts`). y: x's shape. h,
-    gate: [R, F], kept for backward (gate: no elements for a plain expert).
+    Args:
+        x: [T, D] tokens with gates_TK (float32 or float64; None: all 1), source_R and
+            position_TK (see `kernels.rows`); [R, D] rows where these are None.
+        w_in, w_gate: [L, D, F], b_in, b_gate: [L, F], w_out: [L, F, D], b_out: [L, D], in x's
+            dtype.
+        counts: rows of each expert.
+        lengths_L: int64 [L], in their place where the device alone knows them (`DeviceCounts`).
+            y: x's shape. h, gate: [R, F], kept for backward (gate: no elements for a plain
+            expert).
     """
     return _forward(_groups(counts, lengths_L, x, source_R), x, gates_TK, source_R, position_TK,
                     w_in, b_in, w_gate, b_gate, w_out, b_out, activation, precision)
@@ -194,8 +198,9 @@ def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
                         needs: Sequence[bool]) -> List[Tensor]:
     """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out, each in its tensor's shape.
 
-    grad_y: gradient of y, in its shape and dtype; the others: see `expert_ffn`. needs: which of the
-    eight gradients are wanted; the others have no elements.
+    Args:
+        grad_y: gradient of y, in its shape and dtype; the others: see `expert_ffn`.
+        needs: which of the eight gradients are wanted; the others have no elements.
     """
     made = _gradients(_groups(counts, lengths_L, x, source_R), grad_y, x, gates_TK, source_R,
                       position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, activation,

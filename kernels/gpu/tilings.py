@@ -22,8 +22,11 @@ ROUTER_REGISTERS_BACKWARD = 128
 class Tiling:
     """A tile and how it is computed.
 
-    rows, columns: of the result. depth: of one step of the sum. warps, stages: per program; stages
-    of the pipeline that loads operands. programs: that fit one multiprocessor.
+    Attributes:
+        rows, columns: of the result.
+        depth: of one step of the sum.
+        warps, stages: per program; stages of the pipeline that loads operands.
+        programs: that fit one multiprocessor.
     """
 
     rows: int
@@ -38,8 +41,10 @@ class Tiling:
 class Chip:
     """What a choice of tiles depends on.
 
-    kind: "hopper" (compute capability 9 and 10: wgmma or its successor, and TMA), "ampere" (other
-    NVIDIA GPUs), "amd". processors: multiprocessors.
+    Attributes:
+        kind: "hopper" (compute capability 9 and 10: wgmma or its successor, and TMA), "ampere"
+            (other NVIDIA GPUs), "amd".
+        processors: multiprocessors.
     """
 
     kind: str
@@ -71,9 +76,11 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
                    extra: bool = False, precision: str = "ieee") -> Tiling:
     """Tile of a product over rows.
 
-    rows_each: rows of an expert on average: few rows waste the rest of a high tile. results: sums
-    that a program keeps at once (gate and up: 2). extra: the epilogue reads further tiles.
-    precision: see `experts.precision`; float32 on the matrix units takes larger tiles.
+    Args:
+        rows_each: rows of an expert on average: few rows waste the rest of a high tile.
+        results: sums that a program keeps at once (gate and up: 2).
+        extra: the epilogue reads further tiles.
+        precision: see `experts.precision`; float32 on the matrix units takes larger tiles.
     """
     high = 64 if rows_each <= 96 else 128
     warps = 8 if high == 128 else 4
@@ -116,9 +123,12 @@ def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
                    least: int = LEAST_PART) -> int | None:
     """Rows after which a weight gradient's sum is cut into parts; None: no sum is.
 
-    tiles: of one expert's matrix. rows: of all experts. least: of a part. The parts then are about
-    `PROGRAMS_OF_A_WAVE` for each program that runs at once, whichever experts the rows belong to:
-    one hot expert occupies the whole GPU. Matrices with more tiles than that are never cut.
+    Args:
+        tiles: of one expert's matrix.
+        rows: of all experts.
+        least: of a part. The parts then are about `PROGRAMS_OF_A_WAVE` for each program that
+            runs at once, whichever experts the rows belong to: one hot expert occupies the
+            whole GPU. Matrices with more tiles than that are never cut.
     """
     wanted = PROGRAMS_OF_A_WAVE * chip.processors * tiling.programs
     part = -(-rows * tiles // wanted)

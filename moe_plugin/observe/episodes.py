@@ -18,9 +18,12 @@ Judge = Callable[[Sequence[Any]], "float | None"]  # of neighbouring ones; None:
 class Episode:
     """A stretch of records.
 
-    first, last: steps of its ends. begins, ends: whether these are the first and the last record of
-    the layer. records: how many. worst: those that are judged worst; where it ends with the
-    layer's, the last ones. value: of these.
+    Attributes:
+        first, last: steps of its ends.
+        begins, ends: whether these are the first and the last record of the layer.
+        records: how many.
+        worst: those that are judged worst; where it ends with the layer's, the last ones.
+        value: of these.
     """
 
     first: int

@@ -27,9 +27,13 @@ DECIDED = ("settle", "keep", "restore")
 class Finding:
     """One thing to look at.
 
-    rule: its name, a key of `RULES`. title: what was seen, with numbers. meaning: what it does to
-    the run. remedy: what to change, with flags. layers: where; empty: the whole run. past: it is
-    over.
+    Attributes:
+        rule: its name, a key of `RULES`.
+        title: what was seen, with numbers.
+        meaning: what it does to the run.
+        remedy: what to change, with flags.
+        layers: where; empty: the whole run.
+        past: it is over.
     """
 
     rule: str
@@ -43,7 +47,9 @@ class Finding:
 def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
     """What the rules find, the worst kind first, and last what is over.
 
-    skip: rules that are left out. past: False: without what layers have recovered from.
+    Args:
+        skip: rules that are left out.
+        past: False: without what layers have recovered from.
     """
     left_out = set(skip)
     found = [one for name, rule in RULES.items() if name not in left_out

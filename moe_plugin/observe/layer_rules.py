@@ -39,9 +39,12 @@ def named(names: Sequence[str]) -> str:
 class LayerRule:
     """A rule about layers.
 
-    measure, judge: see `moe_plugin.observe.episodes`. title: of what was found, in the past tense
-    or not. lasted: share of a layer's records that something must have lasted to be named when it
-    is over. meaning, remedy: as of a finding.
+    Attributes:
+        measure, judge: see `moe_plugin.observe.episodes`.
+        title: of what was found, in the past tense or not.
+        lasted: share of a layer's records that something must have lasted to be named when it
+            is over.
+        meaning, remedy: as of a finding.
     """
 
     name: str

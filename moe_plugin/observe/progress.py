@@ -48,7 +48,10 @@ def progress(total: int | None, description: str, *, unit: str = "step",
 def first_step(seconds: float, tokens: float, left: int | None) -> str:
     """What the first step of a run says of the rest, for the log.
 
-    seconds: of the step. tokens: of all ranks in it. left: steps after it; None: not known.
+    Args:
+        seconds: of the step.
+        tokens: of all ranks in it.
+        left: steps after it; None: not known.
     """
     text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
     if left is None:

@@ -69,9 +69,11 @@ def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
 class _Collected:
     """Statistics of one layer since the last record.
 
-    pending: not yet summed. sums_V: float64 [E + 4], `_device_sums` of older ones. losses: by
-    name, float64 [2]: the sum, and the number of calls that had this loss. capped: calls with a
-    capacity.
+    Attributes:
+        pending: not yet summed.
+        sums_V: float64 [E + 4], `_device_sums` of older ones.
+        losses: by name, float64 [2]: the sum, and the number of calls that had this loss.
+        capped: calls with a capacity.
     """
 
     experts: int
@@ -218,7 +220,11 @@ class StatsRecorder:
               on_device: Callable[[], OnDevice] = OnDevice) -> None:
         """From now on each record says what this copier did, e.g. that of activations or weights.
 
-        All ranks watch the same names. name: of what it moves. on_device: asked at each record.
+        All ranks watch the same names.
+
+        Args:
+            name: of what it moves.
+            on_device: asked at each record.
         """
         self._copiers[name] = _Copies(copier, on_device)
 

@@ -34,10 +34,13 @@ WAKES = 2 / 3
 class Phase:
     """One round of messages.
 
-    inter: (messages, bytes) of the busiest card; intra: of the busiest rank. machine: over all
-    ranks, (sum of k^WAKES over ranks with k messages sent and received, messages, bytes). copied:
-    bytes that the busiest rank reads and writes. parallel_links: the bytes of the two links move at
-    the same time.
+    Attributes:
+        inter: (messages, bytes) of the busiest card.
+        intra: of the busiest rank.
+        machine: over all ranks, (sum of k^WAKES over ranks with k messages sent and received,
+            messages, bytes).
+        copied: bytes that the busiest rank reads and writes.
+        parallel_links: the bytes of the two links move at the same time.
     """
 
     inter: tuple[float, float]
@@ -68,8 +71,11 @@ def overlapped_s(wire: float, machine: float) -> float:
 class Cost:
     """One exchange.
 
-    seconds: predicted time. inter_messages, inter_bytes: leaving one node. intra_messages,
-    intra_bytes: inside one node. phases: its rounds.
+    Attributes:
+        seconds: predicted time.
+        inter_messages, inter_bytes: leaving one node.
+        intra_messages, intra_bytes: inside one node.
+        phases: its rounds.
     """
 
     seconds: float

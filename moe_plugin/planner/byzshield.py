@@ -18,10 +18,13 @@ from dataclasses import dataclass
 class Assignment:
     """Files by worker.
 
-    name: of the scheme. files: of each worker, ascending. classes: runs of this many workers have
-    no file in common, and files can be renamed so that any worker of one class takes the place of
-    its first, and then any worker of a second class that of its first while all of the first class
-    stay; 1: nothing is known.
+    Attributes:
+        name: of the scheme.
+        files: of each worker, ascending.
+        classes: runs of this many workers have no file in common, and files can be renamed so
+            that any worker of one class takes the place of its first, and then any worker of a
+            second class that of its first while all of the first class stay; 1: nothing is
+            known.
     """
 
     name: str

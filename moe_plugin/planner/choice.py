@@ -18,19 +18,22 @@ DEGREES = (1, 2, 4, 8)  # values of d that a search tries
 class LayoutChoice:
     """How one layer runs one step.
 
-    r: routing degree. 0: every rank gathers all experts' parameters and computes its own tokens,
-        no all-to-all (data parallelism in Tutel). r >= 1: every token goes to r ranks, each of
-        which has 1/r of the expert's inner width after gathering what it lacks; r = 1: expert and
-        data parallelism, r > 1: expert and model parallelism. With at least as many experts as
-        ranks only 0 and 1 exist.
-    d: overlap degree, pieces in which rows travel and are computed; 1: no overlap. d_backward: the
-        same for backward; 0: d.
-    algorithm: all-to-all algorithm by registered name. kernel: expert compute by registered name.
-    piece_axis: how pieces are made, by `rows`, `experts` or `peers`; without effect where d is 1.
-    gather_tokens: every rank gets all tokens of the group and computes its own experts' rows, no
-        all-to-all (dispatcher all_gather); parameters stay where they are stored.
-    spill: which ranks compute rows of overloaded experts, one of `planner.spill.POLICIES`; only
-        where every token goes to all slices of its expert (the largest r).
+    Attributes:
+        r: routing degree. 0: every rank gathers all experts' parameters and computes its own
+            tokens, no all-to-all (data parallelism in Tutel). r >= 1: every token goes to r
+            ranks, each of which has 1/r of the expert's inner width after gathering what it
+            lacks; r = 1: expert and data parallelism, r > 1: expert and model parallelism. With
+            at least as many experts as ranks only 0 and 1 exist.
+        d: overlap degree, pieces in which rows travel and are computed; 1: no overlap.
+        d_backward: the same for backward; 0: d.
+        algorithm: all-to-all algorithm by registered name.
+        kernel: expert compute by registered name.
+        piece_axis: how pieces are made, by `rows`, `experts` or `peers`; without effect where d
+            is 1.
+        gather_tokens: every rank gets all tokens of the group and computes its own experts'
+            rows, no all-to-all (dispatcher all_gather); parameters stay where they are stored.
+        spill: which ranks compute rows of overloaded experts, one of `planner.spill.POLICIES`;
+            only where every token goes to all slices of its expert (the largest r).
     """
 
     r: int

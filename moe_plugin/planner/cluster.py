@@ -37,11 +37,15 @@ class Link:
 class Cluster:
     """Nodes, ranks and links.
 
-    nodes, ranks_per_node: N, P. nics: network cards per node, shared evenly by its ranks. intra:
-    link between ranks of a node. inter: link of a network card. copy_s: seconds per byte of a
-    memory copy (read or write). phase_s: fixed seconds of one round of messages (propagation delay,
-    synchronization). host, wake_s: of clusters emulated on one machine, CPU cost of every message,
-    and of waking a rank; zero elsewhere. See `planner.all_to_all`.
+    Attributes:
+        nodes, ranks_per_node: N, P.
+        nics: network cards per node, shared evenly by its ranks.
+        intra: link between ranks of a node.
+        inter: link of a network card.
+        copy_s: seconds per byte of a memory copy (read or write).
+        phase_s: fixed seconds of one round of messages (propagation delay, synchronization).
+        host, wake_s: of clusters emulated on one machine, CPU cost of every message, and of
+            waking a rank; zero elsewhere. See `planner.all_to_all`.
     """
 
     name: str = "cluster"

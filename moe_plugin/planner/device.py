@@ -15,9 +15,13 @@ MAX_NUMBER = 1e30  # more than any processor has; products stay finite
 class Device:
     """One rank's processor.
 
-    flops: FLOP/s that large matmuls reach in practice. half_rows: rows of a matmul at which half of
-    it is reached (efficiency n / (n + half_rows)). memory_bytes_s: memory bandwidth, bytes/s.
-    launch_s: fixed seconds of one operation. memory_bytes: memory available to a rank.
+    Attributes:
+        flops: FLOP/s that large matmuls reach in practice.
+        half_rows: rows of a matmul at which half of it is reached (efficiency n / (n +
+            half_rows)).
+        memory_bytes_s: memory bandwidth, bytes/s.
+        launch_s: fixed seconds of one operation.
+        memory_bytes: memory available to a rank.
     """
 
     name: str = "device"

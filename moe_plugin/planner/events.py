@@ -12,8 +12,11 @@ from dataclasses import dataclass
 class Task:
     """One task.
 
-    resource: what it occupies for `seconds`. after: names of the tasks it waits for. phase: under
-    which its time is reported. also: more resources that it occupies for as long.
+    Attributes:
+        resource: what it occupies for `seconds`.
+        after: names of the tasks it waits for.
+        phase: under which its time is reported.
+        also: more resources that it occupies for as long.
     """
 
     name: str

@@ -20,11 +20,16 @@ BALANCE = "0.01"  # weight of the balance loss
 class LaunchCommand:
     """What a command line needs beyond the plan.
 
-    nodes, ranks_per_node: processes. head: address of the first node, where there are several.
-    cpu: train on the processor. threads: of each rank there; 0: as many as it likes. data: folder
-    (fairseq) or prefix (Megatron) of the data. config: the plan's file for `--moe-config`. script:
-    Megatron-LM's `pretrain_gpt.py`; None: our own script. steps: of the run. learning_rate: of
-    Adam.
+    Attributes:
+        nodes, ranks_per_node: processes.
+        head: address of the first node, where there are several.
+        cpu: train on the processor.
+        threads: of each rank there; 0: as many as it likes.
+        data: folder (fairseq) or prefix (Megatron) of the data.
+        config: the plan's file for `--moe-config`.
+        script: Megatron-LM's `pretrain_gpt.py`; None: our own script.
+        steps: of the run.
+        learning_rate: of Adam.
     """
 
     nodes: int = 1

@@ -29,10 +29,14 @@ PHASES = ("gate", "dispatch", "parameters", "a2a_out", "experts", "a2a_back", "c
 class LayerShape:
     """One MoE layer's work on one rank.
 
-    tokens: T of one rank. capacity_factor: rows are padded to it; None: exactly the routed rows.
-    gated: three matrices per expert, else two. element_bytes: of activations and parameters. skew:
-    rows of the fullest rank over the mean, >= 1. shards: ranks that share an expert; None: ranks /
-    experts, at least 1. guests: experts that a rank may borrow at a time.
+    Attributes:
+        tokens: T of one rank.
+        capacity_factor: rows are padded to it; None: exactly the routed rows.
+        gated: three matrices per expert, else two.
+        element_bytes: of activations and parameters.
+        skew: rows of the fullest rank over the mean, >= 1.
+        shards: ranks that share an expert; None: ranks / experts, at least 1.
+        guests: experts that a rank may borrow at a time.
     """
 
     tokens: int
@@ -105,12 +109,16 @@ class LayerCost:
 class _Sizes:
     """Sizes of a shape in a layout.
 
-    gather: the group that gathers parameters; piece: bytes that each of its ranks contributes. out:
-    bytes that a rank sends. rows_here, experts_here, inner: rows, experts and inner width that a
-    rank computes. tokens: bytes of a rank's tokens where all ranks gather them; 0: they do not.
-    travel: bytes that the busiest rank sends or receives over `out`. lend: bytes of lent weights
-    that the busiest rank sends or receives. guests: experts that it borrows at most. gather_s,
-    reduce_s: seconds to gather parameters and to sum their gradients.
+    Attributes:
+        gather: the group that gathers parameters.
+        piece: bytes that each of its ranks contributes.
+        out: bytes that a rank sends.
+        rows_here, experts_here, inner: rows, experts and inner width that a rank computes.
+        tokens: bytes of a rank's tokens where all ranks gather them; 0: they do not.
+        travel: bytes that the busiest rank sends or receives over `out`.
+        lend: bytes of lent weights that the busiest rank sends or receives.
+        guests: experts that it borrows at most.
+        gather_s, reduce_s: seconds to gather parameters and to sum their gradients.
     """
 
     shards: int

@@ -30,9 +30,11 @@ MATMUL, MOE, DENSE, TENSOR, HEAD, UPDATE = (
 class Timing:
     """One thing that was measured.
 
-    name: an all-to-all algorithm, or one of the names above. size: bytes per rank (exchanges), rows
-    (matmul), tokens of a rank (parts of a model), parameters (optimizer step). seconds: of each
-    repeat, on the slowest rank.
+    Attributes:
+        name: an all-to-all algorithm, or one of the names above.
+        size: bytes per rank (exchanges), rows (matmul), tokens of a rank (parts of a model),
+            parameters (optimizer step).
+        seconds: of each repeat, on the slowest rank.
     """
 
     name: str
@@ -62,8 +64,10 @@ def _check(timings: list[Timing]) -> None:
 class MeasuredNetwork:
     """Exchanges on real ranks.
 
-    about: what ranks must have in common with these to reuse it. cluster: fitted, and of the size
-    that was measured. timings: all-to-alls by algorithm, and all-reduces.
+    Attributes:
+        about: what ranks must have in common with these to reuse it.
+        cluster: fitted, and of the size that was measured.
+        timings: all-to-alls by algorithm, and all-reduces.
     """
 
     about: dict[str, str] = field(default_factory=dict)

@@ -22,12 +22,18 @@ MAX_SIZE = 10**12  # more than any model has; products stay within floats
 class ModelShape:
     """A decoder with experts in every `moe_every`-th layer.
 
-    moe_first: each so many layers the first one has experts, as Megatron's `--moe-layer-freq` has
-    it, rather than the last one, as fairseq's `--moe-freq`; `in_host` sets it.
-    ffn_dim: inner width of dense layers; hidden_dim: of an expert. sequence: tokens per sequence;
-    global_batch: sequences per step. capacity_factor: None: dropless. element_bytes: of weights and
-    activations; state_bytes: gradient and optimizer state per parameter, without its weight (fp32
-    gradient 4, master 4, Adam moments 8; none of the optimizer where it is 4 or less).
+    Attributes:
+        moe_first: each so many layers the first one has experts, as Megatron's
+            `--moe-layer-freq` has it, rather than the last one, as fairseq's `--moe-freq`;
+            `in_host` sets it.
+        ffn_dim: inner width of dense layers.
+        hidden_dim: of an expert.
+        sequence: tokens per sequence.
+        global_batch: sequences per step.
+        capacity_factor: None: dropless.
+        element_bytes: of weights and activations.
+        state_bytes: gradient and optimizer state per parameter, without its weight (fp32
+            gradient 4, master 4, Adam moments 8; none of the optimizer where it is 4 or less).
     """
 
     layers: int
@@ -128,9 +134,14 @@ class ModelPlan:
     """How a model is distributed over a cluster.
 
     Rank order as in Megatron: tensor, expert, data, pipeline; experts fold over tensor and data
-    ranks. tp, pp, dp: tensor-, pipeline- and data-parallel sizes, tp * pp * dp = ranks. ep: ranks
-    that share the list of experts; etp: ranks that share each expert's width. micro_batch:
-    sequences at a time. layout: of the MoE layers in their groups of ep * etp ranks.
+    ranks.
+
+    Attributes:
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes, tp * pp * dp = ranks.
+        ep: ranks that share the list of experts.
+        etp: ranks that share each expert's width.
+        micro_batch: sequences at a time.
+        layout: of the MoE layers in their groups of ep * etp ranks.
     """
 
     tp: int

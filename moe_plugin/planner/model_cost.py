@@ -25,8 +25,11 @@ BACKWARD = 2.0
 class PlanCost:
     """Cost of a plan.
 
-    time: seconds per step by part. memory: bytes of the fullest rank by part. layer: of one MoE
-    layer. activations: keep or recompute, by layer of the model; empty: all are kept.
+    Attributes:
+        time: seconds per step by part.
+        memory: bytes of the fullest rank by part.
+        layer: of one MoE layer.
+        activations: keep or recompute, by layer of the model; empty: all are kept.
     """
 
     plan: ModelPlan

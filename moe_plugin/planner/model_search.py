@@ -21,9 +21,11 @@ PLAN_AXES, LAYOUT_AXES = ("tp", "pp", "expert_ranks", "micro_batch"), ("r", "d",
 class Space:
     """What a search varies.
 
-    degrees, algorithms: of the layouts. micro_batches: sequences at a time. tp, pp, expert_ranks:
-    allowed sizes; None: all divisors that fit. data_parallel_only: for hosts without tensor and
-    pipeline parallelism.
+    Attributes:
+        degrees, algorithms: of the layouts.
+        micro_batches: sequences at a time.
+        tp, pp, expert_ranks: allowed sizes; None: all divisors that fit.
+        data_parallel_only: for hosts without tensor and pipeline parallelism.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
@@ -47,8 +49,11 @@ class Space:
 class Found:
     """Result of a search.
 
-    plans: fastest first, each in its best layout. tried: layouts costed. skipped: plans excluded by
-    a bound. too_big: plans that exceed the memory.
+    Attributes:
+        plans: fastest first, each in its best layout.
+        tried: layouts costed.
+        skipped: plans excluded by a bound.
+        too_big: plans that exceed the memory.
     """
 
     plans: list[PlanCost]

@@ -31,8 +31,12 @@ ROUNDS = 100  # of the randomised greedy order
 
 @dataclass(frozen=True)
 class Multicast:
-    """A slice on its way. seconds: it occupies a sender and all receivers. senders: hosts of which
-    one is to be chosen. receivers: hosts.
+    """A slice on its way.
+
+    Attributes:
+        seconds: it occupies a sender and all receivers.
+        senders: hosts of which one is to be chosen.
+        receivers: hosts.
     """
 
     name: str
@@ -186,7 +190,12 @@ def _list_schedule(tasks: Sequence[Multicast]) -> list[MulticastStep]:
 
 @dataclass
 class _Search:
-    """Depth first over orders and senders. best: of all that were seen. left: steps to go."""
+    """Depth first over orders and senders.
+
+    Attributes:
+        best: of all that were seen.
+        left: steps to go.
+    """
 
     best: list[MulticastStep]
     seconds: float

@@ -27,7 +27,12 @@ SCHEDULES = ("baseline", "s1", "s2")
 class ParmShape:
     """A layer in Parm's terms.
 
-    tokens: BL of a rank. model_dim: M. rows_factor: k f. replicas: N_MP. shards: N_ESP.
+    Attributes:
+        tokens: BL of a rank.
+        model_dim: M.
+        rows_factor: k f.
+        replicas: N_MP.
+        shards: N_ESP.
     """
 
     tokens: int

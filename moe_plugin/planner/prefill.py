@@ -83,7 +83,9 @@ class PrefillLoad:
 class PrefillChoice:
     """A number of pieces with a kernel.
 
-    seconds: of dispatch, experts and combine. bound_s: no order of the pieces' steps takes less.
+    Attributes:
+        seconds: of dispatch, experts and combine.
+        bound_s: no order of the pieces' steps takes less.
     """
 
     pieces: int

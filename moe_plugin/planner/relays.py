@@ -20,9 +20,11 @@ CHUNKS = 4  # of a part that goes on to another node
 class Hop:
     """A part of a slice from one device to another.
 
-    slice: index of the slice. part: (start, stop) in the slice's elements, in row-major order.
-    depth: 0: the sender stores the slice; d: it has got the part by the hop of depth d - 1.
-    chunk: hops of earlier chunks arrive first.
+    Attributes:
+        slice: index of the slice.
+        part: (start, stop) in the slice's elements, in row-major order.
+        depth: 0: the sender stores the slice; d: it has got the part by the hop of depth d - 1.
+        chunk: hops of earlier chunks arrive first.
     """
 
     sender: int

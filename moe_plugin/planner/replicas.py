@@ -24,8 +24,9 @@ Loads = Sequence[float]
 class ReplicaMap:
     """From physical to logical experts and back.
 
-    logical: the logical expert in each physical slot; a rank's slots lie one after another.
-    ranks: number of ranks.
+    Attributes:
+        logical: the logical expert in each physical slot; a rank's slots lie one after another.
+        ranks: number of ranks.
     """
 
     logical: tuple[int, ...]

@@ -22,7 +22,9 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 class TensorLayout:
     """Which box of a tensor each device stores.
 
-    shape: of the tensor. boxes: by device; several devices may store the same elements.
+    Attributes:
+        shape: of the tensor.
+        boxes: by device; several devices may store the same elements.
     """
 
     shape: tuple[int, ...]
@@ -83,8 +85,11 @@ def _part(size: int, names: Sequence[str], at: Mapping[str, int],
 class Slice:
     """A unique slice: one multicast.
 
-    box: in the tensor. senders: devices that store it before. receivers: devices that need it and
-    do not have it yet. keepers: devices that store it before and after. All ascending.
+    Attributes:
+        box: in the tensor.
+        senders: devices that store it before.
+        receivers: devices that need it and do not have it yet.
+        keepers: devices that store it before and after. All ascending.
     """
 
     box: Box

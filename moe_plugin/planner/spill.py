@@ -114,9 +114,11 @@ class SpillPlan:
 class Spread:
     """What the busiest rank does.
 
-    rows: that it computes, over its speed where ranks have different ones. travel: rows that
-    enter or leave it in one direction of a pass. lending: experts' weights that it sends or
-    receives in one direction, to borrowers and among them.
+    Attributes:
+        rows: that it computes, over its speed where ranks have different ones.
+        travel: rows that enter or leave it in one direction of a pass.
+        lending: experts' weights that it sends or receives in one direction, to borrowers and
+            among them.
     """
 
     rows: float
@@ -202,9 +204,12 @@ class _Draft:
 class SpillCosts:
     """Seconds of forward and backward together.
 
-    row_s: of the matmuls of one row. travel_s: of a row that enters or leaves a rank, to its expert
-    and back, and its gradient. lend_s: of one expert's weights, and of its gradient on the way
-    back. fixed_s: of the exchanges of a call that lends at all.
+    Attributes:
+        row_s: of the matmuls of one row.
+        travel_s: of a row that enters or leaves a rank, to its expert and back, and its
+            gradient.
+        lend_s: of one expert's weights, and of its gradient on the way back.
+        fixed_s: of the exchanges of a call that lends at all.
     """
 
     row_s: float

@@ -43,8 +43,10 @@ def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float
 class ScaleRow:
     """One number of ranks.
 
-    static_s: the static layer. plain_s: sparse dispatch, r = S, d = 1, linear. r_alone_s,
-    d_alone_s, all_s: `plain_s` with r, d, or everything adapted.
+    Attributes:
+        static_s: the static layer.
+        plain_s: sparse dispatch, r = S, d = 1, linear.
+        r_alone_s, d_alone_s, all_s: `plain_s` with r, d, or everything adapted.
     """
 
     ranks: int

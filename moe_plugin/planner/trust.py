@@ -60,7 +60,9 @@ CONFIDENCE = (("high", 1.3), ("medium", 2.0))  # high / low of the step
 class Residuals:
     """Measured over predicted seconds of one kind of measurement.
 
-    ratios: of every repeat. sizes: smallest and largest size that was measured.
+    Attributes:
+        ratios: of every repeat.
+        sizes: smallest and largest size that was measured.
     """
 
     ratios: tuple[float, ...]

@@ -41,7 +41,12 @@ class Throughput:
 
 @dataclass(order=True)
 class _Entry:
-    """A peer in the heap. busy_until: predicted; tie: random."""
+    """A peer in the heap.
+
+    Attributes:
+        busy_until: predicted.
+        tie: random.
+    """
 
     busy_until: float
     tie: float

@@ -74,7 +74,9 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
               activations: Sequence[str] = ()) -> str:
     """The file of a plan for `--moe-config`.
 
-    note: comment at its top. activations: see `PlanCost`.
+    Args:
+        note: comment at its top.
+        activations: see `PlanCost`.
     """
     settings = moe_settings(model, plan, auto)
     if activations:

@@ -75,9 +75,12 @@ def why_not(source: str, *defines: str) -> str | None:
 
 
 def processor_options(machine: str, capability: str, flags: Collection[str]) -> list[str]:
-    """Compiler options for a processor. machine: as `platform.machine` says it. capability: as
-    torch does. flags: as Linux does.
+    """Compiler options for a processor.
 
+    Args:
+        machine: as `platform.machine` says it.
+        capability: as torch does.
+        flags: as Linux does.
     Raises: Unavailable: a processor for which this has not been tried, or without vectors.
     """
     if sys.platform != "linux" or machine != "x86_64":

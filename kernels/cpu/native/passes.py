@@ -54,9 +54,11 @@ class NativePasses:
                  has_slope: bool) -> None:
         """grad, of the value after the activation, becomes that of the value before it.
 
-        has_slope: forward left act'(before) and `after`, which are read. Otherwise `after` is
-        computed again and written. scale_N: the gradients, of `grad_up` as well, times a factor of
-        each row; None: 1. dots_N: sums over the inner width of grad, before that, times `after`.
+        Args:
+            has_slope: forward left act'(before) and `after`, which are read. Otherwise `after`
+                is computed again and written.
+            scale_N: the gradients, of `grad_up` as well, times a factor of each row; None: 1.
+            dots_N: sums over the inner width of grad, before that, times `after`.
         """
         self._backward(*grad_NF.shape, grad_NF.data_ptr(), before_NF.data_ptr(), address(up_NF),
                        after_NF.data_ptr(), address(grad_up_NF), address(scale_N),

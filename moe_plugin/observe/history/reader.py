@@ -44,8 +44,11 @@ class _BadLine:
 class _Source:
     """What one file contains.
 
-    brief: layers in the training log. writer: the host that the statistics name. cut: the last line
-    is unfinished. done: fairseq's last line says that training is done.
+    Attributes:
+        brief: layers in the training log.
+        writer: the host that the statistics name.
+        cut: the last line is unfinished.
+        done: fairseq's last line says that training is done.
     """
 
     path: Path

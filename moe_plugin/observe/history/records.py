@@ -16,12 +16,17 @@ DROPS = "overflow_expert1", "overflow_expert2"
 class StepRecord:
     """One record of a host's training log. Fields that the log does not have are None.
 
-    loss, valid_loss: nats per token (fairseq's bits are converted), without the balance loss where
-    the log separates them. seconds: that this record covers. elapsed_s: since the start of the
-    process. not_finite: steps since the record before that were skipped because a loss or gradient
-    was not finite, except those by which a loss scale falls. extra: other numbers of the log, by
-    the log's names; those of a validation begin with `valid `. confidence: of an ensemble's members
-    in validation, numbers of predictions by the largest probability, in equal parts of 0..1.
+    Attributes:
+        loss, valid_loss: nats per token (fairseq's bits are converted), without the balance
+            loss where the log separates them.
+        seconds: that this record covers.
+        elapsed_s: since the start of the process.
+        not_finite: steps since the record before that were skipped because a loss or gradient
+            was not finite, except those by which a loss scale falls.
+        extra: other numbers of the log, by the log's names; those of a validation begin with
+            `valid `.
+        confidence: of an ensemble's members in validation, numbers of predictions by the
+            largest probability, in equal parts of 0..1.
     """
 
     step: int
@@ -105,10 +110,13 @@ class LayerRecord:
 class CopyRecord:
     """What a copier moved since the record before: sums over ranks.
 
-    copier: what it moves: `activations`, `weights`. waits: for copies that were not done.
-    stalled_s: seconds of these waits. busy_s: seconds of the copies. resident_bytes: that stay on
-    the device, the most of a step; 0: not known. keep, recompute, swap: blocks whose activations
-    are treated so.
+    Attributes:
+        copier: what it moves: `activations`, `weights`.
+        waits: for copies that were not done.
+        stalled_s: seconds of these waits.
+        busy_s: seconds of the copies.
+        resident_bytes: that stay on the device, the most of a step; 0: not known.
+        keep, recompute, swap: blocks whose activations are treated so.
     """
 
     step: int
@@ -144,12 +152,17 @@ class SpanRecord:
 class RunRecord:
     """Everything found in a run's folder.
 
-    steps: in the order of steps. layers: records by layer's name, in the order of layers and steps.
-    copies: by copier, in the order of steps, of all pipeline stages together. timelines: spans by
-    (step, rank). settings: flag or field and its value, as given. defaults: of the settings that
-    differ from them; None: unknown. notes: what a reader should know about the files, in sentences.
-    files: relative to the folder. folder: None if the run was not read from one. finished: whether
-    the host has taken its last step.
+    Attributes:
+        steps: in the order of steps.
+        layers: records by layer's name, in the order of layers and steps.
+        copies: by copier, in the order of steps, of all pipeline stages together.
+        timelines: spans by (step, rank).
+        settings: flag or field and its value, as given.
+        defaults: of the settings that differ from them; None: unknown.
+        notes: what a reader should know about the files, in sentences.
+        files: relative to the folder.
+        folder: None if the run was not read from one.
+        finished: whether the host has taken its last step.
     """
 
     name: str

@@ -33,10 +33,16 @@ _Mark = tuple[float, str, str]  # a label at a share of an axis, and an end of i
 class Drawing:
     """What the template `figures.html` makes a figure of.
 
-    words: a description. unseen: it is long, for screen readers alone. shapes: the inside of an
-    SVG image of width x height in its own coordinates; empty: a table alone. side, below: labels
-    at shares of the axes. begin, end: of the horizontal axis. pixels: the height on the screen.
-    legend: (name, style). table: (head, rows), the numbers.
+    Attributes:
+        words: a description.
+        unseen: it is long, for screen readers alone.
+        shapes: the inside of an SVG image of width x height in its own coordinates; empty: a
+            table alone.
+        side, below: labels at shares of the axes.
+        begin, end: of the horizontal axis.
+        pixels: the height on the screen.
+        legend: (name, style).
+        table: (head, rows), the numbers.
     """
 
     figure: Figure
@@ -60,8 +66,9 @@ class Drawing:
 def drawing(f: Figure, span: _Span, top: float) -> Drawing:
     """A figure, drawn.
 
-    span: first and last step of the run, the axis of charts over steps. top: the load over the
-    mean load at which the colours of heat maps end.
+    Args:
+        span: first and last step of the run, the axis of charts over steps.
+        top: the load over the mean load at which the colours of heat maps end.
     """
     if isinstance(f, LineChart):
         return _line_chart(f, span)

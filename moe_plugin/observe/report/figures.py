@@ -16,8 +16,11 @@ POINTS = 400
 class Line:
     """One curve; y is NaN where nothing is known.
 
-    marks: drawn as points. dashed: a reference, not a measurement. means: of a thinned curve, the
-    mean of the stretch that each point stands for; None: of a whole one, where these are y.
+    Attributes:
+        marks: drawn as points.
+        dashed: a reference, not a measurement.
+        means: of a thinned curve, the mean of the stretch that each point stands for; None: of
+            a whole one, where these are y.
     """
 
     name: str
@@ -30,7 +33,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """What all figures have. id: unique in the report. about: one sentence for the reader."""
+    """What all figures have.
+
+    Attributes:
+        id: unique in the report.
+        about: one sentence for the reader.
+    """
 
     id: str
     title: str
@@ -41,8 +49,9 @@ class Figure:
 class LineChart(Figure):
     """Curves over steps.
 
-    unit: as in `text.number`. floor: where the axis starts if all values are above it; None: at
-    the lowest value.
+    Attributes:
+        unit: as in `text.number`.
+        floor: where the axis starts if all values are above it; None: at the lowest value.
     """
 
     lines: tuple[Line, ...]
@@ -61,7 +70,10 @@ class LineChart(Figure):
 class HeatMap(Figure):
     """Loads over the mean load: one row per expert or layer, one column per stretch of steps.
 
-    row: what a row is. steps: the last step of each column. values: [row][column], NaN: unknown.
+    Attributes:
+        row: what a row is.
+        steps: the last step of each column.
+        values: [row][column], NaN: unknown.
     """
 
     row: str
@@ -72,7 +84,12 @@ class HeatMap(Figure):
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of one row of `Bands`. kind: decides the colour. text: shown under the pointer."""
+    """A stretch of one row of `Bands`.
+
+    Attributes:
+        kind: decides the colour.
+        text: shown under the pointer.
+    """
 
     row: int
     start: float

@@ -25,8 +25,12 @@ Edges = Sequence[tuple[int, int]]  # source and target, in order
 
 @dataclass(frozen=True)
 class RankTree:
-    """A tree over ranks. share: of the result. outward: from the root to all. inward: from all to
-    the root; empty: outward turned round.
+    """A tree over ranks.
+
+    Attributes:
+        share: of the result.
+        outward: from the root to all.
+        inward: from all to the root; empty: outward turned round.
     """
 
     root: int

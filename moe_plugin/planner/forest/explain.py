@@ -18,8 +18,11 @@ _NAMED = 8  # nodes that a text lists
 
 @dataclass(frozen=True)
 class Compared:
-    """A way to carry out the collective. run: simulated at the size asked for. limit_s: seconds
-    that its busiest wire needs.
+    """A way to carry out the collective.
+
+    Attributes:
+        run: simulated at the size asked for.
+        limit_s: seconds that its busiest wire needs.
     """
 
     name: str
@@ -29,8 +32,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said about a schedule. size: bytes of the result. ways: ours first; empty with
-    one rank. planned_s: how long planning took. note: what was assumed about the network.
+    """All that is said about a schedule.
+
+    Attributes:
+        size: bytes of the result.
+        ways: ours first; empty with one rank.
+        planned_s: how long planning took.
+        note: what was assumed about the network.
     """
 
     schedule: Schedule

@@ -45,8 +45,11 @@ class _Block:
 
 @dataclass
 class _Gpu:
-    """A GPU's thread blocks. last: by piece, the step that made what the piece is here so far.
-    place: by piece, buffer and offset where that is.
+    """A GPU's thread blocks.
+
+    Attributes:
+        last: by piece, the step that made what the piece is here so far.
+        place: by piece, buffer and offset where that is.
     """
 
     blocks: dict[tuple[int, int, int], _Block] = field(default_factory=dict)

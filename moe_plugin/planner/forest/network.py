@@ -25,7 +25,12 @@ _DIGITS = 3  # significant ones of a measured bandwidth; more only make more tre
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One direction of a link. bandwidth: GB/s (10^9 bytes). alpha_s: seconds of each message."""
+    """One direction of a link.
+
+    Attributes:
+        bandwidth: GB/s (10^9 bytes).
+        alpha_s: seconds of each message.
+    """
 
     source: str
     target: str
@@ -42,9 +47,10 @@ class Wire:
 class Network:
     """Ranks, switches and the wires between them.
 
-    ranks: nodes that compute; rank i is ranks[i]. switches: nodes that only forward. wires: one
-    direction each, at most one from a node to another.
-
+    Attributes:
+        ranks: nodes that compute; rank i is ranks[i].
+        switches: nodes that only forward.
+        wires: one direction each, at most one from a node to another.
     Raises: ValueError: a node twice, a wire that does not fit, a node whose wires in and out have
         different bandwidth in total, nodes that do not reach each other.
     """

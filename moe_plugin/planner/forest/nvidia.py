@@ -30,9 +30,11 @@ _HEAD = re.compile(r"\s*GPU0(?!\s+X(\s|$))(\s|$)")  # and no row, which goes on 
 class Speeds:
     """Assumed GB/s in one direction.
 
-    nvlink: one link (25 from Volta to Hopper, 50 on Blackwell). pcie: a GPU, a card or a switch
-    upwards (what PCIe 4.0 x16 reaches). sockets: between two sockets. card: a network card
-    (200 Gbit/s).
+    Attributes:
+        nvlink: one link (25 from Volta to Hopper, 50 on Blackwell).
+        pcie: a GPU, a card or a switch upwards (what PCIe 4.0 x16 reaches).
+        sockets: between two sockets.
+        card: a network card (200 Gbit/s).
     """
 
     nvlink: Fraction = Fraction(25)
@@ -47,7 +49,12 @@ class Speeds:
 
 @dataclass(frozen=True)
 class TopologyTable:
-    """What the output says. gpus, cards: names in order. classes: by pair of names, both orders."""
+    """What the output says.
+
+    Attributes:
+        gpus, cards: names in order.
+        classes: by pair of names, both orders.
+    """
 
     gpus: tuple[str, ...]
     cards: tuple[str, ...]

@@ -21,8 +21,12 @@ from moe_plugin.planner.forest.network import Network
 
 @dataclass(frozen=True)
 class Graph:
-    """A network with integers. ranks: nodes 0 to ranks - 1; switches follow, up to nodes - 1.
-    capacity: by (from, to). scale: integer units in 1 GB/s.
+    """A network with integers.
+
+    Attributes:
+        ranks: nodes 0 to ranks - 1; switches follow, up to nodes - 1.
+        capacity: by (from, to).
+        scale: integer units in 1 GB/s.
     """
 
     ranks: int
@@ -47,8 +51,11 @@ class Graph:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best rate. ratio: 1/x*, in seconds per unit of the graph's scale. cut: nodes that prove
-    it.
+    """The best rate.
+
+    Attributes:
+        ratio: 1/x*, in seconds per unit of the graph's scale.
+        cut: nodes that prove it.
     """
 
     ratio: Fraction

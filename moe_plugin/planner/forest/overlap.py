@@ -23,8 +23,12 @@ from moe_plugin.planner.forest.optimum import Graph
 
 @dataclass(frozen=True)
 class Shares:
-    """A rate and how it is shared. rate: K, in the graph's units of capacity. roots: of each rank,
-    their sum is K. parts: disjoint sets of nodes that prove that no rate is higher.
+    """A rate and how it is shared.
+
+    Attributes:
+        rate: K, in the graph's units of capacity.
+        roots: of each rank, their sum is K.
+        parts: disjoint sets of nodes that prove that no rate is higher.
     """
 
     rate: Fraction

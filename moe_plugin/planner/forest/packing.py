@@ -19,8 +19,11 @@ Arc = tuple[int, int]
 
 @dataclass
 class Partial:
-    """A tree that grows. nodes: ranks in it, in the order in which they came. blocked: edges that
-    it can never take.
+    """A tree that grows.
+
+    Attributes:
+        nodes: ranks in it, in the order in which they came.
+        blocked: edges that it can never take.
     """
 
     root: int

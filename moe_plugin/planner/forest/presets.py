@@ -226,9 +226,13 @@ def mi250(nodes: int, scale: Fraction = Fraction(1)) -> Network:
 class Preset:
     """A network by name.
 
-    make: called with the numbers after the colon, and `scale`. numbers: what they are. count: of
-    them; None: any. example: as users write it. ranks: how many ranks the numbers make, so that
-    nothing is built that is too large. least: of each number.
+    Attributes:
+        make: called with the numbers after the colon, and `scale`.
+        numbers: what they are.
+        count: of them; None: any.
+        example: as users write it.
+        ranks: how many ranks the numbers make, so that nothing is built that is too large.
+        least: of each number.
     """
 
     make: Callable[..., Network]

@@ -36,8 +36,10 @@ class Edge:
 class Tree:
     """A spanning tree of all ranks.
 
-    weight: how many trees of unit weight it stands for. edges: in an order in which data can move:
-    away from the root, or (inward) towards it, summing on the way.
+    Attributes:
+        weight: how many trees of unit weight it stands for.
+        edges: in an order in which data can move: away from the root, or (inward) towards it,
+            summing on the way.
     """
 
     root: int
@@ -74,19 +76,21 @@ class Schedule:
     (reduce_scatter), or is summed towards it and then sent from it (all_reduce: to the i-th inward
     tree belongs the i-th outward one).
 
-    collective: one of `COLLECTIVES`.
-    inverse_rate: 1/x*, seconds per GB of a shard (M/N): no schedule of this kind is faster. With
-        all_reduce, of each of its two parts; with `overlap`, of both together.
-    cut: names of nodes S that prove it: 1/x* = (ranks in S) / (bandwidth out of S); empty with
-        `overlap` and for one rank.
-    k: number of trees of each root, each counted with its weight; with `overlap`, of all roots
-        together, since roots may then have different shares.
-    unit: GB/s of a tree of weight 1.
-    trees: of all_reduce, all inward ones before all outward ones.
-    fixed: k was given, so that the trees may be slower than 1/x*.
-    overlap: of all_reduce: inward and outward trees share the wires, and run at the same time.
-    parts: with `overlap`, disjoint sets of nodes, each with a rank, that prove it: the time is
-        2 M (number of parts - 1) / (sum of the bandwidths out of each); empty elsewhere.
+    Attributes:
+        collective: one of `COLLECTIVES`.
+        inverse_rate: 1/x*, seconds per GB of a shard (M/N): no schedule of this kind is faster.
+            With all_reduce, of each of its two parts; with `overlap`, of both together.
+        cut: names of nodes S that prove it: 1/x* = (ranks in S) / (bandwidth out of S); empty
+            with `overlap` and for one rank.
+        k: number of trees of each root, each counted with its weight; with `overlap`, of all
+            roots together, since roots may then have different shares.
+        unit: GB/s of a tree of weight 1.
+        trees: of all_reduce, all inward ones before all outward ones.
+        fixed: k was given, so that the trees may be slower than 1/x*.
+        overlap: of all_reduce: inward and outward trees share the wires, and run at the same
+            time.
+        parts: with `overlap`, disjoint sets of nodes, each with a rank, that prove it: the time
+            is 2 M (number of parts - 1) / (sum of the bandwidths out of each); empty elsewhere.
     """
 
     collective: str

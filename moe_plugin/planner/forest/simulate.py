@@ -27,8 +27,9 @@ Route = tuple[str, ...]  # node names from a rank to another
 class ShareMove:
     """One piece from a rank to another.
 
-    routes: ways through the network with their shares of the piece, which sum to 1. sums: the
-    target adds the piece to its own, instead of receiving it.
+    Attributes:
+        routes: ways through the network with their shares of the piece, which sum to 1.
+        sums: the target adds the piece to its own, instead of receiving it.
     """
 
     piece: int
@@ -42,8 +43,10 @@ class ShareMove:
 class Program:
     """A collective as moves.
 
-    roots: of each piece, the rank that has it first, or gets its sum. shares: of each piece, its
-    part of the result. moves: in an order in which they are possible.
+    Attributes:
+        roots: of each piece, the rank that has it first, or gets its sum.
+        shares: of each piece, its part of the result.
+        moves: in an order in which they are possible.
     """
 
     name: str
@@ -75,7 +78,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A program's run. chunks: of each piece. depth: wires on the longest way of a piece."""
+    """A program's run.
+
+    Attributes:
+        chunks: of each piece.
+        depth: wires on the longest way of a piece.
+    """
 
     seconds: float
     chunks: int
@@ -191,8 +199,12 @@ def starts(program: Program) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class _Hop:
-    """What each chunk of a move does on one wire. wave: of its first chunk. rest: wires that it
-    and what follows from it still have to cross. after: names of hops without the chunk.
+    """What each chunk of a move does on one wire.
+
+    Attributes:
+        wave: of its first chunk.
+        rest: wires that it and what follows from it still have to cross.
+        after: names of hops without the chunk.
     """
 
     name: str

@@ -14,8 +14,12 @@ Arc = tuple[int, int]
 class Parts:
     """Equal parts of a graph, rank after rank.
 
-    size: P, ranks of each. count: B, their number. turned: for each node, the one whose place it
-    takes where each part takes the next one's. between: nodes that stay in place.
+    Attributes:
+        size: P, ranks of each.
+        count: B, their number.
+        turned: for each node, the one whose place it takes where each part takes the next
+            one's.
+        between: nodes that stay in place.
     """
 
     size: int

@@ -62,7 +62,9 @@ def layers_of(profile: ModelProfile) -> list[Layer]:
 class Segment:
     """Layers that are on the device together; all of g micro-batches.
 
-    begin, end: layers [begin, end). kept_before: bytes of inputs that layers before it keep.
+    Attributes:
+        begin, end: layers [begin, end).
+        kept_before: bytes of inputs that layers before it keep.
     """
 
     begin: int

@@ -89,9 +89,12 @@ def _neighbours(problem: SwapProblem, decisions: Decisions) -> Iterator[Decision
 class _Prefix:
     """What the decisions for the first blocks cost at least.
 
-    held: bytes that stay. forward_s: of the first blocks. again_s: of recomputing. copies_s: of
-    swapping in. first: the first swapped block; -1: none. again_before_s: of recomputing what comes
-    before it.
+    Attributes:
+        held: bytes that stay. forward_s: of the first blocks.
+        again_s: of recomputing.
+        copies_s: of swapping in.
+        first: the first swapped block; -1: none.
+        again_before_s: of recomputing what comes before it.
     """
 
     decisions: Decisions = ()

@@ -65,7 +65,9 @@ SWITCH_LARGE = ExpertModel(layers=12, experts=128, expert_bytes=33_554_432, atte
 class DesignCost:
     """What a design costs.
 
-    seconds: of a pass. buffer_bytes: of experts on the device, the most at a time.
+    Attributes:
+        seconds: of a pass.
+        buffer_bytes: of experts on the device, the most at a time.
     """
 
     design: str

@@ -125,9 +125,11 @@ class Outcome:
 class OffloadSchedule:
     """Steps in issue order.
 
-    limit: the most bytes that may be on the device at a time; None: any number. base: bytes that
-    stay on it all the time. duplex: copies in and out run at the same time; False: one after
-    another, in issue order, as those of a single queue do.
+    Attributes:
+        limit: the most bytes that may be on the device at a time; None: any number.
+        base: bytes that stay on it all the time.
+        duplex: copies in and out run at the same time; False: one after another, in issue
+            order, as those of a single queue do.
     """
 
     steps: tuple[OffloadStep, ...]

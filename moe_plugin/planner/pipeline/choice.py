@@ -95,8 +95,10 @@ class StageProfile:
 class Predicted:
     """A schedule's step.
 
-    alive: by stage, the most micro-batches whose activations are kept, with parts of them. fits:
-    the memory. slices: of a sequence, in tokens; empty: it is not cut.
+    Attributes:
+        alive: by stage, the most micro-batches whose activations are kept, with parts of them.
+        fits: the memory.
+        slices: of a sequence, in tokens; empty: it is not cut.
     """
 
     schedule: str

@@ -23,7 +23,9 @@ Sample = tuple[int, int, float]  # length, context, seconds
 class SliceTimes:
     """t(l, c) in seconds.
 
-    base: (length, seconds) without context, lengths ascending. context: a0 to a3.
+    Attributes:
+        base: (length, seconds) without context, lengths ascending.
+        context: a0 to a3.
     """
 
     base: tuple[tuple[int, float], ...]

@@ -28,7 +28,9 @@ MOST_PIECES = 1024
 class SliceCut:
     """A sequence in slices.
 
-    slices: their lengths in tokens, first to last. seconds: of all stages together.
+    Attributes:
+        slices: their lengths in tokens, first to last.
+        seconds: of all stages together.
     """
 
     slices: tuple[int, ...]
@@ -37,7 +39,12 @@ class SliceCut:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """A batch in groups, one after another. groups: (samples, their cut). seconds: of all."""
+    """A batch in groups, one after another.
+
+    Attributes:
+        groups: (samples, their cut).
+        seconds: of all.
+    """
 
     groups: tuple[tuple[int, SliceCut], ...]
     seconds: float
