@@ -22,7 +22,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                             "or swap their activations, and explain why")
     group.add_argument("--profile", type=Path, default=None, metavar="FILE",
                        help="with --memory: measured times and sizes of the model's blocks "
-                            "(see docs/memory_limits.md)")
+                            "(see docs/activations.md)")
     group.add_argument("--weights-on", choices=("device", "host"), default="device",
                        help="host: segments of weights stream through the device instead "
                             "(default: %(default)s)")

@@ -113,4 +113,4 @@ class ModelProfile:
 
 def load_profile(path: str | Path) -> ModelProfile:
     """Read a file of a profile, JSON or YAML; `ValueError` where it does not hold one."""
-    return load_record(ModelProfile, path, "profile file", "see docs/memory_limits.md")
+    return load_record(ModelProfile, path, "profile file", "see docs/activations.md")
